@@ -1,0 +1,31 @@
+"""Backends: one file each behind the contract of ``base``; the registry finds them by name."""
+
+from moe_dispatch.backends.base import (
+    PROTOCOL,
+    Arrived,
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Rejected,
+    Sizes,
+    Usable,
+)
+from moe_dispatch.backends.registry import known_backends, load_backend, register_backend
+
+__all__ = [
+    "PROTOCOL",
+    "Arrived",
+    "Backend",
+    "BackendContext",
+    "BackendOptions",
+    "Constraints",
+    "MoEShape",
+    "Rejected",
+    "Sizes",
+    "Usable",
+    "known_backends",
+    "load_backend",
+    "register_backend",
+]

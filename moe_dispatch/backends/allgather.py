@@ -1,0 +1,98 @@
+"""``allgather``: every rank sees every row, keeps what its experts need, and partial sums are reduce-scattered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import (
+    Arrived,
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Sizes,
+    WireDtype,
+)
+from moe_dispatch.backends.collectives import read_host
+from moe_dispatch.backends.local import count_experts
+from moe_dispatch.backends.permutation import SlotIndex, accumulation_dtype, group_slots, reduce
+from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.wire import id_dtype_for, local_ids, packet, row_format
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllGatherRoute(Route):
+    """Out by all-gather, back by a reduce-scatter in ``max(float32, dtype)``, rounded once at home."""
+
+    context: BackendContext
+    index: SlotIndex
+    wire_dtype: WireDtype | None = None
+
+    @contextmanager
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+        comm, rows = self.context.communicator, rows_TD.contiguous()
+        nbytes = rows.nbytes * comm.size
+        with self.context.workspace.lease(nbytes, rows.device) as buffer:
+            everyone = buffer.view(rows.dtype).view(-1, rows.shape[1]) if nbytes else rows
+            comm.all_gather(everyone, rows, label=label)
+            yield everyone
+
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        comm, hidden = self.context.communicator, rows_RD.shape[1]
+        dtype = accumulation_dtype(rows_RD.dtype)
+        width = hidden + (0 if values_R is None else self.index.position_SK.shape[1])
+        nbytes = self.index.num_rows * width * dtype.itemsize
+        mine = torch.empty(self.index.num_rows // comm.size, width, dtype=dtype, device=rows_RD.device)
+        with self.context.workspace.lease(nbytes, rows_RD.device) as buffer:
+            sums = buffer.view(dtype).view(self.index.num_rows, width)
+            reduce(rows_RD, self.index, weights_R, sums[:, :hidden])
+            if values_R is not None:
+                sums[:, hidden:].copy_(self.index.to_slots(values_R))
+            comm.reduce_scatter(mine, sums, label=label)
+        values = None if values_R is None else mine[:, hidden:].to(values_R.dtype)
+        return mine[:, :hidden].to(rows_RD.dtype).contiguous(), values
+
+
+@final
+class AllGather(Backend):
+    """Simple and regular: P times the bytes, but no routing-dependent message sizes.
+
+    Cost: one all-gather and one host sync (the counts) per dispatch, one reduce-scatter per combine.
+    """
+
+    name = "allgather"
+
+    @classmethod
+    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+        # A reduce-scatter adds on the way: a narrow wire would round at every hop, so no wire_dtype is offered.
+        return Constraints(equal_rows=True)
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        shape, comm = self.context.shape, self.context.communicator
+        form = packet(
+            row_format(rows_TD.dtype, shape.hidden_size), shape.top_k, weights_TK.dtype, id_dtype_for(shape.num_experts)
+        )
+        packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
+        everyone = packets.new_empty(len(packets) * comm.size, form.stride)
+        comm.all_gather(everyone, packets, label="dispatch")
+        keys_SK = local_ids(form.ids(everyone), comm.rank * shape.num_local_experts, shape.num_local_experts)
+        counts = read_host(count_experts(keys_SK.long(), shape.num_local_experts))
+        route = AllGatherRoute(context=self.context, index=group_slots(keys_SK, counts, shape.pad_multiple))
+        received = nullcontext((form.row.read(form.rows(everyone)), form.weights(everyone)))
+        return arrive(rows_TD, weights_TK, route, received, counts, shape.pad_multiple)
+
+    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
+        return send_again(rows_TD, state)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+        return bring_home(rows_RD, weights_R, state, weighted=weighted)

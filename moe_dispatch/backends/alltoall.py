@@ -1,0 +1,310 @@
+"""``alltoall``: each row goes once to each rank that owns one of its experts, and comes back once, already summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.backends.base import (
+    Arrived,
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Sizes,
+    WireDtype,
+)
+from moe_dispatch.backends.collectives import read_host
+from moe_dispatch.backends.local import count_experts
+from moe_dispatch.backends.permutation import SlotIndex, group_slots, reduce, sum_bags
+from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.wire import Packet, id_dtype_for, local_ids, packet, row_format
+from moe_dispatch.errors import PeerError, refusal
+
+
+@final
+class AllToAllOptions(BackendOptions):
+    """Options of ``alltoall``.
+
+    Attributes:
+        reduction: "fast" sums a row's experts on each rank, in float32, before it comes back: the fewest bytes. "exact"
+            brings every (row, expert) result back and sums at home in slot order: bit-identical for every ep_size, at
+            up to top_k times the bytes on the way back.
+    """
+
+    reduction: Literal["fast", "exact"] = "fast"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Host counts of one dispatch: rows and slots to and from each rank, real rows per local expert."""
+
+    rows_out: list[int]
+    rows_in: list[int]
+    slots_out: list[int]
+    slots_in: list[int]
+    tokens_per_expert: list[int]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllToAllRoute(Route):
+    """One data collective each way.
+
+    Attributes:
+        source_S: int64, the home row of each row sent, by destination rank, then row.
+        member_S: int64, the sent rows in the order of their home rows; ``cu_T`` int64 (T+1,) where each home row
+            begins.
+        home: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK`` to apply at home.
+    """
+
+    context: BackendContext
+    traffic: Traffic
+    index: SlotIndex
+    wire_dtype: WireDtype | None
+    source_S: Tensor
+    member_S: Tensor
+    cu_T: Tensor
+    home: SlotIndex | None
+    weights_TK: Tensor
+
+    @contextmanager
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+        row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
+        encoded = row.encode(rows_TD)
+        with self._exchange(encoded, self.source_S, self.traffic.rows_out, self.traffic.rows_in, label) as received:
+            yield row.read(received)
+
+    @contextmanager
+    def _exchange(
+        self, rows: Tensor, source: Tensor, splits_out: Sequence[int], splits_in: Sequence[int], label: str
+    ) -> Iterator[Tensor]:
+        """Gather ``rows[source]``, uint8, and exchange them; the received rows, uint8, valid inside the block."""
+        space, width = self.context.workspace, rows.shape[1]
+        with space.lease(sum(splits_in) * width, rows.device) as received:
+            received = received.view(-1, width)
+            with space.lease(source.shape[0] * width, rows.device) as outgoing:
+                outgoing = outgoing.view(-1, width)
+                torch.index_select(rows, 0, source, out=outgoing)
+                self._all_to_all(received, outgoing, splits_in, splits_out, label)
+            yield received
+
+    def _all_to_all(
+        self, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], label: str
+    ) -> None:
+        work = self.context.communicator.all_to_all(out, inp, out_splits, in_splits, label=label)
+        if work is not None:
+            work.wait()
+
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.home is not None:
+            return self._collect_exact(self.home, rows_RD, weights_R is not None, values_R, label)
+        top_k = self.index.position_SK.shape[1]
+        form = packet(
+            row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire),
+            top_k,
+            None if values_R is None else values_R.dtype,
+        )
+        space, device = self.context.workspace, rows_RD.device
+        with space.lease(self.source_S.shape[0] * form.stride, device) as received:
+            received = received.view(-1, form.stride)
+            with space.lease(self.index.num_rows * form.stride, device) as outgoing:
+                outgoing = outgoing.view(-1, form.stride)
+                reduce(rows_RD, self.index, weights_R, form.row.read(form.rows(outgoing)))
+                if values_R is not None:
+                    form.weights(outgoing).copy_(self.index.to_slots(values_R))
+                self._all_to_all(received, outgoing, self.traffic.rows_out, self.traffic.rows_in, label)
+            return self._sum_at_home(form, received, rows_RD.dtype)
+
+    def _sum_at_home(self, form: Packet, received: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        num_rows = self.cu_T.shape[0] - 1
+        out = torch.empty(num_rows, form.row.hidden, dtype=dtype, device=received.device)
+        # The whole packets are summed, as numbers of the row's dtype: sums over what is behind the row are not kept.
+        sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
+        if form.weight_dtype is None:
+            return out, None
+        values = torch.empty(num_rows, form.top_k, dtype=form.weight_dtype, device=received.device)
+        sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
+        return out, values
+
+    def _collect_exact(
+        self, home: SlotIndex, rows_RD: Tensor, weighted: bool, values_R: Tensor | None, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        row = row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire)
+        form = packet(row, 1, None if values_R is None else values_R.dtype)
+        if values_R is None:
+            packets = row.encode(rows_RD)
+        else:
+            packets = torch.empty(rows_RD.shape[0], form.stride, dtype=torch.uint8, device=rows_RD.device)
+            row.write(rows_RD, form.rows(packets))
+            form.weights(packets).copy_(values_R.unsqueeze(1))
+        traffic = self.traffic
+        with self._exchange(packets, self.index.byrow_N, traffic.slots_in, traffic.slots_out, label) as received:
+            out = torch.empty(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
+            weights_N = self.weights_TK.reshape(-1).index_select(0, home.byrow_slot_N) if weighted else None
+            sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
+            values = None if values_R is None else home.to_slots(form.weights(received).reshape(-1))
+        return out, values
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Transit:
+    """A dispatch between sending and receiving; its two buffers are the workspace's."""
+
+    rows_TD: Tensor
+    weights_TK: Tensor
+    rank_TK: Tensor
+    members_PT: Tensor
+    source_S: Tensor
+    traffic: Traffic
+    form: Packet
+    outgoing: Tensor
+    received: Tensor
+    work: dist.Work | None
+
+
+@final
+class AllToAll(Backend):
+    """Cost: one host sync and two collectives (counts, data) per dispatch, one per combine, one per backward of either.
+
+    Bytes to other ranks: in dispatch, per distinct (row, other rank), the row and 6 bytes per top_k slot; in combine
+    the row; in the backwards the row, and 4 bytes per slot for the gradient of the weights. Source: the de-duplication
+    is that of DeepEP's normal mode (v1.2.1).
+    """
+
+    name = "alltoall"
+    Options = AllToAllOptions
+
+    @classmethod
+    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+        return Constraints(exchanges_counts=True, wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}))
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()
+
+    def dispatch_async(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes
+    ) -> Callable[[], Arrived]:
+        transit = self._send(rows_TD, ids_TK, weights_TK)
+        return lambda: self._receive(transit)
+
+    def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Transit:
+        space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
+        rank_TK = ids_TK.div(shape.num_local_experts, rounding_mode="floor")
+        members_PT = rank_members(rank_TK, comm.size)
+        traffic = self._exchange_counts(ids_TK, members_PT)
+        source_S = torch.nonzero_static(members_PT, size=sum(traffic.rows_out))[:, 1].contiguous()
+        form = packet(
+            row_format(rows_TD.dtype, shape.hidden_size, self.context.wire_dtype),
+            shape.top_k,
+            weights_TK.dtype,
+            id_dtype_for(shape.num_experts),
+        )
+        packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
+        outgoing = space.take(source_S.shape[0] * form.stride, rows_TD.device).view(-1, form.stride)
+        received = space.take(sum(traffic.rows_in) * form.stride, rows_TD.device).view(-1, form.stride)
+        torch.index_select(packets, 0, source_S, out=outgoing)
+        work = comm.all_to_all(received, outgoing, traffic.rows_in, traffic.rows_out, label="dispatch")
+        return _Transit(
+            rows_TD=rows_TD,
+            weights_TK=weights_TK,
+            rank_TK=rank_TK,
+            members_PT=members_PT,
+            source_S=source_S,
+            traffic=traffic,
+            form=form,
+            outgoing=outgoing,
+            received=received,
+            work=work,
+        )
+
+    def _receive(self, transit: _Transit) -> Arrived:
+        shape, traffic, form = self.context.shape, transit.traffic, transit.form
+        if transit.work is not None:
+            transit.work.wait()
+        self.context.workspace.give(transit.outgoing)
+        first = self.context.communicator.rank * shape.num_local_experts
+        keys_SK = local_ids(form.ids(transit.received), first, shape.num_local_experts)
+        route = AllToAllRoute(
+            context=self.context,
+            traffic=traffic,
+            index=group_slots(keys_SK, traffic.tokens_per_expert, shape.pad_multiple),
+            wire_dtype=self.context.wire_dtype,
+            source_S=transit.source_S,
+            member_S=transit.source_S.argsort(stable=True),
+            cu_T=running_total(transit.members_PT.sum(0)),
+            home=group_slots(transit.rank_TK, traffic.slots_out) if self._exact else None,
+            weights_TK=transit.weights_TK.detach(),
+        )
+        unpacked = self._unpack(transit)
+        return arrive(
+            transit.rows_TD, transit.weights_TK, route, unpacked, traffic.tokens_per_expert, shape.pad_multiple
+        )
+
+    @contextmanager
+    def _unpack(self, transit: _Transit) -> Iterator[tuple[Tensor, Tensor]]:
+        form, received = transit.form, transit.received
+        yield form.row.read(form.rows(received)), form.weights(received)
+        self.context.workspace.give(received)
+
+    @property
+    def _exact(self) -> bool:
+        assert isinstance(self.options, AllToAllOptions)
+        return self.options.reduction == "exact"
+
+    def _exchange_counts(self, ids_TK: Tensor, members_PT: Tensor) -> Traffic:
+        """Tell every rank how many rows come, and how many slots for each of its experts; read both sides at once."""
+        shape, comm = self.context.shape, self.context.communicator
+        experts_PL = count_experts(ids_TK, shape.num_experts).view(comm.size, -1)
+        out = torch.cat((members_PT.sum(1, keepdim=True), experts_PL), 1)
+        host_out, host_in = read_host(torch.stack((out, self._swap(out))))
+        refused = {rank: -row[0] for rank, row in enumerate(host_in) if row[0] < 0}
+        if refused:
+            raise PeerError(refusal(refused))
+        return Traffic(
+            rows_out=[row[0] for row in host_out],
+            rows_in=[row[0] for row in host_in],
+            slots_out=[sum(row[1:]) for row in host_out],
+            slots_in=[sum(row[1:]) for row in host_in],
+            tokens_per_expert=[sum(column) for column in zip(*(row[1:] for row in host_in), strict=True)],
+        )
+
+    def _swap(self, out: Tensor) -> Tensor:
+        comm, received, ones = self.context.communicator, torch.empty_like(out), [1] * len(out)
+        work = comm.all_to_all(received, out, ones, ones, label="counts")
+        if work is not None:
+            work.wait()
+        return received
+
+    def refuse(self, code: int, device: torch.device) -> None:
+        shape, comm = self.context.shape, self.context.communicator
+        mark = torch.full((comm.size, 1 + shape.num_local_experts), -code, dtype=torch.int64, device=device)
+        self._swap(mark)
+
+    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
+        return send_again(rows_TD, state)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+        return bring_home(rows_RD, weights_R, state, weighted=weighted)
+
+
+def rank_members(rank_TK: Tensor, ep_size: int) -> Tensor:
+    """bool (P, T): which ranks own at least one expert of which row. ``rank_TK`` is -1 for slots that go nowhere."""
+    members = torch.zeros(rank_TK.shape[0], ep_size + 1, dtype=torch.bool, device=rank_TK.device)
+    return members.scatter_(1, rank_TK + 1, True)[:, 1:].t().contiguous()
+
+
+def running_total(counts_T: Tensor) -> Tensor:
+    """int64 (T+1,): 0, then the inclusive sums."""
+    return torch.nn.functional.pad(counts_T.cumsum(0), (1, 0))

@@ -1,0 +1,206 @@
+"""The contract every backend stands behind (``PROTOCOL = 1``)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.backends.workspace import Workspace
+
+PROTOCOL = 1
+
+WireDtype = Literal["bfloat16", "float8_e4m3fn"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usable:
+    """This backend can run here."""
+
+    version: str
+    features: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """This backend cannot run here, and why, in one sentence without a full stop."""
+
+    reason: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constraints:
+    """What a backend needs, as data; the dispatcher meets the needs or refuses.
+
+    Attributes:
+        row_multiple: rows per rank are padded up to a multiple of this.
+        equal_rows: every rank must bring the same number of rows.
+        max_rows: most rows per rank, None for no limit.
+        hidden_multiple: hidden size must be a multiple of this.
+        dtypes: dtypes of rows it carries, None for any floating dtype.
+        devices: device types of rows, None for any.
+        max_top_k: largest top_k, None for no limit.
+        group_sizes: allowed ep sizes, None for any.
+        local_experts_multiple: experts per rank must be a multiple of this.
+        pads_experts: it rounds rows per expert up to ``pad_multiple`` itself.
+        exchanges_counts: ranks exchange counts in every dispatch, so a refusing rank can mark it (``refuse``).
+        wire_dtypes: the ``wire_dtype`` values it can honour besides None.
+        graph_safe: it has a path without host syncs or data-dependent shapes; ``graph_safe_reason`` says why not.
+        compilable: it can be traced by torch.compile with ``fullgraph=True``.
+        differentiable: both verbs have a backward.
+        drop_order: how rows are chosen when a capacity overflows, None where nothing is ever dropped.
+    """
+
+    row_multiple: int = 1
+    equal_rows: bool = False
+    max_rows: int | None = None
+    hidden_multiple: int = 1
+    dtypes: frozenset[torch.dtype] | None = None
+    devices: frozenset[str] | None = None
+    max_top_k: int | None = None
+    group_sizes: frozenset[int] | None = None
+    local_experts_multiple: int = 1
+    pads_experts: bool = False
+    exchanges_counts: bool = False
+    wire_dtypes: frozenset[WireDtype] = frozenset()
+    graph_safe: bool = False
+    graph_safe_reason: str = "it has no static path"
+    compilable: bool = False
+    differentiable: bool = True
+    drop_order: str | None = None
+
+
+class BackendOptions(BaseModel):
+    """Base of a backend's typed options; unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEShape:
+    """The sizes a backend's constraints may depend on."""
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    ep_size: int
+    pad_multiple: int
+
+    @property
+    def num_local_experts(self) -> int:
+        """L, experts on each rank."""
+        return self.num_experts // self.ep_size
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BackendContext:
+    """What a backend is built with, once per channel."""
+
+    shape: MoEShape
+    communicator: Communicator
+    wire_dtype: WireDtype | None = None
+    permutation: Literal["auto", "torch"] = "auto"
+    workspace: Workspace = field(default_factory=Workspace)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Sizes settled for one dispatch: rows every rank brings (None where each brings its own count)."""
+
+    padded_rows: int | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Arrived:
+    """What a backend's dispatch gives back; fields as in ``Dispatched``, ``state`` is the backend's own and frozen."""
+
+    rows: Tensor
+    weights: Tensor
+    tokens_per_expert: Tensor
+    real_tokens_per_expert: Tensor
+    tokens_per_expert_list: tuple[int, ...] | None
+    state: Any
+
+
+class Backend(ABC):
+    """Moves aligned rows between ranks; knows nothing of models, layouts or padding of tokens.
+
+    A backend sets attributes only in ``__init__``, ``open`` and ``close``; a call's state lives in ``Arrived.state``.
+    """
+
+    name: ClassVar[str]
+    protocol: ClassVar[int] = PROTOCOL
+    Options: ClassVar[type[BackendOptions]] = BackendOptions
+
+    def __init__(self, context: BackendContext, options: BackendOptions) -> None:
+        self.context = context
+        self.options = options
+
+    @classmethod
+    def probe(cls) -> Usable | Rejected:
+        """Whether it can run on this machine. Never raises, imports nothing that is not there."""
+        return Usable(version=torch.__version__)
+
+    @classmethod
+    @abstractmethod
+    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+        """What the installed version needs for this shape."""
+
+    def open(self) -> None:  # noqa: B027 - most backends hold nothing
+        """Acquire buffers; collective, in the same order on all ranks."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release buffers; safe to call twice."""
+
+    @abstractmethod
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        """Bring every row to the experts it names.
+
+        Args:
+            rows_TD: (Tp, D), as many rows as the constraints ask for.
+            ids_TK: int64 (Tp, K), global expert ids, no expert twice in a row, -1 for none.
+            weights_TK: float32 or float64 (Tp, K), 0 or anything where the id is -1.
+            sizes: what the ranks agreed on.
+        """
+
+    def dispatch_async(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes
+    ) -> Callable[[], Arrived]:
+        """Start ``dispatch``; the returned function completes it. A backend that cannot overlap completes at once."""
+        arrived = self.dispatch(rows_TD, ids_TK, weights_TK, sizes)
+        return lambda: arrived
+
+    @abstractmethod
+    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
+        """Send other rows the way of an earlier dispatch, without exchanging counts; expert-major rows (R, D)."""
+
+    @abstractmethod
+    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+        """Bring expert rows home, summed over top_k.
+
+        Args:
+            rows_RD: (R, D); rows that are padding are never read.
+            weights_R: the dispatch's weights. They are an input even where ``weighted`` is False, so that the backward
+                of combine always leads to the backward of dispatch, on every rank alike.
+            state: of the dispatch.
+            weighted: multiply each row by its weight in ``max(float32, dtype)``.
+
+        Returns:
+            (Tp, D) in the dtype of ``rows_RD``.
+        """
+
+    def refuse(self, code: int, device: torch.device) -> None:  # noqa: B027 - only where constraints.exchanges_counts
+        """Join the count exchange of a dispatch this rank refuses, so that its peers raise instead of waiting."""

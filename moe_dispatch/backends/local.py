@@ -1,0 +1,81 @@
+"""``local``: one rank holds all experts; nothing travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Arrived, Backend, BackendOptions, Constraints, MoEShape, Sizes, WireDtype
+from moe_dispatch.backends.collectives import read_host
+from moe_dispatch.backends.permutation import SlotIndex, group_slots, reduce
+from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.wire import row_format
+
+
+@final
+class LocalOptions(BackendOptions):
+    """Options of ``local``.
+
+    Attributes:
+        reduction: accepted so that it means the same as on ``alltoall``; both sum in slot order in float32 here.
+    """
+
+    reduction: Literal["fast", "exact"] = "fast"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LocalRoute(Route):
+    """No way at all; a ``wire_dtype`` still rounds, so that a single-rank run has the numbers of a large one."""
+
+    index: SlotIndex
+    wire_dtype: WireDtype | None
+
+    @contextmanager
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+        yield row_format(rows_TD.dtype, rows_TD.shape[1], wire).round_trip(rows_TD)
+
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        out = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1])
+        reduce(rows_RD, self.index, weights_R, out)
+        out = row_format(out.dtype, out.shape[1], self.gradient_wire).round_trip(out)
+        return out, None if values_R is None else self.index.to_slots(values_R)
+
+
+@final
+class Local(Backend):
+    """All experts on this rank. Cost: one host sync per dispatch (the counts), no collective."""
+
+    name = "local"
+    Options = LocalOptions
+
+    @classmethod
+    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+        return Constraints(group_sizes=frozenset({1}), wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}))
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        shape, wire = self.context.shape, self.context.wire_dtype
+        counts = read_host(count_experts(ids_TK, shape.num_experts))
+        route = LocalRoute(index=group_slots(ids_TK, counts, shape.pad_multiple), wire_dtype=wire)
+        rows = row_format(rows_TD.dtype, shape.hidden_size, wire).round_trip(rows_TD.detach())
+        return arrive(rows_TD, weights_TK, route, nullcontext((rows, weights_TK.detach())), counts, shape.pad_multiple)
+
+    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
+        return send_again(rows_TD, state)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+        return bring_home(rows_RD, weights_R, state, weighted=weighted)
+
+
+def count_experts(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """int64 (E,): how many slots name each expert; -1 is not counted. No host sync, integer sums only."""
+    flat = (ids_TK + 1).reshape(-1)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]

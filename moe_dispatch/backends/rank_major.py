@@ -1,0 +1,175 @@
+"""Dispatch and combine for every backend whose exchange delivers rows in the order of their source rank.
+
+Such a backend only knows a ``Route``: how rows travel from home to the ranks that need them, and how sums travel back.
+Spreading rows over experts, weighting, padding and the whole of autograd are done here, once. The two verbs are each
+other's
+backward: the gradient of dispatch is collected like a combine, the gradient of combine is spread like a dispatch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Arrived, WireDtype
+from moe_dispatch.backends.permutation import SlotIndex, expand, expand_weighted, round_up
+from moe_dispatch.errors import StateError
+
+
+class Route(ABC):
+    """The way of one dispatch, frozen: which rows go where, and back. Its methods are raw, outside autograd."""
+
+    __slots__ = ()
+    index: SlotIndex
+    wire_dtype: WireDtype | None
+
+    @abstractmethod
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> AbstractContextManager[Tensor]:
+        """Send rows out; gives (S, D) in the wire's or the rows' dtype, valid inside the block."""
+
+    @abstractmethod
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Bring expert rows home, weighted and summed: (T, D); and one value per slot along with them: (T, K).
+
+        Rows and values on padding are never read.
+        """
+
+    @property
+    def gradient_wire(self) -> WireDtype | None:
+        """What gradients and combined rows travel in: never narrower than bfloat16."""
+        return None if self.wire_dtype is None else "bfloat16"
+
+
+Received = AbstractContextManager[tuple[Tensor, Tensor]]
+
+
+def arrive(
+    rows_TD: Tensor, weights_TK: Tensor, route: Route, received: Received, counts: Sequence[int], pad_multiple: int
+) -> Arrived:
+    """Turn what a route delivered into expert-major rows attached to autograd.
+
+    Args:
+        rows_TD: (T, D), what was sent; read only by autograd.
+        weights_TK: (T, K), likewise.
+        route: the way it took.
+        received: opens to rows (S, D) and their slots' weights (S, K).
+        counts: real rows per local expert.
+        pad_multiple: rows per expert were rounded up to this in ``route.index``.
+    """
+    rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, route, received)  # type: ignore[no-untyped-call]
+    padded = [round_up(count, pad_multiple) for count in counts]
+    real_L = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+    padded_L = real_L if pad_multiple == 1 else (real_L + (-real_L % pad_multiple))
+    return Arrived(
+        rows=rows_RD,
+        weights=weights_R,
+        tokens_per_expert=padded_L,
+        real_tokens_per_expert=real_L,
+        tokens_per_expert_list=tuple(padded),
+        state=route,
+    )
+
+
+def send_again(rows_TD: Tensor, route: Route) -> Tensor:
+    """Other rows the same way: (R, D), differentiable."""
+    result: Tensor = _DispatchAgain.apply(rows_TD, route)  # type: ignore[no-untyped-call]
+    return result
+
+
+def bring_home(rows_RD: Tensor, weights_R: Tensor, route: Route, *, weighted: bool) -> Tensor:
+    """(R, D) expert rows -> (T, D), summed over slots; differentiable in rows and weights."""
+    anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+    result: Tensor = _Combine.apply(rows_RD, weights_R, anchor, route, weighted)  # type: ignore[no-untyped-call]
+    return result
+
+
+def refuse_double_backward(verb: str) -> None:
+    """Raise where autograd records a backward, which ours does not support."""
+    if torch.is_grad_enabled():
+        raise StateError(
+            f"Dispatcher.{verb}: double backward is not supported, got a backward with create_graph=True. "
+            "Use create_graph=False, or keep gradient penalties out of the MoE layer."
+        )
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_TD: Tensor, weights_TK: Tensor, route: Route, received: Received
+    ) -> tuple[Tensor, Tensor]:
+        ctx.route = route
+        with received as (rows_SD, weights_SK):
+            return expand(rows_SD, route.index, rows_TD.dtype), route.index.to_grouped(weights_SK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:
+        refuse_double_backward("dispatch")
+        values = grad_weights_R if ctx.needs_input_grad[1] else None
+        with profiler_range("dispatch.backward"):
+            grad_TD, grad_TK = ctx.route.collect(grad_rows_RD, None, values, label="dispatch.backward")
+        return grad_TD, grad_TK, None, None
+
+
+class _DispatchAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_TD: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        with route.spread(rows_TD, route.wire_dtype, label="dispatch") as rows_SD:
+            return expand(rows_SD, route.index, rows_TD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows_RD: Tensor) -> Any:
+        refuse_double_backward("dispatch")
+        with profiler_range("dispatch.backward"):
+            grad_TD, _ = ctx.route.collect(grad_rows_RD, None, None, label="dispatch.backward")
+        return grad_TD, None
+
+
+class _Combine(torch.autograd.Function):
+    """Its inputs tie it into autograd on every rank alike, because a rank that skips a backward hangs its peers.
+
+    ``anchor`` requires grad, so there is a backward here even where no expert saw a row and the result is detached;
+    ``weights_R`` leads on to the backward of dispatch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, anchor: Tensor, route: Route, weighted: bool) -> Tensor:
+        ctx.route, ctx.weighted, ctx.dtype = route, weighted, rows_RD.dtype
+        wants_dots = weighted and ctx.needs_input_grad[1]
+        ctx.save_for_backward(weights_R, rows_RD if wants_dots else None)
+        return route.collect(rows_RD, weights_R if weighted else None, None, label="combine")[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+        refuse_double_backward("combine")
+        route: Route = ctx.route
+        weights_R, rows_RD = ctx.saved_tensors
+        with (
+            profiler_range("combine.backward"),
+            route.spread(grad_TD, route.gradient_wire, label="combine.backward") as grad_SD,
+        ):
+            weights = weights_R if ctx.weighted else None
+            grad_RD, grad_R = expand_weighted(grad_SD, route.index, weights, rows_RD, ctx.dtype)
+        return grad_RD, grad_R, None, None, None
+
+
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """A ``moe_dispatch::name`` range in profiles; costs nothing while no profiler runs."""
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return torch.profiler.record_function(f"moe_dispatch::{name}")
+    return _NO_RANGE
+
+
+class _NoRange(AbstractContextManager[None]):
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_NO_RANGE = _NoRange()

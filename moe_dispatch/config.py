@@ -1,0 +1,251 @@
+"""The configuration of a Dispatcher: what the model needs, and the name of the backend that does it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from moe_dispatch.backends.base import BackendOptions, WireDtype
+from moe_dispatch.backends.registry import load_backend
+from moe_dispatch.backends.wire import FLOAT8_BLOCK
+from moe_dispatch.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
+# Rows per expert that quantised grouped GEMMs need: 16 bytes of fp8 in a row group; the contraction of the weight
+# gradient
+# in blocks of 32 for mxfp8; 128 for nvfp4 with its fused transform (transformer-engine 2.12 and later).
+PAD_MULTIPLES = {"bf16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
+
+RowCounts = Literal["agree", "assume", "check", "static"]
+_Count = Annotated[int, Field(ge=1)]
+
+
+@final
+class ConstraintOverrides(BaseModel):
+    """Numbers to use instead of what the backend says of its installed version; None leaves the backend's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    row_multiple: _Count | None = None
+    max_rows: _Count | None = None
+    hidden_multiple: _Count | None = None
+    max_top_k: _Count | None = None
+    local_experts_multiple: _Count | None = None
+
+    def given(self) -> dict[str, int]:
+        """The overrides that are set."""
+        return self.model_dump(exclude_none=True)
+
+
+@final
+class DispatcherConfig(BaseModel):
+    """Everything about a Dispatcher except its process group. Frozen, strict; unknown fields are refused.
+
+    Attributes:
+        backend: a name, or a mapping of ``name`` and that backend's options. "auto" picks and says which.
+        num_experts: E, experts in the whole expert-parallel group.
+        top_k: K, slots per row.
+        hidden_size: D.
+        pad_multiple: rows per expert are rounded up to this: an int, or "fp8" (16), "mxfp8" (32), "nvfp4" (128), "bf16"
+            (1).
+        weights: who multiplies expert outputs by their weights: "combine", or "experts" (they read ``sent.weights``).
+        wire_dtype: what rows travel in; None is their own dtype. "float8_e4m3fn" quantises dispatch, one float32 scale
+            per 128 columns; combine and gradients then travel in bfloat16. The gradient is straight-through.
+        row_counts: how ranks come to equal row counts where the backend needs them: "agree" (a MAX all-reduce and a
+            host sync), "assume" (the caller promises equality), "check" (assume, verify, raise), "static"
+            (``max_tokens_per_rank``). None: "agree", in graph-safe mode "static".
+        max_tokens_per_rank: upper bound of the rows a rank brings.
+        graph_safe: no host sync and no data-dependent shape in either verb.
+        permutation: implementation of the one-rank reorder; "auto" takes the best one at hand.
+        device: "cpu" or "cuda" to refuse tensors elsewhere; None takes any.
+        debug: exchange refusals and check values (ids, weights, lengths) in every call; costs host syncs.
+        constraints: numbers to use instead of the backend's own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    backend: str | dict[str, Any] = "auto"
+    num_experts: _Count
+    top_k: _Count
+    hidden_size: _Count
+    pad_multiple: _Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
+    weights: Literal["combine", "experts"] = "combine"
+    wire_dtype: WireDtype | None = None
+    row_counts: RowCounts | None = None
+    max_tokens_per_rank: _Count | None = None
+    graph_safe: bool = False
+    permutation: Literal["auto", "torch"] = "auto"
+    device: Literal["cpu", "cuda"] | None = None
+    debug: bool = False
+    constraints: ConstraintOverrides = ConstraintOverrides()
+
+    @field_validator("backend")
+    @classmethod
+    def _backend_is_known(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        name, options = _split(value)
+        if name == "auto" and options:
+            raise ConfigError(
+                f'backend: options need a named backend, got "auto" with {sorted(options)}. Name the backend.'
+            )
+        if name != "auto":
+            load_backend(name).Options.model_validate(options)
+        return value
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> DispatcherConfig:
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts}). Lower top_k.")
+        if self.wire_dtype == "float8_e4m3fn" and self.hidden_size % FLOAT8_BLOCK:
+            raise ConfigError(
+                f'wire_dtype "float8_e4m3fn": hidden_size must be a multiple of {FLOAT8_BLOCK} (one scale per '
+                f'{FLOAT8_BLOCK} columns), got {self.hidden_size}. Use wire_dtype "bfloat16".'
+            )
+        needs_maximum = (
+            "graph_safe" if self.graph_safe else 'row_counts="static"' if self.row_counts == "static" else ""
+        )
+        if needs_maximum and self.max_tokens_per_rank is None:
+            raise ConfigError(
+                f"{needs_maximum} needs max_tokens_per_rank, got None. Set the largest count a rank can have."
+            )
+        if self.graph_safe and self.row_counts not in (None, "static"):
+            raise ConfigError(
+                f'graph_safe needs row_counts "static", got {self.row_counts!r}, which syncs with the host. Leave it '
+                f"out."
+            )
+        return self
+
+    @property
+    def backend_name(self) -> str:
+        """The backend's name, without its options."""
+        return _split(self.backend)[0]
+
+    @property
+    def backend_options(self) -> BackendOptions:
+        """The backend's typed options."""
+        name, options = _split(self.backend)
+        return load_backend(name).Options.model_validate(options)
+
+    @property
+    def pad_multiple_rows(self) -> int:
+        """``pad_multiple`` as a number."""
+        return self.pad_multiple if isinstance(self.pad_multiple, int) else PAD_MULTIPLES[self.pad_multiple]
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal digest of all fields; ranks compare it when a dispatcher is built."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    def replace(self, **changes: Any) -> DispatcherConfig:
+        """A copy with some fields changed, validated like a new one."""
+        return DispatcherConfig(
+            **{**self.model_dump(exclude={"constraints"}), "constraints": self.constraints, **changes}
+        )
+
+    @classmethod
+    def load(
+        cls, file: str | Path | None = None, *, environment: Mapping[str, str] | None = None, **fields: Any
+    ) -> DispatcherConfig:
+        """Read a config from a file, the environment and keywords; later ones win.
+
+        Args:
+            file: ``.yaml``, ``.yml`` (extra ``yaml``) or ``.json``; a mapping of the fields above.
+            environment: where ``MOE_DISPATCH_<FIELD>`` is looked up, by default ``os.environ``. Values are JSON where
+                they parse as JSON (``64``, ``true``, ``{"name": "alltoall"}``), else strings (``alltoall``).
+            **fields: as in the constructor.
+
+        Raises:
+            ConfigError: the file is missing, malformed (with its line) or not a mapping; a variable names no field; a
+                field is wrong (with the file's name).
+        """
+        source = "keywords" if file is None else str(file)
+        from_file = {} if file is None else _read(Path(file))
+        from_environment = _from_environment(os.environ if environment is None else environment)
+        try:
+            return cls.model_validate({**from_file, **from_environment, **fields})
+        except ValidationError as error:
+            if from_environment:
+                source += f" and {', '.join(ENVIRONMENT_PREFIX + name.upper() for name in sorted(from_environment))}"
+            raise ConfigError(f"DispatcherConfig.load: {source}: {error}") from error
+
+
+def _split(backend: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if isinstance(backend, str):
+        return backend, {}
+    options = dict(backend)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f'backend: a mapping must have "name", a string, got {backend!r}. Write {{"name": "alltoall"}}.'
+        )
+    return name, options
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found = {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): _json_or_text(value)
+        for name, value in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+    }
+    unknown = sorted(set(found) - set(DispatcherConfig.model_fields))
+    if unknown:
+        names = ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in unknown)
+        raise ConfigError(
+            f"DispatcherConfig.load: {names}: no such field. Fields: {', '.join(DispatcherConfig.model_fields)}."
+        )
+    return found
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"DispatcherConfig.load: cannot read {path}: {error.strerror}. Check the path.") from error
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(
+            f"DispatcherConfig.load: {path} must end in .yaml, .yml or .json, got {path.suffix!r}. Rename it."
+        )
+    value = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"DispatcherConfig.load: {path} must hold a mapping of fields, got {type(value).__name__}. "
+            'Start with "backend: alltoall".'
+        )
+    return value
+
+
+def _parse_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"DispatcherConfig.load: {path}, line {error.lineno}: {error.msg}. Correct the JSON."
+        ) from error
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml  # noqa: PLC0415 - optional, read on use
+    except ImportError as error:
+        raise ConfigError(
+            f"DispatcherConfig.load: reading {path} needs PyYAML. Install moe-dispatch[yaml], or use a .json file."
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"DispatcherConfig.load: {path}{line}: {problem}. Correct the YAML.") from error

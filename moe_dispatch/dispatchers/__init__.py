@@ -1,0 +1,6 @@
+"""Dispatchers: own padding and sizes, validate, and connect layouts to backends."""
+
+from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
+from moe_dispatch.dispatchers.metrics import Metrics
+
+__all__ = ["Dispatcher", "Metrics", "build_dispatcher"]

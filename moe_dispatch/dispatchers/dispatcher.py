@@ -1,0 +1,382 @@
+"""The Dispatcher: the one owner of padding between a model and a backend."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal, final, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_dispatch.backends.base import Arrived, Sizes
+from moe_dispatch.backends.permutation import accumulation_dtype, round_up
+from moe_dispatch.backends.rank_major import profiler_range
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel
+from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
+from moe_dispatch.dispatchers.planning import agrees_on_rows, exchange_mark, make_plan, refuse_agreement
+from moe_dispatch.dispatchers.requirements import check_max_rows, check_tensors, check_values
+from moe_dispatch.dispatchers.rows import Home, merge_duplicates, pad_rows, take_rows
+from moe_dispatch.dispatchers.self_test import run_self_test
+from moe_dispatch.errors import InputError, LayoutError, StateError, reason_code
+from moe_dispatch.layouts import BSHD, Layout, Rows
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _State:
+    """What ties a Dispatched to its dispatcher: the lease it came from, the way home, and the backend's state."""
+
+    lease: Lease
+    home: Home
+    backend: Any
+
+
+class Dispatcher(nn.Module):
+    """Sends a model's rows to their experts and brings the results back in the shape that came in.
+
+    Use it as it is (``dispatch``, ``combine``), or subclass it and define ``experts``, and ``layout_of`` where a
+    model's tensors are neither BSHD nor rows; then calling it does the whole layer. It has no parameters, buffers or
+    state-dict keys of its own. One per layer is light: what layers share is opened once per config and group.
+
+    Args:
+        config: what the model needs, and the backend.
+        group: the expert-parallel group, a one-dimensional DeviceMesh, or None for one rank without torch.distributed.
+        control_group: a CPU group of the same ranks for size agreement, so that it neither makes a GPU wait nor
+            interleaves with other collectives on ``group``.
+
+    Raises:
+        ConfigError: a rule the config breaks on this group, or ranks whose configs differ; on every rank alike.
+        BackendUnavailableError: the backend cannot run here.
+        PeerError: building failed on another rank.
+
+    Cost: building is collective: one small all-reduce on the control group.
+    """
+
+    def __init__(
+        self, config: DispatcherConfig, group: Group = None, *, control_group: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._lease = lease_channel(config, group, control_group)
+        weakref.finalize(self, self._lease.release)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("dispatch", "combine", "plan"):
+            if name in cls.__dict__:
+                raise TypeError(
+                    f"{cls.__qualname__} overrides Dispatcher.{name}, which is final. Override experts or layout_of."
+                )
+
+    @property
+    def backend_name(self) -> str:
+        """The backend in use; what "auto" chose."""
+        return self._lease.channel.backend_name
+
+    def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None) -> Tensor:
+        """``combine(experts(dispatch(x)))``: the whole layer, same shape as x."""
+        sent = self.dispatch(x, routing, plan)
+        return self.combine(self.experts(sent), sent)
+
+    def experts(self, sent: Dispatched) -> Tensor:
+        """Apply this rank's experts to ``sent.rows``; (R, D). To be defined by the subclass that calls ``forward``."""
+        raise StateError(
+            f"{type(self).__qualname__}.forward: experts(sent) must be defined, got the base class's. "
+            "Subclass Dispatcher and define it, or call dispatch and combine yourself."
+        )
+
+    def layout_of(self, x: Tensor) -> Layout:
+        """The layout of a tensor given without one: [B, S, D] is BSHD, [T, D] is rows; override for others."""
+        return BSHD() if x.dim() == 3 else Rows()
+
+    @final
+    def plan(self, layout: Layout | None = None, *, like: Tensor | None = None) -> Plan:
+        """Settle the sizes of one micro-batch forward, for every layer of it.
+
+        Args:
+            layout: how the hidden states hold tokens; by default ``layout_of(like)``.
+            like: any tensor shaped like the hidden states; needed where the layout does not know its row count and the
+                backend needs it.
+
+        Raises:
+            LayoutError, InputError: what is given does not fit; PeerError: nor did it on another rank.
+
+        Cost: nothing, or where the backend needs equal rows under ``row_counts`` "agree" or "check", one all-reduce of
+            three
+        integers on the control group and one host sync.
+        """
+        channel = self._lease.channel
+        if layout is None:
+            if like is None:
+                error = InputError(
+                    "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
+                )
+                refuse_agreement(channel, error)
+                raise error
+            layout = self.layout_of(like)
+        return make_plan(channel, layout, like)
+
+    @overload
+    def dispatch(
+        self,
+        x: Tensor,
+        routing: Routing | None = ...,
+        plan: Plan | Layout | None = ...,
+        *,
+        again: Dispatched | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> Dispatched: ...
+    @overload
+    def dispatch(
+        self,
+        x: Tensor,
+        routing: Routing | None = ...,
+        plan: Plan | Layout | None = ...,
+        *,
+        again: Dispatched | None = ...,
+        async_op: bool,
+    ) -> Dispatched | InFlight: ...
+    @final
+    def dispatch(
+        self,
+        x: Tensor,
+        routing: Routing | None = None,
+        plan: Plan | Layout | None = None,
+        *,
+        again: Dispatched | None = None,
+        async_op: bool = False,
+    ) -> Dispatched | InFlight:
+        """Send every row of x to the experts its routing names. Collective.
+
+        Args:
+            x: the model's hidden states, any count of tokens, also none; floating, last dimension ``hidden_size``.
+            routing: ids and weights, one row per row of ``layout.flatten(x)``.
+            plan: from ``plan``; or a layout, or nothing (``layout_of(x)``): then sizes are settled here, in each call.
+            again: send x the way of an earlier dispatch, without routing, plan or an exchange of counts.
+            async_op: return at once; ``wait()`` on the result completes it.
+
+        Returns:
+            Expert-major rows and their counts; see ``Dispatched``.
+
+        Raises:
+            InputError, LayoutError: the tensors do not fit; StateError: closed, or another dispatcher's plan or state;
+            PeerError: another rank refused its call.
+
+        Cost: that of the backend, and of ``plan`` where none is given.
+        """
+        with profiler_range("dispatch"):
+            if again is not None:
+                return self._dispatch_again(x, routing, plan, again)
+            settled = plan if isinstance(plan, Plan) else None
+            try:
+                channel, layout = self._lease.channel, self._layout(x, plan)
+                x_TD = self._checked(channel, x, routing, layout, settled)
+            except Exception as error:
+                self._refuse(error, x, settled)
+                raise
+            assert routing is not None
+            settled = settled or make_plan(channel, layout, x)
+            if self.config.debug:
+                exchange_mark(channel)
+            return self._send(channel, x, x_TD, routing, settled, async_op=async_op)
+
+    def _layout(self, x: Tensor, plan: Plan | Layout | None) -> Layout:
+        if isinstance(plan, Plan):
+            return plan.layout
+        layout = self.layout_of(x) if plan is None else plan
+        if not isinstance(layout, Layout):
+            raise InputError(
+                f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, got {type(layout).__name__}. "
+                "Pass dispatcher.plan(layout)."
+            )
+        return layout
+
+    def _checked(
+        self, channel: Channel, x: Tensor, routing: Routing | None, layout: Layout, plan: Plan | None
+    ) -> Tensor:
+        """x as rows, if the call is right; nothing is exchanged here."""
+        if not isinstance(routing, Routing):
+            raise InputError(
+                f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
+                "Pass Routing(topk_ids, topk_weights), or again=sent."
+            )
+        x_TD = layout.flatten(x)
+        check_tensors(x_TD, routing, self.config, channel.needs)
+        if plan is None or self.config.debug:
+            layout.check(x_TD.shape[0], values=self.config.debug)
+        if plan is not None:
+            _check_plan(channel, plan, x_TD.shape[0])
+        check_max_rows("Dispatcher.dispatch", 0 if plan is None else plan.padded_rows or 0, channel.needs)
+        if self.config.debug:
+            check_values(routing, self.config.num_experts)
+        return x_TD
+
+    def _refuse(self, error: Exception, x: Tensor, plan: Plan | None) -> None:
+        """Join the first exchange the peers of this call are about to enter, with a mark, so that they raise too."""
+        try:
+            channel = self._lease.channel
+        except StateError:  # closed: nothing left to tell them through
+            return
+        if plan is None and agrees_on_rows(channel):
+            refuse_agreement(channel, error)
+        elif self.config.debug:
+            exchange_mark(channel, reason_code(error))
+        elif channel.needs.exchanges_counts:
+            channel.backend.refuse(reason_code(error), torch.device(self.config.device or x.device))
+
+    def _send(
+        self, channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan, *, async_op: bool
+    ) -> Dispatched | InFlight:
+        layout, num_rows = plan.layout, x_TD.shape[0]
+        ids_TK, weights_TK = routing.topk_ids, routing.topk_weights.to(accumulation_dtype(x.dtype))
+        real_rows = plan.real_rows
+        if plan.num_rows is None and layout.on_host:
+            real_rows = layout.real_rows(num_rows)
+        if real_rows is not None:
+            real_rows = real_rows.to(x.device, non_blocking=True)
+            x_TD, weights_TK = take_rows(x_TD, real_rows), take_rows(weights_TK, real_rows)
+            ids_TK = ids_TK.index_select(0, real_rows)
+        elif not layout.on_host and (valid_T := layout.valid_T(num_rows, x.device)) is not None:
+            ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
+            channel.meter.record_masked(valid_T)
+        count = x_TD.shape[0]
+        padded = plan.padded_rows if plan.padded_rows is not None else round_up(count, channel.needs.row_multiple)
+        ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK)
+        ids_TK, weights_TK = pad_rows(ids_TK, padded, -1), pad_rows(weights_TK, padded, 0)
+        x_TD = pad_rows(x_TD, padded, 0)
+        home = Home(layout=layout, shape=x.shape, num_rows=num_rows, real_rows=real_rows, count=count, padded=padded)
+        finish = channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, Sizes(padded_rows=plan.padded_rows))
+
+        def complete() -> Dispatched:
+            arrived = finish()
+            channel.meter.record(arrived, padded=padded - count, cut=num_rows - count)
+            return self._dispatched(arrived, home)
+
+        return InFlight(finish=complete) if async_op else complete()
+
+    def _dispatched(self, arrived: Arrived, home: Home) -> Dispatched:
+        return Dispatched(
+            rows=arrived.rows,
+            tokens_per_expert=arrived.tokens_per_expert,
+            real_tokens_per_expert=arrived.real_tokens_per_expert,
+            tokens_per_expert_list=arrived.tokens_per_expert_list,
+            weights=arrived.weights,
+            pad_multiple=self.config.pad_multiple_rows,
+            state=_State(lease=self._lease, home=home, backend=arrived.state),
+        )
+
+    def _dispatch_again(
+        self, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, again: Dispatched
+    ) -> Dispatched:
+        state = self._state(again, "dispatch")
+        if routing is not None or plan is not None:
+            raise InputError(
+                "Dispatcher.dispatch: again=sent already has routing and plan, got more. Pass x and again=sent only."
+            )
+        home: Home = state.home
+        x_TD = home.layout.flatten(x)
+        if tuple(x_TD.shape) != (home.num_rows, self.config.hidden_size):
+            raise InputError(
+                f"Dispatcher.dispatch: again=sent was made with {home.num_rows} tokens of {self.config.hidden_size}, "
+                f"got "
+                f"{tuple(x_TD.shape)}. Pass a tensor of the same rows."
+            )
+        if home.real_rows is not None:
+            x_TD = take_rows(x_TD, home.real_rows)
+        x_TD = pad_rows(x_TD, home.padded, 0)
+        rows = self._lease.channel.backend.dispatch_again(x_TD, state.backend)
+        return Dispatched(
+            rows=rows,
+            tokens_per_expert=again.tokens_per_expert,
+            real_tokens_per_expert=again.real_tokens_per_expert,
+            tokens_per_expert_list=again.tokens_per_expert_list,
+            weights=again.weights,
+            pad_multiple=again.pad_multiple,
+            state=_State(lease=self._lease, home=home, backend=state.backend),
+        )
+
+    def _state(self, sent: Dispatched, verb: str) -> _State:
+        channel = self._lease.channel  # raises where closed
+        if not isinstance(sent, Dispatched):
+            raise InputError(
+                f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. "
+                "Pass what dispatch returned, after wait() where async_op=True."
+            )
+        if sent.state.lease is not self._lease:
+            raise StateError(
+                f"Dispatcher.{verb}: sent must come from this dispatcher, got that of another one "
+                f"(this is on channel {channel.name}). Combine with the dispatcher that dispatched."
+            )
+        state: _State = sent.state
+        return state
+
+    @final
+    def combine(self, rows: Tensor, sent: Dispatched) -> Tensor:
+        """Bring expert outputs back, weighted and summed over top_k. Collective.
+
+        Args:
+            rows: (R, D), floating; where ``sent.rows`` is padding it may hold anything.
+            sent: of the dispatch these rows belong to; may be used more than once, in any order.
+
+        Returns:
+            The shape of the x that was dispatched, in the dtype of ``rows``; zero where a row is no token or went
+            nowhere. Sums are accumulated in ``max(float32, dtype)`` and rounded once.
+
+        Raises:
+            InputError: rows of another shape or device; StateError: closed, or a state of another dispatcher.
+
+        Cost: that of the backend; no host sync.
+        """
+        with profiler_range("combine"):
+            state = self._state(sent, "combine")
+            if rows.shape != sent.rows.shape or not rows.is_floating_point() or rows.device != sent.rows.device:
+                raise InputError(
+                    f"Dispatcher.combine: rows must be floating {tuple(sent.rows.shape)} on {sent.rows.device}, like "
+                    f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
+                )
+            y_TD = self._lease.channel.backend.combine(
+                rows, sent.weights, state.backend, weighted=self.config.weights == "combine"
+            )
+            return state.home.restore(y_TD)
+
+    def metrics(self, *, gather: bool = False) -> Metrics:
+        """Totals of this dispatcher's channel: local, a host sync on a GPU; with ``gather`` collective, of the group."""
+        return read_metrics(self._lease.channel, gather=gather)
+
+    def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> None:
+        """Send random rows through identity experts; x times the weight sum must come back, forward and gradient.
+        Collective.
+
+        Raises:
+            StateError: with the largest difference.
+        """
+        run_self_test(self, torch.device(device or self.config.device or "cpu"), dtype)
+
+    def close(self) -> None:
+        """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""
+        self._lease.release()
+
+
+def _check_plan(channel: Channel, plan: Plan, num_rows: int) -> None:
+    if plan.owner != channel.name:
+        raise StateError(
+            f"Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
+            f"{plan.owner} "
+            f"on {channel.name}. Make it with this dispatcher's plan()."
+        )
+    if plan.num_rows not in (None, num_rows):
+        raise LayoutError(
+            f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. Make a plan per "
+            f"micro-batch."
+        )
+
+
+def build_dispatcher(
+    config: DispatcherConfig, group: Group = None, *, control_group: dist.ProcessGroup | None = None
+) -> Dispatcher:
+    """A Dispatcher to call ``dispatch`` and ``combine`` on; arguments and errors as for the class."""
+    return Dispatcher(config, group, control_group=control_group)

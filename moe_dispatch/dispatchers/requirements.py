@@ -1,0 +1,181 @@
+"""What must hold before anything is exchanged: rules that need the group, and rules that need the tensors of a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Backend, Constraints, MoEShape, Rejected
+from moe_dispatch.backends.registry import known_backends, load_backend
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
+from moe_dispatch.types import Routing
+
+
+def usable_backend(name: str) -> type[Backend]:
+    """The class behind a name, if it can run on this machine.
+
+    Raises:
+        BackendUnavailableError: it cannot, and why.
+    """
+    cls = load_backend(name)
+    verdict = cls.probe()
+    if isinstance(verdict, Rejected):
+        others = [other for other in known_backends() if other != name and _is_usable(other)]
+        raise BackendUnavailableError(
+            f"Backend {name!r} cannot be used here: {verdict.reason}. "
+            f"Repair that, or choose one of: {', '.join(others)}."
+        )
+    return cls
+
+
+def _is_usable(name: str) -> bool:
+    try:
+        return not isinstance(load_backend(name).probe(), Rejected)
+    except BackendUnavailableError:
+        return False
+
+
+def shape_of(config: DispatcherConfig, ep_size: int) -> MoEShape:
+    """The sizes of a config on a group.
+
+    Raises:
+        ConfigError: the experts do not divide over the ranks.
+    """
+    if config.num_experts % ep_size:
+        smaller = max(size for size in range(1, ep_size + 1) if config.num_experts % size == 0)
+        raise ConfigError(
+            f"num_experts ({config.num_experts}) must be divisible by ep_size ({ep_size}). "
+            f"Use {-(-config.num_experts // ep_size) * ep_size} experts or ep_size {smaller}."
+        )
+    return MoEShape(
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        hidden_size=config.hidden_size,
+        ep_size=ep_size,
+        pad_multiple=config.pad_multiple_rows,
+    )
+
+
+def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Constraints) -> None:
+    """Refuse what the backend cannot do on this group.
+
+    Raises:
+        ConfigError: naming the rule, both numbers and the way out.
+    """
+    where = f"Backend {name!r}"
+    if needs.group_sizes is not None and shape.ep_size not in needs.group_sizes:
+        allowed = ", ".join(map(str, sorted(needs.group_sizes)))
+        raise ConfigError(f"{where}: ep_size must be one of {allowed}, got {shape.ep_size}. {_for_groups(name)}")
+    if shape.num_local_experts % needs.local_experts_multiple:
+        raise ConfigError(
+            f"{where}: experts per rank must be a multiple of {needs.local_experts_multiple}, got "
+            f"{shape.num_local_experts} "
+            f"({shape.num_experts} experts over {shape.ep_size} ranks). Use another ep_size or number of experts."
+        )
+    if shape.hidden_size % needs.hidden_multiple:
+        raise ConfigError(
+            f"{where}: hidden_size must be a multiple of {needs.hidden_multiple}, got {shape.hidden_size}. "
+            "Use another hidden size or another backend."
+        )
+    if needs.max_top_k is not None and shape.top_k > needs.max_top_k:
+        raise ConfigError(
+            f"{where}: top_k must be at most {needs.max_top_k}, got {shape.top_k}. Lower top_k or use another backend."
+        )
+    if config.wire_dtype is not None and config.wire_dtype not in needs.wire_dtypes:
+        offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
+        raise ConfigError(
+            f"{where}: wire_dtype must be one of {offered}, got {config.wire_dtype!r}. Use another backend."
+        )
+    if config.device is not None and needs.devices is not None and config.device not in needs.devices:
+        raise ConfigError(
+            f"{where}: device must be one of {', '.join(sorted(needs.devices))}, got {config.device!r}. Use another "
+            f"backend."
+        )
+    if config.graph_safe and not needs.graph_safe:
+        raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
+    check_max_rows(where, config.max_tokens_per_rank or 0, needs)
+
+
+def _for_groups(name: str) -> str:
+    return 'Use "alltoall", or pass group=None.' if name == "local" else "Use another ep_size or another backend."
+
+
+def check_max_rows(where: str, rows: int, needs: Constraints) -> None:
+    """Refuse more rows per rank than the backend can take.
+
+    Raises:
+        InputError: naming both numbers and what would fit.
+    """
+    if needs.max_rows is None:
+        return
+    fits = needs.max_rows // needs.row_multiple * needs.row_multiple
+    if rows > fits:
+        raise InputError(
+            f"{where}: at most {fits} rows per rank fit, got {rows}. Use micro-batches of at most {fits} tokens per "
+            f"rank."
+        )
+
+
+def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, needs: Constraints) -> None:
+    """Shapes, dtypes and devices of one call.
+
+    Raises:
+        InputError: naming the tensor, both values and the way out.
+    """
+    ids, weights = routing.topk_ids, routing.topk_weights
+    where = "Dispatcher.dispatch"
+    if x_TD.shape[1] != config.hidden_size:
+        raise InputError(
+            f"{where}: x has hidden size {x_TD.shape[1]}, hidden_size is {config.hidden_size}. Build the dispatcher "
+            f"for it."
+        )
+    if not x_TD.is_floating_point() or (needs.dtypes is not None and x_TD.dtype not in needs.dtypes):
+        offered = "a floating dtype" if needs.dtypes is None else ", ".join(sorted(map(str, needs.dtypes)))
+        raise InputError(f"{where}: x must be {offered}, got {x_TD.dtype}. Convert x or use another backend.")
+    allowed = {config.device} if config.device is not None else needs.devices
+    if allowed is not None and x_TD.device.type not in allowed:
+        raise InputError(
+            f"{where}: x must be on {' or '.join(sorted(allowed))}, got {x_TD.device}. Move x, or change config.device."
+        )
+    if ids.device != x_TD.device or weights.device != x_TD.device:
+        raise InputError(
+            f"{where}: x, topk_ids and topk_weights must share a device, got {x_TD.device}, {ids.device}, "
+            f"{weights.device}. "
+            "Move the routing."
+        )
+    if ids.dtype != torch.int64:
+        raise InputError(f"{where}: topk_ids must be torch.int64, got {ids.dtype}. Convert with topk_ids.long().")
+    if not weights.is_floating_point():
+        raise InputError(f"{where}: topk_weights must be a floating dtype, got {weights.dtype}. Pass float32 weights.")
+    if ids.dim() != 2 or weights.shape != ids.shape or ids.shape[1] != config.top_k:
+        raise InputError(
+            f"{where}: topk_ids and topk_weights must be (T, top_k={config.top_k}), got {tuple(ids.shape)} and "
+            f"{tuple(weights.shape)}. Give every row top_k slots, with id -1 for those to skip."
+        )
+    if x_TD.shape[0] != ids.shape[0]:
+        raise InputError(
+            f"{where}: x has {x_TD.shape[0]} tokens but routing has {ids.shape[0]}. "
+            "Route every token of x, with id -1 for those to skip."
+        )
+
+
+def check_values(routing: Routing, num_experts: int) -> None:
+    """Ids in range and weights finite. A host sync on a GPU; only with ``debug=True``.
+
+    Raises:
+        InputError: with the offending value.
+    """
+    ids, weights = routing.topk_ids, routing.topk_weights
+    if ids.numel() == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < -1 or high >= num_experts:
+        raise InputError(
+            f"Dispatcher.dispatch: topk_ids must lie in -1..{num_experts - 1}, got {low}..{high}. Check the router."
+        )
+    wrong = int((~torch.isfinite(weights) & (ids >= 0)).sum())
+    if wrong:
+        raise InputError(
+            f"Dispatcher.dispatch: topk_weights must be finite, got {wrong} that are not. Check the router's logits."
+        )

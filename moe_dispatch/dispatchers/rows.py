@@ -1,0 +1,99 @@
+"""What the dispatcher does to rows on their way to a backend and back: cut, mask, merge, pad; trim, restore."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Size, Tensor
+
+from moe_dispatch.backends.rank_major import refuse_double_backward
+from moe_dispatch.layouts import Layout
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Home:
+    """The way back to the shape that came in: of T model rows ``count`` were kept, then padded to ``padded``."""
+
+    layout: Layout
+    shape: Size
+    num_rows: int
+    real_rows: Tensor | None
+    count: int
+    padded: int
+
+    def restore(self, rows_TD: Tensor) -> Tensor:
+        """(Tp, D) -> the model's shape; rows that were cut are zero."""
+        rows_TD = rows_TD[: self.count]
+        if self.real_rows is not None:
+            rows_TD = put_rows(rows_TD, self.real_rows, self.num_rows)
+        return self.layout.unflatten(rows_TD, torch.empty(self.shape, device="meta"))
+
+
+def merge_duplicates(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Give an expert that a row names twice one slot with the sum of the weights; the gradient reaches each.
+
+    The later slots become -1. Weights of -1 slots are never read, and come out as 0. On a GPU this always runs, because
+    asking whether it is needed would be a sync; it holds (T, K, K) at once.
+    """
+    if ids_TK.shape[1] == 1 or (ids_TK.device.type == "cpu" and not _has_duplicates(ids_TK)):
+        return ids_TK, weights_TK
+    same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
+    slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)
+    is_first = (same_TKK.to(torch.uint8).argmax(2) == slots_K) & (ids_TK >= 0)
+    merged = torch.where(same_TKK, weights_TK.unsqueeze(1), 0).sum(2)
+    return torch.where(is_first, ids_TK, -1), torch.where(is_first, merged, 0)
+
+
+def _has_duplicates(ids_TK: Tensor) -> bool:
+    ordered = ids_TK.sort(1).values
+    twice = ordered[:, 1:] == ordered[:, :-1]
+    return bool(twice.any()) and bool((twice & (ordered[:, 1:] >= 0)).any())
+
+
+def pad_rows(tensor: Tensor, rows: int, value: float) -> Tensor:
+    """Append rows of ``value`` up to ``rows``; differentiable."""
+    missing = rows - tensor.shape[0]
+    return tensor if missing == 0 else torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=value)
+
+
+def take_rows(rows_TD: Tensor, chosen: Tensor) -> Tensor:
+    """``rows_TD[chosen]`` for distinct ``chosen``; its backward writes each gradient row once instead of adding."""
+    result: Tensor = _Take.apply(rows_TD, chosen)  # type: ignore[no-untyped-call]
+    return result
+
+
+def put_rows(rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
+    """(num_rows, D) zeros with ``rows`` at ``chosen``, distinct; the reverse of ``take_rows``."""
+    result: Tensor = _Put.apply(rows, chosen, num_rows)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _put(rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
+    return rows.new_zeros(num_rows, *rows.shape[1:]).index_copy_(0, chosen, rows)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_TD: Tensor, chosen: Tensor) -> Tensor:
+        ctx.chosen, ctx.num_rows = chosen, len(rows_TD)
+        return rows_TD.index_select(0, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_double_backward("dispatch")
+        return _put(grad, ctx.chosen, ctx.num_rows), None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
+        ctx.chosen = chosen
+        return _put(rows, chosen, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_double_backward("combine")
+        return grad.index_select(0, ctx.chosen), None, None
