@@ -98,10 +98,6 @@ class Plan:
     row_counts: str
     owner: str
 
-    def bytes(self) -> int:
-        """Bytes the plan itself holds; eager mode allocates the rest call by call, from sizes known only then."""
-        return 0 if self.real_rows is None else self.real_rows.nbytes
-
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

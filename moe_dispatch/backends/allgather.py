@@ -24,7 +24,7 @@ from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.permutation import SlotIndex, accumulation_dtype, group_slots, reduce
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
-from moe_dispatch.backends.wire import id_dtype_for, local_ids, packet, row_format
+from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
 
 @final
@@ -50,7 +50,7 @@ class AllGatherRoute(Route):
     ) -> tuple[Tensor, Tensor | None]:
         comm, hidden = self.context.communicator, rows_RD.shape[1]
         dtype = accumulation_dtype(rows_RD.dtype)
-        width = hidden + (0 if values_R is None else self.index.position_SK.shape[1])
+        width = hidden + (0 if values_R is None else self.index.top_k)
         nbytes = self.index.num_rows * width * dtype.itemsize
         mine = torch.empty(self.index.num_rows // comm.size, width, dtype=dtype, device=rows_RD.device)
         with self.context.workspace.lease(nbytes, rows_RD.device) as buffer:
@@ -85,9 +85,9 @@ class AllGather(Backend):
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
         everyone = packets.new_empty(len(packets) * comm.size, form.stride)
         comm.all_gather(everyone, packets, label="dispatch")
-        keys_SK = local_ids(form.ids(everyone), comm.rank * shape.num_local_experts, shape.num_local_experts)
-        counts = read_host(count_experts(keys_SK.long(), shape.num_local_experts))
-        route = AllGatherRoute(context=self.context, index=group_slots(keys_SK, counts, shape.pad_multiple))
+        ids_SK, first = form.ids(everyone), comm.rank * shape.num_local_experts
+        counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[first : first + shape.num_local_experts])
+        route = AllGatherRoute(context=self.context, index=group_slots(ids_SK - first, counts, shape.pad_multiple))
         received = nullcontext((form.row.read(form.rows(everyone)), form.weights(everyone)))
         return arrive(rows_TD, weights_TK, route, received, counts, shape.pad_multiple)
 

@@ -23,9 +23,9 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.backends.permutation import SlotIndex, group_slots, reduce, sum_bags
+from moe_dispatch.backends.permutation import SlotIndex, group_slots, reduce, running_total, sum_bags
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
-from moe_dispatch.backends.wire import Packet, id_dtype_for, local_ids, packet, row_format
+from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
 
 
@@ -109,10 +109,9 @@ class AllToAllRoute(Route):
     ) -> tuple[Tensor, Tensor | None]:
         if self.home is not None:
             return self._collect_exact(self.home, rows_RD, weights_R is not None, values_R, label)
-        top_k = self.index.position_SK.shape[1]
         form = packet(
             row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire),
-            top_k,
+            self.index.top_k,
             None if values_R is None else values_R.dtype,
         )
         space, device = self.context.workspace, rows_RD.device
@@ -151,7 +150,7 @@ class AllToAllRoute(Route):
         traffic = self.traffic
         with self._exchange(packets, self.index.byrow_N, traffic.slots_in, traffic.slots_out, label) as received:
             out = torch.empty(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
-            weights_N = self.weights_TK.reshape(-1).index_select(0, home.byrow_slot_N) if weighted else None
+            weights_N = home.in_row_order(self.weights_TK) if weighted else None
             sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
             values = None if values_R is None else home.to_slots(form.weights(received).reshape(-1))
         return out, values
@@ -235,7 +234,7 @@ class AllToAll(Backend):
             transit.work.wait()
         self.context.workspace.give(transit.outgoing)
         first = self.context.communicator.rank * shape.num_local_experts
-        keys_SK = local_ids(form.ids(transit.received), first, shape.num_local_experts)
+        keys_SK = form.ids(transit.received) - first
         route = AllToAllRoute(
             context=self.context,
             traffic=traffic,
@@ -267,8 +266,10 @@ class AllToAll(Backend):
         """Tell every rank how many rows come, and how many slots for each of its experts; read both sides at once."""
         shape, comm = self.context.shape, self.context.communicator
         experts_PL = count_experts(ids_TK, shape.num_experts).view(comm.size, -1)
-        out = torch.cat((members_PT.sum(1, keepdim=True), experts_PL), 1)
-        host_out, host_in = read_host(torch.stack((out, self._swap(out))))
+        both = experts_PL.new_empty(2, comm.size, 1 + shape.num_local_experts)
+        torch.cat((members_PT.sum(1, keepdim=True), experts_PL), 1, out=both[0])
+        self._swap(both[0], both[1])
+        host_out, host_in = read_host(both)
         refused = {rank: -row[0] for rank, row in enumerate(host_in) if row[0] < 0}
         if refused:
             raise PeerError(refusal(refused))
@@ -280,17 +281,17 @@ class AllToAll(Backend):
             tokens_per_expert=[sum(column) for column in zip(*(row[1:] for row in host_in), strict=True)],
         )
 
-    def _swap(self, out: Tensor) -> Tensor:
-        comm, received, ones = self.context.communicator, torch.empty_like(out), [1] * len(out)
-        work = comm.all_to_all(received, out, ones, ones, label="counts")
+    def _swap(self, outgoing: Tensor, received: Tensor) -> None:
+        """Row p of ``outgoing`` to rank p."""
+        ones = [1] * self.context.shape.ep_size
+        work = self.context.communicator.all_to_all(received, outgoing, ones, ones, label="counts")
         if work is not None:
             work.wait()
-        return received
 
     def refuse(self, code: int, device: torch.device) -> None:
         shape, comm = self.context.shape, self.context.communicator
         mark = torch.full((comm.size, 1 + shape.num_local_experts), -code, dtype=torch.int64, device=device)
-        self._swap(mark)
+        self._swap(mark, torch.empty_like(mark))
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         return send_again(rows_TD, state)
@@ -301,10 +302,5 @@ class AllToAll(Backend):
 
 def rank_members(rank_TK: Tensor, ep_size: int) -> Tensor:
     """bool (P, T): which ranks own at least one expert of which row. ``rank_TK`` is -1 for slots that go nowhere."""
-    members = torch.zeros(rank_TK.shape[0], ep_size + 1, dtype=torch.bool, device=rank_TK.device)
-    return members.scatter_(1, rank_TK + 1, True)[:, 1:].t().contiguous()
-
-
-def running_total(counts_T: Tensor) -> Tensor:
-    """int64 (T+1,): 0, then the inclusive sums."""
-    return torch.nn.functional.pad(counts_T.cumsum(0), (1, 0))
+    members = torch.zeros(ep_size + 1, rank_TK.shape[0], dtype=torch.bool, device=rank_TK.device)
+    return members.scatter_(0, rank_TK.t() + 1, True)[1:]

@@ -47,6 +47,8 @@ class Route(ABC):
         return None if self.wire_dtype is None else "bfloat16"
 
 
+_ANCHOR = torch.empty(0, requires_grad=True)
+
 Received = AbstractContextManager[tuple[Tensor, Tensor]]
 
 
@@ -64,7 +66,7 @@ def arrive(
         pad_multiple: rows per expert were rounded up to this in ``route.index``.
     """
     rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, route, received)  # type: ignore[no-untyped-call]
-    padded = [round_up(count, pad_multiple) for count in counts]
+    padded = counts if pad_multiple == 1 else [round_up(count, pad_multiple) for count in counts]
     real_L = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
     padded_L = real_L if pad_multiple == 1 else (real_L + (-real_L % pad_multiple))
     return Arrived(
@@ -85,8 +87,7 @@ def send_again(rows_TD: Tensor, route: Route) -> Tensor:
 
 def bring_home(rows_RD: Tensor, weights_R: Tensor, route: Route, *, weighted: bool) -> Tensor:
     """(R, D) expert rows -> (T, D), summed over slots; differentiable in rows and weights."""
-    anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-    result: Tensor = _Combine.apply(rows_RD, weights_R, anchor, route, weighted)  # type: ignore[no-untyped-call]
+    result: Tensor = _Combine.apply(rows_RD, weights_R, _ANCHOR, route, weighted)  # type: ignore[no-untyped-call]
     return result
 
 

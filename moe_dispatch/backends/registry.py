@@ -71,7 +71,7 @@ def load_backend(name: str) -> type[Backend]:
     except Exception as error:  # whatever a third party's import raises
         raise BackendUnavailableError(
             f"Backend {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
-            f"Repair its package, or choose one of: {', '.join(sorted(_BUILT_IN))}."
+            f"Repair its package, or choose one of: {', '.join(sorted({*_BUILT_IN} - {name}))}."
         ) from error
 
 

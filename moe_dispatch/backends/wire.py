@@ -137,11 +137,5 @@ def packet(row: RowFormat, top_k: int, weight_dtype: torch.dtype | None, id_dtyp
 
 
 def id_dtype_for(num_experts: int) -> torch.dtype:
-    """The narrowest dtype for global expert ids and -1."""
-    return torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
-
-
-def local_ids(ids_SK: Tensor, first: int, count: int) -> Tensor:
-    """Global expert ids -> ids among ``count`` local experts beginning at ``first``, -1 for all others."""
-    local = ids_SK - first
-    return torch.where((local >= 0) & (local < count), local, -1)
+    """The narrowest dtype for expert ids, -1, and differences of two of them."""
+    return torch.int16 if 2 * num_experts <= torch.iinfo(torch.int16).max else torch.int32

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import logging
 import threading
+import weakref
 from typing import Any, final
 
 import torch.distributed as dist
@@ -61,40 +62,38 @@ class Channel:
 
 @final
 class Lease:
-    """One dispatcher's share of a channel; the last one to go closes it."""
+    """One dispatcher's share of a channel, given back by ``release`` or when collected; the last one closes it."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel: Channel | None = channel
         with _lock:
             channel.users += 1
+        self._channel = channel
+        self.release = weakref.finalize(self, _release, channel)
 
     @property
     def channel(self) -> Channel:
         """The channel.
 
         Raises:
-            StateError: the dispatcher is closed.
+            StateError: the share was given back.
         """
-        if self._channel is None:
+        if not self.release.alive:
             raise StateError("Dispatcher: it is closed. Build another with build_dispatcher.")
         return self._channel
-
-    def release(self) -> None:
-        """Give the share back; a second time does nothing."""
-        channel, self._channel = self._channel, None
-        if channel is None:
-            return
-        with _lock:
-            channel.users -= 1
-            if channel.users:
-                return
-            for key in [key for key, other in _channels.items() if other is channel]:
-                del _channels[key]
-        channel.backend.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
         """A copied model (an average of weights, say) shares the channel: process groups cannot be copied."""
         return Lease(self.channel)
+
+
+def _release(channel: Channel) -> None:
+    with _lock:
+        channel.users -= 1
+        if channel.users:
+            return
+        for key in [key for key, other in _channels.items() if other is channel]:
+            del _channels[key]
+    channel.backend.close()
 
 
 _lock = threading.RLock()
@@ -129,12 +128,15 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     _compare(config, problem, communicator if control.size != communicator.size else control)
     key = (id(process_group), id(control_group), config.digest)
     with _lock:
-        if key not in _channels:
-            if config.backend_name == "auto" and communicator.rank == 0:
-                logger.warning('backend="auto": using %r%s.', name, _why_not(name, shape))
-            # The channel holds its group, so the id in the key cannot be given to another one while it lives.
-            _channels[key] = Channel(config, communicator, control, cls, shape, needs)
-        return Lease(_channels[key])
+        if key in _channels:
+            return Lease(_channels[key])
+    if config.backend_name == "auto" and communicator.rank == 0:
+        logger.warning('backend="auto": using %r%s.', name, _why_not(name, shape))
+    channel = Channel(config, communicator, control, cls, shape, needs)  # collective, so not under the lock
+    with _lock:
+        # The channel holds its groups, so the ids in the key cannot be given to others while it lives.
+        _channels[key] = channel
+        return Lease(channel)
 
 
 def _process_group(group: Group) -> dist.ProcessGroup | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, final, overload
+from typing import Any, Literal, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,14 @@ from moe_dispatch.backends.rank_major import profiler_range
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
-from moe_dispatch.dispatchers.planning import agrees_on_rows, exchange_mark, make_plan, refuse_agreement
-from moe_dispatch.dispatchers.requirements import check_max_rows, check_tensors, check_values
+from moe_dispatch.dispatchers.planning import (
+    agrees_on_rows,
+    draft_plan,
+    exchange_mark,
+    refuse_agreement,
+    settle_plan,
+)
+from moe_dispatch.dispatchers.requirements import check_tensors, check_values
 from moe_dispatch.dispatchers.rows import Home, merge_duplicates, pad_rows, take_rows
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import InputError, LayoutError, StateError, reason_code
@@ -62,7 +67,6 @@ class Dispatcher(nn.Module):
         super().__init__()
         self.config = config
         self._lease = lease_channel(config, group, control_group)
-        weakref.finalize(self, self._lease.release)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -110,15 +114,16 @@ class Dispatcher(nn.Module):
         integers on the control group and one host sync.
         """
         channel = self._lease.channel
-        if layout is None:
-            if like is None:
-                error = InputError(
+        try:
+            if layout is None and like is None:
+                raise InputError(
                     "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
                 )
-                refuse_agreement(channel, error)
-                raise error
-            layout = self.layout_of(like)
-        return make_plan(channel, layout, like)
+            draft = draft_plan(channel, layout or self.layout_of(cast(Tensor, like)), like)
+        except Exception as error:
+            refuse_agreement(channel, error)
+            raise
+        return settle_plan(channel, draft)
 
     @overload
     def dispatch(
@@ -174,12 +179,15 @@ class Dispatcher(nn.Module):
             settled = plan if isinstance(plan, Plan) else None
             try:
                 channel, layout = self._lease.channel, self._layout(x, plan)
-                x_TD = self._checked(channel, x, routing, layout, settled)
+                x_TD, routing = self._checked(channel, x, routing, layout), cast(Routing, routing)
+                if settled is None:
+                    draft = draft_plan(channel, layout, x)
+                else:
+                    _check_plan(channel, settled, x, x_TD.shape[0])
             except Exception as error:
                 self._refuse(error, x, settled)
                 raise
-            assert routing is not None
-            settled = settled or make_plan(channel, layout, x)
+            settled = settled or settle_plan(channel, draft)
             if self.config.debug:
                 exchange_mark(channel)
             return self._send(channel, x, x_TD, routing, settled, async_op=async_op)
@@ -195,10 +203,8 @@ class Dispatcher(nn.Module):
             )
         return layout
 
-    def _checked(
-        self, channel: Channel, x: Tensor, routing: Routing | None, layout: Layout, plan: Plan | None
-    ) -> Tensor:
-        """x as rows, if the call is right; nothing is exchanged here."""
+    def _checked(self, channel: Channel, x: Tensor, routing: Routing | None, layout: Layout) -> Tensor:
+        """x as rows, if it and the routing are right; nothing is exchanged here."""
         if not isinstance(routing, Routing):
             raise InputError(
                 f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
@@ -206,12 +212,8 @@ class Dispatcher(nn.Module):
             )
         x_TD = layout.flatten(x)
         check_tensors(x_TD, routing, self.config, channel.needs)
-        if plan is None or self.config.debug:
-            layout.check(x_TD.shape[0], values=self.config.debug)
-        if plan is not None:
-            _check_plan(channel, plan, x_TD.shape[0])
-        check_max_rows("Dispatcher.dispatch", 0 if plan is None else plan.padded_rows or 0, channel.needs)
         if self.config.debug:
+            layout.check(x_TD.shape[0], values=True)
             check_values(routing, self.config.num_experts)
         return x_TD
 
@@ -344,7 +346,7 @@ class Dispatcher(nn.Module):
             return state.home.restore(y_TD)
 
     def metrics(self, *, gather: bool = False) -> Metrics:
-        """Totals of this dispatcher's channel: local, a host sync on a GPU; with ``gather`` collective, of the group."""
+        """Totals of this dispatcher's channel: local, a host sync on a GPU; with ``gather`` collective, the group's."""
         return read_metrics(self._lease.channel, gather=gather)
 
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> None:
@@ -361,7 +363,7 @@ class Dispatcher(nn.Module):
         self._lease.release()
 
 
-def _check_plan(channel: Channel, plan: Plan, num_rows: int) -> None:
+def _check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:
     if plan.owner != channel.name:
         raise StateError(
             f"Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
@@ -370,9 +372,11 @@ def _check_plan(channel: Channel, plan: Plan, num_rows: int) -> None:
         )
     if plan.num_rows not in (None, num_rows):
         raise LayoutError(
-            f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. Make a plan per "
-            f"micro-batch."
+            f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
+            "Make a plan per micro-batch."
         )
+    if plan.num_rows is None:  # what the plan could not check without a tensor
+        draft_plan(channel, plan.layout, like)
 
 
 def build_dispatcher(

@@ -49,7 +49,7 @@ class Meter:
 
     def __init__(self, num_local_experts: int) -> None:
         self._num_local_experts = num_local_experts
-        self._tokens: dict[torch.device, Tensor] = {}
+        self._tokens: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._masked: dict[torch.device, Tensor] = {}
         self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
 
@@ -57,9 +57,11 @@ class Meter:
         """Count one dispatch. No sync."""
         device = arrived.rows.device
         if device not in self._tokens:
-            self._tokens[device] = torch.zeros(2, self._num_local_experts, dtype=torch.int64, device=device)
-        self._tokens[device][0].add_(arrived.real_tokens_per_expert)
-        self._tokens[device][1].add_(arrived.tokens_per_expert)
+            zeros = torch.zeros(self._num_local_experts, dtype=torch.int64, device=device)
+            self._tokens[device] = zeros, zeros.clone()
+        real, padded_tokens = self._tokens[device]
+        real.add_(arrived.real_tokens_per_expert)
+        padded_tokens.add_(arrived.tokens_per_expert)
         self.rows["rank"] += padded
         self.rows["cut"] += cut
         self.rows["dispatches"] += 1
@@ -78,7 +80,7 @@ class Meter:
         """int64 (2, L) on the CPU: real rows and rows with padding, per expert. A host sync on a GPU."""
         total = torch.zeros(2, self._num_local_experts, dtype=torch.int64)
         for tokens in self._tokens.values():
-            total += tokens.cpu()
+            total += torch.stack(tokens).cpu()
         return total
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import final
+
 from torch import Tensor
 
 from moe_dispatch.backends.permutation import round_up
@@ -12,30 +15,48 @@ from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan
 
 
-def make_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Plan:
-    """Settle sizes; collective where ``agrees_on_rows``, and then a refusal here is told to the peers.
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Draft:
+    """What a rank knows by itself: its layout, T, the rows it keeps, and how many it brings to the backend."""
+
+    layout: Layout
+    num_rows: int | None
+    real_rows: Tensor | None
+    count: int | None
+
+
+def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
+    """Everything about a plan that needs no other rank.
 
     Raises:
         LayoutError: the layout is malformed or does not fit ``like``.
-        InputError: too many rows, unequal rows under "check", or a layout that does not know its rows.
-        PeerError: another rank refused.
+        InputError: too many rows, or a layout that does not know how many where the backend needs it.
     """
-    try:
-        num_rows = layout.num_rows(None if like is None else like.shape)
-        if num_rows is not None:
-            layout.check(num_rows, values=channel.config.debug)
-        real_rows = _rows_to_keep(layout, num_rows)
-        count = _count(channel, layout, num_rows)
-    except Exception as error:
-        refuse_agreement(channel, error)
-        raise
+    num_rows = layout.num_rows(None if like is None else like.shape)
+    real_rows = None
+    if num_rows is not None:
+        layout.check(num_rows, values=channel.config.debug)
+        real_rows = layout.real_rows(num_rows) if layout.on_host else None
+    count = layout.num_real(num_rows) if layout.on_host else num_rows
+    _check_count(channel, layout, count)
     if like is not None and real_rows is not None:
         real_rows = real_rows.to(like.device, non_blocking=True)
-    padded, largest = _padded_rows(channel, count)
+    return Draft(layout=layout, num_rows=num_rows, real_rows=real_rows, count=count)
+
+
+def settle_plan(channel: Channel, draft: Draft) -> Plan:
+    """Agree on sizes; collective where ``agrees_on_rows``.
+
+    Raises:
+        InputError: too many rows on some rank, or unequal rows under "check"; on every rank alike.
+        PeerError: another rank refused.
+    """
+    padded, largest = _padded_rows(channel, draft.count)
     return Plan(
-        layout=layout,
-        num_rows=num_rows,
-        real_rows=real_rows,
+        layout=draft.layout,
+        num_rows=draft.num_rows,
+        real_rows=draft.real_rows,
         padded_rows=padded,
         group_max_rows=largest,
         row_counts=channel.row_counts,
@@ -66,52 +87,38 @@ def exchange_mark(channel: Channel, code: int = 0) -> None:
         raise PeerError(refusal({worst % control.size: worst // control.size}))
 
 
-def _rows_to_keep(layout: Layout, num_rows: int | None) -> Tensor | None:
-    if num_rows is None or not layout.on_host:
-        return None
-    return layout.real_rows(num_rows)
-
-
-def _count(channel: Channel, layout: Layout, num_rows: int | None) -> int | None:
-    """Rows this rank brings to the backend, before padding."""
-    count = layout.num_real(num_rows) if layout.on_host else None
-    if count is None:
-        count = num_rows
-    if count is None and channel.needs.equal_rows and channel.row_counts != "static":
+def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
+    """The rules on this rank's rows that it can check alone."""
+    needs, maximum = channel.needs, channel.config.max_tokens_per_rank
+    if count is None and needs.equal_rows and channel.row_counts != "static":
         raise InputError(
-            f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does "
-            f"not know "
-            "its own. Pass like=x, any tensor shaped like the hidden states."
+            f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does not "
+            "know its own. Pass like=x, any tensor shaped like the hidden states."
         )
-    return count
+    if maximum is not None and (count or 0) > maximum:
+        raise InputError(
+            f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
+            "Raise max_tokens_per_rank."
+        )
+    if not needs.equal_rows:
+        check_max_rows("Dispatcher.plan", round_up(count or 0, needs.row_multiple), needs)
 
 
 def _padded_rows(channel: Channel, count: int | None) -> tuple[int | None, int | None]:
     """Tp and the group's largest count; None where every rank may bring its own."""
     needs, policy = channel.needs, channel.row_counts
-    where = f"Backend {channel.backend_name!r}"
-    if policy == "static":
-        largest = _static_rows(channel, count)
     if not needs.equal_rows:
-        check_max_rows(where, round_up(count or 0, needs.row_multiple), needs)
         return None, None
-    if policy != "static":
-        assert count is not None
-        largest = count if policy == "assume" else _exchange(channel, count, 0)
+    if policy == "static":
+        assert channel.config.max_tokens_per_rank is not None  # a rule of the config
+        largest = channel.config.max_tokens_per_rank
+    elif policy == "assume":
+        largest = count or 0
+    else:
+        largest = _exchange(channel, count or 0, 0)
     padded = round_up(largest, needs.row_multiple)
-    check_max_rows(where, padded, needs)
+    check_max_rows("Dispatcher.plan", padded, needs)
     return padded, largest
-
-
-def _static_rows(channel: Channel, count: int | None) -> int:
-    maximum = channel.config.max_tokens_per_rank
-    assert maximum is not None  # a rule of the config
-    if count is not None and count > maximum:
-        raise InputError(
-            f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
-            "Raise max_tokens_per_rank."
-        )
-    return maximum
 
 
 def _exchange(channel: Channel, count: int, code: int) -> int:

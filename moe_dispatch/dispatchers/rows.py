@@ -26,7 +26,8 @@ class Home:
 
     def restore(self, rows_TD: Tensor) -> Tensor:
         """(Tp, D) -> the model's shape; rows that were cut are zero."""
-        rows_TD = rows_TD[: self.count]
+        if self.count != self.padded:
+            rows_TD = rows_TD[: self.count]
         if self.real_rows is not None:
             rows_TD = put_rows(rows_TD, self.real_rows, self.num_rows)
         return self.layout.unflatten(rows_TD, torch.empty(self.shape, device="meta"))

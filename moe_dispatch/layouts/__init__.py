@@ -4,18 +4,34 @@ A layout is a frozen value: ``BSHD``, ``SBHD``, ``THD`` or ``Rows``, or a ``Shar
 work on lengths and rows without a process group, except ``broadcast_layout``.
 """
 
+from moe_dispatch.layouts.architecture import PACKING_SUPPORT, Packing, PackingSupport, layout_for
 from moe_dispatch.layouts.base import Layout, ShardKind
+from moe_dispatch.layouts.broadcast import broadcast_layout
 from moe_dispatch.layouts.bshd import BSHD, SBHD
+from moe_dispatch.layouts.context_parallel import shard_for_context_parallel, unshard_from_context_parallel
+from moe_dispatch.layouts.lengths import padded_length, sequence_multiple
+from moe_dispatch.layouts.packing import bshd_to_thd, thd_to_bshd
 from moe_dispatch.layouts.rows import Rows
 from moe_dispatch.layouts.shard import Shard
 from moe_dispatch.layouts.thd import THD
 
 __all__ = [
     "BSHD",
+    "PACKING_SUPPORT",
     "SBHD",
     "THD",
     "Layout",
+    "Packing",
+    "PackingSupport",
     "Rows",
     "Shard",
     "ShardKind",
+    "broadcast_layout",
+    "bshd_to_thd",
+    "layout_for",
+    "padded_length",
+    "sequence_multiple",
+    "shard_for_context_parallel",
+    "thd_to_bshd",
+    "unshard_from_context_parallel",
 ]

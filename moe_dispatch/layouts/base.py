@@ -121,7 +121,8 @@ class Layout(ABC):
                 f"{self}.real_rows: lengths must be known on the host, got them on {self.metadata[0].device}. "
                 "Use valid_T."
             )
-        return self.mask(num_rows).nonzero().squeeze(1)
+        rows = self.mask(num_rows).nonzero().squeeze(1)
+        return None if len(rows) == num_rows else rows
 
     @final
     def check(self, num_rows: int, *, values: bool = False) -> None:

@@ -34,6 +34,7 @@ def shard_for_context_parallel(x: Tensor, layout: Layout, index: int, size: int,
     if layout.shard(index, size, kind) is layout:
         return x
     x_TD = layout.flatten(x)
+    layout.check(len(x_TD))
     rows = layout.shard_rows(x.shape[:-1], index, size, kind).to(x.device, non_blocking=True)
     return gather_rows(x_TD, rows, invert(rows, len(x_TD))).view(_scaled(x.shape, layout, 1, size))
 

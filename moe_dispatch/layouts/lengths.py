@@ -33,8 +33,8 @@ def sequence_multiple(
             64 or 128 for early versions of HybridEP.
 
     Returns:
-        The multiple. Where cp > 1 and tp is even it is up to twice the exact need, ``lcm(2*cp, cp*tp)``: the number that
-        Megatron's data pipelines use, so that both pad alike.
+        The multiple. Where cp > 1 and tp is even it is up to twice the exact need, ``lcm(2*cp, cp*tp)``: the number
+        that Megatron's data pipelines use, so that both pad alike.
 
     Raises:
         ConfigError: a size is below 1.
@@ -59,8 +59,8 @@ def padded_length(length: int, multiple: int, seq_length: int | None = None) -> 
     Args:
         length: real tokens.
         multiple: from ``sequence_multiple``.
-        seq_length: the fixed length a pipeline asks for, if it does. It is rounded up to the multiple: forced as it is, it
-            would bypass the rule that the multiple stands for.
+        seq_length: the fixed length a pipeline asks for, if it does. It is rounded up to the multiple: forced as it is,
+            it would bypass the rule that the multiple stands for.
 
     Raises:
         ConfigError: ``multiple`` is below 1.

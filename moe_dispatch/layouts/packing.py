@@ -73,8 +73,8 @@ def bshd_to_thd(
         )
     if len(layout.real) != len(x) + 1:
         raise LayoutError(
-            f"bshd_to_thd: cu_seqlens must have B+1 entries, got {len(layout.real)} for B = {len(x)}. Pass those of this "
-            "batch."
+            f"bshd_to_thd: cu_seqlens must have B+1 entries, got {len(layout.real)} for B = {len(x)}. Pass those of "
+            "this batch."
         )
     layout.check(rows)
     to_batch, to_packed = _indices(layout, rows, x.shape[1], x.device)

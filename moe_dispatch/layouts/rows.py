@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, final
 
 import torch
@@ -93,7 +94,7 @@ class Rows(Layout):
 
     def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
         """A part of the rows."""
-        num_rows = row_count((*grid, 1))
+        num_rows = prod(grid)
         self.check_shard(num_rows, size, kind, values=False)
         return split_positions(num_rows, index, size, kind, self._device)
 

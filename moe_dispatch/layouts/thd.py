@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import final
 
 import torch
@@ -111,18 +112,15 @@ class THD(Layout):
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
         """Contiguous divides the packed rows, zigzag every sequence with its padding."""
+        if values and kind == "zigzag":
+            lengths = self.owned.diff()
+            for sequence in (lengths % split_multiple(size, kind)).nonzero()[:1, 0].tolist():
+                check_divisible(f"the rows of sequence {sequence}", int(lengths[sequence]), size, kind)
         check_divisible("the rows", num_rows, size, kind)
-        if kind == "contiguous" or not values:
-            return
-        lengths = self.owned.diff()
-        uneven = (lengths % split_multiple(size, kind)).nonzero()
-        if len(uneven):
-            first = int(uneven[0])
-            check_divisible(f"the rows of sequence {first}", int(lengths[first]), size, kind)
 
     def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
         """A part of the packed rows, or two chunks of every sequence."""
-        num_rows, cu = grid[0], self.owned
+        num_rows, cu = prod(grid), self.owned
         self.check_shard(num_rows, size, kind, values=is_host(cu))
         if kind == "contiguous" or size == 1:
             return split_positions(num_rows, index, size, kind, cu.device)

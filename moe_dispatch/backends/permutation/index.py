@@ -24,24 +24,22 @@ class SlotIndex:
 
     Attributes:
         num_rows: S, rows before grouping.
+        top_k: K, slots per row.
         num_grouped: R, grouped rows with padding.
         source_R: int64 (R,), the row a grouped row is a copy of; 0 on padding.
         slot_N: int64 (N,), flat (row * K + slot) of each real grouped row, in grouped order.
         place_N: int64 (N,), grouped position of each of those; None when there is no padding (position = order).
-        position_SK: int64 (S, K), grouped position of every pair, -1 for pairs without a key.
-        byrow_slot_N: int64 (N,), flat (row * K + slot) in (row, slot) order.
-        byrow_N: int64 (N,), grouped position of each of those.
+        byrow_N: int64 (N,), grouped positions of the real pairs in (row, slot) order.
         cu_S: int64 (S+1,), where each row's pairs begin in ``byrow_N``.
         padding: int64 (R-N,), grouped positions that are padding, or None.
     """
 
     num_rows: int
+    top_k: int
     num_grouped: int
     source_R: Tensor
     slot_N: Tensor
     place_N: Tensor | None
-    position_SK: Tensor
-    byrow_slot_N: Tensor
     byrow_N: Tensor
     cu_S: Tensor
     padding: Tensor | None
@@ -56,47 +54,54 @@ class SlotIndex:
     def to_slots(self, values_R: Tensor) -> Tensor:
         """The reverse: (R,) -> (S, K), 0 for pairs without a key. Values on padding are never read."""
         real = values_R if self.place_N is None else values_R.index_select(0, self.place_N)
-        out = real.new_zeros(self.position_SK.numel())
-        return out.index_copy_(0, self.slot_N, real).view_as(self.position_SK)
+        slots = real.new_zeros(self.num_rows * self.top_k)
+        return slots.index_copy_(0, self.slot_N, real).view(self.num_rows, self.top_k)
+
+    def in_row_order(self, values_SK: Tensor) -> Tensor:
+        """One value per pair -> (N,) in (row, slot) order, without the pairs that have no key."""
+        return values_SK.reshape(-1).index_select(0, self.slot_N.sort().values)
 
 
 def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -> SlotIndex:
     """Group the pairs of a key table.
 
     Args:
-        keys_SK: int16, int32 or int64 (S, K), key in ``[0, len(counts))`` or negative for none.
+        keys_SK: int16, int32 or int64 (S, K); a pair whose key is outside ``[0, len(counts))`` belongs to no group.
         counts: pairs per key, on the host.
         pad_multiple: each group's length is rounded up to this; empty groups stay empty.
 
-    Cost: one stable sort of S*K keys, else passes over S*K or R indices; no host sync.
+    Cost: one stable sort of S*K keys, one of N indices, else single passes; no host sync.
     """
     num_rows, top_k = keys_SK.shape
     real, device = sum(counts), keys_SK.device
-    valid = keys_SK.reshape(-1) >= 0
-    keys = torch.where(valid, keys_SK.reshape(-1), len(counts))
-    slot_N = keys.sort(stable=True).indices[:real]
-    row_N = slot_N.div(top_k, rounding_mode="floor")
+    # Without the sign bit, negative keys sort behind all groups, like those beyond the last.
+    keys = keys_SK.bitwise_and(torch.iinfo(keys_SK.dtype).max)
+    slot_N = keys.view(-1).sort(stable=True).indices[:real]
+    source_R = slot_N.div(top_k, rounding_mode="floor")
+    byrow_N = slot_N.argsort()
     place_N, padding, padded = None, None, real
     if pad_multiple > 1:
         place_N, padding, padded = _with_padding(counts, pad_multiple, device)
-        row_N = row_N.new_zeros(padded).index_copy_(0, place_N, row_N)
-    places = torch.arange(real, device=device) if place_N is None else place_N
-    position = slot_N.new_full((num_rows * top_k,), -1).index_copy_(0, slot_N, places)
-    byrow_slot_N = torch.nonzero_static(valid, size=real).view(-1)
-    cu_S = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-    torch.cumsum(valid.view(num_rows, top_k).sum(1), 0, out=cu_S[1:])
+        source_R = source_R.new_zeros(padded).index_copy_(0, place_N, source_R)
+        byrow_N = place_N.index_select(0, byrow_N)
     return SlotIndex(
         num_rows=num_rows,
+        top_k=top_k,
         num_grouped=padded,
-        source_R=row_N,
+        source_R=source_R,
         slot_N=slot_N,
         place_N=place_N,
-        position_SK=position.view(num_rows, top_k),
-        byrow_slot_N=byrow_slot_N,
-        byrow_N=position.index_select(0, byrow_slot_N),
-        cu_S=cu_S,
+        byrow_N=byrow_N,
+        cu_S=running_total((keys < len(counts)).sum(1)),
         padding=padding,
     )
+
+
+def running_total(counts: Tensor) -> Tensor:
+    """int64 (n+1,): 0, then the inclusive sums of the (n,) counts."""
+    total = torch.zeros(counts.shape[0] + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=total[1:])
+    return total
 
 
 def _with_padding(counts: Sequence[int], multiple: int, device: torch.device) -> tuple[Tensor, Tensor, int]:

@@ -67,15 +67,15 @@ def expand_weighted(
     if weights_R is None:
         return expand(rows_SD, index, dtype), None
     accumulate = accumulation_dtype(dtype)
+    weights = weights_R.to(accumulate).unsqueeze(1)
     out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
-    dots = None if partners_RD is None else weights_R.new_empty(index.num_grouped)
+    dots = None if partners_RD is None else torch.empty(index.num_grouped, dtype=accumulate, device=rows_SD.device)
     for block in _blocks(out):
         gradient = rows_SD.index_select(0, index.source_R[block]).to(accumulate)
         if dots is not None and partners_RD is not None:
             torch.linalg.vecdot(gradient, partners_RD[block].to(accumulate), out=dots[block])
-        torch.mul(gradient, weights_R[block].unsqueeze(1), out=gradient)
-        out[block].copy_(gradient)
-    return _clear_padding(out, index), None if dots is None else _clear_padding(dots, index)
+        out[block].copy_(torch.mul(gradient, weights[block], out=gradient))
+    return _clear_padding(out, index), None if dots is None else _clear_padding(dots, index).to(weights_R.dtype)
 
 
 def reduce(rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
@@ -98,6 +98,9 @@ def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | 
 
     Columns of ``rows`` beyond those of ``out`` are ignored. A gather: no atomics, so the same bits in every run.
     """
+    if members_N.shape[0] == 0:
+        out.zero_()
+        return
     if rows.dtype == torch.float16:  # no exact split of a float32 weight into float16 parts
         rows = rows.float()
     if weights_N is not None and rows.dtype != torch.bfloat16:

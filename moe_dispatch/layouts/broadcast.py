@@ -1,0 +1,100 @@
+"""Bringing one rank's layout to every rank of a group.
+
+Tensor-parallel ranks above 0, on the first, the middle and the last pipeline stage alike, need the packed metadata of
+their micro-batch though only one rank's data loader made it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.errors import ConfigError, LayoutError
+from moe_dispatch.layouts.base import Layout
+from moe_dispatch.layouts.encoding import decode, encodable, encode
+
+_ABSENT, _PRESENT, _FOREIGN = 0, 1, 2
+
+
+def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int = 0) -> Layout:
+    """The layout of rank ``src``, on every rank of the group.
+
+    Everything in it arrives: lengths, both ``cu_seqlens``, ``max_seqlen``, what a ``Shard`` is of. Tensors keep dtype
+    and values; they may be strided at the source. CPU tensors arrive on the CPU, others on the receiver's accelerator.
+
+    Args:
+        layout: what ``src`` holds; None on every other rank.
+        group: all ranks that need it; each must call.
+        src: rank in the group.
+
+    Raises:
+        ConfigError: ``src`` is not a rank of the group.
+        LayoutError: ``src`` holds none, or one of a class unknown here, or another rank gives one too; or what arrived
+            on some ranks is not what was sent. Alike on every rank, and names the ranks.
+
+    Cost: an all-gather of 2 integers, a broadcast, an all-gather of 4 integers; host syncs where the group is NCCL or
+    the tensors are on a device. Call it once per micro-batch, not per layer.
+    """
+    if not 0 <= src < group.size():
+        raise ConfigError(
+            f"broadcast_layout: src must lie in 0..{group.size() - 1}, got {src}. Pass a rank of the group."
+        )
+    device = _wire_device(group)
+    message = encode(layout) if layout is not None and encodable(layout) else torch.empty(0, dtype=torch.int64)
+    length = _agree(layout, message, group, src, device)
+    wire = message.to(device) if group.rank() == src else torch.empty(length, dtype=torch.int64, device=device)
+    dist.broadcast(wire, group=group, group_src=src)
+    received = layout if layout is not None else decode(wire.cpu())
+    _verify(received, group, src, device)
+    return received
+
+
+def _wire_device(group: dist.ProcessGroup) -> torch.device:
+    kinds = [device.type for device in group._device_types]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+def _agree(layout: Layout | None, message: Tensor, group: dist.ProcessGroup, src: int, device: torch.device) -> int:
+    """The length of the message, once every rank has seen that exactly ``src`` holds a layout it can send."""
+    state = _ABSENT if layout is None else _PRESENT if encodable(layout) else _FOREIGN
+    states = _all_gather([state, len(message)], group, device)
+    givers = [rank for rank, (state, _) in enumerate(states) if state != _ABSENT]
+    if givers != [src]:
+        raise LayoutError(
+            f"broadcast_layout: exactly rank {src} (src) must give a layout, got one from ranks {givers}. Pass None "
+            "on the others."
+        )
+    if states[src][0] == _FOREIGN:
+        raise LayoutError(
+            f"broadcast_layout: the layout must be BSHD, SBHD, THD, Rows or a Shard of one, got another class on rank "
+            f"{src}. Broadcast what it is made from."
+        )
+    return states[src][1]
+
+
+def _verify(received: Layout, group: dist.ProcessGroup, src: int, device: torch.device) -> None:
+    digests = _all_gather(_digest(encode(received)), group, device)
+    wrong = [rank for rank, digest in enumerate(digests) if digest != digests[src]]
+    if wrong:
+        raise LayoutError(
+            f"broadcast_layout: every rank must hold the layout of rank {src}, got another one on ranks {wrong}. Check "
+            "that these ranks run the same version and that nothing else uses this group at the same time."
+        )
+
+
+def _digest(message: Tensor) -> list[int]:
+    digest = hashlib.sha256(message.numpy().tobytes()).digest()
+    return [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in range(0, 32, 8)]
+
+
+def _all_gather(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    every = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(every, mine, group=group)
+    gathered: list[list[int]] = torch.stack(every).tolist()
+    return gathered
