@@ -29,7 +29,7 @@ class Usable:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """This backend cannot run here, and why, in one sentence without a full stop."""
 

@@ -82,6 +82,12 @@ class Communicator:
         return [json.loads(bytes(part)) for part in everyone.view(self.size, longest).tolist()]
 
 
+def device_of(group: dist.ProcessGroup | None, preferred: torch.device) -> torch.device:
+    """Where ranks exchange rows: the preferred device if the group has a backend for it, else one it has."""
+    kinds = set() if group is None else {device.type for device in group._device_types}
+    return preferred if not kinds or preferred.type in kinds else torch.device(sorted(kinds)[0])
+
+
 def control_device(group: dist.ProcessGroup) -> torch.device:
     """Where small host values are exchanged: the CPU if the group has a CPU backend, so that no GPU is made to wait."""
     kinds = {device.type for device in group._device_types}

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_dispatch.backends.base import Arrived, Sizes
+from moe_dispatch.backends.collectives import device_of
 from moe_dispatch.backends.permutation import accumulation_dtype, round_up
 from moe_dispatch.backends.rank_major import profiler_range
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel
+from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
+from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.planning import (
     agrees_on_rows,
     draft_plan,
@@ -214,21 +216,22 @@ class Dispatcher(nn.Module):
         check_tensors(x_TD, routing, self.config, channel.needs)
         if self.config.debug:
             layout.check(x_TD.shape[0], values=True)
-            check_values(routing, self.config.num_experts)
+            check_values(routing, layout.valid_T(x_TD.shape[0], x.device), self.config.num_experts)
         return x_TD
 
     def _refuse(self, error: Exception, x: Tensor, plan: Plan | None) -> None:
         """Join the first exchange the peers of this call are about to enter, with a mark, so that they raise too."""
         try:
             channel = self._lease.channel
-        except StateError:  # closed: nothing left to tell them through
-            return
-        if plan is None and agrees_on_rows(channel):
-            refuse_agreement(channel, error)
-        elif self.config.debug:
-            exchange_mark(channel, reason_code(error))
-        elif channel.needs.exchanges_counts:
-            channel.backend.refuse(reason_code(error), torch.device(self.config.device or x.device))
+            if plan is None and agrees_on_rows(channel):
+                refuse_agreement(channel, error)
+            elif self.config.debug:
+                exchange_mark(channel, reason_code(error))
+            elif channel.needs.exchanges_counts:
+                preferred = torch.device(self.config.device or x.device)
+                channel.backend.refuse(reason_code(error), device_of(channel.communicator.group, preferred))
+        except Exception as failure:  # a closed dispatcher, a broken group: the error itself matters more
+            error.add_note(f"The other ranks were not told: {failure}")
 
     def _send(
         self, channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan, *, async_op: bool
@@ -251,9 +254,12 @@ class Dispatcher(nn.Module):
         ids_TK, weights_TK = pad_rows(ids_TK, padded, -1), pad_rows(weights_TK, padded, 0)
         x_TD = pad_rows(x_TD, padded, 0)
         home = Home(layout=layout, shape=x.shape, num_rows=num_rows, real_rows=real_rows, count=count, padded=padded)
-        finish = channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, Sizes(padded_rows=plan.padded_rows))
+        started = iter([channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, Sizes(padded_rows=plan.padded_rows))])
 
         def complete() -> Dispatched:
+            finish = next(started, None)
+            if finish is None:
+                raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
             arrived = finish()
             channel.meter.record(arrived, padded=padded - count, cut=num_rows - count)
             return self._dispatched(arrived, home)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Backend, Constraints, MoEShape, Rejected
+from moe_dispatch.backends.base import Backend, Constraints, MoEShape, Rejected, Usable
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
@@ -21,19 +21,20 @@ def usable_backend(name: str) -> type[Backend]:
     cls = load_backend(name)
     verdict = cls.probe()
     if isinstance(verdict, Rejected):
-        others = [other for other in known_backends() if other != name and _is_usable(other)]
+        usable = [other for other in known_backends() if not isinstance(probe_backend(other), Rejected)]
         raise BackendUnavailableError(
             f"Backend {name!r} cannot be used here: {verdict.reason}. "
-            f"Repair that, or choose one of: {', '.join(others)}."
+            f"Repair that, or choose one of: {', '.join(usable)}."
         )
     return cls
 
 
-def _is_usable(name: str) -> bool:
+def probe_backend(name: str) -> Usable | Rejected:
+    """Whether a known backend can run here; one that does not even import is rejected with what it raised."""
     try:
-        return not isinstance(load_backend(name).probe(), Rejected)
-    except BackendUnavailableError:
-        return False
+        return load_backend(name).probe()
+    except BackendUnavailableError as error:
+        return Rejected(str(error).rstrip("."))
 
 
 def shape_of(config: DispatcherConfig, ep_size: int) -> MoEShape:
@@ -160,13 +161,15 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
         )
 
 
-def check_values(routing: Routing, num_experts: int) -> None:
-    """Ids in range and weights finite. A host sync on a GPU; only with ``debug=True``.
+def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> None:
+    """Ids in range and weights finite, in rows that are tokens. A host sync on a GPU; only with ``debug=True``.
 
     Raises:
         InputError: with the offending value.
     """
     ids, weights = routing.topk_ids, routing.topk_weights
+    if valid_T is not None:
+        ids, weights = ids[valid_T], weights[valid_T]
     if ids.numel() == 0:
         return
     low, high = int(ids.min()), int(ids.max())

@@ -1,0 +1,137 @@
+"""Building a dispatcher's channel: every rank checks, all hear of every problem, and only then something is opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_dispatch.backends.base import MoEShape, Rejected
+from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.backends.registry import known_backends
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.channel import Blueprint, Channel, Lease, find_channel, keep_channel
+from moe_dispatch.dispatchers.requirements import check_group, probe_backend, shape_of, usable_backend
+from moe_dispatch.errors import ConfigError, PeerError
+
+Group = dist.ProcessGroup | DeviceMesh | None
+Result = TypeVar("Result")
+
+logger = logging.getLogger("moe_dispatch")
+
+
+def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.ProcessGroup | None) -> Lease:
+    """Open, or share, the channel of a config on a group. Collective.
+
+    Raises:
+        ConfigError: a rule the config breaks on this group, or ranks with different configs, by field and rank.
+        BackendUnavailableError: the backend cannot run here.
+        PeerError: building failed on another rank, with its text.
+
+    Cost: one small all-reduce on the control group, two when a channel is opened; more where ranks do not agree.
+    """
+    process_group = _process_group(group)
+    communicator = Communicator(process_group)
+    control = communicator if control_group is None else Communicator(control_group)
+    blueprint, problem = _attempt(lambda: _draw(config, communicator, control))
+    if control.size != communicator.size:
+        control = communicator
+    key = (id(process_group), id(control_group), config.digest)
+    lease = find_channel(key)
+    opening = _raise_alike(config, problem, control, opening=lease is None)
+    if lease is None:
+        assert blueprint is not None
+        _announce(config, communicator, blueprint)
+        lease, problem = _attempt(lambda: keep_channel(key, Channel(config, communicator, control, blueprint)))
+    if opening:
+        _raise_alike(config, problem, control, opening=False)
+    assert lease is not None
+    return lease
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """The result, or whatever was raised, also by a third party's code: the peers must hear of it before it goes on."""
+    try:
+        return action(), None
+    except Exception as problem:
+        return None, problem
+
+
+def _process_group(group: Group) -> dist.ProcessGroup | None:
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ConfigError(
+            f"Dispatcher: a DeviceMesh must have one dimension, got {group.ndim} ({group.mesh_dim_names}). "
+            'Pass the expert-parallel part, for example mesh["ep"].'
+        )
+    return group.get_group()
+
+
+def _draw(config: DispatcherConfig, communicator: Communicator, control: Communicator) -> Blueprint:
+    if (control.size, control.rank) != (communicator.size, communicator.rank):
+        raise ConfigError(
+            f"control_group must hold the ranks of group in the same order, got rank {control.rank} of {control.size} "
+            f"for rank {communicator.rank} of {communicator.size}. Make it with the same ranks."
+        )
+    shape = shape_of(config, communicator.size)
+    automatic = config.backend_name == "auto"
+    backend = usable_backend(_choose(shape) if automatic else config.backend_name)
+    options = backend.Options() if automatic else config.backend_options
+    needs = dataclasses.replace(backend.constraints(shape, options), **config.constraints.given())  # type: ignore[arg-type]
+    check_group(config, backend.name, shape, needs)
+    return Blueprint(backend=backend, options=options, shape=shape, needs=needs)
+
+
+def _choose(shape: MoEShape) -> str:
+    """What "auto" means: nothing to move on one rank, else the torch backend with the fewest bytes."""
+    return "local" if shape.ep_size == 1 else "alltoall"
+
+
+def _announce(config: DispatcherConfig, communicator: Communicator, blueprint: Blueprint) -> None:
+    """Say once, on rank 0, what "auto" chose and why not the others."""
+    if config.backend_name != "auto" or communicator.rank:
+        return
+    chosen = blueprint.backend.name
+    reasons = [f"{name}: {_why_not(name, blueprint.shape)}" for name in known_backends() if name != chosen]
+    logger.warning('backend="auto": using %r. Not %s.', chosen, "; ".join(reasons))
+
+
+def _why_not(name: str, shape: MoEShape) -> str:
+    verdict = probe_backend(name)
+    if isinstance(verdict, Rejected):
+        return verdict.reason
+    if name == "local":
+        return f"for one rank, this group has {shape.ep_size}"
+    if name in ("allgather", "alltoall"):
+        return "one rank needs no exchange" if shape.ep_size == 1 else "more bytes"
+    return "to be chosen by name"
+
+
+def _raise_alike(config: DispatcherConfig, problem: Exception | None, control: Communicator, *, opening: bool) -> bool:
+    """Raise on every rank if any has a problem or another config; else whether any rank has a channel to open."""
+    number = int(config.digest[:15], 16)
+    marks = [number, -number, int(problem is not None), int(opening)]
+    highest, lowest, problems, openings = control.max(marks, label="build")
+    if highest == -lowest and not problems:
+        return bool(openings)
+    told = control.gather_json([config.model_dump(mode="json"), problem and str(problem)], label="build")
+    if problem is not None:
+        raise problem
+    _refuse_difference([fields for fields, _ in told])
+    raise PeerError("; ".join(f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(told) if text))
+
+
+def _refuse_difference(configs: list[dict[str, Any]]) -> None:
+    for field in configs[0]:
+        values = {rank: config[field] for rank, config in enumerate(configs)}
+        other = next((rank for rank, value in values.items() if value != values[0]), None)
+        if other is not None:
+            raise ConfigError(
+                f"Ranks disagree on {field}: rank 0 has {values[0]!r}, rank {other} has {values[other]!r}. "
+                "Give every rank the same config."
+            )
