@@ -30,7 +30,7 @@ class Home:
             rows_TD = rows_TD[: self.count]
         if self.real_rows is not None:
             rows_TD = put_rows(rows_TD, self.real_rows, self.num_rows)
-        return self.layout.unflatten(rows_TD, torch.empty(self.shape, device="meta"))
+        return self.layout.unflatten(rows_TD, self.shape)
 
 
 def merge_duplicates(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:

@@ -153,8 +153,8 @@ def _installed(framework: str) -> str:
         return version(framework)
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"layout_for: framework_version must be given while {framework} is not installed, got None. Pass the version "
-            "that will run the model."
+            f"layout_for: framework_version must be given while {framework} is not installed, got None. Pass the "
+            "version that will run the model."
         ) from error
 
 

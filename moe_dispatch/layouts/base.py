@@ -153,7 +153,8 @@ class Layout(ABC):
         Raises:
             ConfigError: index, size or kind are out of range, or this layout cannot be split that way.
         """
-        from moe_dispatch.layouts.shard import Shard  # it is itself a Layout, so it imports this module
+        # Shard is itself a Layout, so its module imports this one.
+        from moe_dispatch.layouts.shard import Shard  # noqa: PLC0415
 
         part = Shard(self, index, size, kind)
         return self if size == 1 else part

@@ -88,7 +88,7 @@ def _verify(received: Layout, group: dist.ProcessGroup, src: int, device: torch.
 
 
 def _digest(message: Tensor) -> list[int]:
-    digest = hashlib.sha256(message.numpy().tobytes()).digest()
+    digest = hashlib.sha256(repr(message.tolist()).encode()).digest()
     return [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in range(0, 32, 8)]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind
+from moe_dispatch.layouts.base import Layout, ShardKind, is_host
 from moe_dispatch.layouts.gather import gather_rows, invert
 
 
@@ -35,6 +35,7 @@ def shard_for_context_parallel(x: Tensor, layout: Layout, index: int, size: int,
         return x
     x_TD = layout.flatten(x)
     layout.check(len(x_TD))
+    layout.check_shard(len(x_TD), size, kind, values=all(map(is_host, layout.metadata)))
     rows = layout.shard_rows(x.shape[:-1], index, size, kind).to(x.device, non_blocking=True)
     return gather_rows(x_TD, rows, invert(rows, len(x_TD))).view(_scaled(x.shape, layout, 1, size))
 

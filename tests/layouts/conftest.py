@@ -1,0 +1,7 @@
+"""Settings of the property tests here."""
+
+from hypothesis import settings
+
+# The first call of an operator loads parts of torch, which no deadline per example survives.
+settings.register_profile("layouts", deadline=None)
+settings.load_profile("layouts")

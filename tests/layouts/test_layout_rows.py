@@ -1,0 +1,160 @@
+"""Which rows a layout takes from a tensor, and which of them it calls real."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_dispatch.errors import LayoutError
+from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Rows
+from tests.layouts.written_batches import Batch, assemble, batches, build, on_device
+
+FORMS = ("BSHD", "SBHD", "THD")
+
+
+@given(st.data(), st.sampled_from(FORMS), st.sampled_from([torch.int32, torch.int64]))
+def test_real_rows_are_those_that_hold_tokens(data: Any, form: str, dtype: torch.dtype) -> None:
+    batch = data.draw(batches(equal=form != "THD"))
+    layout, x = build(form, batch, dtype), assemble(form, batch.sequences())
+    tokens = layout.flatten(x)[:, 0]
+    layout.check(len(tokens))
+    valid, real = layout.valid_T(len(tokens)), layout.real_rows(len(tokens))
+    assert valid is not None
+    assert torch.equal(valid, tokens >= 0)
+    assert layout.num_real(len(tokens)) == batch.num_real == layout.num_real(None)
+    if real is None:
+        assert bool((tokens >= 0).all())
+    else:
+        assert torch.equal(tokens[real], tokens[tokens >= 0])
+        assert real.dtype == torch.int64
+
+
+@given(st.data(), st.sampled_from(FORMS))
+def test_unflatten_undoes_flatten(data: Any, form: str) -> None:
+    batch = data.draw(batches(equal=form != "THD"))
+    layout, x = build(form, batch), assemble(form, batch.sequences())
+    assert torch.equal(layout.unflatten(layout.flatten(x), x), x)
+    assert torch.equal(layout.unflatten(layout.flatten(x), x.shape), x)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        (BSHD(), (2, 3, 4)),
+        (SBHD(), (2, 3, 4)),
+        (THD([0, 2, 6]), (6, 4)),
+        (THD([0, 2, 6]), (1, 6, 4)),
+        (THD([0, 2, 6]), (6, 1, 4)),
+        (Rows(), (6, 4)),
+        (Rows(), (1, 2, 3, 4)),
+        (Rows(), (4,)),
+        (BSHD(), (0, 3, 4)),
+    ],
+)
+def test_without_padding_every_row_is_real(layout: Layout, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    x_TD = layout.flatten(x)
+    rows = layout.num_rows(shape)
+    assert rows == len(x_TD) == x.numel() // 4
+    assert torch.equal(x_TD, x.reshape(-1, 4))
+    assert x_TD.data_ptr() == x.data_ptr()
+    assert layout.on_host
+    assert layout.valid_T(rows) is None
+    assert layout.real_rows(rows) is None
+    assert layout.num_real(rows) == rows
+
+
+def test_unflatten_may_change_the_width() -> None:
+    assert BSHD().unflatten(torch.zeros(6, 7), torch.zeros(2, 3, 4)).shape == (2, 3, 7)
+
+
+def test_flatten_takes_strided_input() -> None:
+    x = torch.randn(3, 2, 4).transpose(0, 1)
+    assert torch.equal(BSHD().flatten(x), x.reshape(6, 4))
+
+
+def test_rows_are_known_from_the_layout_only_where_the_host_knows() -> None:
+    assert BSHD([1, 2]).num_rows() is None
+    assert BSHD().num_real(None) is None
+    assert THD([0, 2, 6]).num_rows() == 6
+    assert THD([0, 2, 5], [0, 4, 8]).num_rows() == 8
+    assert THD(torch.empty(3, dtype=torch.int32, device="meta")).num_rows() is None
+
+
+@pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor([3], dtype=torch.int32)])
+def test_rows_counts_from_the_first(count: Any) -> None:
+    layout = Rows(num_real=count)
+    layout.check(5)
+    assert layout.on_host
+    assert layout.num_real(5) == 3
+    assert layout.valid_T(5).tolist() == [True] * 3 + [False] * 2  # type: ignore[union-attr]
+    assert layout.real_rows(5).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+    assert layout.real_rows(3) is None
+
+
+@given(st.data(), st.sampled_from(FORMS))
+def test_lengths_on_a_device_are_not_read(data: Any, form: str) -> None:
+    batch = data.draw(batches(equal=form != "THD"))
+    tokens = build(form, batch).flatten(assemble(form, batch.sequences()))[:, 0]
+    with on_device():
+        layout = build(form, batch)
+        layout.check(len(tokens))
+        assert not layout.on_host
+        assert layout.num_real(len(tokens)) is None
+        valid = layout.valid_T(len(tokens), "cpu")
+    assert valid is not None
+    assert torch.equal(valid, tokens >= 0)
+
+
+def test_malformed_lengths_on_a_device_never_index_out_of_bounds() -> None:
+    with on_device():
+        assert THD([0, 2, 4], [0, 3, 5]).valid_T(9) is not None
+        assert THD([0, 2, 4], [0, 3, 5]).shard(1, 2, "zigzag").valid_T(8) is not None
+        assert THD([0, 80], [0, 80]).shard(1, 2, "zigzag").valid_T(8) is not None
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        BSHD(torch.empty(2, dtype=torch.int32, device="meta")),
+        SBHD(torch.empty(2, dtype=torch.int64, device="meta")),
+        THD(torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")),
+        Rows(torch.empty((), dtype=torch.int32, device="meta")),
+    ],
+)
+def test_a_device_without_values_is_enough_for_the_mask(layout: Layout) -> None:
+    layout.check(8)
+    assert not layout.on_host
+    assert layout.num_real(8) is None
+    part = layout.shard(1, 2)
+    for mask, rows in ((layout.valid_T(8), 8), (part.valid_T(4), 4)):
+        assert mask is not None
+        assert mask.device.type == "meta"
+        assert mask.shape == (rows,)
+        assert mask.dtype == torch.bool
+    with pytest.raises(
+        LayoutError, match=r"real_rows: lengths must be known on the host, got them on meta. Use valid_T"
+    ):
+        layout.real_rows(8)
+
+
+def test_values_on_a_device_are_checked_on_request() -> None:
+    with on_device():
+        layout = THD([0, 5, 3])
+        layout.check(3)
+    with on_device(may_sync=True), pytest.raises(LayoutError, match="must not decrease"):
+        layout.check(3, values=True)
+
+
+def test_layouts_are_frozen_and_compare_by_identity() -> None:
+    with pytest.raises(AttributeError):
+        BSHD([1]).lengths = None  # type: ignore[misc]
+    assert THD([0, 1]) != THD([0, 1])
+
+
+def test_the_oracle_marks_padding() -> None:
+    assert assemble("THD", Batch(lengths=[1, 0], owned=[2, 1]).sequences())[:, 0].tolist() == [0, -1, -1]

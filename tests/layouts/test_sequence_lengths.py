@@ -1,0 +1,77 @@
+"""What sequences are padded to, over the grid of parallel sizes."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import lcm
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_dispatch.errors import ConfigError, LayoutError
+from moe_dispatch.layouts import padded_length, sequence_multiple
+
+GRID = list(product([1, 2, 3, 4, 6], [1, 2, 4, 8], [1, 2, 3, 4], [False, True], [False, True], [1, 64, 128]))
+
+
+def test_is_a_multiple_of_the_exact_need_over_the_grid() -> None:
+    for batch_size, tp, cp, sequence_parallel, fp8, row_multiple in GRID:
+        multiple = sequence_multiple(
+            batch_size=batch_size,
+            tp=tp,
+            cp=cp,
+            sequence_parallel=sequence_parallel,
+            fp8=fp8,
+            row_multiple=row_multiple,
+        )
+        parts = cp * (tp if sequence_parallel else 1)
+        exact = lcm(2 * cp if cp > 1 else 1, parts, 16 if fp8 else 1)
+        assert multiple % exact == 0, (multiple, exact)
+        assert batch_size * multiple % (parts * row_multiple) == 0, (batch_size, multiple, parts, row_multiple)
+
+
+@pytest.mark.parametrize(
+    ("options", "multiple"),
+    [
+        ({}, 1),
+        ({"tp": 4}, 4),
+        ({"tp": 2, "cp": 2}, 8),
+        ({"tp": 3, "fp8": True}, 48),
+        ({"tp": 2, "cp": 2, "fp8": True}, 16),
+        ({"batch_size": 4, "row_multiple": 128}, 32),
+        ({"batch_size": 3, "row_multiple": 128}, 128),
+        ({"batch_size": 4, "tp": 2, "cp": 2, "sequence_parallel": True, "row_multiple": 128}, 128),
+        ({"batch_size": 4, "tp": 2, "cp": 2, "row_multiple": 128}, 64),
+    ],
+)
+def test_are_the_numbers_of_megatron_bridge_3294(options: dict[str, int], multiple: int) -> None:
+    assert sequence_multiple(**options) == multiple  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "tp", "cp", "row_multiple"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"sequence_multiple: {name} must be 1 or more, got 0"):
+        sequence_multiple(**{name: 0})  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 200), st.integers(1, 64))
+def test_padding_is_the_least_that_will_do(length: int, multiple: int) -> None:
+    padded = padded_length(length, multiple)
+    assert padded % multiple == 0
+    assert 0 <= padded - length < multiple
+
+
+def test_a_fixed_length_is_rounded_up() -> None:
+    assert padded_length(100, 64, seq_length=200) == 256
+    assert padded_length(200, 64, seq_length=200) == 256
+    assert padded_length(200, 64, seq_length=256) == 256
+
+
+def test_lengths_that_cannot_be_padded_are_refused() -> None:
+    with pytest.raises(LayoutError, match="got seq_length 199 and length 200"):
+        padded_length(200, 64, seq_length=199)
+    with pytest.raises(LayoutError, match="length must be 0 or more, got -1"):
+        padded_length(-1, 64)
+    with pytest.raises(ConfigError, match="multiple must be 1 or more, got 0"):
+        padded_length(1, 0)
