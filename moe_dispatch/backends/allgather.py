@@ -38,12 +38,11 @@ class AllGatherRoute(Route):
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        comm, rows = self.context.communicator, rows_TD.contiguous()
-        nbytes = rows.nbytes * comm.size
-        with self.context.workspace.lease(nbytes, rows.device) as buffer:
-            everyone = buffer.view(rows.dtype).view(-1, rows.shape[1]) if nbytes else rows
-            comm.all_gather(everyone, rows, label=label)
-            yield everyone
+        comm, row = self.context.communicator, row_format(rows_TD.dtype, rows_TD.shape[1])
+        with self.context.workspace.lease(self.index.num_rows * row.nbytes, rows_TD.device) as buffer:
+            everyone = buffer.view(self.index.num_rows, row.nbytes)
+            comm.all_gather(everyone, row.encode(rows_TD), label=label)
+            yield row.read(everyone)
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str

@@ -41,7 +41,7 @@ class RowFormat:
         if self.wire != "float8_e4m3fn":
             out.view(self.wire_dtype).copy_(rows_TD)
             return
-        blocks = rows_TD.reshape(rows_TD.shape[0], -1, FLOAT8_BLOCK).float()
+        blocks = rows_TD.reshape(rows_TD.shape[0], self.hidden // FLOAT8_BLOCK, FLOAT8_BLOCK).float()
         scales = blocks.abs().amax(-1) / _FLOAT8_MAX
         scales = torch.where(scales > 0, scales, 1)
         numbers = (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
@@ -52,14 +52,14 @@ class RowFormat:
         """Decode uint8 (T, nbytes) to (T, D): a view in the wire's dtype, or new rows in the model's where float8."""
         if self.wire != "float8_e4m3fn":
             return rows.view(self.wire_dtype)
-        numbers = rows[:, : self.hidden].view(torch.float8_e4m3fn).float().view(len(rows), -1, FLOAT8_BLOCK)
-        scales = rows[:, self.hidden :].view(torch.float32).unsqueeze(-1)
-        return (numbers * scales).view(len(rows), self.hidden).to(self.dtype)
+        scales = rows[:, self.hidden :].view(torch.float32)
+        numbers = rows[:, : self.hidden].view(torch.float8_e4m3fn).float().view(*scales.shape, FLOAT8_BLOCK)
+        return (numbers * scales.unsqueeze(-1)).view(rows.shape[0], self.hidden).to(self.dtype)
 
     def encode(self, rows_TD: Tensor) -> Tensor:
         """uint8 (T, nbytes); a view where the row travels as it is."""
-        if self.wire is None:
-            return rows_TD.contiguous().view(torch.uint8).view(rows_TD.shape[0], self.nbytes)
+        if self.wire is None and rows_TD.shape[0]:  # no rows may have any strides, which view refuses
+            return rows_TD.contiguous().view(torch.uint8)
         out = torch.empty(rows_TD.shape[0], self.nbytes, dtype=torch.uint8, device=rows_TD.device)
         self.write(rows_TD, out)
         return out

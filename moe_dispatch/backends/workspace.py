@@ -36,7 +36,7 @@ class Workspace:
                 best = min(fitting, key=lambda i: self._free[i].numel())
                 return self._free.pop(best)[:nbytes]
             if self._free:  # the largest is too small: replace it rather than keep both
-                self._free.remove(max(self._free, key=Tensor.numel))
+                self._free.pop(max(range(len(self._free)), key=lambda i: self._free[i].numel()))
         # An eighth of slack, so that slowly changing sizes do not allocate every time.
         return torch.empty(nbytes + nbytes // 8, dtype=torch.uint8)[:nbytes]
 

@@ -76,7 +76,7 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -
     real, device = sum(counts), keys_SK.device
     # Without the sign bit, negative keys sort behind all groups, like those beyond the last.
     keys = keys_SK.bitwise_and(torch.iinfo(keys_SK.dtype).max)
-    slot_N = keys.view(-1).sort(stable=True).indices[:real]
+    slot_N = keys.reshape(-1).sort(stable=True).indices[:real]
     source_R = slot_N.div(top_k, rounding_mode="floor")
     byrow_N = slot_N.argsort()
     place_N, padding, padded = None, None, real

@@ -101,33 +101,39 @@ def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | 
     if members_N.shape[0] == 0:
         out.zero_()
         return
-    if rows.dtype == torch.float16:  # no exact split of a float32 weight into float16 parts
-        rows = rows.float()
-    if weights_N is not None and rows.dtype != torch.bfloat16:
-        weights_N = weights_N.to(rows.dtype)
     width = out.shape[1]
     if out.device.type != "cpu" or out.shape[0] <= _block_rows(out):  # on a GPU, reading cu_S would be a sync
-        out.copy_(_embedding_bag(rows, members_N, cu_S, weights_N)[:, :width])
+        out.copy_(_bag_sums(rows, members_N, cu_S, weights_N, out.dtype)[:, :width])
         return
     for bags, members in _bag_blocks(out, cu_S):
         weights = None if weights_N is None else weights_N[members]
         offsets = cu_S[bags.start : bags.stop + 1] - members.start
-        out[bags].copy_(_embedding_bag(rows, members_N[members], offsets, weights)[:, :width])
+        out[bags].copy_(_bag_sums(rows, members_N[members], offsets, weights, out.dtype)[:, :width])
 
 
-def _embedding_bag(rows: Tensor, members: Tensor, bags: Tensor, weights: Tensor | None) -> Tensor:
-    """One fused gather-multiply-sum. embedding_bag accumulates in float32 but wants weights in the dtype of the rows:
+def _bag_sums(rows: Tensor, members: Tensor, bags: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """One fused gather-multiply-sum, exact up to one rounding into ``dtype``.
 
-    for bfloat16 rows a float32 weight is written as the exact sum of three bfloat16 numbers and its row listed three
-    times.
+    embedding_bag accumulates in float32, but wants weights in the dtype of its rows and rounds into it. For bfloat16 in
+    and out a float32 weight is written as the exact sum of three bfloat16 numbers and its row listed three times; where
+    the dtypes differ, and for float16, whose range is too small for such parts, the rows are gathered and widened first.
     """
-    if weights is not None and rows.dtype == torch.bfloat16:
-        high = weights.bfloat16()
-        rest = weights - high
-        middle = rest.bfloat16()
-        weights = torch.stack((high, middle, (rest - middle).bfloat16()), 1).view(-1)
-        members, bags = members.repeat_interleave(3), bags * 3
+    if rows.dtype == dtype == torch.bfloat16:
+        if weights is not None:
+            members, bags, weights = members.repeat_interleave(3), bags * 3, _three_parts(weights)
+    elif rows.dtype != (wide := accumulation_dtype(torch.promote_types(rows.dtype, dtype))):
+        rows, members = rows.index_select(0, members).to(wide), torch.arange(members.shape[0], device=rows.device)
+    if weights is not None:
+        weights = weights.to(rows.dtype)
     return torch.embedding_bag(rows, members, bags, False, 0, False, weights, True)[0]
+
+
+def _three_parts(weights: Tensor) -> Tensor:
+    """float32 (N,) -> bfloat16 (3N,): 24 bits of mantissa in three times 8."""
+    high = weights.bfloat16()
+    rest = weights - high
+    middle = rest.bfloat16()
+    return torch.stack((high, middle, (rest - middle).bfloat16()), 1).view(-1)
 
 
 def _blocks(out: Tensor) -> Iterator[slice]:
