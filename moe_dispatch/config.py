@@ -212,7 +212,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"DispatcherConfig.load: {path} must be UTF-8 text, got {error.reason}. Save it so.") from error
+        raise ConfigError(
+            f"DispatcherConfig.load: {path} must be UTF-8 text, got {error.reason}. Save it so."
+        ) from error
     except OSError as error:
         raise ConfigError(f"DispatcherConfig.load: cannot read {path}: {error.strerror}. Check the path.") from error
     if path.suffix not in (".yaml", ".yml", ".json"):

@@ -33,7 +33,7 @@ class PeerError(MoEDispatchError, RuntimeError):
 REASONS = {
     1: "its tensors do not fit the config or each other",
     2: "its layout is malformed or does not fit x",
-    3: "its dispatcher is closed, or was given another dispatcher's plan or state",
+    3: "it was given a plan of another dispatcher",
     4: "it failed before the exchange",
 }
 

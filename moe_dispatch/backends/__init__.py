@@ -12,6 +12,7 @@ from moe_dispatch.backends.base import (
     Sizes,
     Usable,
 )
+from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.registry import known_backends, load_backend, register_backend
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Backend",
     "BackendContext",
     "BackendOptions",
+    "Communicator",
     "Constraints",
     "MoEShape",
     "Rejected",

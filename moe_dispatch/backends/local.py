@@ -22,7 +22,8 @@ class LocalOptions(BackendOptions):
     """Options of ``local``.
 
     Attributes:
-        reduction: accepted so that it means the same as on ``alltoall``; both sum in slot order in float32 here.
+        reduction: as on ``alltoall``. Without a ``wire_dtype`` the two are the same here; with one, "exact" rounds
+            every expert row to it, "fast" their sum.
     """
 
     reduction: Literal["fast", "exact"] = "fast"
@@ -35,6 +36,7 @@ class LocalRoute(Route):
 
     index: SlotIndex
     wire_dtype: WireDtype | None
+    exact: bool
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
@@ -43,9 +45,10 @@ class LocalRoute(Route):
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
+        row = row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire)
         out = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1])
-        reduce(rows_RD, self.index, weights_R, out)
-        out = row_format(out.dtype, out.shape[1], self.gradient_wire).round_trip(out)
+        reduce(row.round_trip(rows_RD) if self.exact else rows_RD, self.index, weights_R, out)
+        out = out if self.exact else row.round_trip(out)
         return out, None if values_R is None else self.index.to_slots(values_R)
 
 
@@ -63,7 +66,12 @@ class Local(Backend):
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, wire = self.context.shape, self.context.wire_dtype
         counts = read_host(count_experts(ids_TK, shape.num_experts))
-        route = LocalRoute(index=group_slots(ids_TK, counts, shape.pad_multiple), wire_dtype=wire)
+        assert isinstance(self.options, LocalOptions)
+        route = LocalRoute(
+            index=group_slots(ids_TK, counts, shape.pad_multiple),
+            wire_dtype=wire,
+            exact=self.options.reduction == "exact",
+        )
         rows = row_format(rows_TD.dtype, shape.hidden_size, wire).round_trip(rows_TD.detach())
         return arrive(rows_TD, weights_TK, route, nullcontext((rows, weights_TK.detach())), counts, shape.pad_multiple)
 

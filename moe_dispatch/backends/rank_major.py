@@ -163,7 +163,7 @@ class _Combine(torch.autograd.Function):
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """A ``moe_dispatch::name`` range in profiles; costs nothing while no profiler runs."""
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(f"moe_dispatch::{name}")
     return _NO_RANGE
 

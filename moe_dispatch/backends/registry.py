@@ -65,7 +65,8 @@ def load_backend(name: str) -> type[Backend]:
     if source is None:
         raise ConfigError(_unknown(name))
     try:
-        return _checked(name, source.load())
+        # Kept: looking up entry points reads every installed distribution.
+        return _REGISTERED.setdefault(name, _checked(name, source.load()))
     except ConfigError:
         raise
     except Exception as error:  # whatever a third party's import raises

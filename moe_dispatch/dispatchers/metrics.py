@@ -87,12 +87,15 @@ class Meter:
 def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
     """This rank's metrics, or with ``gather`` (collective) those of the group: sums, and tokens of all experts."""
     real, padded = channel.meter.tokens().tolist()
+    links = {id(link): link for link in (channel.communicator, channel.control)}.values()
+    sent: Counter[str] = sum((link.bytes_sent for link in links), Counter())
+    calls: Counter[str] = sum((link.calls for link in links), Counter())
     mine = [
         real,
         sum(padded) - sum(real),
         {**channel.meter.rows, "masked": channel.meter.masked},
-        channel.communicator.bytes_sent,
-        channel.communicator.calls,
+        sent,
+        calls,
     ]
     everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
     tokens = torch.tensor([count for part in everyone for count in part[0]], dtype=torch.int64)

@@ -11,6 +11,8 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
 from moe_dispatch.types import Routing
 
+ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+
 
 def usable_backend(name: str) -> type[Backend]:
     """The class behind a name, if it can run on this machine.
@@ -131,8 +133,9 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
             f"{where}: x has hidden size {x_TD.shape[1]}, hidden_size is {config.hidden_size}. Build the dispatcher "
             f"for it."
         )
-    if not x_TD.is_floating_point() or (needs.dtypes is not None and x_TD.dtype not in needs.dtypes):
-        offered = "a floating dtype" if needs.dtypes is None else ", ".join(sorted(map(str, needs.dtypes)))
+    dtypes = ROW_DTYPES if needs.dtypes is None else needs.dtypes
+    if x_TD.dtype not in dtypes:
+        offered = ", ".join(sorted(map(str, dtypes)))
         raise InputError(f"{where}: x must be {offered}, got {x_TD.dtype}. Convert x or use another backend.")
     allowed = {config.device} if config.device is not None else needs.devices
     if allowed is not None and x_TD.device.type not in allowed:

@@ -72,6 +72,16 @@ def put_rows(rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
     return result
 
 
+def tie(weights_R: Tensor, rows_RD: Tensor) -> Tensor:
+    """``weights_R``, behind which autograd also reaches where ``rows_RD`` came from, with no gradient for them.
+
+    Rows sent again come back by the weights of the first dispatch; untied, a rank whose experts detach would skip the
+    backward of the second, and its peers would wait in it.
+    """
+    result: Tensor = _Tie.apply(weights_R, rows_RD)  # type: ignore[no-untyped-call]
+    return result
+
+
 def _put(rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
     return rows.new_zeros(num_rows, *rows.shape[1:]).index_copy_(0, chosen, rows)
 
@@ -98,3 +108,14 @@ class _Put(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         refuse_double_backward("combine")
         return grad.index_select(0, ctx.chosen), None, None
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights_R: Tensor, rows_RD: Tensor) -> Tensor:
+        return weights_R.view_as(weights_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_double_backward("dispatch")
+        return grad, None

@@ -116,7 +116,8 @@ def _bag_sums(rows: Tensor, members: Tensor, bags: Tensor, weights: Tensor | Non
 
     embedding_bag accumulates in float32, but wants weights in the dtype of its rows and rounds into it. For bfloat16 in
     and out a float32 weight is written as the exact sum of three bfloat16 numbers and its row listed three times; where
-    the dtypes differ, and for float16, whose range is too small for such parts, the rows are gathered and widened first.
+    the dtypes differ, and for float16, whose range is too small for such parts, the rows are gathered and widened
+    first.
     """
     if rows.dtype == dtype == torch.bfloat16:
         if weights is not None:
