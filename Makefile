@@ -1,0 +1,50 @@
+# `make help` lists the targets. ARGS="..." is handed to pytest, the demo or the benchmark.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
+DEV := $(VENV)/.installed-dev
+BENCH := $(VENV)/.installed-bench
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench integration clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch comes first and alone: asked for by its pinned version, pip may take a build that lies on this machine.
+$(DEV): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(BENCH): $(DEV)
+	$(INSTALL) --editable '.[bench]'
+	@touch $@
+
+install: $(DEV) ## create .venv and install the package, with what tests and the demo need
+
+demo: $(DEV) ## the main job: train a small MoE language model on 4 processes
+	$(PY) examples/train_packed_text.py $(ARGS)
+
+test: $(DEV) ## the tests, except tests/integration
+	$(PY) -m pytest $(ARGS)
+
+check: $(DEV) ## formatting, lint and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(DEV) ## format, and mend what ruff can mend
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: $(BENCH) ## compare with torchtitan's and transformers' dispatchers
+	$(PY) -m benchmarks.dispatch $(ARGS)
+
+integration: $(BENCH) ## the tests that need torchtitan and transformers
+	$(PY) -m pytest tests/integration $(ARGS)
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
