@@ -1,0 +1,160 @@
+"""Backends by name: ours, registered ones and entry points of other packages, good and broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from moe_dispatch import DispatcherConfig
+from moe_dispatch.backends import (
+    Arrived,
+    Backend,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Sizes,
+    known_backends,
+    load_backend,
+    register_backend,
+    registry,
+)
+from moe_dispatch.errors import BackendUnavailableError, ConfigError
+
+BUILT_IN = ["allgather", "alltoall", "local"]
+
+
+class Ours(Backend):
+    name = "ours"
+
+    class Options(BackendOptions):
+        speed: int = 1
+
+    @classmethod
+    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+        return Constraints()
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        raise NotImplementedError
+
+    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
+        raise NotImplementedError
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+        raise NotImplementedError
+
+
+class OfTheFuture(Ours):
+    protocol = 2
+
+
+class NoBackend:
+    pass
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Pretend that packages with these entry points are installed."""
+
+    def entry_points(**names: str) -> None:
+        points = [EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in names.items()]
+
+        def listed(*, group: str) -> list[EntryPoint]:
+            assert group == "moe_dispatch.backends"
+            return points
+
+        monkeypatch.setattr(registry, "entry_points", listed)
+
+    entry_points()
+    return entry_points
+
+
+def test_built_in_backends(install: Install) -> None:
+    assert set(BUILT_IN) <= set(known_backends())
+    for name in BUILT_IN:
+        assert load_backend(name).name == name
+
+
+def test_entry_point_is_listed_unimported_and_loaded_on_use(install: Install) -> None:
+    install(ours=f"{__name__}:Ours", absent="no_such_package.at_all:Backend")
+    assert {"ours", "absent", *BUILT_IN} <= set(known_backends())
+    assert load_backend("ours") is Ours
+    config = DispatcherConfig(backend={"name": "ours", "speed": 3}, num_experts=2, top_k=1, hidden_size=4)
+    assert config.backend_options == Ours.Options(speed=3)
+
+
+def test_entry_point_cannot_take_the_name_of_ours(install: Install) -> None:
+    install(alltoall=f"{__name__}:Ours")
+    assert load_backend("alltoall").__name__ == "AllToAll"
+    assert known_backends().count("alltoall") == 1
+
+
+def test_entry_point_that_does_not_import(install: Install) -> None:
+    install(absent="no_such_package.at_all:Backend")
+    text = r"Backend 'absent' cannot be used here: its import raised ModuleNotFoundError: No module named 'no_such"
+    with pytest.raises(BackendUnavailableError, match=text):
+        load_backend("absent")
+    with pytest.raises(ImportError, match="choose one of: allgather, alltoall"):
+        DispatcherConfig(backend="absent", num_experts=2, top_k=1, hidden_size=4)
+
+
+def test_entry_point_to_nothing(install: Install) -> None:
+    install(absent=f"{__name__}:Missing")
+    with pytest.raises(BackendUnavailableError, match="its import raised AttributeError"):
+        load_backend("absent")
+
+
+def test_entry_point_of_another_protocol(install: Install) -> None:
+    install(future=f"{__name__}:OfTheFuture")
+    with pytest.raises(ConfigError, match=r"Backend 'future' speaks protocol 2, this moe-dispatch speaks 1. Install"):
+        load_backend("future")
+
+
+def test_entry_point_to_no_backend(install: Install) -> None:
+    install(strange=f"{__name__}:NoBackend")
+    with pytest.raises(ConfigError, match=r"'strange' must be a subclass of moe_dispatch.backends.Backend, got .*NoB"):
+        load_backend("strange")
+
+
+def test_registered_backend_and_a_name_that_is_taken(install: Install) -> None:
+    assert register_backend(Ours) is Ours
+    assert register_backend(Ours) is Ours
+    assert load_backend("ours") is Ours
+    assert "ours" in known_backends()
+    with pytest.raises(ConfigError, match=r"the name 'ours' is taken. Choose another name for Another"):
+        register_backend(type("Another", (Ours,), {"__qualname__": "Another"}))
+    with pytest.raises(ConfigError, match="the name 'local' is taken"):
+        register_backend(type("Local", (Ours,), {"name": "local"}))
+
+
+def test_registering_another_protocol_leaves_no_trace(install: Install) -> None:
+    with pytest.raises(ConfigError, match="'ours' speaks protocol 2"):
+        register_backend(OfTheFuture)
+    assert "ours" not in known_backends()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("alltoal", "alltoall"), ("all_gather", "allgather"), ("locall", "local"), ("our", "ours")]
+)
+def test_unknown_name_with_the_list_and_the_nearest(install: Install, name: str, near: str) -> None:
+    register_backend(Ours)
+    with pytest.raises(ConfigError) as caught:
+        load_backend(name)
+    assert str(caught.value).startswith(f"Unknown backend {name!r}. Known backends: allgather, alltoall, ")
+    assert str(caught.value).endswith(f" Did you mean {near!r}?")
+
+
+def test_unknown_name_far_from_all(install: Install) -> None:
+    with pytest.raises(ConfigError, match=r"Unknown backend 'xyz'. Known backends: [a-z, ]+\.$"):
+        load_backend("xyz")

@@ -1,0 +1,168 @@
+"""Growth with the number of ranks: work on the host and metadata per rank, at ep 1024 and on pure functions at 4096."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch.backends.alltoall import AllToAll, rank_members
+from moe_dispatch.backends.local import count_experts
+from moe_dispatch.backends.permutation import group_slots
+from moe_dispatch.config import DispatcherConfig
+
+LOCAL, SLOTS, HIDDEN, ROWS = 2, 4, 16, 32
+
+
+@dataclass
+class Cost:
+    """Bytecodes of the library's Python, operators of torch, and bytes of the integers and booleans they made."""
+
+    bytecodes: int = 0
+    operators: int = 0
+    metadata: int = 0
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, cost: Cost) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cost = cost
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.cost.operators += 1
+        for made in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(made, Tensor) and not made.is_floating_point() and made.dtype != torch.uint8:
+                self.cost.metadata += made.nbytes
+        return out
+
+
+@contextmanager
+def counted() -> Iterator[Cost]:
+    cost = Cost()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if "moe_dispatch" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        cost.bytecodes += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    with _Operators(cost):
+        sys.settrace(trace)
+        try:
+            yield cost
+        finally:
+            sys.settrace(before)
+
+
+def _ids(ep_size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(ROWS, ep_size * LOCAL, generator=generator).topk(SLOTS).indices
+
+
+def _linear(small: Cost, large: Cost, *, times: int) -> None:
+    assert large.operators == small.operators, "an operator for each rank"
+    assert large.bytecodes <= times * small.bytecodes
+    assert large.metadata <= times * small.metadata
+    assert large.bytecodes > 0
+    assert large.metadata > 0
+
+
+def _grouped_by_rank(ep_size: int) -> Any:
+    rank_TK = _ids(ep_size) // LOCAL
+    return group_slots(rank_TK, torch.bincount(rank_TK.flatten(), minlength=ep_size).tolist(), 4)
+
+
+FUNCTIONS: dict[str, Callable[[int], Any]] = {
+    "rank_members": lambda ep_size: rank_members(_ids(ep_size) // LOCAL, ep_size),
+    "count_experts": lambda ep_size: count_experts(_ids(ep_size), ep_size * LOCAL),
+    "group_slots": _grouped_by_rank,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_pure_functions_grow_at_most_linearly_up_to_4096_ranks(name: str) -> None:
+    with counted() as small:
+        FUNCTIONS[name](1024)
+    with counted() as large:
+        FUNCTIONS[name](4096)
+    _linear(small, large, times=4)
+
+
+def test_pure_functions_are_right_at_4096_ranks() -> None:
+    ids = _ids(4096)
+    members = rank_members(ids // LOCAL, 4096)
+    assert members.shape == (4096, ROWS)
+    assert members.sum(0).tolist() == [len(set(row)) for row in (ids // LOCAL).tolist()]
+    assert torch.equal(count_experts(ids, 8192), torch.bincount(ids.flatten(), minlength=8192))
+
+
+@contextmanager
+def fake_group(ep_size: int) -> Iterator[dist.ProcessGroup]:
+    """Rank 0 of a group whose collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ep_size)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def _send(ep_size: int) -> Cost:
+    """Build, and send rows: all of a dispatch that depends on the number of ranks. Nothing comes back to unpack."""
+    config = DispatcherConfig(backend="alltoall", num_experts=ep_size * LOCAL, top_k=SLOTS, hidden_size=HIDDEN)
+    with fake_group(ep_size) as group:
+        dispatcher = build_dispatcher(config, group)
+        backend = dispatcher._lease.channel.backend
+        assert isinstance(backend, AllToAll)
+        routing = Routing(_ids(ep_size), torch.ones(ROWS, SLOTS))
+        with counted() as cost:
+            transit = backend._send(torch.zeros(ROWS, HIDDEN), routing.topk_ids, routing.topk_weights)
+        assert sum(transit.traffic.rows_out) == sum(len(set(row)) for row in (routing.topk_ids // LOCAL).tolist())
+        dispatcher.close()
+    return cost
+
+
+@pytest.fixture
+def _silent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fake exchange of counts leaves in memory is not read: nobody sends to this rank."""
+    original = AllToAll._swap
+
+    def swap(backend: AllToAll, outgoing: Tensor, received: Tensor) -> None:
+        original(backend, outgoing, received)
+        received.zero_()
+
+    monkeypatch.setattr(AllToAll, "_swap", swap)
+
+
+@pytest.mark.usefixtures("_silent_peers")
+def test_a_dispatch_grows_at_most_linearly_up_to_1024_ranks() -> None:
+    _linear(_send(256), _send(1024), times=4)
+
+
+@pytest.mark.usefixtures("_silent_peers")
+def test_quadratic_metadata_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: counts of every rank for every rank, as an all-gather of them would leave."""
+    small = _send(64)
+    original = AllToAll._swap
+
+    def swap(backend: AllToAll, outgoing: Tensor, received: Tensor) -> None:
+        original(backend, outgoing, received)
+        outgoing.repeat(backend.context.shape.ep_size, 1)
+
+    monkeypatch.setattr(AllToAll, "_swap", swap)
+    with pytest.raises(AssertionError):
+        _linear(small, _send(256), times=4)

@@ -1,0 +1,108 @@
+"""Rows and packets as bytes: sizes, alignment, round trips and float8 scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_dispatch.backends.base import WireDtype
+from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_travel_as_they_are_without_a_copy(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 24).to(dtype)
+    form = row_format(dtype, 24)
+    encoded = form.encode(rows)
+    assert (form.nbytes, encoded.shape, encoded.dtype) == (24 * dtype.itemsize, (5, form.nbytes), torch.uint8)
+    assert encoded.data_ptr() == rows.data_ptr()
+    assert torch.equal(form.read(encoded), rows)
+    assert form.round_trip(rows) is rows
+
+
+def test_encode_of_a_transposed_tensor() -> None:
+    rows = torch.randn(24, 5).t()
+    form = row_format(torch.float32, 24)
+    assert torch.equal(form.read(form.encode(rows)), rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bfloat16_rounds_once(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 24).to(dtype)
+    form = row_format(dtype, 24, "bfloat16")
+    assert form.nbytes == 48
+    assert torch.equal(form.round_trip(rows), rows.to(torch.bfloat16).to(dtype))
+    assert form.round_trip(rows).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float8_has_one_scale_per_128_columns(dtype: torch.dtype) -> None:
+    rows = torch.randn(3, 384).to(dtype)
+    rows[0, :128] *= 1000
+    rows[1, 128:256] = 0
+    rows[2, 256:] /= 4096
+    form = row_format(dtype, 384, "float8_e4m3fn")
+    assert form.nbytes == 384 + 3 * 4
+    blocks = rows.float().view(3, 3, 128)
+    scales = blocks.abs().amax(-1, keepdim=True) / 448
+    safe = torch.where(scales > 0, scales, 1)
+    expected = ((blocks / safe).to(torch.float8_e4m3fn).float() * safe).view(3, 384).to(dtype)
+    assert torch.equal(form.round_trip(rows), expected)
+    encoded_scales = form.encode(rows)[:, 384:].contiguous().view(torch.float32)
+    assert torch.equal(encoded_scales, safe.squeeze(-1))
+
+
+def test_float8_of_no_rows() -> None:
+    form = row_format(torch.float32, 128, "float8_e4m3fn")
+    assert form.round_trip(torch.empty(0, 128)).shape == (0, 128)
+
+
+def test_float8_keeps_every_column_within_an_eighth_of_itself_or_a_step_of_the_smallest() -> None:
+    rows = torch.randn(64, 256)
+    got = row_format(torch.float32, 256, "float8_e4m3fn").round_trip(rows)
+    scale = rows.view(64, 2, 128).abs().amax(-1, keepdim=True).expand(-1, -1, 128).reshape(64, 256) / 448
+    assert ((got - rows).abs() <= torch.maximum(rows.abs() / 16, scale * 2.0**-9) * 1.0001).all()
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.sampled_from([None, "bfloat16", "float8_e4m3fn"]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([8, 40_000]),
+)
+def test_packets_hold_row_weights_and_ids_apart(
+    dtype: torch.dtype, hidden: int, top_k: int, wire: WireDtype | None, weight_dtype: torch.dtype, num_experts: int
+) -> None:
+    hidden = 128 * (1 + hidden % 3) if wire == "float8_e4m3fn" else hidden
+    rows, weights = torch.randn(4, hidden).to(dtype), torch.randn(4, top_k).to(weight_dtype)
+    ids = torch.randint(-1, num_experts, (4, top_k))
+    row = row_format(dtype, hidden, wire)
+    form = packet(row, top_k, weight_dtype, id_dtype_for(num_experts))
+    packets = form.pack(rows, weights, ids)
+    assert torch.equal(row.read(form.rows(packets)).to(dtype), row.round_trip(rows))
+    assert torch.equal(form.weights(packets), weights)
+    assert torch.equal(form.ids(packets).long(), ids)
+    payload = row.nbytes + top_k * (weight_dtype.itemsize + id_dtype_for(num_experts).itemsize)
+    assert payload <= form.stride < payload + 16
+
+
+def test_a_packet_costs_six_bytes_a_slot() -> None:
+    form = packet(row_format(torch.bfloat16, 1024), 8, torch.float32, id_dtype_for(64))
+    assert form.stride == 2048 + 6 * 8
+
+
+def test_a_packet_without_slots_is_a_row() -> None:
+    assert packet(row_format(torch.bfloat16, 24), 8, None).stride == 48
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(8, torch.int16), (16_000, torch.int16), (40_000, torch.int32)])
+def test_ids_travel_in_the_narrowest_dtype(experts: int, dtype: torch.dtype) -> None:
+    assert id_dtype_for(experts) == dtype
+    assert int(torch.tensor(experts - 1).to(dtype)) == experts - 1

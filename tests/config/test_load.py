@@ -1,0 +1,147 @@
+"""DispatcherConfig.load: files, the environment, keywords, and what malformed ones get."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_dispatch import DispatcherConfig
+from moe_dispatch.config import ConstraintOverrides
+from moe_dispatch.errors import ConfigError
+
+SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
+YAML = """
+backend: {name: alltoall, reduction: exact}
+num_experts: 8
+top_k: 2
+hidden_size: 64
+pad_multiple: fp8
+constraints:
+  row_multiple: 64
+"""
+
+
+def _write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOE_DISPATCH_BACKEND", raising=False)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
+def test_file(tmp_path: Path, suffix: str) -> None:
+    import yaml
+
+    text = json.dumps(yaml.safe_load(YAML)) if suffix == "json" else YAML
+    config = DispatcherConfig.load(_write(tmp_path, f"moe.{suffix}", text), environment={})
+    backend = {"name": "alltoall", "reduction": "exact"}
+    constraints = ConstraintOverrides(row_multiple=64)
+    assert config == DispatcherConfig(**SIZES, backend=backend, pad_multiple="fp8", constraints=constraints)
+
+
+def test_keywords_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    path = _write(tmp_path, "moe.json", json.dumps({**SIZES, "backend": "local", "pad_multiple": 4, "debug": True}))
+    environment = {"MOE_DISPATCH_PAD_MULTIPLE": "16", "MOE_DISPATCH_BACKEND": "allgather", "PATH": "/bin"}
+    config = DispatcherConfig.load(path, environment=environment, backend="alltoall")
+    assert (config.backend, config.pad_multiple, config.debug) == ("alltoall", 16, True)
+
+
+def test_the_process_environment_swaps_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_DISPATCH_BACKEND", "allgather")
+    assert DispatcherConfig.load(**SIZES).backend == "allgather"
+    assert DispatcherConfig(**SIZES).backend == "auto"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "value"),
+    [
+        ("backend", '{"name": "alltoall", "reduction": "exact"}', {"name": "alltoall", "reduction": "exact"}),
+        ("pad_multiple", "mxfp8", "mxfp8"),
+        ("pad_multiple", "48", 48),
+        ("debug", "true", True),
+        ("device", "null", None),
+        ("weights", '"experts"', "experts"),
+    ],
+)
+def test_values_from_the_environment(variable: str, text: str, value: Any) -> None:
+    config = DispatcherConfig.load(environment={f"MOE_DISPATCH_{variable.upper()}": text}, **SIZES)
+    assert getattr(config, variable) == value
+
+
+def test_variable_of_no_field() -> None:
+    environment = {"MOE_DISPATCH_TOPK": "2", "MOE_DISPATCH_BACKENDS": "local"}
+    text = r"MOE_DISPATCH_BACKENDS, MOE_DISPATCH_TOPK: no such field. Fields: backend, num_experts"
+    with pytest.raises(ConfigError, match=text):
+        DispatcherConfig.load(environment=environment, **SIZES)
+
+
+def test_wrong_value_in_the_environment_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)keywords and MOE_DISPATCH_DEBUG: .*debug.*valid boolean"):
+        DispatcherConfig.load(environment={"MOE_DISPATCH_DEBUG": "perhaps"}, **SIZES)
+
+
+def test_wrong_value_in_a_file_names_the_file(tmp_path: Path) -> None:
+    path = _write(tmp_path, "moe.json", json.dumps({**SIZES, "top_k": 9}))
+    with pytest.raises(ConfigError, match=r"(?s)load: .*moe\.json: .*top_k \(9\) must not exceed"):
+        DispatcherConfig.load(path, environment={})
+
+
+def test_unknown_field_in_a_file(tmp_path: Path) -> None:
+    path = _write(tmp_path, "moe.yaml", YAML + "topk: 3\n")
+    with pytest.raises(ConfigError, match=r"(?s)moe\.yaml.*topk.*Extra inputs are not permitted"):
+        DispatcherConfig.load(path, environment={})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("moe.yaml", "top_k: 2\nbackend: {name: alltoall\nnum_experts: 8\n", r"moe\.yaml, line 3: .*Correct the YAML"),
+        ("moe.yaml", "top_k: 2\n\tbackend: local\n", r"moe\.yaml, line 2: .*Correct the YAML"),
+        ("moe.json", '{"top_k": 2,\n "backend": local}', r"moe\.json, line 2: .*Correct the JSON"),
+        ("moe.json", "", r"moe\.json, line 1: .*Correct the JSON"),
+        ("moe.json", "[1, 2]", r"moe\.json must hold a mapping of fields, got list"),
+        ("moe.yaml", "local\n", r"moe\.yaml must hold a mapping of fields, got str"),
+        ("moe.toml", "top_k = 2", r"moe\.toml must end in \.yaml, \.yml or \.json, got '\.toml'"),
+    ],
+)
+def test_malformed_file(tmp_path: Path, name: str, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        DispatcherConfig.load(_write(tmp_path, name, text), environment={})
+
+
+def test_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_bytes(b"backend: \xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"moe\.yaml"):
+        DispatcherConfig.load(path, environment={})
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file or directory. Check the path"):
+        DispatcherConfig.load(tmp_path / "none.yaml", environment={})
+
+
+def test_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
+        DispatcherConfig.load(tmp_path, environment={})
+
+
+def test_yaml_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without_yaml(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "yaml":
+            raise ModuleNotFoundError("No module named 'yaml'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_yaml)
+    with pytest.raises(ConfigError, match=r"needs PyYAML. Install moe-dispatch\[yaml\], or use a \.json file"):
+        DispatcherConfig.load(_write(tmp_path, "moe.yaml", YAML), environment={})

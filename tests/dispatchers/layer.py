@@ -1,0 +1,99 @@
+"""What these tests share: a small config, random routing, experts that loop, and what each rank came to."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
+from moe_dispatch.testing.ranks import run_ranks
+
+NUM_EXPERTS, TOP_K, HIDDEN = 8, 2, 16
+
+Group = dist.ProcessGroup | None
+Result = TypeVar("Result")
+
+
+def small_config(backend: str | dict[str, Any] = "alltoall", **fields: Any) -> DispatcherConfig:
+    sizes = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
+    return DispatcherConfig(backend=backend, **{**sizes, **fields})
+
+
+def random_routing(rows: int, seed: int = 0, *, num_experts: int = NUM_EXPERTS, top_k: int = TOP_K) -> Routing:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(rows, num_experts, generator=generator).argsort(1)[:, :top_k].contiguous()
+    return Routing(ids, torch.rand(rows, top_k, generator=generator))
+
+
+def random_rows(rows: int, hidden: int = HIDDEN, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, hidden, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def expert_weights(
+    num_experts: int = NUM_EXPERTS, hidden: int = HIDDEN, dtype: torch.dtype = torch.float32, seed: int = 99
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(num_experts, hidden, hidden, generator=generator, dtype=torch.float64)
+    return weights.div(hidden**0.5).to(dtype)
+
+
+def apply_experts(sent: Dispatched, weights_LDD: Tensor) -> Tensor:
+    """Each local expert is ``tanh(rows @ weights)``."""
+    assert sent.tokens_per_expert_list is not None
+    parts = sent.rows.split(sent.tokens_per_expert_list)
+    return torch.cat([torch.tanh(part @ weights) for part, weights in zip(parts, weights_LDD, strict=True)])
+
+
+def local_part(weights_EDD: Tensor, group: Group) -> Tensor:
+    """This rank's experts, a leaf of its own."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    return weights_EDD.chunk(size)[rank].clone().requires_grad_()
+
+
+def identity_round(dispatcher: Dispatcher, rows: int = 4, seed: int = 0) -> None:
+    """One right call, to show that a dispatcher and its group can still be used."""
+    x, routing = random_rows(rows, dispatcher.config.hidden_size, seed), random_routing(rows, seed)
+    sent = dispatcher.dispatch(x, routing)
+    y = dispatcher.combine(sent.rows, sent)
+    torch.testing.assert_close(y, x * routing.topk_weights.sum(1, keepdim=True))
+
+
+def outcomes(body: Callable[[dist.ProcessGroup], Any], size: int, *, seconds: float = 10) -> list[Any]:
+    """What ``body`` returned or raised, by rank."""
+
+    def guarded(group: dist.ProcessGroup) -> Any:
+        try:
+            return body(group)
+        except Exception as error:
+            return error
+
+    return run_ranks(guarded, size, timeout=datetime.timedelta(seconds=seconds))
+
+
+def on_ranks(body: Callable[[Group], Result], size: int) -> list[Result]:
+    """What ``body`` returned, by rank; a size of 1 is one rank without a process group."""
+    return run_ranks(body, size) if size > 1 else [body(None)]
+
+
+def outcomes_on(body: Callable[[Group], Any], size: int) -> list[Any]:
+    """What ``body`` returned or raised, by rank; a size of 1 is one rank without a process group."""
+    if size > 1:
+        return outcomes(body, size)
+    try:
+        return [body(None)]
+    except Exception as error:
+        return [error]
+
+
+def raises_everywhere(results: list[Any], kind: type[Exception], *texts: str) -> None:
+    """Every rank raised ``kind`` with all of ``texts`` in its message."""
+    for rank, result in enumerate(results):
+        assert isinstance(result, kind), f"rank {rank}: {result!r}"
+        for text in texts:
+            assert text in str(result), f"rank {rank}: {text!r} is not in {result}"

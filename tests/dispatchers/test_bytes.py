@@ -1,0 +1,103 @@
+"""What ``alltoall`` really sends: each row once to each other rank that needs it, and six bytes per slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch.backends import alltoall
+from moe_dispatch.testing import count_collectives
+from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
+
+EXPERTS, SLOTS, HIDDEN, ROWS, SIZE = 16, 8, 64, 50, 4
+FIELDS: dict[str, Any] = {"num_experts": EXPERTS, "top_k": SLOTS}
+
+
+def _routing(rank: int) -> Routing:
+    way = random_routing(ROWS, seed=rank, num_experts=EXPERTS, top_k=SLOTS)
+    way.topk_ids[::6, :3] = -1
+    way.topk_ids[::7] = -1
+    return way
+
+
+def _pairs(ids: Tensor, rank: int) -> dict[str, int]:
+    """Distinct (row, other rank) pairs, and (row, slot) pairs that leave this rank."""
+    owner = torch.where(ids < 0, -1, ids // (EXPERTS // SIZE)).tolist()
+    away = [[other for other in row if other not in (-1, rank)] for row in owner]
+    return {"distinct": sum(len(set(row)) for row in away), "slots": sum(map(len, away))}
+
+
+def _sent(dtype: torch.dtype, hidden: int, **fields: Any) -> list[list[int]]:
+    """Bytes of each rank's collectives in order: counts, dispatch, combine, backwards of combine and dispatch."""
+
+    def body(group: Group) -> list[int]:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(hidden_size=hidden, **FIELDS, **fields), group)
+        way = _routing(group.rank())
+        x, weights = random_rows(ROWS, hidden, dtype=dtype).requires_grad_(), way.topk_weights.requires_grad_()
+        with count_collectives() as seen:
+            sent = dispatcher.dispatch(x, Routing(way.topk_ids, weights))
+            dispatcher.combine(sent.rows, sent).sum().backward()
+        return [call.nbytes for call in seen.calls]
+
+    return on_ranks(body, SIZE)
+
+
+# dtype, wire, hidden size; bytes of a row there and back
+WIRES: list[tuple[torch.dtype, str | None, int, int, int]] = [
+    (torch.float32, None, 64, 4 * 64, 4 * 64),
+    (torch.bfloat16, None, 64, 2 * 64, 2 * 64),
+    (torch.float32, "bfloat16", 64, 2 * 64, 2 * 64),
+    (torch.bfloat16, "float8_e4m3fn", 128, 128 + 4, 2 * 128),
+]
+
+
+@pytest.mark.parametrize(("dtype", "wire", "hidden", "row", "row_back"), WIRES)
+def test_bytes_are_those_of_distinct_pairs(
+    dtype: torch.dtype, wire: str | None, hidden: int, row: int, row_back: int
+) -> None:
+    sent = _sent(dtype, hidden, wire_dtype=wire)
+    for rank, (counts, there, back, grad_back, grad_there) in enumerate(sent):
+        pairs = _pairs(_routing(rank).topk_ids, rank)["distinct"]
+        arrived = sum(_pairs_to(rank, other) for other in range(SIZE) if other != rank)
+        assert counts == (SIZE - 1) * (1 + EXPERTS // SIZE) * 8
+        assert there == pytest.approx(pairs * (row + 6 * SLOTS), rel=0.05)
+        assert back == arrived * row_back
+        assert grad_back == pairs * row_back
+        assert grad_there == pytest.approx(arrived * (row_back + 4 * SLOTS), rel=0.05)
+
+
+def _pairs_to(rank: int, source: int) -> int:
+    """Rows of ``source`` that come to ``rank``."""
+    ids = _routing(source).topk_ids
+    return int(((ids >= 0) & (ids // (EXPERTS // SIZE) == rank)).any(1).sum())
+
+
+def test_per_expert_sending_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a row once for each slot that leaves, as the textbook dispatcher sends it."""
+    for rank in range(SIZE):
+        pairs = _pairs(_routing(rank).topk_ids, rank)
+        assert pairs["slots"] > 1.5 * pairs["distinct"]
+
+    def all_ranks(rank_TK: Tensor, ep_size: int) -> Tensor:
+        return torch.ones(ep_size, rank_TK.shape[0], dtype=torch.bool)
+
+    expected = [_pairs(_routing(rank).topk_ids, rank)["distinct"] * (4 * HIDDEN + 6 * SLOTS) for rank in range(SIZE)]
+    monkeypatch.setattr(alltoall, "rank_members", all_ranks)
+    assert all(sent[1] > 1.05 * right for sent, right in zip(_sent(torch.float32, HIDDEN), expected, strict=True))
+
+
+def test_a_row_for_one_rank_alone_goes_nowhere_else() -> None:
+    def body(group: Group) -> list[int]:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(hidden_size=HIDDEN, **FIELDS), group)
+        ids = torch.arange(4).repeat(ROWS, 2) + 4 * group.rank()  # experts of this rank, each twice
+        with count_collectives() as seen:
+            dispatcher.dispatch(random_rows(ROWS, HIDDEN), Routing(ids, torch.ones(ROWS, SLOTS)))
+        return [call.nbytes for call in seen.calls][1:]
+
+    assert on_ranks(body, SIZE) == [[0]] * SIZE

@@ -1,0 +1,75 @@
+"""Collectives and host syncs of a training step of a model with four MoE layers, for each way to settle row counts."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch import Plan, Rows, build_dispatcher
+from moe_dispatch.testing import HostRead, count_collectives, count_host_syncs
+from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
+
+LAYERS, ROWS = 4, 5
+
+ALLTOALL = {"alltoall_base": 5 * LAYERS}  # counts, rows, and back; backwards of both
+ALLGATHER = {"allgather_base": 2 * LAYERS, "reduce_scatter_base": 2 * LAYERS}
+
+# backend, policy, with a plan -> collectives and host syncs per rank of one step
+TABLE: list[tuple[str, str, bool, dict[str, int], int]] = [
+    ("alltoall", "agree", True, ALLTOALL, LAYERS),
+    ("alltoall", "agree", False, ALLTOALL, LAYERS),
+    ("alltoall", "assume", True, ALLTOALL, LAYERS),
+    ("alltoall", "assume", False, ALLTOALL, LAYERS),
+    ("alltoall", "check", True, ALLTOALL, LAYERS),
+    ("alltoall", "check", False, ALLTOALL, LAYERS),
+    ("alltoall", "static", True, ALLTOALL, LAYERS),
+    ("alltoall", "static", False, ALLTOALL, LAYERS),
+    ("allgather", "agree", True, {**ALLGATHER, "allreduce": 1}, LAYERS + 1),
+    ("allgather", "agree", False, {**ALLGATHER, "allreduce": LAYERS}, 2 * LAYERS),
+    ("allgather", "assume", True, ALLGATHER, LAYERS),
+    ("allgather", "assume", False, ALLGATHER, LAYERS),
+    ("allgather", "check", True, {**ALLGATHER, "allreduce": 1}, LAYERS + 1),
+    ("allgather", "check", False, {**ALLGATHER, "allreduce": LAYERS}, 2 * LAYERS),
+    ("allgather", "static", True, ALLGATHER, LAYERS),
+    ("allgather", "static", False, ALLGATHER, LAYERS),
+]
+
+
+def _step(layers: list[Any], x: torch.Tensor, plan: Plan | None) -> None:
+    way = random_routing(ROWS)
+    for layer in layers:
+        sent = layer.dispatch(x, way, plan)
+        x = layer.combine(sent.rows, sent)
+    x.sum().backward()
+
+
+@pytest.mark.parametrize(("backend", "policy", "planned", "collectives", "syncs"), TABLE)
+def test_a_step_of_four_layers(
+    backend: str, policy: str, planned: bool, collectives: dict[str, int], syncs: int
+) -> None:
+    config = small_config(backend, row_counts=policy, max_tokens_per_rank=8)
+
+    def body(group: Group) -> tuple[Counter[str], int]:
+        layers = [build_dispatcher(config, group) for _ in range(LAYERS)]
+        x = random_rows(ROWS).requires_grad_()
+        before = _reads_here(reads)
+        with count_collectives() as seen:
+            _step(layers, x, layers[0].plan(Rows(), like=x) if planned else None)
+        return seen.counts, _reads_here(reads) - before
+
+    with count_host_syncs() as reads:
+        assert on_ranks(body, 2) == [(Counter(collectives), syncs)] * 2
+
+
+# Where CPU tensors are searched for duplicate experts; a GPU is never asked.
+CPU_ONLY = "dispatchers/rows.py"
+
+
+def _reads_here(reads: list[HostRead]) -> int:
+    """By this rank."""
+    mine = [read for read in reads if read.thread == threading.current_thread().name]
+    return sum(CPU_ONLY not in read.place for read in mine)

@@ -1,0 +1,42 @@
+"""A rank that dies in the middle of a step must end its peers with an error, within the group's timeout."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from moe_dispatch import build_dispatcher
+from moe_dispatch.testing.ranks import RankFailed, run_processes
+from tests.dispatchers.layer import random_routing, random_rows, small_config
+
+TIMEOUT_S = 8
+
+
+def _step(rank: int, backend: str, reports: Path) -> None:
+    dispatcher = build_dispatcher(small_config(backend, num_experts=9), dist.group.WORLD)
+    x = random_rows(4).requires_grad_()
+    begin = time.monotonic()
+    try:
+        for step in range(3):
+            sent = dispatcher.dispatch(x, random_routing(4))
+            if rank == 1 and step == 1:
+                os._exit(3)
+            dispatcher.combine(sent.rows, sent).sum().backward()
+    except Exception as error:
+        (reports / str(rank)).write_text(f"{type(error).__name__} {time.monotonic() - begin:.1f}")
+        raise
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_a_dead_rank_ends_the_others(tmp_path: Path, backend: str) -> None:
+    with pytest.raises(RankFailed, match="exit code 3"):
+        run_processes(_step, 3, backend, tmp_path, timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    for survivor in ("0", "2"):
+        kind, seconds = (tmp_path / survivor).read_text().split()
+        assert kind in ("RuntimeError", "DistBackendError")
+        assert float(seconds) < TIMEOUT_S + 2

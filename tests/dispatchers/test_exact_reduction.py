@@ -1,0 +1,92 @@
+"""``reduction="exact"``: the same bits for every ep_size, forward and backward; ``"fast"`` does not have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import Routing, build_dispatcher
+from tests.dispatchers.layer import (
+    Group,
+    apply_experts,
+    expert_weights,
+    local_part,
+    on_ranks,
+    random_routing,
+    random_rows,
+    small_config,
+)
+
+EXPERTS, SLOTS, HIDDEN, TOKENS = 8, 4, 32, 40
+# Tokens by rank: different on each, none on one.
+CUTS = {1: [40], 2: [33, 7], 4: [9, 0, 27, 4]}
+
+
+def _layer(backend: dict[str, Any], dtype: torch.dtype, size: int, weights: str = "combine") -> dict[str, Tensor]:
+    """Output and gradients of all tokens and experts, in global order."""
+    x_all, way = random_rows(TOKENS, HIDDEN, dtype=dtype), _routing()
+    grad_all, parameters = random_rows(TOKENS, HIDDEN, seed=5, dtype=dtype), expert_weights(EXPERTS, HIDDEN, dtype)
+    fields = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": HIDDEN, "weights": weights}
+
+    def body(group: Group) -> dict[str, Tensor]:
+        rank = 0 if group is None else group.rank()
+        dispatcher = build_dispatcher(small_config(backend, **fields), group)
+        mine = local_part(parameters, group)
+        x = x_all.split(CUTS[size])[rank].clone().requires_grad_()
+        topk_weights = way.topk_weights.split(CUTS[size])[rank].clone().requires_grad_()
+        sent = dispatcher.dispatch(x, Routing(way.topk_ids.split(CUTS[size])[rank], topk_weights))
+        outputs = apply_experts(sent, mine)
+        if weights == "experts":
+            outputs = (outputs.float() * sent.weights.unsqueeze(1)).to(dtype)
+        y = dispatcher.combine(outputs, sent)
+        y.backward(grad_all.split(CUTS[size])[rank])
+        parts = {"y": y.detach(), "x": x.grad, "weights": topk_weights.grad, "experts": mine.grad}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    results = on_ranks(body, size)
+    return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+
+
+def _routing() -> Routing:
+    way = random_routing(TOKENS, num_experts=EXPERTS, top_k=SLOTS)
+    way.topk_ids[::5, 1] = -1
+    way.topk_ids[7, 0] = way.topk_ids[7, 3]  # twice the same expert
+    way.topk_ids[11] = -1
+    return way
+
+
+EXACT = {"name": "alltoall", "reduction": "exact"}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("weights", ["combine", "experts"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_has_the_same_bits_on_any_number_of_ranks(dtype: torch.dtype, weights: str) -> None:
+    expected = _layer({"name": "local", "reduction": "exact"}, dtype, 1, weights)
+    assert set(expected) == {"y", "x", "weights", "experts"}
+    for size in (1, 2, 4):
+        got = _layer(EXACT, dtype, size, weights)
+        differing = [name for name in expected if not torch.equal(got[name], expected[name])]
+        assert not differing, f"ep {size}"
+
+
+def test_fast_has_other_bits_in_bfloat16_so_exact_is_no_empty_promise() -> None:
+    one, four = _layer({"name": "alltoall"}, torch.bfloat16, 1), _layer({"name": "alltoall"}, torch.bfloat16, 4)
+    assert not torch.equal(one["y"], four["y"])
+    assert not torch.equal(one["x"], four["x"])
+    torch.testing.assert_close(one["y"], four["y"], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_run_to_run(dtype: torch.dtype, reduction: str) -> None:
+    first, second = (_layer({"name": "alltoall", "reduction": reduction}, dtype, 4) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_run_to_run_on_allgather() -> None:
+    first, second = (_layer({"name": "allgather"}, torch.float32, 4) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

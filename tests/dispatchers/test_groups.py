@@ -1,0 +1,94 @@
+"""Groups of real processes: a DeviceMesh, a part of one, sub-groups and a control group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moe_dispatch import Rows, build_dispatcher
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.testing import count_collectives, run_processes
+from moe_dispatch.testing.ranks import thread_group
+from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
+
+
+def _ranks_of(dispatcher: Any) -> tuple[int, int]:
+    communicator = dispatcher._lease.channel.communicator
+    return communicator.rank, communicator.size
+
+
+def _on_mesh(rank: int) -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    found: dict[str, Any] = {}
+    groups: dict[str, DeviceMesh | dist.ProcessGroup | None] = {
+        "part": mesh["ep"],
+        "whole": DeviceMesh("cpu", list(range(4))),
+        "group": dist.new_group([0, 1] if rank < 2 else [2, 3], use_local_synchronization=True),
+        "world": dist.group.WORLD,
+    }
+    for name, group in groups.items():
+        dispatcher = build_dispatcher(small_config(), group)
+        dispatcher.self_test()
+        identity_round(dispatcher, rows=rank, seed=rank)
+        found[name] = _ranks_of(dispatcher)
+    try:
+        build_dispatcher(small_config(), mesh)
+    except ConfigError as error:
+        found["two dimensions"] = str(error)
+    control = dist.new_group(list(range(4)))
+    dispatcher = build_dispatcher(small_config("allgather"), dist.group.WORLD, control_group=control)
+    identity_round(dispatcher, rows=rank, seed=rank)
+    found["control"] = _ranks_of(dispatcher)
+    return found
+
+
+def test_meshes_and_groups_of_processes() -> None:
+    for rank, found in enumerate(run_processes(_on_mesh, 4)):
+        assert found["part"] == found["group"] == (rank % 2, 2)
+        assert found["whole"] == found["world"] == found["control"] == (rank, 4)
+        assert "a DeviceMesh must have one dimension, got 2 (('dp', 'ep'))" in found["two dimensions"]
+        assert 'mesh["ep"]' in found["two dimensions"]
+
+
+@pytest.mark.parametrize("policy", ["agree", "check"])
+def test_sizes_are_settled_on_the_control_group_alone(policy: str) -> None:
+    store = HashStore()
+
+    def body(group: Group) -> tuple[int, int, dict[str, int]]:
+        assert group is not None
+        control = thread_group(store, group.rank(), 2)
+        config = small_config("allgather", row_counts=policy, debug=True)
+        dispatcher = build_dispatcher(config, group, control_group=control)
+        assert dispatcher._lease.channel.control.group is control
+        before = group_calls(dispatcher)
+        with count_collectives() as seen:
+            plan = dispatcher.plan(Rows(), like=random_rows(4))
+            dispatcher.dispatch(random_rows(4), random_routing(4), plan)
+        return len(seen.calls), group_calls(dispatcher) - before, dict(dispatcher.metrics().collectives)
+
+    def group_calls(dispatcher: Any) -> int:
+        return int(sum(dispatcher._lease.channel.communicator.calls.values()))
+
+    for in_all, on_group, metrics in on_ranks(body, 2):
+        assert (in_all, on_group) == (3, 1)  # sizes and debug marks go by the control group, rows by the group
+        assert metrics["sizes"] == metrics["debug"] == metrics["dispatch"] == 1
+
+
+def test_a_control_group_makes_another_channel() -> None:
+    stores = [HashStore(), HashStore()]
+
+    def body(group: Group) -> int:
+        assert group is not None
+        controls = [None, *(thread_group(store, group.rank(), 2) for store in stores)]
+        built = [build_dispatcher(small_config(), group, control_group=control) for control in controls]
+        for dispatcher in built:
+            identity_round(dispatcher)
+        return len({dispatcher._lease.channel.name for dispatcher in built})
+
+    assert on_ranks(body, 2) == [3, 3]

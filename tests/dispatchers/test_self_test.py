@@ -1,0 +1,121 @@
+"""The start-up test passes wherever the numbers are right, and finds faults planted into a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import Dispatcher, build_dispatcher
+from moe_dispatch.backends.alltoall import AllToAllRoute
+from moe_dispatch.backends.local import LocalRoute
+from moe_dispatch.backends.permutation import expand
+from moe_dispatch.errors import StateError
+from moe_dispatch.layouts import THD, Layout
+from tests.dispatchers.layer import Group, on_ranks, outcomes_on, raises_everywhere, small_config
+
+BACKENDS = [("local", 1), ("alltoall", 2), ("allgather", 2)]
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"weights": "experts"},
+    {"pad_multiple": "mxfp8"},
+    {"row_counts": "assume"},
+    {"row_counts": "check"},
+    {"row_counts": "static", "max_tokens_per_rank": 9},
+    {"debug": True},
+    {"top_k": 8},
+    {"num_experts": 2, "top_k": 1},
+]
+
+
+@pytest.mark.parametrize("fields", GOOD, ids=str)
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_passes(backend: str, size: int, fields: dict[str, Any]) -> None:
+    on_ranks(lambda group: build_dispatcher(small_config(backend, **fields), group).self_test(), size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wire", [None, "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("alltoall", 2)])
+def test_passes_in_every_dtype(backend: str, size: int, wire: str | None, dtype: torch.dtype) -> None:
+    config = small_config(backend, hidden_size=256, wire_dtype=wire)
+    on_ranks(lambda group: build_dispatcher(config, group).self_test(dtype=dtype), size)
+
+
+def test_does_not_ask_the_layer_for_a_layout() -> None:
+    """A layer's layout is that of a batch; the test's rows are none of it."""
+
+    class Packed(Dispatcher):
+        def layout_of(self, x: Tensor) -> Layout:
+            return THD([0, 5])
+
+    Packed(small_config("local")).self_test()
+
+
+def _lost_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+    def collect(self: Any, rows: Tensor, weights: Tensor | None, values: Tensor | None, *, label: str) -> Any:
+        return original(self, rows, None, values, label=label)
+
+    return collect
+
+
+def _lost_row(original: Callable[..., Any]) -> Callable[..., Any]:
+    def collect(self: Any, rows: Tensor, weights: Tensor | None, values: Tensor | None, *, label: str) -> Any:
+        out, value = original(self, rows, weights, values, label=label)
+        if label == "dispatch.backward":
+            out[-1] = 0
+        return out, value
+
+    return collect
+
+
+def _not_a_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def spread(self: Any, rows: Tensor, wire: Any, *, label: str) -> Iterator[Tensor]:
+        with original(self, rows, wire, label=label) as received:
+            yield torch.full_like(received, float("nan"))
+
+    return spread
+
+
+FAULTS = [
+    (_lost_weight, "collect", "output"),
+    (_lost_row, "collect", "gradient"),
+    (_not_a_number, "spread", "gradient"),
+]
+
+
+@pytest.mark.parametrize(("fault", "method", "where"), FAULTS)
+@pytest.mark.parametrize(("backend", "size", "route"), [("local", 1, LocalRoute), ("alltoall", 2, AllToAllRoute)])
+def test_finds_a_planted_fault(
+    monkeypatch: pytest.MonkeyPatch, backend: str, size: int, route: type, fault: Any, method: str, where: str
+) -> None:
+    monkeypatch.setattr(route, method, fault(getattr(route, method)))
+
+    def body(group: Group) -> None:
+        build_dispatcher(small_config(backend), group).self_test()
+
+    texts = (f"in the {where} on backend '{backend}'", "must give x times the weight sum", "Do not train")
+    raises_everywhere(outcomes_on(body, size), StateError, *texts)
+
+
+def test_a_fault_of_one_rank_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = AllToAllRoute.collect
+
+    def collect(self: AllToAllRoute, *args: Any, label: str) -> Any:
+        out, values = original(self, *args, label=label)
+        return (out * 2 if self.context.communicator.rank == 1 else out), values
+
+    monkeypatch.setattr(AllToAllRoute, "collect", collect)
+    results = outcomes_on(lambda group: build_dispatcher(small_config(), group).self_test(), 2)
+    raises_everywhere(results, StateError, "in the output on backend 'alltoall', rank 1")
+
+
+def test_finds_rows_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_dispatch.backends.rank_major.expand", lambda *args: expand(*args).flip(0))
+    with pytest.raises(StateError, match="identity experts must give x times the weight sum"):
+        build_dispatcher(small_config("local")).self_test()

@@ -1,0 +1,158 @@
+"""What dispatchers share, how long it lives, and that a module which holds one stays an ordinary module."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moe_dispatch import Dispatcher, build_dispatcher
+from moe_dispatch.backends.local import Local
+from moe_dispatch.dispatchers import channel as channels
+from moe_dispatch.errors import StateError
+from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The backends that were closed."""
+    gc.collect()  # what other tests left behind
+    found: list[Any] = []
+    monkeypatch.setattr(Local, "close", lambda backend: found.append(backend))
+    return found
+
+
+class Layer(nn.Module):
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 4)
+        self.dispatcher = build_dispatcher(small_config("local", **fields))
+
+
+def test_same_config_and_group_share_a_channel() -> None:
+    one, two, other = (build_dispatcher(small_config("local", pad_multiple=n)) for n in (1, 1, 2))
+    assert one._lease.channel is two._lease.channel
+    assert one._lease.channel is not other._lease.channel
+
+
+def test_groups_do_not_share() -> None:
+    def body(group: Group) -> str:
+        return build_dispatcher(small_config(), group)._lease.channel.name
+
+    assert len({*on_ranks(body, 2), *on_ranks(body, 2)}) == 4
+
+
+def test_the_last_to_close_closes_the_backend(closed: list[Any]) -> None:
+    one, two = (build_dispatcher(small_config("local", top_k=3)) for _ in range(2))
+    backend = one._lease.channel.backend
+    one.close()
+    one.close()
+    assert not closed
+    two.dispatch(random_rows(3), random_routing(3, top_k=3))
+    two.close()
+    assert closed == [backend]
+    with pytest.raises(StateError, match="it is closed"):
+        two.plan()
+    third = build_dispatcher(small_config("local", top_k=3))
+    assert third._lease.channel.backend is not backend
+    third.close()
+
+
+def test_a_dispatcher_that_is_collected_gives_its_share_back(closed: list[Any]) -> None:
+    dispatcher = build_dispatcher(small_config("local", top_k=4))
+    backend = dispatcher._lease.channel.backend
+    del dispatcher
+    gc.collect()
+    assert closed == [backend]
+    assert all(channel.backend is not backend for channel in channels._channels.values())
+
+
+def test_a_state_outlives_the_dispatcher_of_another_layer() -> None:
+    one, two = (build_dispatcher(small_config("local")) for _ in range(2))
+    x, way = random_rows(5), random_routing(5)
+    sent = one.dispatch(x, way)
+    two.close()
+    del two
+    gc.collect()
+    torch.testing.assert_close(one.combine(sent.rows, sent), x * way.topk_weights.sum(1, keepdim=True))
+
+
+def test_deepcopy_shares_the_channel_and_has_its_own_life(closed: list[Any]) -> None:
+    layer = Layer(top_k=2, pad_multiple=5)
+    twin = copy.deepcopy(layer)
+    backend = layer.dispatcher._lease.channel.backend
+    assert twin.dispatcher._lease.channel is layer.dispatcher._lease.channel
+    assert twin.dispatcher.config == layer.dispatcher.config
+    sent = layer.dispatcher.dispatch(random_rows(3), random_routing(3))
+    with pytest.raises(StateError, match="sent must come from this dispatcher"):
+        twin.dispatcher.combine(sent.rows, sent)
+    layer.dispatcher.close()
+    identity_round(twin.dispatcher)
+    assert not closed
+    del twin
+    gc.collect()
+    assert closed == [backend]
+
+
+def test_deepcopy_on_ranks() -> None:
+    def body(group: Group) -> None:
+        identity_round(copy.deepcopy(build_dispatcher(small_config(), group)))
+
+    on_ranks(body, 2)
+
+
+def test_no_state_dict_keys_parameters_or_buffers() -> None:
+    layer = Layer()
+    layer.dispatcher.self_test()
+    assert list(layer.state_dict()) == ["router.weight", "router.bias"]
+    assert not [*layer.dispatcher.parameters(), *layer.dispatcher.buffers()]
+    layer.load_state_dict(Layer().state_dict(), strict=True)
+    layer.to(torch.bfloat16).eval().train()
+    identity_round(layer.dispatcher)
+
+
+def test_nothing_of_a_call_is_kept_on_the_dispatcher_or_the_channel() -> None:
+    dispatcher = build_dispatcher(small_config("alltoall"))
+    x = random_rows(6).requires_grad_()
+    sent = dispatcher.dispatch(x, random_routing(6))
+    y = dispatcher.combine(sent.rows, sent)
+    y.sum().backward()
+    alive = [weakref.ref(tensor) for tensor in (x, sent.rows, sent.weights, y)]
+    del x, sent, y
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4
+
+
+def test_auto_says_once_what_it_chose_and_why_not_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    def body(group: Group) -> list[str]:
+        return [build_dispatcher(small_config("auto"), group).backend_name for _ in range(2)]
+
+    with caplog.at_level(logging.INFO, logger="moe_dispatch"):
+        assert on_ranks(body, 2) == [["alltoall", "alltoall"]] * 2
+        text = "\n".join(record.getMessage() for record in caplog.records)
+        assert text.count("using 'alltoall'") in (1, 2)  # once for each time the channel is opened
+        assert "local: for one rank, this group has 2" in text
+        assert "allgather: more bytes" in text
+        caplog.clear()
+        keep = build_dispatcher(small_config("auto", top_k=5))
+        again = build_dispatcher(small_config("auto", top_k=5))
+        assert keep.backend_name == again.backend_name == "local"
+        assert len(caplog.records) == 1
+
+
+def test_an_explicit_name_is_never_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("local", "alltoall", "allgather"):
+        assert build_dispatcher(small_config(name)).backend_name == name
+    assert not caplog.records
+
+
+def test_a_dispatcher_is_a_module_with_a_readable_repr() -> None:
+    dispatcher = build_dispatcher(small_config("local"))
+    assert isinstance(dispatcher, Dispatcher)
+    assert "Dispatcher" in repr(dispatcher)

@@ -1,0 +1,123 @@
+"""Public names and config fields, frozen: a change here is a change for every user."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+import moe_dispatch
+from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, backends, dispatchers, errors, layouts
+from moe_dispatch.backends.alltoall import AllToAllOptions
+from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape, Sizes
+from moe_dispatch.backends.local import LocalOptions
+from moe_dispatch.config import ConstraintOverrides
+
+PACKAGE = """
+    BSHD Dispatched Dispatcher DispatcherConfig MoEDispatchError Plan Routing Rows SBHD THD build_dispatcher
+"""
+BACKENDS = """
+    Arrived Backend BackendContext BackendOptions Communicator Constraints MoEShape PROTOCOL Rejected Sizes Usable
+    known_backends load_backend register_backend
+"""
+LAYOUTS = """
+    BSHD Layout PACKING_SUPPORT Packing PackingSupport Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd
+    layout_for padded_length sequence_multiple shard_for_context_parallel thd_to_bshd unshard_from_context_parallel
+"""
+DISPATCHERS = "Dispatcher Metrics build_dispatcher"
+ERRORS = "BackendUnavailableError ConfigError InputError LayoutError MoEDispatchError PeerError StateError"
+
+CONFIG_FIELDS = """
+    backend num_experts top_k hidden_size pad_multiple weights wire_dtype row_counts max_tokens_per_rank graph_safe
+    permutation device debug constraints
+"""
+CONSTRAINTS = """
+    row_multiple equal_rows max_rows hidden_multiple dtypes devices max_top_k group_sizes local_experts_multiple
+    pads_experts exchanges_counts wire_dtypes graph_safe graph_safe_reason compilable differentiable drop_order
+"""
+VALUES: dict[type, str] = {
+    Routing: "topk_ids topk_weights",
+    Plan: "layout num_rows real_rows padded_rows group_max_rows row_counts owner",
+    Dispatched: "rows tokens_per_expert real_tokens_per_expert tokens_per_expert_list weights pad_multiple state",
+    Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list state",
+    backends.Constraints: CONSTRAINTS,
+    MoEShape: "num_experts top_k hidden_size ep_size pad_multiple",
+    Sizes: "padded_rows",
+    dispatchers.Metrics: """
+        backend dispatches real_tokens_per_expert imbalance rows_padded rows_skipped bytes_sent collectives
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [(moe_dispatch, PACKAGE), (backends, BACKENDS), (layouts, LAYOUTS), (dispatchers, DISPATCHERS)],
+    ids=["package", "backends", "layouts", "dispatchers"],
+)
+def test_public_names(module: object, names: str) -> None:
+    exported: Sequence[str] = module.__all__  # type: ignore[attr-defined]
+    assert sorted(exported) == sorted(names.split())
+    assert all(hasattr(module, name) for name in exported)
+
+
+def test_errors_and_the_builtins_they_resemble() -> None:
+    defined = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert sorted(defined) == ERRORS.split()
+    assert all(issubclass(kind, errors.MoEDispatchError) for kind in defined.values())
+    resembles = {
+        errors.ConfigError: ValueError,
+        errors.InputError: ValueError,
+        errors.LayoutError: errors.InputError,
+        errors.BackendUnavailableError: ImportError,
+        errors.StateError: RuntimeError,
+        errors.PeerError: RuntimeError,
+    }
+    for kind, builtin in resembles.items():
+        assert issubclass(kind, builtin)
+
+
+def test_config_fields() -> None:
+    assert list(DispatcherConfig.model_fields) == CONFIG_FIELDS.split()
+    assert list(ConstraintOverrides.model_fields) == [
+        "row_multiple",
+        "max_rows",
+        "hidden_multiple",
+        "max_top_k",
+        "local_experts_multiple",
+    ]
+    assert list(AllToAllOptions.model_fields) == list(LocalOptions.model_fields) == ["reduction"]
+    assert list(BackendOptions.model_fields) == []
+
+
+def test_config_defaults() -> None:
+    config = DispatcherConfig(num_experts=2, top_k=1, hidden_size=4)
+    assert config.model_dump() == {
+        "backend": "auto",
+        "num_experts": 2,
+        "top_k": 1,
+        "hidden_size": 4,
+        "pad_multiple": 1,
+        "weights": "combine",
+        "wire_dtype": None,
+        "row_counts": None,
+        "max_tokens_per_rank": None,
+        "graph_safe": False,
+        "permutation": "auto",
+        "device": None,
+        "debug": False,
+        "constraints": dict.fromkeys(ConstraintOverrides.model_fields),
+    }
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_fields_of_frozen_values(value: type) -> None:
+    assert [field.name for field in dataclasses.fields(value)] == VALUES[value].split()
+    parameters = value.__dataclass_params__  # type: ignore[attr-defined]
+    assert parameters.frozen
+    holds_tensors = any("Tensor" in str(field.type) for field in dataclasses.fields(value))
+    assert parameters.eq != holds_tensors
+
+
+def test_protocol() -> None:
+    assert backends.PROTOCOL == 1
