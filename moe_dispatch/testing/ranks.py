@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,34 @@ def run_ranks(
         The first error of a rank that is not a time-out caused by another rank's error, with the rank added as a note.
     """
     store = HashStore()
+    # All groups live until the last rank is done: one that closes early breaks off peers that are still connecting.
+    groups = _run_threads(lambda rank: thread_group(store, rank, size, timeout), size)
+    return _run_threads(lambda rank: body(groups[rank]), size)
+
+
+@final
+class Ranks:
+    """``run_ranks`` that keeps its groups from one run to the next: connecting them takes longer than a small test."""
+
+    def __init__(self, timeout: datetime.timedelta = TIMEOUT) -> None:
+        self.timeout = timeout
+        self._idle: dict[int, list[dist.ProcessGroup]] = {}
+
+    def run(self, body: Callable[[dist.ProcessGroup], Result], size: int) -> list[Result]:
+        """As ``run_ranks``. After an error the groups, which may hold half a collective, are not used again."""
+        groups = self._idle.pop(size, None) or run_ranks(lambda group: group, size, timeout=self.timeout)
+        results = _run_threads(lambda rank: body(groups[rank]), size)
+        self._idle[size] = groups
+        return results
+
+
+def _run_threads(body: Callable[[int], Result], size: int) -> list[Result]:
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(thread_group(store, rank, size, timeout))
+            results[rank] = body(rank)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {size}")
             errors[rank] = error
@@ -69,13 +92,12 @@ def raise_first(errors: Sequence[BaseException | None]) -> None:
     raised = [error for error in errors if error is not None]
     if not raised:
         return
-    causes = [error for error in raised if not _is_consequence(error)]
+    causes = [error for error in raised if not _is_consequence(str(error))]
     raise (causes or raised)[0]
 
 
-def _is_consequence(error: BaseException) -> bool:
-    text = str(error).lower()
-    return any(sign in text for sign in ("timed out", "timeout", "connection", "refused:"))
+def _is_consequence(told: str) -> bool:
+    return any(sign in told.lower() for sign in ("timed out", "timeout", "connection", "refused:"))
 
 
 def run_processes(body: Callable[..., Any], size: int, *args: Any, timeout: datetime.timedelta = TIMEOUT) -> list[Any]:
@@ -102,12 +124,12 @@ def run_processes(body: Callable[..., Any], size: int, *args: Any, timeout: date
                     outcomes[rank] = (False, f"process ended with exit code {process.exitcode}")
             continue
         rank, good, value = queue.get()
-        outcomes[rank] = (good, value)
+        outcomes[rank] = (good, pickle.loads(value) if good else value)
     for process in processes:
         process.join()
     failed = {rank: text for rank, (good, text) in outcomes.items() if not good}
     if failed:
-        causes = {rank: text for rank, text in failed.items() if not _is_consequence(RuntimeError(text))} or failed
+        causes = {rank: text for rank, text in failed.items() if not _is_consequence(_last_line(text))} or failed
         raise RankFailed("\n".join(f"rank {rank} of {size}:\n{text}" for rank, text in sorted(causes.items())))
     return [outcomes[rank][1] for rank in range(size)]
 
@@ -125,10 +147,15 @@ def _process(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
-        queue.put((rank, True, body(rank, *args)))
+        queue.put((rank, True, pickle.dumps(body(rank, *args))))  # not torch's pickling, which leaves data behind
         dist.destroy_process_group()
     except BaseException:
         queue.put((rank, False, traceback.format_exc()))
+
+
+def _last_line(text: str) -> str:
+    """The error of a traceback, without the source lines above it."""
+    return next((line for line in reversed(text.splitlines()) if line and not line.startswith(" ")), text)
 
 
 def _free_port() -> int:

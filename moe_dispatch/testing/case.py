@@ -1,0 +1,177 @@
+"""One conformance case: run it on every rank, and hold what comes out against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.config import DispatcherConfig, RowCounts
+from moe_dispatch.dispatchers import build_dispatcher
+from moe_dispatch.testing.arrival import expect_close, expect_equal, expect_zero
+from moe_dispatch.testing.forms import FORMS
+from moe_dispatch.testing.programs import PROGRAMS
+from moe_dispatch.testing.ranks import Ranks
+from moe_dispatch.testing.reference import Expected
+from moe_dispatch.testing.scenario import Batch, Experts, Scenario
+from moe_dispatch.testing.seat import Call, Seat, make_call
+
+BackendSpec = str | dict[str, Any]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One scenario, on so many ranks, with tokens in one form, under one policy of row counts, on a kind of device."""
+
+    scenario: Scenario
+    ep_size: int
+    form: str
+    row_counts: RowCounts
+    device: str = "cpu"
+
+    @property
+    def id(self) -> str:
+        """For test names."""
+        return f"{self.scenario.name}-ep{self.ep_size}-{self.form}-{self.row_counts}"
+
+
+def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
+    """Run a case on ranks that are threads, or for one rank in this thread without a group; compare with the reference.
+
+    Raises:
+        ConformanceError: a result is wrong. Whatever the dispatcher raises comes through, with its rank as a note.
+    """
+    config = case_config(backend, case)
+    with poisoned_memory():
+        if ranks is None:
+            gradients = [run_rank(config, None, case)]
+        else:
+            gradients = ranks.run(lambda group: run_rank(config, group, case), case.ep_size)
+    if case.scenario.inference:
+        return
+    for call, expected in enumerate(_expected(case.scenario, case.ep_size)):
+        for which, name in enumerate(("matrices", "biases")):
+            got = torch.stack([rank[call][which] for rank in gradients]).sum(0)
+            wanted = sum(_expert_gradient(of_rank, which) for of_rank in expected)
+            assert isinstance(wanted, Tensor)
+            expect_close(f"gradient of the experts' {name} in call {call}", got, wanted, case.scenario.tolerance)
+
+
+def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
+    """The config of a case, alike on all ranks."""
+    scenario = case.scenario
+    largest = max(FORMS[case.form](tokens).num_rows for tokens in scenario.tokens)
+    return DispatcherConfig(
+        backend=backend,
+        num_experts=scenario.num_experts,
+        top_k=scenario.top_k,
+        hidden_size=scenario.hidden,
+        pad_multiple=scenario.pad_multiple,
+        weights=scenario.weights,
+        wire_dtype=scenario.wire_dtype,
+        row_counts=case.row_counts,
+        max_tokens_per_rank=max(largest, 1) if case.row_counts == "static" else None,
+        debug=scenario.debug,
+    )
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh tensors hold NaN instead of leftovers, so that reading what nobody wrote shows; for the whole process."""
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
+
+
+def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Case) -> list[tuple[Tensor, Tensor]]:
+    """One rank's part of a case: outputs and gradients are checked here.
+
+    Returns:
+        By call, the gradients of the experts' matrices and biases, on the CPU; their sums over ranks are not checked.
+    """
+    scenario, rank = case.scenario, 0 if group is None else group.rank()
+    program = PROGRAMS[scenario.program]
+    dispatcher = build_dispatcher(config, group)
+    calls = tuple(
+        make_call(scenario, FORMS[case.form](len(batches[rank].x_TD)), batches, rank, experts).to(case.device)
+        for batches, experts in _data(scenario, case.ep_size)
+    )
+    seat = Seat(scenario=scenario, dispatcher=dispatcher, rank=rank, calls=calls)
+    with torch.inference_mode() if scenario.inference else torch.enable_grad():
+        outputs = program.run(seat)
+    if not scenario.inference:
+        _differentiate(outputs, calls, one_by_one=program.one_by_one)
+    for call, output, expected in zip(calls, outputs, _expected(scenario, case.ep_size), strict=True):
+        _check_output(output, call, expected[rank], scenario)
+        if not scenario.inference:
+            _check_gradients(call, expected[rank], scenario)
+    dispatcher.close()
+    return [(_gradient(call.experts.matrix_EDD), _gradient(call.experts.bias_ED)) for call in calls]
+
+
+def _differentiate(outputs: Sequence[Tensor], calls: Sequence[Call], *, one_by_one: bool) -> None:
+    pairs = [(output, call.upstream) for output, call in zip(outputs, calls, strict=True)]
+    if not one_by_one:
+        torch.autograd.backward([output for output, _ in pairs], [upstream for _, upstream in pairs])
+        return
+    for output, upstream in reversed(pairs):
+        output.backward(upstream)
+
+
+def _check_output(y: Tensor, call: Call, expected: Expected, scenario: Scenario) -> None:
+    expect_equal("shape of y", y.shape, call.x.shape)
+    expect_equal("dtype of y", y.dtype, scenario.torch_dtype)
+    tokens, others = call.form.split(y.detach().cpu())
+    expect_close("y", tokens, expected.y_TD, scenario.tolerance)
+    expect_zero("rows of y that are no tokens", others)
+    expect_zero("rows of y that went nowhere", tokens[(expected.y_TD == 0).all(1)])
+
+
+def _check_gradients(call: Call, expected: Expected, scenario: Scenario) -> None:
+    for what, leaf, wanted in (
+        ("x", call.x, expected.grad_x_TD),
+        ("topk_weights", call.weights_TK, expected.grad_weights_TK),
+    ):
+        if not leaf.requires_grad:
+            expect_equal(f"gradient of {what}, which requires none", leaf.grad, None)
+            continue
+        tokens, others = call.form.split(_gradient(leaf))
+        expect_close(f"gradient of {what}", tokens, wanted, scenario.tolerance)
+        expect_zero(f"gradient of {what} in rows that are no tokens", others)
+        expect_zero(f"gradient of {what} where nothing was sent", tokens[wanted == 0])
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf).cpu() if leaf.grad is None else leaf.grad.cpu()
+
+
+def _expert_gradient(expected: Expected, which: int) -> Tensor:
+    return (expected.grad_matrix_EDD, expected.grad_bias_ED)[which]
+
+
+@cache
+def _data(scenario: Scenario, ep_size: int) -> list[tuple[tuple[Batch, ...], Experts]]:
+    """Batches of all ranks, and experts, by call."""
+    program = PROGRAMS[scenario.program]
+    turns = [0 if program.keeps_tokens else call for call in range(program.calls)]
+    return [(scenario.batches(ep_size, call, turn), scenario.experts(call)) for call, turn in enumerate(turns)]
+
+
+@cache
+def _expected(scenario: Scenario, ep_size: int) -> list[list[Expected]]:
+    """What must come out, by call and rank."""
+    data = _data(scenario, ep_size)
+    experts = [its_experts for _, its_experts in data]
+    expect = PROGRAMS[scenario.program].expect
+    by_rank = [expect(scenario, [batches[rank] for batches, _ in data], experts) for rank in range(ep_size)]
+    return [list(of_call) for of_call in zip(*by_rank, strict=True)]

@@ -1,0 +1,136 @@
+"""The kit itself: its report, its excuses, and the ways to run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any, final
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends import (
+    Arrived,
+    Backend,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Sizes,
+    register_backend,
+    registry,
+)
+from moe_dispatch.backends.local import Local
+from moe_dispatch.testing import SCENARIOS, Case, check_backend, kit, run_case
+from moe_dispatch.testing.case import BackendSpec
+from moe_dispatch.testing.kit import describe, excuse
+from tests.conformance.backends import BACKENDS, EXAMPLE
+
+
+@final
+class Forgetful(Backend):
+    """Right, but for the weights: it never applies them."""
+
+    name = "forgetful"
+
+    def __init__(self, context: Any, options: BackendOptions) -> None:
+        super().__init__(context, options)
+        self.inner = Local(context, Local.Options())
+
+    @classmethod
+    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+        return Constraints(group_sizes=frozenset({1}), dtypes=frozenset({torch.float32}))
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        return self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+        return self.inner.combine(rows_RD, weights_R, state, weighted=False)
+
+    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
+        return self.inner.dispatch_again(rows_TD, state)
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
+    return register_backend(Forgetful).name
+
+
+def test_report_of_a_wrong_backend(forgetful: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [scenario for scenario in SCENARIOS if scenario.name in ("skewed", "float32_experts", "float64", "nowhere")]
+    monkeypatch.setattr(kit, "SCENARIOS", tuple(few))
+    report = check_backend(forgetful, (1, 2))
+    assert not report.conforms
+    assert {failure.case for failure in report.failed} == {
+        f"skewed-ep1-{form}-agree" for form in ("rows", "bshd", "thd_with_gaps_on_device")
+    }
+    assert all("ConformanceError: y: entry" in failure.error for failure in report.failed)
+    assert {name.partition("-")[0] for name in report.passed} == {"nowhere", "float32_experts"}
+    assert {(e.scenario, e.ep_size): e.reason for e in report.excused if e.ep_size == 1} == {
+        ("float64", 1): "dtypes torch.float32"
+    }
+    assert str(report).startswith("backend forgetful: 6 passed, 3 failed, 5 scenarios excused")
+
+
+def test_report_of_a_right_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit, "SCENARIOS", SCENARIOS[:2])
+    report = check_backend({"name": "local", "reduction": "exact"}, (1,))
+    assert report.conforms
+    assert report.backend == "local reduction=exact"
+    assert not report.excused
+
+
+def test_a_backend_that_ran_nothing_does_not_conform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit, "SCENARIOS", SCENARIOS[:2])
+    assert not check_backend("local", (2,)).conforms
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("devices", frozenset({"cuda"}), "devices cuda"),
+        ("dtypes", frozenset({torch.bfloat16}), "dtypes torch.bfloat16"),
+        ("hidden_multiple", 48, "hidden_multiple 48"),
+        ("local_experts_multiple", 16, "local_experts_multiple"),
+        ("max_top_k", 2, "max_top_k 2"),
+        ("max_rows", 8, "max_rows 8"),
+        ("group_sizes", frozenset({8, 16}), "group_sizes 16, 8"),
+        ("differentiable", False, "differentiable False"),
+    ],
+)
+def test_excuses_name_the_constraint(field: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = Constraints(**{field: value})  # type: ignore[arg-type]
+    monkeypatch.setattr(Local, "constraints", classmethod(lambda cls, shape, options: needs))
+    assert excuse("local", SCENARIOS[0], 1) == reason
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=describe)
+@pytest.mark.parametrize("name", ["balanced", "nowhere", "two_in_flight", "rank_without_tokens"])
+def test_one_rank_without_a_group(backend: BackendSpec, name: str) -> None:
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    assert excuse(backend, scenario, 1) is None
+    run_case(backend, Case(scenario=scenario, ep_size=1, form="bshd", row_counts="agree"), None)
+
+
+def test_the_example_tests_itself() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(EXAMPLE),
+    ]
+    chosen = ["-k", "entry_point or (balanced and ep2)", str(EXAMPLE / "tests")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    finished = subprocess.run(
+        [*command, *chosen], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "passed" in finished.stdout

@@ -1,0 +1,36 @@
+"""The same cases on ranks that are processes, with gloo as the default group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from moe_dispatch.backends import known_backends
+from moe_dispatch.testing import SCENARIOS, Case, run_processes
+from moe_dispatch.testing.case import case_config, run_rank
+from moe_dispatch.testing.kit import excuse
+from tests.conformance.backends import more_backends
+
+EP_SIZE = 2
+NAMES = ("balanced", "rank_without_tokens", "idle_ranks_detached", "two_in_flight", "checkpointed", "bfloat16")
+
+
+def run_all(rank: int) -> list[tuple[str, str]]:
+    """What ran: backend and case."""
+    ran = []
+    torch.use_deterministic_algorithms(True)
+    with more_backends():
+        for backend in known_backends():
+            for scenario in SCENARIOS:
+                if scenario.name not in NAMES or excuse(backend, scenario, EP_SIZE) is not None:
+                    continue
+                case = Case(scenario=scenario, ep_size=EP_SIZE, form="bshd", row_counts="agree")
+                run_rank(case_config(backend, case), dist.group.WORLD, case)
+                ran.append((backend, scenario.name))
+    return ran
+
+
+def test_scenarios_in_processes() -> None:
+    first, second = run_processes(run_all, EP_SIZE)
+    assert first == second
+    assert set(first) == {(backend, name) for backend in ("allgather", "alltoall", "ring", "strict") for name in NAMES}

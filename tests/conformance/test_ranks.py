@@ -1,0 +1,87 @@
+"""Ranks for tests: the error that comes out is the one that caused the others."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.testing import Ranks, run_processes, run_ranks
+from moe_dispatch.testing.ranks import RankFailed
+
+SHORT = datetime.timedelta(seconds=1)
+
+
+def ranks_summed(group: dist.ProcessGroup) -> int:
+    total = torch.tensor(group.rank() + 1)
+    group.allreduce([total]).wait()
+    return int(total)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_results_by_rank(size: int) -> None:
+    assert run_ranks(ranks_summed, size) == [size * (size + 1) // 2] * size
+    assert run_ranks(lambda group: group.rank(), size) == list(range(size))
+
+
+def failing_on_rank_1(group: dist.ProcessGroup) -> int:
+    if group.rank() == 1:
+        raise KeyError("the cause")
+    return ranks_summed(group)
+
+
+def test_the_cause_comes_out_and_not_the_time_outs() -> None:
+    with pytest.raises(KeyError, match="the cause") as caught:
+        run_ranks(failing_on_rank_1, 3, timeout=SHORT)
+    assert caught.value.__notes__ == ["on rank 1 of 3"]
+
+
+def test_groups_are_kept_until_an_error() -> None:
+    ranks = Ranks(timeout=SHORT)
+    first = ranks.run(id, 2)
+    assert ranks.run(ranks_summed, 2) == [3, 3]
+    assert ranks.run(id, 2) == first
+    with pytest.raises(KeyError, match="the cause"):
+        ranks.run(failing_on_rank_1, 2)
+    assert ranks.run(ranks_summed, 2) == [3, 3]
+
+
+def process(rank: int, way: str) -> int:
+    if rank == 1 and way == "raises":
+        raise KeyError("the cause")
+    if rank == 1 and way == "dies":
+        os._exit(7)
+    group = dist.group.WORLD
+    assert group is not None
+    return ranks_summed(group)
+
+
+def test_processes_return_by_rank() -> None:
+    assert run_processes(process, 2, "returns") == [3, 3]
+
+
+def a_tensor(rank: int) -> Tensor:
+    return torch.full((1000,), rank)
+
+
+def test_processes_return_tensors_that_outlive_them() -> None:
+    first, second = run_processes(a_tensor, 2)
+    assert first.unique().tolist() == [0]
+    assert second.unique().tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("raises", "rank 1 of 2:\n(.|\n)*KeyError: 'the cause'"),
+        ("dies", "rank 1 of 2:\nprocess ended with exit code 7"),
+    ],
+)
+def test_processes_tell_the_cause(way: str, message: str) -> None:
+    with pytest.raises(RankFailed, match=message) as caught:
+        run_processes(process, 2, way)
+    assert "rank 0" not in str(caught.value)

@@ -1,0 +1,84 @@
+"""Scenario x backend x ep size x form x policy, forward and backward, against a dense float64 reference."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_dispatch.backends import known_backends
+from moe_dispatch.testing import SCENARIOS, Excuse, conformance_cases, excuses
+from moe_dispatch.testing.forms import FORMS
+from moe_dispatch.testing.kit import EP_SIZES, describe
+from moe_dispatch.testing.programs import PROGRAMS
+from moe_dispatch.testing.routings import ROUTINGS
+from tests.conformance.backends import BACKENDS, more_backends
+
+EXCUSED = Path(__file__).with_name("excused.txt")
+
+
+def all_cases() -> list[Any]:
+    with more_backends():
+        return [
+            pytest.param(run, id=f"{describe(backend)}-{name}")
+            for backend in BACKENDS
+            for name, run in conformance_cases(backend)
+        ]
+
+
+@pytest.mark.parametrize("run", all_cases())
+def test_conforms(run: Callable[[], None]) -> None:
+    run()
+
+
+def summary(backend: str, found: Iterable[Excuse]) -> Iterator[str]:
+    """One line per reason and group of ep sizes, with the scenarios it excuses."""
+    sizes: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+    for excuse in found:
+        sizes[excuse.scenario, excuse.reason].append(excuse.ep_size)
+    scenarios: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for (scenario, reason), ep_sizes in sizes.items():
+        scenarios[", ".join(map(str, ep_sizes)), reason].append(scenario)
+    for (ep_sizes_text, reason), names in sorted(scenarios.items()):
+        which = "every scenario" if len(names) == len(SCENARIOS) else ", ".join(sorted(names))
+        yield f"{backend} | ep_size {ep_sizes_text} | {reason} | {which}"
+
+
+def test_excused_list_is_reviewed() -> None:
+    """Whoever changes a constraint or a scenario sees here what no longer runs, and puts the new list into the file."""
+    computed = [line for backend in BACKENDS for line in summary(describe(backend), excuses(backend))]
+    reviewed = [line for line in EXCUSED.read_text().splitlines() if line and not line.startswith("#")]
+    assert computed == reviewed, "\n".join(["excused.txt must hold:", *computed])
+
+
+def test_every_backend_runs_or_is_listed() -> None:
+    listed = {line.partition(" ")[0] for line in EXCUSED.read_text().splitlines()}
+    runs = {
+        describe(backend).partition(" ")[0] for backend in BACKENDS if any(True for _ in conformance_cases(backend))
+    }
+    assert set(known_backends()) <= runs | listed
+    assert {"allgather", "alltoall", "local", "ring", "strict"} <= runs
+
+
+@pytest.mark.parametrize("ep_size", EP_SIZES)
+def test_every_scenario_runs_somewhere(ep_size: int) -> None:
+    ran = {name.partition("-ep")[0] for backend in BACKENDS for name, _ in conformance_cases(backend, (ep_size,))}
+    assert ran == {scenario.name for scenario in SCENARIOS}
+
+
+def test_nothing_in_the_kit_lies_idle() -> None:
+    names = [scenario.name for scenario in SCENARIOS]
+    assert len(set(names)) == len(names)
+    assert {scenario.routing for scenario in SCENARIOS} == set(ROUTINGS)
+    assert {scenario.program for scenario in SCENARIOS} == set(PROGRAMS)
+    assert any(scenario.forms == "all" for scenario in SCENARIOS)
+    assert {policy for scenario in SCENARIOS for policy in scenario.row_counts} == {
+        "agree",
+        "assume",
+        "check",
+        "static",
+    }
+    assert {"rows", "bshd", "thd_with_gaps_on_device"} <= set(FORMS)
