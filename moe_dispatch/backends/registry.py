@@ -31,6 +31,8 @@ _BUILT_IN = {
     "alltoall": _BuiltIn("moe_dispatch.backends.alltoall:AllToAll"),
 }
 _REGISTERED: dict[str, type[Backend]] = {}
+# What was loaded by name is kept: looking up entry points reads the metadata of every installed distribution.
+_LOADED: dict[str, type[Backend]] = {}
 
 
 def register_backend(cls: type[Backend]) -> type[Backend]:
@@ -59,14 +61,14 @@ def load_backend(name: str) -> type[Backend]:
         ConfigError: no such name, or a class of another protocol.
         BackendUnavailableError: its package failed to import.
     """
-    if name in _REGISTERED:
-        return _REGISTERED[name]
+    known = _REGISTERED.get(name) or _LOADED.get(name)
+    if known is not None:
+        return known
     source = _BUILT_IN.get(name) or _third_party().get(name)
     if source is None:
         raise ConfigError(_unknown(name))
     try:
-        # Kept: looking up entry points reads every installed distribution.
-        return _REGISTERED.setdefault(name, _checked(name, source.load()))
+        return _LOADED.setdefault(name, _checked(name, source.load()))
     except ConfigError:
         raise
     except Exception as error:  # whatever a third party's import raises

@@ -78,6 +78,9 @@ class NoSync(TorchDispatchMode):
 
     SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave")
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(name in str(func) for name in self.SYNCS):
             raise AssertionError(f"{func} is a host sync")
