@@ -79,7 +79,7 @@ class NoSync(TorchDispatchMode):
     SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave")
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(name in str(func) for name in self.SYNCS):
