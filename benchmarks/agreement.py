@@ -1,0 +1,35 @@
+"""That contenders compute the same layer, forward and backward: with the dense result, and with each other."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from benchmarks.contenders import Contender, run_layer, scaling_experts
+from benchmarks.workload import TOLERANCES, Outcome, Tokens, dense_outcome, draw_scales, magnitudes, require_agreement
+
+
+def check_agreement(contenders: dict[str, Contender], tokens: Tokens, group: dist.ProcessGroup) -> dict[str, float]:
+    """Run every contender on ``tokens`` with experts that differ. Collective.
+
+    Returns:
+        By contender, the largest difference to the dense result, relative to the magnitude of its terms.
+
+    Raises:
+        DisagreementError: a contender is wrong, or a peer differs from the first contender, ours.
+    """
+    outcomes = {name: _outcome(contender, tokens, group) for name, contender in contenders.items()}
+    scales_E, tolerance = draw_scales(len(tokens.tokens_per_expert_E)), TOLERANCES[tokens.x_TD.dtype]
+    dense, scale = dense_outcome(tokens, scales_E), magnitudes(tokens, scales_E)
+    errors = {
+        name: require_agreement(f"{name} and the dense result", outcome, dense, scale, tolerance)
+        for name, outcome in outcomes.items()
+    }
+    (first, ours), *peers = outcomes.items()
+    for name, outcome in peers:
+        require_agreement(f"{name} and {first}", outcome, ours, scale, tolerance)
+    return errors
+
+
+def _outcome(contender: Contender, tokens: Tokens, group: dist.ProcessGroup) -> Outcome:
+    scales_PL = draw_scales(len(tokens.tokens_per_expert_E)).view(group.size(), -1)
+    return run_layer(contender, tokens, scaling_experts(scales_PL[group.rank()]))

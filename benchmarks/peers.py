@@ -1,0 +1,112 @@
+"""The released dispatchers this library is measured against, as they come from PyPI (extra ``bench``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.contenders import Contender, Experts, Ours, experts_of_rows
+from benchmarks.workload import Shape, Tokens
+
+_NEEDED = {
+    "torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"),
+    "transformers": ("transformers",),
+}
+
+
+@final
+class Torchtitan(Contender):
+    """``AllToAllTokenDispatcher`` of torchtitan 0.3: one row per (token, expert), expert-major like ours.
+
+    Scores are applied in ``combine``, in float32, each slot rounded to the rows' dtype before they are added up.
+    """
+
+    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
+        from torchtitan.distributed.utils import set_spmd_backend  # noqa: PLC0415 - optional
+        from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: PLC0415
+
+        # Its other setting exchanges lists of tensors, which gloo does not do for unequal sizes.
+        set_spmd_backend("partial_dtensor")
+        config = AllToAllTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.top_k)
+        self._dispatcher = AllToAllTokenDispatcher(config)
+        self._dispatcher.wire_meshes(ep_mesh=_meshes(group.size())["ep"])
+
+    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
+        rows_RD, counts_L, metadata = self._dispatcher.dispatch(
+            x_TD, weights_TK, tokens.ids_TK, tokens.tokens_per_expert_E
+        )
+        y_TD: Tensor = self._dispatcher.combine(experts(rows_RD, lambda: experts_of_rows(counts_L)), metadata, x_TD)
+        return y_TD
+
+
+@final
+class Transformers(Contender):
+    """``AllToAllEP`` of transformers 5.23: one row per (token, expert), by source rank.
+
+    It leaves the sort by expert to the experts, so that pass, which the other two make, is not charged to it. Weights
+    come in the rows' dtype, as its routers give them.
+    """
+
+    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
+        from transformers.distributed.expert_parallel import AllToAllEP  # noqa: PLC0415 - optional
+
+        mesh = _meshes(group.size())
+        self._experts = _ExpertsOfTransformers(shape.experts // group.size())
+        self._layer = AllToAllEP(self._experts, mesh["ep"], mesh["tp"])
+
+    def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
+        self._experts.apply = experts
+        y_TD: Tensor = self._layer(x_TD, tokens.ids_TK, weights_TK)
+        return y_TD
+
+
+@final
+class _ExpertsOfTransformers:
+    """The part of an experts module that ``AllToAllEP`` uses. ``apply`` is set before each call."""
+
+    apply: Experts
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def forward(self, rows_RD: Tensor, local_ids: Tensor, unit_weights: Tensor) -> Tensor:
+        """Rows (R, D), their experts (R, 1), and weights of 1, because the sender applies the real ones."""
+        return self.apply(rows_RD, lambda: local_ids.squeeze(1))
+
+
+@cache
+def _meshes(ep_size: int) -> DeviceMesh:
+    """Expert-parallel over all ranks, tensor-parallel over none. Made once: each makes process groups."""
+    return init_device_mesh("cpu", (ep_size, 1), mesh_dim_names=("ep", "tp"))
+
+
+CONTENDERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {
+    "moe_dispatch": Ours,
+    "torchtitan": Torchtitan,
+    "transformers": Transformers,
+}
+
+
+def missing_packages(peer: str) -> list[str]:
+    """What a peer needs and is not installed; nothing is imported."""
+    return [name for name in _NEEDED.get(peer, ()) if find_spec(name) is None]
+
+
+def contender_names() -> list[str]:
+    """Ours first, then the peers that are installed."""
+    return [name for name in CONTENDERS if not missing_packages(name)]
+
+
+def open_contender(name: str, shape: Shape, group: dist.ProcessGroup) -> Contender:
+    """A fresh contender: nothing of earlier calls is kept. Collective."""
+    return CONTENDERS[name](shape, group)
