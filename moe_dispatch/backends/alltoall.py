@@ -45,7 +45,7 @@ class AllToAllOptions(BackendOptions):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Host counts of one dispatch: rows and slots to and from each rank, real rows per local expert."""
+    """Host counts of one dispatch: rows to and from each rank, for an exact reduction slots too, rows per local expert."""
 
     rows_out: list[int]
     rows_in: list[int]
@@ -276,8 +276,8 @@ class AllToAll(Backend):
         return Traffic(
             rows_out=[row[0] for row in host_out],
             rows_in=[row[0] for row in host_in],
-            slots_out=[sum(row[1:]) for row in host_out],
-            slots_in=[sum(row[1:]) for row in host_in],
+            slots_out=[sum(row[1:]) for row in host_out] if self._exact else [],
+            slots_in=[sum(row[1:]) for row in host_in] if self._exact else [],
             tokens_per_expert=[sum(column) for column in zip(*(row[1:] for row in host_in), strict=True)],
         )
 

@@ -1,0 +1,139 @@
+r"""Train a small mixture-of-experts language model on packed text, and see that the backend makes no difference.
+
+    python examples/train_packed_text.py                                  # alltoall, allgather and local, compared
+    python examples/train_packed_text.py --backend alltoall --ranks 2     # that one only
+    torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+        examples/train_packed_text.py --backend alltoall                  # several machines
+
+The data are the help texts that CPython ships, as bytes, packed without padding: in every step every rank has another
+number of tokens. `alltoall` and `allgather` share the experts out over ranks; `local` trains the same model on the same
+data in one process. Ends with 1 when the curves differ, the loss does not fall or an expert stays idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from moe_dispatch import DispatcherConfig, MoEDispatchError
+from packed_text.place import Place, alone, describe, joined
+from packed_text.ranks import RankFailed, Send, run_ranks
+from packed_text.training import Run, Task, train
+
+COMPARED = ("alltoall", "allgather", "local")
+SAMPLE_CONFIG = Path(__file__).with_name("config.yaml")
+PICTURE = Path("out") / "train_packed_text.png"
+
+OnStep = Callable[[int, float], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train what the arguments ask for; the exit status."""
+    try:
+        tasks = make_tasks(_parser().parse_args(arguments))
+        return train_and_report(tasks)
+    except (RankFailed, MoEDispatchError, ValueError) as error:
+        print(f"train_packed_text: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train_packed_text: interrupted, all ranks are ended.", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(
+        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", help="train with this backend only")
+    parser.add_argument("--ranks", type=_positive, help="processes (default: 4; under torchrun its WORLD_SIZE)")
+    parser.add_argument("--steps", type=_positive, default=48, help="training steps (default: %(default)s)")
+    parser.add_argument("--config", type=Path, default=SAMPLE_CONFIG, help="a DispatcherConfig, YAML or JSON")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
+    return number
+
+
+def make_tasks(options: argparse.Namespace) -> list[Task]:
+    """The trainings to do, "local" last.
+
+    Raises:
+        ValueError: what is asked for does not fit together.
+    """
+    world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+    if world is not None and options.ranks not in (None, world):
+        raise ValueError(f"--ranks must be torchrun's WORLD_SIZE ({world}), got {options.ranks}. Leave --ranks out.")
+    named = {} if options.backend is None else {"backend": options.backend}
+    config = DispatcherConfig.load(options.config, **named)
+    backends = COMPARED if config.backend_name == "auto" and not named else (config.backend,)
+    return [
+        Task(config=config.replace(backend=backend), steps=options.steps, packs=world or options.ranks or 4)
+        for backend in backends
+    ]
+
+
+def under_torchrun() -> bool:
+    """Whether this process is itself a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def train_and_report(tasks: list[Task]) -> int:
+    """Train, with a progress bar, then show table, checks and picture; 1 if a check failed."""
+    try:
+        # Only here: the processes that run_ranks starts import this file and need neither.
+        from rich.console import Console  # noqa: PLC0415
+
+        from packed_text import picture, report  # noqa: PLC0415
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing. Install it: pip install 'moe-dispatch[dev]'.") from error
+    console, started = Console(), time.perf_counter()
+    rank, ranks_here = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", tasks[0].packs))
+    if rank == 0:
+        console.print(f"{tasks[0].packs} ranks on {describe(ranks_here)}, {tasks[0].steps} steps", highlight=False)
+    with report.Bars(console, tasks, visible=rank == 0) as bars:
+        runs = train_all(tasks, bars.advance, rank=rank, ranks_here=ranks_here)
+    if rank:
+        return 0
+    checks = report.check_runs(runs)
+    console.print(report.runs_table(runs))
+    report.show_checks(console, checks)
+    picture.draw(runs, PICTURE)
+    console.print(f"{PICTURE}; {time.perf_counter() - started:.0f} s in all", highlight=False)
+    return int(any(check.passed is False for check in checks))
+
+
+def train_all(tasks: list[Task], on_step: OnStep, *, rank: int, ranks_here: int) -> list[Run]:
+    """Train on all ranks what needs them, then on rank 0 alone what does not. Ranks but 0 may return fewer runs."""
+    sharded = [task for task in tasks if task.config.backend_name != "local"]
+    runs: list[Run] = []
+    if sharded and under_torchrun():
+        with joined(local_rank=int(os.environ["LOCAL_RANK"]), ranks_here=ranks_here) as place:
+            runs = train_sharded(sharded, place, lambda message: on_step(*message))
+    elif sharded:
+        runs = run_ranks(partial(train_sharded, sharded), ranks_here, lambda message: on_step(*message))
+    if rank == 0:
+        runs += [train(task, alone(), partial(on_step, len(sharded))) for task in tasks[len(sharded) :]]
+    return runs
+
+
+def train_sharded(tasks: list[Task], place: Place, send: Send) -> list[Run]:
+    """One task after the other on this rank; sends (index, loss) after every step."""
+
+    def sender(index: int) -> Callable[[float], None]:
+        return lambda loss: send((index, loss))
+
+    return [train(task, place, sender(index)) for index, task in enumerate(tasks)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

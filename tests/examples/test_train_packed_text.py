@@ -1,0 +1,373 @@
+"""The main job: end to end with few steps, and each thing it claims, tested so that the claim could fail."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moe_dispatch.testing.ranks as threads
+import train_packed_text
+from moe_dispatch import DispatcherConfig
+from packed_text import picture
+from packed_text.documents import BEGIN, PARAGRAPH, batches, join, pack, read_sequences
+from packed_text.model import ByteLanguageModel
+from packed_text.place import Place, alone
+from packed_text.ranks import RankFailed, Send, run_ranks
+from packed_text.report import STEPS_TO_JUDGE, check_runs, largest_difference
+from packed_text.training import Run, Task, Trainer
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_packed_text.py"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+SMALL = DispatcherConfig(backend="local", num_experts=4, top_k=2, hidden_size=32, pad_multiple=8)
+
+
+def demo(*arguments: str, cwd: Path, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
+    """The script in a process group of its own, stderr with stdout."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(SCRIPT), *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What it wrote, once it has ended with 0."""
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def table_row(output: str, backend: str) -> list[float]:
+    """First and last loss, tokens/s, two kinds of MB, two kinds of padded rows."""
+    found = re.search(rf"^ *{backend} +([\d., ]+)$", output, re.MULTILINE)
+    assert found, output
+    return [float(number.replace(",", "")) for number in found[1].split()]
+
+
+@pytest.mark.slow
+def test_three_backends_are_trained_and_compared(tmp_path: Path) -> None:
+    output = finish(demo("--ranks", "2", "--steps", "4", cwd=tmp_path))
+    alltoall, allgather, local = (table_row(output, name) for name in train_packed_text.COMPARED)
+    assert alltoall[:2] == allgather[:2] == local[:2]
+    assert local[1] < local[0]
+    assert 0 < alltoall[3] < allgather[3]
+    assert local[3] == local[4] == 0 < alltoall[4] == allgather[4]
+    assert alltoall[5] == local[5] == 0 < allgather[5]
+    assert alltoall[6] == allgather[6] == local[6] > 0
+    assert output.count("has the losses of local") == 2
+    assert (tmp_path / train_packed_text.PICTURE).read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = finish(demo("--backend", "alltoall", "--steps", "2", cwd=tmp_path, launcher=launcher))
+    assert table_row(output, "alltoall")[3] > 0
+    assert output.count("no expert stays idle") == 1, "one rank reports"
+
+
+def test_backend_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train_packed_text.main(["--backend", "local", "--ranks", "1", "--steps", "1"]) == 0
+    output = capsys.readouterr().out
+    assert "local: no expert stays idle" in output
+    assert "alltoall" not in output
+
+
+def backends_of(*arguments: str) -> list[str]:
+    options = train_packed_text._parser().parse_args(arguments)
+    return [task.config.backend_name for task in train_packed_text.make_tasks(options)]
+
+
+def test_backend_comes_from_the_option_the_environment_or_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("num_experts: 4\ntop_k: 1\nhidden_size: 16\nbackend: {name: alltoall, reduction: exact}\n")
+    assert backends_of() == ["alltoall", "allgather", "local"]
+    assert backends_of("--config", str(file)) == ["alltoall"]
+    monkeypatch.setenv("MOE_DISPATCH_BACKEND", "allgather")
+    assert backends_of("--config", str(file)) == ["allgather"]
+    assert backends_of("--config", str(file), "--backend", "local") == ["local"]
+
+
+def test_options_of_the_named_backend_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("num_experts: 4\ntop_k: 1\nhidden_size: 16\nbackend: {name: alltoall, reduction: exact}\n")
+    (task,) = train_packed_text.make_tasks(train_packed_text._parser().parse_args(["--config", str(file)]))
+    assert task.config.backend == {"name": "alltoall", "reduction": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--backend", "altoall"], {}, "Unknown backend 'altoall'.*alltoall"),
+        (["--config", "missing.yaml"], {}, "missing.yaml"),
+        (["--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, r"--ranks must be torchrun's WORLD_SIZE \(2\), got 3"),
+    ],
+)
+def test_wrong_requests_are_refused(
+    arguments: list[str],
+    environment: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert train_packed_text.main(arguments) == 1
+    assert re.search(message, capsys.readouterr().err, re.DOTALL)
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert train_packed_text.main(["--backend", "local"]) == 1
+    assert re.search(r"rich.* is missing.*pip install 'moe-dispatch\[dev\]'", capsys.readouterr().err)
+
+
+def test_documents_are_cut_after_paragraphs_and_nothing_is_lost() -> None:
+    sequences = read_sequences(1280)
+    lengths = [len(sequence) - 1 for sequence in sequences]
+    assert max(lengths) <= 1280
+    assert min(lengths) < 300
+    assert sum(sequence[0] == BEGIN for sequence in sequences) >= len(topics)
+    whole = b"".join(bytes(sequence[1:]) for sequence in sequences)
+    assert whole == b"".join(topics[name].encode() for name in sorted(topics))
+    for before, after in itertools.pairwise(sequences):
+        assert after[0] in (BEGIN, before[-1])
+        if after[0] != BEGIN and len(before) - 1 < 1280:
+            assert bytes(before[1:]).endswith(PARAGRAPH)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_packs_of_a_batch_differ_in_length_and_are_the_same_for_all(ranks: int) -> None:
+    def first(count: int) -> list[list[Any]]:
+        data = batches(ranks=ranks, bytes_per_rank=300, max_length=512, seed=5)
+        return list(itertools.islice(data, count))
+
+    for mine, theirs in zip(first(40), first(40), strict=True):
+        assert len({len(part) for part in mine}) == ranks
+        assert min(map(len, mine)) >= 300
+        assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_union_of_packs_keeps_their_sequences() -> None:
+    union = join([pack([(BEGIN, 1, 2)]), pack([(BEGIN, 3), (3, 4, 5, 6)])])
+    assert union.inputs.tolist() == [BEGIN, 1, BEGIN, 3, 4, 5]
+    assert union.targets.tolist() == [1, 2, 3, 4, 5, 6]
+    assert union.cu_seqlens.tolist() == [0, 2, 3, 6]
+
+
+def test_sequences_of_a_pack_do_not_see_each_other() -> None:
+    torch.manual_seed(0)
+    model = ByteLanguageModel(SMALL, alone())
+    first, second = pack([(BEGIN, *range(40))]), pack([(BEGIN, *range(90, 117))])
+    both = join([first, second])
+    apart = [model(part.inputs, part.cu_seqlens)[0] for part in (first, second)]
+    torch.testing.assert_close(model(both.inputs, both.cu_seqlens)[0], torch.cat(apart), rtol=1e-4, atol=1e-5)
+
+
+def gradients_after(trainer: Trainer, part: Any, num_tokens: int) -> dict[str, torch.Tensor]:
+    _, objective, _ = trainer.losses(part, num_tokens)
+    objective.backward()
+    trainer.sum_replicated_gradients()
+    return {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_gradients_of_two_ranks_are_those_of_the_union(backend: str) -> None:
+    """A large balance, so that an error in its sum over ranks shows."""
+    task = Task(config=SMALL, steps=1, packs=2, balance=1.0)
+    packs = next(batches(ranks=2, bytes_per_rank=64, max_length=256, seed=3))
+    num_tokens = sum(map(len, packs))
+    reference = Trainer(task, alone())
+    expected = gradients_after(reference, join(packs), num_tokens)
+
+    def body(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        place = Place(device=torch.device("cpu"), group=group)
+        trainer = Trainer(replace(task, config=SMALL.replace(backend=backend)), place)
+        load(trainer.model, reference.model, place)
+        return gradients_after(trainer, packs[place.rank], num_tokens)
+
+    found = threads.run_ranks(body, 2, timeout=threads.TIMEOUT * 6)
+    assert expected.keys() == found[0].keys() == found[1].keys()
+    for name, gradient in expected.items():
+        parts = [ranks_gradients[name] for ranks_gradients in found]
+        whole = torch.cat(parts) if parts[0].shape != gradient.shape else parts[0]
+        torch.testing.assert_close(whole, gradient, rtol=1e-4, atol=1e-6, msg=f"gradient of {name}")
+
+
+def load(model: ByteLanguageModel, whole: ByteLanguageModel, place: Place) -> None:
+    """Weights of a model that holds all experts; threads share one random generator, so seeds do not do here."""
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = values[name]
+            parameter.copy_(value if value.shape == parameter.shape else value.chunk(place.size)[place.rank])
+
+
+def run_like(backend: str, losses: list[float], tokens: list[list[list[int]]] | None = None) -> Run:
+    return Run(
+        backend=backend,
+        ranks=2,
+        losses=losses,
+        tokens_per_expert=tokens or [[[3, 5], [4, 4]]] * len(losses),
+        bytes_per_step={"model": 1e6, "training": 1e5},
+        rows_padded={"rank": 0, "expert": 4},
+        tokens_per_second=1000.0,
+    )
+
+
+FALLING = [5.0 - 0.1 * step for step in range(STEPS_TO_JUDGE)]
+
+
+def failed_claims(*runs: Run) -> list[str]:
+    return [check.claim for check in check_runs(runs) if check.passed is False]
+
+
+def test_checks_pass_where_all_is_well() -> None:
+    assert failed_claims(run_like("alltoall", FALLING), run_like("local", FALLING)) == []
+
+
+@pytest.mark.parametrize("factor", [1 + 2e-4, float("nan")])
+def test_check_sees_one_step_of_another_curve(factor: float) -> None:
+    other = [*FALLING[:7], FALLING[7] * factor, *FALLING[8:]]
+    assert failed_claims(run_like("alltoall", other), run_like("local", FALLING)) == [
+        "alltoall on 2 ranks has the losses of local"
+    ]
+
+
+def test_difference_is_relative() -> None:
+    assert largest_difference(run_like("a", [2.0, 4.0]), run_like("b", [2.0, 5.0])) == pytest.approx(0.2)
+
+
+def test_check_sees_a_loss_that_does_not_fall() -> None:
+    flat = [5.0 - 0.04 * step for step in range(STEPS_TO_JUDGE)]
+    assert failed_claims(run_like("local", flat)) == ["local: the loss falls by at least 30%"]
+
+
+def test_few_steps_are_not_judged() -> None:
+    passed = [check.passed for check in check_runs([run_like("local", [5.0, 4.9])])]
+    assert passed == [None, True]
+
+
+def test_check_sees_an_expert_that_falls_idle() -> None:
+    tokens = [[[3, 5], [4, 4]]] * (STEPS_TO_JUDGE // 2) + [[[3, 5], [8, 0]]] * (STEPS_TO_JUDGE // 2)
+    assert failed_claims(run_like("local", FALLING, tokens)) == ["local: no expert stays idle"]
+
+
+def test_failed_check_is_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flat = run_like("local", [5.0] * STEPS_TO_JUDGE)
+    monkeypatch.setattr(train_packed_text, "train_all", lambda *arguments, **more: [flat])
+    assert train_packed_text.main(["--backend", "local"]) == 1
+    assert "failed local: the loss falls" in capsys.readouterr().out
+
+
+def test_picture_of_any_number_of_runs(tmp_path: Path) -> None:
+    runs = [run_like(name, FALLING) for name in train_packed_text.COMPARED]
+    for count in (1, 3):
+        path = tmp_path / "new" / f"{count}.png"
+        picture.draw(runs[:count], path)
+        assert path.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def raising_rank(place: Place, send: Send) -> None:
+    if place.rank == 1:
+        raise ArithmeticError("planted on rank 1")
+    place.sum(torch.ones(1))
+
+
+def dying_rank(place: Place, send: Send) -> None:
+    if place.rank == 1:
+        os._exit(7)
+    place.sum(torch.ones(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (raising_rank, r"\Arank 1 of 2: Traceback[^\0]*ArithmeticError: planted on rank 1\s*\Z"),
+        (dying_rank, r"\Arank 1 of 2 ended without an error of its own, exit code 7.\Z"),
+    ],
+)
+def test_rank_that_fails_is_told_once_and_takes_the_others_along(
+    body: Callable[[Place, Send], None], message: str
+) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(body, 2, on_message=lambda message: None)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.fixture
+def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The script in the middle of its work: its ranks are there."""
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("processes are counted in /proc")
+    process = demo("--ranks", "2", "--steps", "1000", "--backend", "alltoall", cwd=tmp_path)
+    try:
+        wait_for(lambda: len(members(process.pid)) >= 3 or process.poll() is not None)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def members(group: int) -> list[int]:
+    """Processes of a process group, zombies left out."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group_id = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(group_id) == group and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_interrupt_ends_all_ranks(running_demo: subprocess.Popen[str]) -> None:
+    """Ctrl-C reaches every process of the terminal's group."""
+    os.killpg(running_demo.pid, signal.SIGINT)
+    output, _ = running_demo.communicate(timeout=60)
+    assert running_demo.returncode == 130, output
+    assert "interrupted, all ranks are ended" in output
+    assert "Traceback" not in output
+    wait_for(lambda: not members(running_demo.pid))
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_killed_parent(running_demo: subprocess.Popen[str]) -> None:
+    running_demo.kill()
+    wait_for(lambda: not members(running_demo.pid))
