@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, final
@@ -51,7 +52,7 @@ def run_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
         for rank, (_, writer) in enumerate(pipes)
     ]
     try:
-        with _interrupts_ignored():
+        with _interrupts_deferred():
             for process, (_, writer) in zip(processes, pipes, strict=True):
                 process.start()
                 writer.close()  # so that the end of the process is the end of the pipe
@@ -61,13 +62,23 @@ def run_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Processes started inside ignore Ctrl-C from their first instruction on: it reaches all, only this one acts."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C reaches every process of a terminal, but only this one shall act: those started inside never see it.
+
+    They inherit the mask. Here an interrupt, which another thread may take in spite of it, waits for the end of block:
+    a start that is broken off leaves a process that nobody knows.
+    """
+    resource_tracker.ensure_running()  # its start would lift the mask (Python 3.11)
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    for number in received:
+        signal.raise_signal(number)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
