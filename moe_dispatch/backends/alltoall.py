@@ -45,7 +45,7 @@ class AllToAllOptions(BackendOptions):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Host counts of one dispatch: rows to and from each rank, for an exact reduction slots too, rows per local expert."""
+    """Host counts of one dispatch: rows to and from each rank, slots too where exact, rows per local expert."""
 
     rows_out: list[int]
     rows_in: list[int]
