@@ -112,8 +112,7 @@ class Dispatcher(nn.Module):
             LayoutError, InputError: what is given does not fit; PeerError: nor did it on another rank.
 
         Cost: nothing, or where the backend needs equal rows under ``row_counts`` "agree" or "check", one all-reduce of
-            three
-        integers on the control group and one host sync.
+        three integers on the control group and one host sync.
         """
         channel = self._lease.channel
         try:
@@ -287,11 +286,11 @@ class Dispatcher(nn.Module):
             )
         home: Home = state.home
         x_TD = home.layout.flatten(x)
-        if tuple(x_TD.shape) != (home.num_rows, self.config.hidden_size):
+        expected = (home.num_rows, self.config.hidden_size)
+        if x_TD.shape != expected or x.dtype not in ROW_DTYPES or x.device != again.rows.device:
             raise InputError(
-                f"Dispatcher.dispatch: again=sent was made with {home.num_rows} tokens of {self.config.hidden_size}, "
-                f"got "
-                f"{tuple(x_TD.shape)}. Pass a tensor of the same rows."
+                f"Dispatcher.dispatch: again=sent was made with floating {expected} on {again.rows.device}, got "
+                f"{x.dtype} {tuple(x_TD.shape)} on {x.device}. Pass a tensor of the same rows."
             )
         if home.real_rows is not None:
             x_TD = take_rows(x_TD, home.real_rows)
@@ -373,9 +372,8 @@ class Dispatcher(nn.Module):
 def _check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:
     if plan.owner != channel.name:
         raise StateError(
-            f"Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
-            f"{plan.owner} "
-            f"on {channel.name}. Make it with this dispatcher's plan()."
+            "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
+            f"{plan.owner} on {channel.name}. Make it with this dispatcher's plan()."
         )
     if plan.num_rows not in (None, num_rows):
         raise LayoutError(

@@ -133,8 +133,8 @@ def _exchange(channel: Channel, count: int, code: int) -> int:
     largest, smallest = high // size, -(low // size)
     if channel.row_counts == "check" and largest != smallest and not code:
         raise InputError(
-            f'Dispatcher.plan: row_counts="check" wants equal rows on all ranks, got {largest} on rank {high % size} '
-            f"and "
-            f'{smallest} on rank {low % size}. Pad them alike, or use row_counts="agree".'
+            'Dispatcher.plan: row_counts="check" wants equal rows on all ranks, got '
+            f"{largest} on rank {high % size} and {smallest} on rank {low % size}. "
+            'Pad them alike, or use row_counts="agree".'
         )
     return largest

@@ -136,7 +136,12 @@ CALLS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "again with other tokens": (
         lambda d: d.dispatch(_x(5), again=d.dispatch(_x(), routing(6))),
         InputError,
-        ("again=sent was made with 6 tokens of 16, got (5, 16)",),
+        ("again=sent was made with floating (6, 16) on cpu", "got torch.float32 (5, 16)"),
+    ),
+    "again with integers": (
+        lambda d: d.dispatch(_x().long(), again=d.dispatch(_x(), routing(6))),
+        InputError,
+        ("again=sent was made with floating (6, 16)", "got torch.int64 (6, 16)"),
     ),
     "again with routing": (
         lambda d: d.dispatch(_x(), routing(6), again=d.dispatch(_x(), routing(6))),
