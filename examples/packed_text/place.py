@@ -117,5 +117,8 @@ def joined(*, local_rank: int, ranks_here: int, **rendezvous: Any) -> Iterator[P
     try:
         control = dist.new_group(backend="gloo", timeout=TIMEOUT) if gpu else None
         yield Place(device=device, group=dist.group.WORLD, control=control)
+        # In torch 2.13 a TorchDispatchMode, which counts collectives, leaks references to the group, so that its
+        # threads outlive it. One that still holds a tensor when the interpreter ends aborts the process: let it finish.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
