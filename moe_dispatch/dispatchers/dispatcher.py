@@ -357,12 +357,17 @@ class Dispatcher(nn.Module):
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> None:
         """Send random rows through identity experts: x times the weight sum must come back, and so its gradient.
 
+        Args:
+            device: where the rows are; by default the config's device, else the CPU, or what the group can carry.
+            dtype: of the rows.
+
         Raises:
             StateError: it does not on some rank; on every rank alike, with the difference.
 
         Cost: collective; one dispatch and combine of about 32 rows a rank, forward and backward. They count in metrics.
         """
-        run_self_test(self, torch.device(device or self.config.device or "cpu"), dtype)
+        preferred = torch.device(device or self.config.device or "cpu")
+        run_self_test(self, device_of(self._lease.channel.communicator.group, preferred), dtype)
 
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""
