@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from moe_dispatch import DispatcherConfig, MoEDispatchError
+from packed_text.model import ModelShape
 from packed_text.place import Place, alone, describe, joined
 from packed_text.ranks import RankFailed, Send, run_ranks
 from packed_text.training import Run, Task, train
@@ -75,6 +76,11 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
         raise ValueError(f"--ranks must be torchrun's WORLD_SIZE ({world}), got {options.ranks}. Leave --ranks out.")
     named = {} if options.backend is None else {"backend": options.backend}
     config = DispatcherConfig.load(options.config, **named)
+    if config.hidden_size % (multiple := ModelShape().hidden_multiple):
+        raise ValueError(
+            f"hidden_size must be a multiple of {multiple}, got {config.hidden_size}. Attention has "
+            f"{ModelShape().num_heads} heads of an even width."
+        )
     backends = COMPARED if config.backend_name == "auto" and not named else (config.backend,)
     return [
         Task(config=config.replace(backend=backend), steps=options.steps, packs=world or options.ranks or 4)

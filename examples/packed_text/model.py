@@ -32,6 +32,11 @@ class ModelShape:
     num_heads: int = 4
     expert_hidden: int = 256
 
+    @property
+    def hidden_multiple(self) -> int:
+        """Every head has an even number of columns: rotary positions turn pairs of them."""
+        return 2 * self.num_heads
+
 
 class SwiGLUExperts(Dispatcher):
     """This rank's experts, and the way to the others': calling it is the whole layer.

@@ -124,6 +124,7 @@ def test_options_of_the_named_backend_are_kept(tmp_path: Path) -> None:
     [
         (["--backend", "altoall"], {}, "Unknown backend 'altoall'.*alltoall"),
         (["--config", "missing.yaml"], {}, "missing.yaml"),
+        ([], {"MOE_DISPATCH_HIDDEN_SIZE": "30"}, "hidden_size must be a multiple of 8, got 30"),
         (["--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, r"--ranks must be torchrun's WORLD_SIZE \(2\), got 3"),
     ],
 )
