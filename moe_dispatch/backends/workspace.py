@@ -19,33 +19,33 @@ class Workspace:
 
     Fresh memory of tens of megabytes costs more than the copy that fills it (the kernel clears every page), so send and
     receive buffers are kept. On a GPU the caching allocator does the same job with stream safety, so there every buffer
-    is fresh. Buffers are taken per use, never per call site: two calls in flight get two buffers.
+    is fresh. Buffers are taken per use, never per call site: two calls in flight get two buffers. What is kept is bare
+    storage, because a tensor made under ``torch.inference_mode`` could not be written in training.
     """
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self._free: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """uint8 (nbytes,), contents undefined. Pass it, or any view's base, to ``give`` when done."""
+        """uint8 (nbytes,), contents undefined. Pass it, or any view of it, to ``give`` when done."""
         if device.type != "cpu" or nbytes < _WORTH_KEEPING:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         with self._lock:
-            fitting = [i for i, b in enumerate(self._free) if b.numel() >= nbytes]
+            sizes = {i: storage.nbytes() for i, storage in enumerate(self._free)}
+            fitting = [i for i, size in sizes.items() if size >= nbytes]
             if fitting:
-                best = min(fitting, key=lambda i: self._free[i].numel())
-                return self._free.pop(best)[:nbytes]
-            if self._free:  # the largest is too small: replace it rather than keep both
-                self._free.pop(max(range(len(self._free)), key=lambda i: self._free[i].numel()))
+                return _bytes_of(self._free.pop(min(fitting, key=sizes.__getitem__)), nbytes)
+            if sizes:  # the largest is too small: replace it rather than keep both
+                self._free.pop(max(sizes, key=sizes.__getitem__))
         # An eighth of slack, so that slowly changing sizes do not allocate every time.
-        return torch.empty(nbytes + nbytes // 8, dtype=torch.uint8)[:nbytes]
+        return _bytes_of(torch.UntypedStorage(nbytes + nbytes // 8, device="cpu"), nbytes)
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer from ``take``; its contents may change from now on."""
         if buffer.device.type == "cpu" and buffer.numel() >= _WORTH_KEEPING:
-            base = buffer if buffer._base is None else buffer._base
             with self._lock:
-                self._free.append(base)
+                self._free.append(buffer.untyped_storage())
 
     @contextmanager
     def lease(self, nbytes: int, device: torch.device) -> Iterator[Tensor]:
@@ -60,3 +60,7 @@ class Workspace:
         """Drop all free buffers."""
         with self._lock:
             self._free.clear()
+
+
+def _bytes_of(storage: torch.UntypedStorage, nbytes: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))

@@ -57,8 +57,9 @@ class Meter:
         """Count one dispatch. No sync."""
         device = arrived.rows.device
         if device not in self._tokens:
-            zeros = torch.zeros(self._num_local_experts, dtype=torch.int64, device=device)
-            self._tokens[device] = zeros, zeros.clone()
+            with torch.inference_mode(False):  # counters made in an evaluation are written in training too
+                zeros = torch.zeros(self._num_local_experts, dtype=torch.int64, device=device)
+                self._tokens[device] = zeros, zeros.clone()
         real, padded_tokens = self._tokens[device]
         real.add_(arrived.real_tokens_per_expert)
         padded_tokens.add_(arrived.tokens_per_expert)

@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_dispatch.backends.base import Backend, Constraints, MoEShape, Rejected, Usable
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError, MoEDispatchError
 from moe_dispatch.types import Routing
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -35,7 +35,7 @@ def probe_backend(name: str) -> Usable | Rejected:
     """Whether a known backend can run here; one that does not even import is rejected with what it raised."""
     try:
         return load_backend(name).probe()
-    except BackendUnavailableError as error:
+    except MoEDispatchError as error:
         return Rejected(str(error).rstrip("."))
 
 

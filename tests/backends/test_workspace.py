@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends.workspace import Workspace
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def test_growing_sizes_do_not_pile_up_buffers() -> None:
         with space.lease(megabytes * MEGABYTE, CPU):
             pass
     assert len(space._free) == 1
-    assert space._free[0].numel() < 50 * MEGABYTE
+    assert space._free[0].nbytes() < 50 * MEGABYTE
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 3), (4, 2)])
@@ -58,7 +59,7 @@ def test_the_largest_is_replaced_where_none_of_several_fits(sizes: tuple[int, in
         space.give(buffer)
     with space.lease(9 * MEGABYTE, CPU) as buffer:
         assert buffer.numel() == 9 * MEGABYTE
-    assert sorted(free.numel() // MEGABYTE for free in space._free) == [min(sizes), 10]
+    assert sorted(free.nbytes() // MEGABYTE for free in space._free) == [min(sizes), 10]
 
 
 def test_small_buffers_are_left_to_the_allocator() -> None:
@@ -100,3 +101,23 @@ def test_threads_never_share_a_buffer() -> None:
     for thread in threads:
         thread.join()
     assert not clashes
+
+
+def test_evaluation_and_training_share_buffers() -> None:
+    """Under inference_mode views know no base, and tensors made there cannot be written elsewhere."""
+    config = DispatcherConfig(backend="alltoall", num_experts=4, top_k=2, hidden_size=256)
+    dispatcher = build_dispatcher(config)
+    ids = torch.tensor([[0, 1], [2, 3]]).repeat(1024, 1)
+
+    def layer(rows: int) -> torch.Tensor:
+        x = torch.ones(rows, 256, requires_grad=not torch.is_inference_mode_enabled())
+        sent = dispatcher.dispatch(x, Routing(ids[:rows], torch.ones(rows, 2)))
+        return dispatcher.combine(sent.rows, sent)
+
+    for rows in (2048, 1500):
+        with torch.inference_mode():
+            assert torch.equal(layer(rows), torch.full((rows, 256), 2.0))
+        y = layer(rows)
+        y.sum().backward()
+        assert torch.equal(y, torch.full((rows, 256), 2.0))
+    dispatcher.close()
