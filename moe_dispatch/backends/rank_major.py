@@ -112,9 +112,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:
         refuse_double_backward("dispatch")
-        values = grad_weights_R if ctx.needs_input_grad[1] else None
         with profiler_range("dispatch.backward"):
-            grad_TD, grad_TK = ctx.route.collect(grad_rows_RD, None, values, label="dispatch.backward")
+            # Always with the gradient of the weights: what travels must not depend on what one rank needs.
+            grad_TD, grad_TK = ctx.route.collect(grad_rows_RD, None, grad_weights_R, label="dispatch.backward")
         return grad_TD, grad_TK, None, None
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import Dispatched, Dispatcher, Routing, Rows, build_dispatcher
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch.testing.ranks import run_ranks
 from tests.dispatchers.layer import (
     HIDDEN,
     Group,
@@ -247,3 +250,21 @@ def test_results_in_inference_mode(backend: str, size: int) -> None:
         torch.testing.assert_close(y, x * way.topk_weights.sum(1, keepdim=True))
 
     on_ranks(body, size)
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_weights_that_need_a_gradient_on_one_rank_only(backend: str) -> None:
+    """What the backward of dispatch sends has the same form on every rank."""
+
+    def body(group: Any) -> torch.Tensor:
+        config = DispatcherConfig(backend=backend, num_experts=4, top_k=2, hidden_size=16)
+        dispatcher = build_dispatcher(config, group)
+        x = torch.ones(3, 16, requires_grad=True)
+        weights = torch.ones(3, 2, requires_grad=group.rank() == 0)
+        sent = dispatcher.dispatch(x, Routing(torch.tensor([[0, 3]]).repeat(3, 1), weights))
+        dispatcher.combine(sent.rows, sent).sum().backward()
+        assert x.grad is not None and (weights.grad is None) == (group.rank() == 1)
+        return x.grad
+
+    for grad in run_ranks(body, 2):
+        assert torch.equal(grad, torch.full((3, 16), 2.0))
