@@ -172,7 +172,8 @@ class Backend(ABC):
         Args:
             rows_TD: (Tp, D), as many rows as the constraints ask for.
             ids_TK: int64 (Tp, K), global expert ids, no expert twice in a row, -1 for none.
-            weights_TK: float32 or float64 (Tp, K), 0 or anything where the id is -1.
+            weights_TK: float32 or float64 (Tp, K), 0 or anything where the id is -1. Wherever gradients are recorded
+                they require grad, so that the backward of dispatch runs on every rank alike.
             sizes: what the ranks agreed on.
         """
 

@@ -2,8 +2,7 @@
 
 Such a backend only knows a ``Route``: how rows travel from home to the ranks that need them, and how sums travel back.
 Spreading rows over experts, weighting, padding and the whole of autograd are done here, once. The two verbs are each
-other's
-backward: the gradient of dispatch is collected like a combine, the gradient of combine is spread like a dispatch.
+other's backward: the gradient of dispatch is collected like a combine, the gradient of combine is spread like a dispatch.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ class Route(ABC):
         return None if self.wire_dtype is None else "bfloat16"
 
 
-_ANCHOR = torch.empty(0, requires_grad=True)
-
 Received = AbstractContextManager[tuple[Tensor, Tensor]]
 
 
@@ -67,7 +64,7 @@ def arrive(
     """
     rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, route, received)  # type: ignore[no-untyped-call]
     padded = counts if pad_multiple == 1 else [round_up(count, pad_multiple) for count in counts]
-    real_L = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+    real_L = torch.tensor(counts, dtype=torch.int64, device="cpu").to(rows_RD.device, non_blocking=True)
     padded_L = real_L if pad_multiple == 1 else (real_L + (-real_L % pad_multiple))
     return Arrived(
         rows=rows_RD,
@@ -87,7 +84,7 @@ def send_again(rows_TD: Tensor, route: Route) -> Tensor:
 
 def bring_home(rows_RD: Tensor, weights_R: Tensor, route: Route, *, weighted: bool) -> Tensor:
     """(R, D) expert rows -> (T, D), summed over slots; differentiable in rows and weights."""
-    result: Tensor = _Combine.apply(rows_RD, weights_R, _ANCHOR, route, weighted)  # type: ignore[no-untyped-call]
+    result: Tensor = _Combine.apply(rows_RD, weights_R, route, weighted)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -134,14 +131,10 @@ class _DispatchAgain(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Its inputs tie it into autograd on every rank alike, because a rank that skips a backward hangs its peers.
-
-    ``anchor`` requires grad, so there is a backward here even where no expert saw a row and the result is detached;
-    ``weights_R`` leads on to the backward of dispatch.
-    """
+    """``weights_R`` leads on to the backward of dispatch even where no expert saw a row and the result is detached."""
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, anchor: Tensor, route: Route, weighted: bool) -> Tensor:
+    def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, route: Route, weighted: bool) -> Tensor:
         ctx.route, ctx.weighted, ctx.dtype = route, weighted, rows_RD.dtype
         wants_dots = weighted and ctx.needs_input_grad[1]
         ctx.save_for_backward(weights_R, rows_RD if wants_dots else None)
@@ -158,7 +151,7 @@ class _Combine(torch.autograd.Function):
         ):
             weights = weights_R if ctx.weighted else None
             grad_RD, grad_R = expand_weighted(grad_SD, route.index, weights, rows_RD, ctx.dtype)
-        return grad_RD, grad_R, None, None, None
+        return grad_RD, grad_R, None, None
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:

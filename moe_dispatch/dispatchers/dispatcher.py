@@ -25,7 +25,7 @@ from moe_dispatch.dispatchers.planning import (
     settle_plan,
 )
 from moe_dispatch.dispatchers.requirements import ROW_DTYPES, check_tensors, check_values
-from moe_dispatch.dispatchers.rows import Home, merge_duplicates, pad_rows, take_rows, tie
+from moe_dispatch.dispatchers.rows import Home, anchor, merge_duplicates, pad_rows, take_rows, tie
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import InputError, LayoutError, StateError, reason_code
 from moe_dispatch.layouts import BSHD, Layout, Rows
@@ -236,7 +236,7 @@ class Dispatcher(nn.Module):
         self, channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan, *, async_op: bool
     ) -> Dispatched | InFlight:
         layout, num_rows = plan.layout, x_TD.shape[0]
-        ids_TK, weights_TK = routing.topk_ids, routing.topk_weights.to(accumulation_dtype(x.dtype))
+        ids_TK, weights_TK = routing.topk_ids, anchor(routing.topk_weights.to(accumulation_dtype(x.dtype)))
         real_rows = plan.real_rows
         if plan.num_rows is None and layout.on_host:
             real_rows = layout.real_rows(num_rows)
@@ -294,7 +294,7 @@ class Dispatcher(nn.Module):
             )
         if home.real_rows is not None:
             x_TD = take_rows(x_TD, home.real_rows)
-        x_TD = pad_rows(x_TD, home.padded, 0)
+        x_TD = anchor(pad_rows(x_TD, home.padded, 0))
         rows = self._lease.channel.backend.dispatch_again(x_TD, state.backend)
         return Dispatched(
             rows=rows,
@@ -346,7 +346,7 @@ class Dispatcher(nn.Module):
                     f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
                 )
             y_TD = self._lease.channel.backend.combine(
-                rows, sent.weights, state.backend, weighted=self.config.weights == "combine"
+                rows, anchor(sent.weights), state.backend, weighted=self.config.weights == "combine"
             )
             return state.home.restore(y_TD)
 

@@ -72,13 +72,25 @@ def put_rows(rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
     return result
 
 
-def tie(weights_R: Tensor, rows_RD: Tensor) -> Tensor:
-    """``weights_R``, behind which autograd also reaches where ``rows_RD`` came from, with no gradient for them.
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+
+
+def anchor(tensor: Tensor) -> Tensor:
+    """``tensor``, requiring grad wherever gradients are recorded.
+
+    Which of x, the weights and the experts require grad may differ between ranks. What goes through a verb always does,
+    so that every rank takes part in every backward: one that skipped it would leave its peers waiting.
+    """
+    return tensor if tensor.requires_grad or not torch.is_grad_enabled() else tie(tensor, _ANCHOR)
+
+
+def tie(tensor: Tensor, other: Tensor) -> Tensor:
+    """``tensor``, behind which autograd also reaches where ``other`` came from, with no gradient for it.
 
     Rows sent again come back by the weights of the first dispatch; untied, a rank whose experts detach would skip the
-    backward of the second, and its peers would wait in it.
+    backward of the second.
     """
-    result: Tensor = _Tie.apply(weights_R, rows_RD)  # type: ignore[no-untyped-call]
+    result: Tensor = _Tie.apply(tensor, other)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -112,8 +124,8 @@ class _Put(torch.autograd.Function):
 
 class _Tie(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights_R: Tensor, rows_RD: Tensor) -> Tensor:
-        return weights_R.view_as(weights_R)
+    def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -192,12 +192,14 @@ def weights_of_empty_slots_read(patch: Patch) -> None:
 
 
 def idle_rank_leaves_the_backward(patch: Patch) -> None:
-    def without_anchor(rows_RD: Tensor, weights_R: Tensor, route: Any, *, weighted: bool) -> Tensor:
-        inputs = (rows_RD, weights_R, torch.empty(0), route, weighted)
-        result: Tensor = rank_major._Combine.apply(*inputs)  # type: ignore[no-untyped-call]
-        return result
+    def untied(rows_RD: Tensor, weights_R: Tensor, route: Any, *, weighted: bool) -> Tensor:
+        return rank_major.bring_home(rows_RD, weights_R.detach(), route, weighted=weighted)
 
-    patch.setattr(alltoall, "bring_home", without_anchor)
+    patch.setattr(alltoall, "bring_home", untied)
+
+
+def verbs_without_anchor(patch: Patch) -> None:
+    patch.setattr(dispatcher, "anchor", lambda tensor: tensor)
 
 
 def float32_sums_for_float64_rows(patch: Patch) -> None:
@@ -235,7 +237,8 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str, str]] = [
     (rows_that_are_no_tokens_sent, "alltoall", "balanced"),
     (rows_that_are_no_tokens_not_zeroed, "alltoall", "balanced"),
     (weights_of_empty_slots_read, "alltoall", "partly_nowhere"),
-    (idle_rank_leaves_the_backward, "alltoall", "experts_only"),
+    (idle_rank_leaves_the_backward, "alltoall", "idle_ranks_detached"),
+    (verbs_without_anchor, "alltoall", "experts_only"),
     (float32_sums_for_float64_rows, "local", "float64"),
 ]
 

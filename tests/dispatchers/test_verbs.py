@@ -269,3 +269,38 @@ def test_weights_that_need_a_gradient_on_one_rank_only(backend: str) -> None:
 
     for grad in run_ranks(body, 2):
         assert torch.equal(grad, torch.full((3, 16), 2.0))
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+@pytest.mark.parametrize("again", [False, True])
+def test_inputs_that_need_gradients_on_one_rank_only(backend: str, again: bool) -> None:
+    """Every rank takes part in the backward of every verb, whatever requires grad there."""
+
+    def body(group: Any) -> Tensor | None:
+        dispatcher = build_dispatcher(small_config(backend), group)
+        x = random_rows(ROWS).requires_grad_(group.rank() == 0)
+        sent = dispatcher.dispatch(x.detach() if again else x, random_routing(ROWS))
+        if again:
+            sent = dispatcher.dispatch(x, again=sent)
+        outputs = sent.rows if group.rank() == 0 else sent.rows.detach()
+        y = dispatcher.combine(outputs, sent)
+        y.sum().backward()
+        return x.grad
+
+    first, second = run_ranks(body, 2)
+    assert second is None
+    assert first is not None and bool(first.any())
+
+
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_rows_dispatched_without_gradients_combine_with_them(backend: str, size: int) -> None:
+    def body(group: Group) -> None:
+        dispatcher, mine = build_dispatcher(small_config(backend), group), local_part(expert_weights(), group)
+        with torch.no_grad():
+            sent = dispatcher.dispatch(random_rows(ROWS), random_routing(ROWS))
+        # Only the first rank's experts learn; the others take part in the backward of its combine.
+        outputs = apply_experts(sent, mine if _rank(group) == 0 else mine.detach())
+        dispatcher.combine(outputs, sent).sum().backward()
+        assert (mine.grad is not None) == (_rank(group) == 0)
+
+    on_ranks(body, size)

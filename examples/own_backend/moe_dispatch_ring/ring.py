@@ -52,11 +52,10 @@ def gather_both(rows_TD: Tensor, weights_TK: Tensor, communicator: Communicator)
 def sum_at_home(sums_PTD: Tensor, weights_R: Tensor, communicator: Communicator) -> Tensor:
     """``scatter_sum``, differentiable.
 
-    Every rank takes part in its backward, also one whose experts saw no row: the anchor always requires grad. From
-    there ``weights_R`` leads on to the backward of the dispatch.
+    Every rank takes part in its backward, also one whose experts saw no row: ``weights_R`` always requires grad. It
+    leads on to the backward of the dispatch.
     """
-    anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-    home_TD: Tensor = _ScatterSum.apply(sums_PTD, weights_R, anchor, communicator)  # type: ignore[no-untyped-call]
+    home_TD: Tensor = _ScatterSum.apply(sums_PTD, weights_R, communicator)  # type: ignore[no-untyped-call]
     return home_TD
 
 
@@ -75,11 +74,11 @@ class _Gather(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sums_PTD: Tensor, weights_R: Tensor, anchor: Tensor, communicator: Communicator) -> Tensor:
+    def forward(ctx: Any, sums_PTD: Tensor, weights_R: Tensor, communicator: Communicator) -> Tensor:
         ctx.communicator, ctx.num_weights = communicator, len(weights_R)
         return scatter_sum(sums_PTD, communicator, "combine")
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
         none = grad_TD.new_zeros(ctx.num_weights)
-        return gather(grad_TD, ctx.communicator, "combine.backward"), none, None, None
+        return gather(grad_TD, ctx.communicator, "combine.backward"), none, None
