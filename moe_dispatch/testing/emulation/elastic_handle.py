@@ -1,0 +1,111 @@
+"""``deep_ep.EPHandle`` of v2: what a dispatch leaves for its repetition, its combine and its caller."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.testing.emulation.memory import take
+
+
+@final
+class EPHandle:
+    """The attributes of the release (deep_ep/buffers/elastic.py:25-95 of v2), all tensors int32 but ``topk_idx``.
+
+    ``psum_num_recv_tokens_per_scaleup_rank`` (P,): rows received from ranks up to i.
+    ``psum_num_recv_tokens_per_expert`` (L,): compact, the inclusive sum of aligned counts; expanded, where the
+    real rows of each expert end.
+    ``recv_src_metadata`` (R, 2 + K): source rank times ``num_max_tokens_per_rank`` plus token; source rank times K plus
+    the last choice that led here; and, expanded only, the rows of this token.
+    ``dst_buffer_slot_idx`` (T, K): the slot on the rank of each last choice.
+    """
+
+    def __init__(
+        self,
+        do_expand: bool,
+        num_experts: int,
+        expert_alignment: int,
+        num_max_tokens_per_rank: int,
+        num_sms: int,
+        topk_idx: Tensor,
+        num_recv_tokens: int,
+        num_expanded_tokens: int,
+        num_recv_tokens_per_expert_list: list[int],
+        psum_num_recv_tokens_per_scaleup_rank: Tensor,
+        psum_num_recv_tokens_per_expert: Tensor,
+        num_unaligned_recv_tokens_per_expert: Tensor,
+        recv_src_metadata: Tensor,
+        dst_buffer_slot_idx: Tensor,
+        token_metadata_at_forward: Tensor | None,
+        channel_linked_list: Tensor | None,
+    ) -> None:
+        assert topk_idx is not None
+        self.do_expand = do_expand
+        self.num_experts = num_experts
+        self.expert_alignment = expert_alignment
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_sms = num_sms
+        self.topk_idx = topk_idx
+        self.psum_num_recv_tokens_per_scaleup_rank = psum_num_recv_tokens_per_scaleup_rank
+        self.psum_num_recv_tokens_per_expert = psum_num_recv_tokens_per_expert
+        self.num_unaligned_recv_tokens_per_expert = num_unaligned_recv_tokens_per_expert
+        self.num_recv_tokens_per_expert_list = num_recv_tokens_per_expert_list
+        self.recv_src_metadata = recv_src_metadata
+        self.dst_buffer_slot_idx = dst_buffer_slot_idx
+        self.token_metadata_at_forward = token_metadata_at_forward
+        self.channel_linked_list = channel_linked_list
+        self.num_recv_tokens = num_recv_tokens
+        self.num_expanded_tokens = num_expanded_tokens
+        self.cached_recv_src_metadata_before_sort: Tensor | None = None
+
+    def deterministic_sort(
+        self,
+        do_cpu_sync: bool,
+        is_cached_dispatch: bool,
+        recv_x: Tensor,
+        recv_sf: Tensor | None,
+        recv_topk_idx: Tensor | None,
+        recv_topk_weights: Tensor | None,
+        channel_linked_list: Any,
+    ) -> None:
+        """Rows as they arrived into the order of source rank and token, in place; expanded, within each expert."""
+        if not is_cached_dispatch:
+            self.cached_recv_src_metadata_before_sort = self.recv_src_metadata.clone()
+        assert self.cached_recv_src_metadata_before_sort is not None
+        arrived = self.cached_recv_src_metadata_before_sort[: self._num_rows(do_cpu_sync)]
+        tensors = [tensor for tensor in (recv_x, recv_sf, recv_topk_weights, recv_topk_idx) if tensor is not None]
+        if not self.do_expand:
+            order = arrived[:, 0].argsort()
+            for tensor in [*tensors, *([] if is_cached_dispatch else [self.recv_src_metadata])]:
+                _put(tensor, torch.arange(order.shape[0]), take(tensor, order))
+        elif not is_cached_dispatch:
+            self._sort_within_experts(arrived, tensors)
+
+    def _num_rows(self, do_cpu_sync: bool) -> int:
+        if do_cpu_sync:
+            return self.recv_src_metadata.shape[0]
+        return int(self.psum_num_recv_tokens_per_scaleup_rank[-1])
+
+    def _sort_within_experts(self, arrived: Tensor, tensors: list[Tensor]) -> None:
+        """Every expert's rows fill a gapless range, so the same places are given out again, by source."""
+        slots = arrived[:, 2:]
+        row, choice = (slots >= 0).nonzero(as_tuple=True)
+        place = slots[row, choice].long()
+        starts = self.psum_num_recv_tokens_per_expert - self.num_unaligned_recv_tokens_per_expert
+        expert = torch.searchsorted(starts[1:].contiguous(), place.int(), right=True)
+        by_source = arrived[row, 0].argsort(stable=True)
+        order = by_source[expert[by_source].argsort(stable=True)]
+        sorted_place = place.sort().values
+        for tensor in tensors:
+            _put(tensor, sorted_place, take(tensor, place[order]))
+        self.recv_src_metadata[row[order], 2 + choice[order]] = sorted_place.int()
+
+
+def _put(tensor: Tensor, index: Tensor, rows: Tensor) -> None:
+    """``tensor[index] = rows`` in place, of float8 and of strided tensors too."""
+    if tensor.element_size() == 1:
+        tensor.view(torch.uint8)[index] = rows.view(torch.uint8)
+    else:
+        tensor[index] = rows

@@ -1,0 +1,121 @@
+"""How large v2's buffers are, how many SMs and queue pairs it takes, and the sizes that its kernels are made for.
+
+The emulated group is one NVLink domain of H200s: no scale-out ranks, 132 SMs, 18 links of 26.562 GB/s.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from moe_dispatch.testing.emulation.refusals import elastic_assert
+
+ALIGNMENT_BYTES = 2 * 2**20  # csrc/kernels/backend/symmetric.hpp:16 of v2
+ROW_ALIGNMENT_BYTES = 32  # deep_ep/include/deep_ep/common/ptx.cuh:16 of v2
+DEVICE_SMS = 132
+NVLINK_GBS = 18 * 26.562 * 0.9
+_HPP = "csrc/elastic/buffer.hpp"
+_LAYOUT = "deep_ep/include/deep_ep/common/layout.cuh"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSizes:
+    """What decides the bytes of one row in a buffer: alike on all ranks, or they would miss each other's rows."""
+
+    num_max_tokens_per_rank: int
+    hidden: int
+    element_bytes: int
+    num_sf_packs: int
+    num_topk: int
+
+    def dispatch_bytes(self, num_ranks: int) -> int:
+        """A place for every row of every rank (csrc/elastic/buffer.hpp:586-600)."""
+        metadata = self.num_topk * 8 + (1 + self.num_topk) * 4
+        return num_ranks * self.num_max_tokens_per_rank * (self._hidden_bytes() + _row(self.num_sf_packs * 4, metadata))
+
+    def combine_bytes(self, num_ranks: int, allow_multiple_reduction: bool) -> int:
+        """Places per token for each of its ranks, or its choices where sums are only made at home (:616-633)."""
+        places = min(num_ranks, self.num_topk) if allow_multiple_reduction else self.num_topk
+        return places * self.num_max_tokens_per_rank * (self._hidden_bytes() + _row(0, self.num_topk * 8))
+
+    def _hidden_bytes(self) -> int:
+        num_bytes = self.hidden * self.element_bytes
+        rule = "num_hidden_bytes % ptx::kNumTMAAlignBytes == 0"
+        elastic_assert(num_bytes % ROW_ALIGNMENT_BYTES == 0, rule, f"{_LAYOUT}:198")
+        return num_bytes
+
+
+def _row(*parts: int) -> int:
+    return sum(aligned(part, ROW_ALIGNMENT_BYTES) for part in parts)
+
+
+def aligned(number: int, multiple: int) -> int:
+    """``number`` rounded up to a multiple."""
+    return -(-number // multiple) * multiple
+
+
+def buffer_bytes(
+    num_ranks: int,
+    *,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int,
+    use_fp8_dispatch: bool,
+    allow_multiple_reduction: bool,
+) -> int:
+    """The larger of what dispatch and combine need, in steps of 2 MiB (csrc/elastic/buffer.hpp:652-686)."""
+    rule = "num_max_tokens_per_rank > 0 and hidden > 0"
+    elastic_assert(num_max_tokens_per_rank > 0 and hidden > 0, rule, f"{_HPP}:657")
+    packs = -(-hidden // 32)
+    elastic_assert(packs * 4 <= hidden, "math::ceil_div(hidden, 32) * sizeof(float) <= hidden", f"{_HPP}:660")
+
+    def sizes(element_bytes: int, num_sf_packs: int) -> RowSizes:
+        return RowSizes(
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            hidden=hidden,
+            element_bytes=element_bytes,
+            num_sf_packs=num_sf_packs,
+            num_topk=num_topk or 32,
+        )
+
+    sent = sizes(1, packs) if use_fp8_dispatch else sizes(2, 0)
+    combined = sizes(2, 0).combine_bytes(num_ranks, allow_multiple_reduction)
+    return aligned(max(sent.dispatch_bytes(num_ranks), combined), ALIGNMENT_BYTES)
+
+
+def check_experts(num_experts: int, num_ranks: int) -> None:
+    """The workspace has room for so many (deep_ep/include/deep_ep/common/layout.cuh:37-40)."""
+    elastic_assert(num_experts % num_ranks == 0, "num_experts % num_ranks == 0", f"{_LAYOUT}:37")
+    elastic_assert(num_ranks <= 1024, "num_ranks <= kNumMaxRanks", f"{_LAYOUT}:38")
+    elastic_assert(num_experts <= 2048, "num_experts <= kNumMaxExperts", f"{_LAYOUT}:39")
+    per_rank = "num_experts_per_rank <= kNumMaxExpertsPerRank"
+    elastic_assert(num_experts // num_ranks <= 256, per_rank, f"{_LAYOUT}:40")
+
+
+def theoretical_num_sms(
+    num_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    *,
+    nvlink_gbs: float,
+    sm_read_gbs: float,
+    sm_write_gbs: float,
+    prefer_overlap_with_compute: bool,
+) -> int:
+    """SMs that keep the links busy under balanced routing, as the release models it within one NVLink domain.
+
+    Errors are those of its arithmetic: no number of experts, and a top-k beyond the experts.
+    Source: deep_ep/buffers/elastic.py:720-840 of v2.
+    """
+    assert num_experts % num_ranks == 0
+    missed = math.comb(num_experts - num_experts // num_ranks, num_topk) / math.comb(num_experts, num_topk)
+    copies = num_ranks * (1 - missed)
+    to_peers = 1 - 1 / num_ranks
+    num_sms: float = DEVICE_SMS
+    if to_peers > 0:
+        rows_gbs = (nvlink_gbs or NVLINK_GBS) / to_peers
+        num_sms = max(rows_gbs * (1 / copies) / sm_read_gbs, rows_gbs / sm_write_gbs)
+    even = aligned(max(4, math.ceil(num_sms * 1.25)), 2)
+    return min(even if prefer_overlap_with_compute else max(even, 64), DEVICE_SMS)

@@ -1,0 +1,67 @@
+"""deep_ep's stand-ins for CUDA events. On a CPU every call is finished when it returns, so waiting does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class EventHandle:
+    """A recorded event of the current stream (csrc/event.hpp of v1.2.1; ``deep_ep._C.EventHandle`` in v2)."""
+
+    def current_stream_wait(self) -> None:
+        """Nothing is under way on a CPU stream."""
+
+
+class EventOverlap:
+    """An event, or none, with tensors to keep alive (deep_ep/utils.py:12 of v1.2.1)."""
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """As the real one: an event that was never recorded cannot be waited for.
+
+        Raises:
+            AssertionError: the call that gave this was not asynchronous (deep_ep/utils.py:43 of v1.2.1).
+        """
+        assert self.event is not None
+        self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+
+class ElasticEventOverlap(EventOverlap):
+    """``EventOverlap`` of v2, which runs a hook after the wait and can let go of its event (deep_ep/utils/event.py)."""
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
+        super().__init__(event, extra_tensors)
+        self.hook_after_wait: Callable[[], None] | None = None
+        self._releases = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        super().current_stream_wait()
+        if self.hook_after_wait is not None:
+            self.hook_after_wait()
+            self.hook_after_wait = None
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+        assert self.hook_after_wait is None, "A hook is already registered on this `EventOverlap`"
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> ElasticEventOverlap:
+        self._releases = release_handle
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.event is not None:
+            self.current_stream_wait(release_handle=self._releases)
+        self._releases = False

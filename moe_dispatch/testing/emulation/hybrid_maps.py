@@ -1,0 +1,157 @@
+"""From the routing of all ranks to the maps of one: the scan kernel of HybridEP, as index arithmetic.
+
+Legend: P ranks = N nodes of M ranks; T rows a rank; L experts a rank; E = P*L; R rows that this rank receives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.testing.emulation.memory import grown, uninitialised
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank stands among P = nodes * ranks_per_node ranks."""
+
+    rank: int
+    ranks_per_node: int
+    nodes: int
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.ranks_per_node
+
+    @property
+    def peers(self) -> list[int]:
+        """Ranks of the own node."""
+        return [self.node * self.ranks_per_node + local for local in range(self.ranks_per_node)]
+
+    @property
+    def counterparts(self) -> list[int]:
+        """The rank of each node that has the own local rank, by node: rows cross nodes only among these."""
+        return [node * self.ranks_per_node + self.local_rank for node in range(self.nodes)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scan:
+    """What one rank needs to know of the routing of all."""
+
+    sparse_to_dense_map: Tensor
+    rdma_to_attn_map: Tensor
+    attn_to_rdma_map: Tensor
+    received_PT: Tensor  # bool: rows that this rank receives, by (source rank, token)
+    local_RL: Tensor  # bool: for each of them, the experts here
+
+    @property
+    def num_dispatched(self) -> int:
+        return self.local_RL.shape[0]
+
+
+def scan(map_PTE: Tensor, place: Place) -> Scan:
+    """Rows keep their order: by source rank, then token (94a9f8f hybrid_ep_backend.cuh:5300-5470)."""
+    ranks = place.ranks_per_node * place.nodes
+    rows = map_PTE.shape[0] // ranks
+    by_rank = map_PTE.view(ranks, rows, place.nodes, place.ranks_per_node, -1)
+    here = by_rank[:, :, place.node].reshape(ranks * rows, place.ranks_per_node, -1)
+    needed = here.any(-1)
+    position = torch.where(needed, needed.cumsum(0) - 1, -1).to(torch.int32)
+    own_column = position.view(place.nodes, place.ranks_per_node, rows, -1)[:, place.local_rank]
+    wanted_by_node = needed.any(-1).view(place.nodes, place.ranks_per_node, rows)[:, place.local_rank]
+    others = [node for node in range(place.nodes) if node != place.node]
+    return Scan(
+        sparse_to_dense_map=own_column.reshape(place.nodes * rows, -1).contiguous(),
+        rdma_to_attn_map=_padded_by_node(wanted_by_node),
+        attn_to_rdma_map=by_rank[place.rank].any(-1).any(-1)[:, others].contiguous(),
+        received_PT=needed[:, place.local_rank],
+        local_RL=here[needed[:, place.local_rank], place.local_rank],
+    )
+
+
+def _padded_by_node(wanted_NT: Tensor) -> Tensor:
+    """Rows up to a multiple of 16 a node; the shape that the real one declares is the transpose of its layout."""
+    nodes, rows = wanted_NT.shape
+    padded = grown(wanted_NT.T.contiguous(), max(16, rows + -rows % 16)).T.contiguous()
+    return padded.reshape(-1, nodes)
+
+
+def routing_rows(scanned: Scan, num_rows: int) -> Tensor:
+    """local_expert_routing_map: the experts of the rows received, in memory for the rows of all ranks."""
+    return grown(scanned.local_RL, num_rows)
+
+
+def chunk_layout(scanned: Scan, *, ranks: int, chunk: int) -> Tensor:
+    """dense_chunk_layout: rows received up to the end of each chunk of each rank, int32."""
+    received = scanned.received_PT.view(ranks, -1)
+    rows = received.shape[1]
+    chunks = max(1, -(-rows // chunk))
+    filled = torch.zeros(ranks, chunks * chunk, dtype=torch.int32)
+    filled[:, :rows] = received
+    return filled.view(ranks * chunks, chunk).sum(1).cumsum(0).to(torch.int32)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertRows:
+    """Where each (row received, expert) goes among the expert rows, and what did not fit."""
+
+    dense_to_expert_RL: Tensor  # int32, -1 for none
+    tokens_per_expert: Tensor  # int32 (L,), real rows that fit
+    overflowed: bool
+
+
+def expert_rows(local_RL: Tensor, *, pad_multiple: int, limit: int | None) -> ExpertRows:
+    """Expert-major, each expert's rows padded to ``pad_multiple`` >= 1; rows at ``limit`` and past it are dropped.
+
+    So the experts with the highest ids lose rows first (94a9f8f hybrid_ep_backend.cuh:5150-5222 and 5429).
+    """
+    counts = local_RL.sum(0)
+    padded = -(-counts // pad_multiple) * pad_multiple
+    starts = padded.cumsum(0) - padded
+    places = torch.where(local_RL, starts + local_RL.cumsum(0) - 1, -1)
+    if limit is None:
+        return ExpertRows(
+            dense_to_expert_RL=places.to(torch.int32), tokens_per_expert=counts.to(torch.int32), overflowed=False
+        )
+    return ExpertRows(
+        dense_to_expert_RL=torch.where(places >= limit, -1, places).to(torch.int32),
+        tokens_per_expert=torch.minimum(counts, (limit - starts).clamp(min=0)).to(torch.int32),
+        overflowed=int(starts[-1] + counts[-1]) > limit,
+    )
+
+
+def row_ids(local_RL: Tensor, *, pad_multiple: int, limit: int | None, capacity: int) -> tuple[Tensor, Tensor, bool]:
+    """row_id_map, tokens_per_expert with padding, and whether a row or a padding row did not fit.
+
+    The separate scan of releases in which the first one does not find expert rows (34152ae permute.cu:33-250). Row ids
+    count from 1; the ``pad_multiple`` rows after the received ones hold the padding rows of every expert, negative.
+    """
+    counts = local_RL.sum(0)
+    padded = counts if pad_multiple <= 0 else -(-counts // pad_multiple) * pad_multiple
+    starts = padded.cumsum(0) - padded
+    real = torch.where(local_RL, starts + local_RL.cumsum(0), 0)
+    extra = torch.arange(max(pad_multiple, 0))[:, None]
+    padding = torch.where(extra < padded - counts, starts + counts + extra + 1, 0)
+    bound = torch.iinfo(torch.int32).max if limit is None else limit
+    overflowed = bool((real > bound).any() or (padding > bound).any())
+    ids = torch.cat([torch.where(real > bound, 0, real), torch.where(padding > bound, 0, -padding)]).to(torch.int32)
+    fitting = torch.minimum(padded, (bound - starts).clamp(min=0)).to(torch.int32)
+    out = uninitialised((capacity + max(pad_multiple, 0), local_RL.shape[1]), torch.int32)
+    out[: ids.shape[0]] = ids
+    return out, fitting, overflowed
+
+
+def rounded_up(counts: Tensor, pad_multiple: int) -> Tensor:
+    """padded_tokens_per_expert, int64."""
+    wide = counts.to(torch.int64)
+    return wide if pad_multiple <= 0 else -(-wide // pad_multiple) * pad_multiple

@@ -1,0 +1,43 @@
+"""Rows of any dtype, and memory that nobody wrote, as the emulated buffers hand it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def uninitialised(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor that shows when it is read: NaN in every floating type, the smallest value in signed integers.
+
+    uint8 is full of 255, which is NaN in every float8 that it may hold; bool is True.
+    """
+    if dtype.itemsize == 1 and dtype != torch.int8:
+        return torch.full(tuple(shape), 1 if dtype == torch.bool else 255, dtype=torch.uint8).view(dtype)
+    poison = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    return torch.full(tuple(shape), poison, dtype=dtype)
+
+
+def grown(rows: Tensor, num_rows: int) -> Tensor:
+    """``rows`` at the start of ``num_rows`` rows of which nobody wrote the rest."""
+    return stacked([rows, uninitialised((num_rows - rows.shape[0], *rows.shape[1:]), rows.dtype)])
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``, also of a float8 type, which torch cannot index: bytes are moved."""
+    return _of_bytes(_as_bytes(rows)[index], rows)
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """``torch.cat``, also of a float8 type."""
+    return _of_bytes(torch.cat([_as_bytes(part) for part in parts]), parts[0])
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    num_bytes = rows.shape[1:].numel() * rows.element_size()
+    return rows.detach().contiguous().flatten().view(torch.uint8).view(rows.shape[0], num_bytes)
+
+
+def _of_bytes(payload: Tensor, like: Tensor) -> Tensor:
+    return payload.flatten().view(like.dtype).view(payload.shape[0], *like.shape[1:])

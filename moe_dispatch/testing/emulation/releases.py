@@ -1,0 +1,129 @@
+"""The emulated releases of deep_ep, each as a module with the names that the real package of that release has."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.testing.emulation.config import Config
+from moe_dispatch.testing.emulation.elastic import ElasticBuffer, EPHandle
+from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EventHandle, EventOverlap
+from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer, indices_to_map
+from moe_dispatch.testing.emulation.normal import Buffer
+from moe_dispatch.testing.emulation.variants import unemulated_buffer
+
+RELEASES = ("v1.2.1", "v2-2.1.0", "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744")
+
+
+@functools.cache
+def emulated_deep_ep(release: str) -> ModuleType:
+    """The module that stands for ``deep_ep``; its submodules are attributes of it, and are not in ``sys.modules``.
+
+    Raises:
+        ConfigError: no such release.
+    """
+    if release not in RELEASES:
+        raise ConfigError(f"Unknown release of deep_ep {release!r}. Emulated releases: {', '.join(RELEASES)}.")
+    if release.startswith("v2-"):
+        return _v2(release)
+    return _hybrid_ep(release) if release.startswith("hybridep-") else _v1()
+
+
+@contextmanager
+def imported_as_deep_ep(release: str) -> Iterator[ModuleType]:
+    """``import deep_ep`` and its submodules give the emulation inside the block; what was there before comes back.
+
+    Modules that are imported inside the block keep the names they took from it.
+    """
+    package = emulated_deep_ep(release)
+    aside = {name: module for name, module in sys.modules.items() if _belongs(name)}
+    _forget_deep_ep()
+    sys.modules.update(_with_submodules(package))
+    try:
+        yield package
+    finally:
+        _forget_deep_ep()
+        sys.modules.update(aside)
+
+
+def _forget_deep_ep() -> None:
+    for name in [name for name in sys.modules if _belongs(name)]:
+        del sys.modules[name]
+
+
+def _belongs(name: str) -> bool:
+    return name.partition(".")[0] == "deep_ep"
+
+
+def _with_submodules(module: ModuleType) -> dict[str, ModuleType]:
+    found = {module.__name__: module}
+    for part in vars(module).values():
+        if isinstance(part, ModuleType) and part.__name__.startswith(module.__name__ + "."):
+            found |= _with_submodules(part)
+    return found
+
+
+def _module(name: str, **names: object) -> ModuleType:
+    module = ModuleType(name, "Emulated: moe_dispatch.testing.emulation.")
+    module.__dict__.update(names)
+    module.__path__ = []  # so that `import deep_ep.utils` takes it for a package
+    return module
+
+
+def _v1() -> ModuleType:
+    return _module(
+        "deep_ep",
+        Buffer=Buffer,
+        Config=Config,
+        EventOverlap=EventOverlap,
+        buffer=_module("deep_ep.buffer", Buffer=Buffer, Config=Config, EventHandle=EventHandle),
+        utils=_module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap),
+    )
+
+
+def _v2(release: str) -> ModuleType:
+    legacy = unemulated_buffer(release)
+    return _module(
+        "deep_ep",
+        Buffer=legacy,
+        Config=Config,
+        ElasticBuffer=ElasticBuffer,
+        EPHandle=EPHandle,
+        EventHandle=EventHandle,
+        EventOverlap=ElasticEventOverlap,
+        topk_idx_t=torch.int64,
+        __version__=release.removeprefix("v2-"),
+        buffers=_module(
+            "deep_ep.buffers",
+            elastic=_module("deep_ep.buffers.elastic", ElasticBuffer=ElasticBuffer, EPHandle=EPHandle),
+            legacy=_module("deep_ep.buffers.legacy", Buffer=legacy),
+        ),
+        utils=_module(
+            "deep_ep.utils",
+            EventHandle=EventHandle,  # and no EventOverlap: code for v1 that imports both does without
+            event=_module("deep_ep.utils.event", EventHandle=EventHandle, EventOverlap=ElasticEventOverlap),
+        ),
+    )
+
+
+def _hybrid_ep(release: str) -> ModuleType:
+    """The buffer class carries its own name: HybridEpBuffer in 0ed15b5, HybridEPBuffer later."""
+    buffer, of_branch = hybrid_ep_buffer(release), unemulated_buffer(release)
+    return _module(
+        "deep_ep",
+        **{buffer.__name__: buffer},
+        Buffer=of_branch,
+        Config=Config,
+        EventOverlap=EventOverlap,
+        buffer=_module("deep_ep.buffer", Buffer=of_branch, Config=Config, EventHandle=EventHandle),
+        hybrid_ep_buffer=_module(
+            "deep_ep.hybrid_ep_buffer", **{buffer.__name__: buffer}, indices_to_map=indices_to_map
+        ),
+        utils=_module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap),
+    )

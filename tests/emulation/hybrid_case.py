@@ -1,0 +1,168 @@
+"""Seeded rows for HybridEP on all ranks, and what must come of them, computed densely from the data of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer
+from moe_dispatch.testing.ranks import Ranks
+
+HIDDEN, LOCAL, TOP_K, ROWS = 32, 4, 3, 64
+# Connected groups are used again: connecting takes longer than most of these tests.
+run_ranks = Ranks().run
+FIRST, APRIL, JULY, RAGGED = "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"
+CURRENT = pytest.mark.parametrize("release", [APRIL, JULY, RAGGED])
+EVERY = pytest.mark.parametrize("release", [FIRST, APRIL, JULY, RAGGED])
+SIZES = pytest.mark.parametrize("size", [2, 4])
+BEFORE_RAGGED = pytest.mark.parametrize("release", [APRIL, JULY])
+FUSED = pytest.mark.parametrize("fused", [False, True])
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What one rank sends: x bfloat16 (T, H), routing bool (T, E), probs float32 (T, E)."""
+
+    x: Tensor
+    routing: Tensor
+    probs: Tensor
+
+
+def make_sources(
+    counts: Sequence[int], *, local: int = LOCAL, seed: int = 0, away_from: int | None = None
+) -> list[Source]:
+    """One ``Source`` per rank; row 1 of each goes nowhere, and nothing goes to the experts of rank ``away_from``."""
+    generator = torch.Generator().manual_seed(seed)
+    experts = local * len(counts)
+    made = []
+    for count in counts:
+        scores = torch.rand(count, experts, generator=generator)
+        if away_from is not None:
+            scores[:, away_from * local : (away_from + 1) * local] = 2.0
+        routing = torch.zeros(count, experts, dtype=torch.bool)
+        routing.scatter_(1, scores.argsort(1)[:, :TOP_K], True)
+        routing[1:2] = False
+        x = torch.randn(count, HIDDEN, generator=generator).bfloat16()
+        made.append(Source(x, routing, torch.rand(count, experts, generator=generator) * routing))
+    return made
+
+
+def open_buffer(
+    release: str, group: dist.ProcessGroup | None, *, rows: int = 512, local: int = LOCAL, **options: Any
+) -> Any:
+    size = 1 if group is None else group.size()
+    if release == FIRST:
+        options["num_of_experts"] = local * size
+    return hybrid_ep_buffer(release)(group, HIDDEN, rows, local, **options)
+
+
+def opened(release: str, **sizes: Any) -> Any:
+    """A buffer for one rank, with sizes of its own."""
+    given = {"hidden_dim": HIDDEN, "max_num_of_tokens_per_rank": ROWS, "num_local_experts": LOCAL} | sizes
+    return hybrid_ep_buffer(release)(None, **given)
+
+
+def sent(buffer: Any, source: Source, *, fused: bool = False, **options: Any) -> Any:
+    """dispatch_with_permute of everything that the source has."""
+    more = {"fuse_permute_dispatch": True} if fused else {}
+    return buffer.dispatch_with_permute(
+        hidden=source.x, routing_map=source.routing, probs=source.probs, **more, **options
+    )
+
+
+def returned(buffer: Any, rows: Tensor, handle: Any, probs: Tensor | None = None, *, fused: bool = False) -> Any:
+    more = {"fuse_unpermute_combine": True} if fused else {}
+    return buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle, **more)
+
+
+def expert_outputs(sources: Sequence[Source], *, pad: int) -> list[Tensor]:
+    """Outputs of all experts by rank, bfloat16: values so far apart that the order of a float32 sum shows in it."""
+    generator = torch.Generator().manual_seed(1)
+    outputs = []
+    for rank in range(len(sources)):
+        shape = expected_rows(sources, rank, pad=pad).rows.shape
+        small, kind = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
+        outputs.append(torch.where(kind < 0.3, 2.0**30 * small.sign(), small).bfloat16())
+    return outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """Expert rows of a rank: expert-major, then source rank, then token; ``real`` marks rows that are no padding."""
+
+    rows: Tensor
+    probs: Tensor
+    real: Tensor
+    counts: list[int]
+
+
+def expected_rows(sources: Sequence[Source], rank: int, *, pad: int, local: int = LOCAL) -> Expected:
+    rows, probs, real, counts = [], [], [], []
+    for expert in range(rank * local, (rank + 1) * local):
+        chosen = torch.cat([source.x[source.routing[:, expert]] for source in sources])
+        weights = torch.cat([source.probs[source.routing[:, expert], expert] for source in sources])
+        padding = -len(chosen) % pad
+        rows += [chosen, torch.zeros(padding, chosen.shape[1], dtype=chosen.dtype)]
+        probs += [weights, torch.zeros(padding)]
+        real += [torch.ones(len(chosen), dtype=torch.bool), torch.zeros(padding, dtype=torch.bool)]
+        counts.append(len(chosen) + padding)
+    return Expected(torch.cat(rows), torch.cat(probs), torch.cat(real), counts)
+
+
+def expected_sums(
+    sources: Sequence[Source], outputs: Sequence[Tensor], *, pad: int, local: int = LOCAL, domain: int | None = None
+) -> list[Tensor]:
+    """What combine gives each rank for these expert rows: rounded to bfloat16 per rank, and per other node."""
+    size = len(sources)
+    domain = domain or size
+    sums = []
+    for source_rank, source in enumerate(sources):
+        total = torch.zeros(source.x.shape[0], HIDDEN)
+        nodes = [source_rank // domain]
+        nodes += [node for node in reversed(range(size // domain)) if node < nodes[0]]
+        nodes += [node for node in reversed(range(size // domain)) if node > nodes[0]]
+        for node in nodes:
+            of_node = torch.zeros_like(total)
+            for rank in range(node * domain, (node + 1) * domain):
+                of_node += _of_rank(sources, source_rank, outputs[rank], rank, pad=pad, local=local).float()
+            total += of_node if node == nodes[0] else of_node.bfloat16().float()
+        sums.append(total.bfloat16())
+    return sums
+
+
+def _of_rank(sources: Sequence[Source], source_rank: int, output: Tensor, rank: int, *, pad: int, local: int) -> Tensor:
+    own = sources[source_rank]
+    total = torch.zeros(own.x.shape[0], HIDDEN)
+    start = 0
+    for expert in range(rank * local, (rank + 1) * local):
+        before = sum(int(source.routing[:, expert].sum()) for source in sources[:source_rank])
+        count = sum(int(source.routing[:, expert].sum()) for source in sources)
+        tokens = own.routing[:, expert].nonzero().flatten()
+        total[tokens] += output[start + before : start + before + len(tokens)].float()
+        start += count + -count % pad
+    return total.bfloat16()
+
+
+@contextmanager
+def environment(monkeypatch: pytest.MonkeyPatch, **values: object) -> Iterator[None]:
+    """Environment variables inside the block; ranks are threads of this process, so all of them see the same."""
+    with monkeypatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, str(value))
+        yield
+
+
+def outcome(call: Any) -> str:
+    """What a call did on this rank: "returned", or the error with its type."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "returned"

@@ -1,0 +1,67 @@
+"""deep_ep.Config of v1.2.1: sizes worked out by hand, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_dispatch.testing.emulation import emulated_deep_ep
+
+deep_ep: Any = emulated_deep_ep("v1.2.1")
+
+
+def test_nvlink_size_hint_within_a_node() -> None:
+    """10 channels x 8 ranks x 256 slots of a row with source, 128 ids, weights and scales, and 5 flags per queue."""
+    config = deep_ep.Config(20, 6, 256, 6, 128)
+    by_hand = 80 * 5 * 4 + 80 * 256 * (14336 + 8 + 128 * 8 + 128 * 4 + 128 * 4)
+    assert config.get_nvl_buffer_size_hint(14336, 8) == -(-by_hand // 128) * 128
+    assert config.get_rdma_buffer_size_hint(14336, 8) == 0
+
+
+def test_size_hints_across_nodes() -> None:
+    """16 ranks are 2 nodes; the RDMA queue length is rounded up to a multiple of what is sent at once: 128 to 140."""
+    config = deep_ep.Config(20, 36, 288, 20, 128)
+    nvl = 80 * 7 * 4 + 80 * 288 * (14336 + 8 + 128 * 12 + 128 * 4)
+    assert config.get_nvl_buffer_size_hint(14336, 16) == -(-nvl // 128) * 128
+    rdma = 20 * 18 * 2 * 4 + 20 * 140 * 2 * (14336 + 8 + 128 * 12 + 128 * 4 + 16)
+    assert config.get_rdma_buffer_size_hint(14336, 16) == -(-rdma // 128) * 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((-1,), "config.hpp:33 'num_sms >= 0'"),
+        ((20, 0, 256), "config.hpp:34"),
+        ((20, 256, 256), "config.hpp:35 'num_max_nvl_chunked_send_tokens < num_max_nvl_chunked_recv_tokens'"),
+        ((20, 6, 256, 0, 128), "config.hpp:36"),
+        ((20, 6, 256, 128, 128), "config.hpp:40 'num_max_rdma_chunked_send_tokens < num_max_rdma_chunked_recv_tokens'"),
+    ],
+)
+def test_queues_that_cannot_work_are_refused(arguments: tuple[int, ...], said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        deep_ep.Config(*arguments)
+
+
+def test_size_hints_refuse_part_of_a_node_and_unpaired_sms() -> None:
+    with pytest.raises(RuntimeError, match=r"config\.hpp:50"):
+        deep_ep.Config().get_nvl_buffer_size_hint(14336, 12)
+    with pytest.raises(RuntimeError, match=r"config\.hpp:51"):
+        deep_ep.Config(21).get_nvl_buffer_size_hint(14336, 16)
+    with pytest.raises(RuntimeError, match=r"config\.hpp:79"):
+        deep_ep.Config().get_rdma_buffer_size_hint(14336, 12)
+    with pytest.raises(RuntimeError, match=r"config\.hpp:80"):
+        deep_ep.Config(21).get_rdma_buffer_size_hint(14336, 16)
+
+
+def test_size_hints_take_no_keywords() -> None:
+    with pytest.raises(TypeError, match="positional-only"):
+        deep_ep.Config().get_nvl_buffer_size_hint(hidden_bytes=14336, num_ranks=8)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 6, 48])
+def test_recommended_configs_exist_for_some_numbers_of_ranks(num_ranks: int) -> None:
+    with pytest.raises(AssertionError, match=f"Unsupported number of EP ranks: {num_ranks}"):
+        deep_ep.Buffer.get_dispatch_config(num_ranks)
+    with pytest.raises(AssertionError, match=f"Unsupported number of EP ranks: {num_ranks}"):
+        deep_ep.Buffer.get_combine_config(num_ranks)

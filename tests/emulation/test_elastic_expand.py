@@ -1,0 +1,249 @@
+"""deep_ep.ElasticBuffer of v2, expanded: a row for each (token, expert), by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dispatch.testing.emulation.elastic_handle import EPHandle
+from tests.emulation.elastic_case import (
+    CAPACITY,
+    COUNTS,
+    added,
+    dispatched,
+    expert_rows,
+    open_buffer,
+    ranks_of,
+)
+from tests.emulation.tokens import HIDDEN, NUM_EXPERTS, TOP_K, make_tokens, run_ranks
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 4])
+ALIGNMENT = 4
+
+
+@pytest.fixture(autouse=True)
+def unfilled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release refuses to run while torch fills fresh memory."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+def places_of(rows: list[list[tuple[int, int, int]]]) -> list[tuple[int, list[tuple[int, int, int]]]]:
+    """Where each expert's rows start when they are rounded up to the alignment, and what they are."""
+    starts, start = [], 0
+    for mine in rows:
+        starts.append((start, mine))
+        start += -(-len(mine) // ALIGNMENT) * ALIGNMENT
+    return starts
+
+
+def arrived_at(handle: Any) -> dict[int, tuple[int, int, int]]:
+    """Row -> (source rank, token, choice), as the handle tells."""
+    num_rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+    told = {}
+    for index, _, *places in handle.recv_src_metadata[:num_rows].tolist():
+        for choice, place in enumerate(places):
+            if place >= 0:
+                told[place] = (*divmod(index, handle.num_max_tokens_per_rank), choice)
+    return told
+
+
+@pytest.mark.parametrize("do_cpu_sync", [True, False])
+@SIZES
+def test_rows_lie_by_expert_and_by_chance_within_it(size: int, do_cpu_sync: bool) -> None:
+    everyone = make_tokens(COUNTS[size])
+
+    def body(group: dist.ProcessGroup) -> tuple[bool, bool]:
+        rank = group.rank()
+        options = {"do_expand": True, "expert_alignment": ALIGNMENT, "do_cpu_sync": do_cpu_sync}
+        x, ids, weights, handle, _ = dispatched(open_buffer(group), everyone[rank], **options)
+        rows = expert_rows(everyone, rank)
+        assert ids is None
+        aligned = [-(-len(mine) // ALIGNMENT) * ALIGNMENT for mine in rows]
+        assert handle.num_recv_tokens_per_expert_list == (aligned if do_cpu_sync else [])
+        worst = size * CAPACITY * min(TOP_K, len(rows)) + (ALIGNMENT - 1) * len(rows)
+        assert len(x) == len(weights) == (sum(aligned) if do_cpu_sync else -(-worst // ALIGNMENT) * ALIGNMENT)
+        ends = [start + len(mine) for start, mine in places_of(rows)]
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+        assert handle.num_unaligned_recv_tokens_per_expert.tolist() == [len(mine) for mine in rows]
+
+        told = arrived_at(handle)
+        in_order, by_source = True, True
+        for start, mine in places_of(rows):
+            found = [told.pop(start + row) for row in range(len(mine))]
+            assert sorted(found) == mine
+            in_order = in_order and found == mine
+            by_source = by_source and [peer for peer, *_ in found] == sorted(peer for peer, *_ in found)
+            for row, (peer, token, choice) in enumerate(found, start):
+                assert torch.equal(x[row], everyone[peer].x[token])
+                assert weights[row] == everyone[peer].topk_weights[token, choice]
+        assert told == {}
+        written = [row for start, mine in places_of(rows) for row in range(start, start + len(mine))]
+        unwritten = torch.ones(len(x), dtype=torch.bool).index_fill(0, torch.tensor(written, dtype=torch.long), False)
+        assert x[unwritten].isnan().all()
+        assert weights[unwritten].isnan().all()
+        return in_order, by_source
+
+    in_order, by_source = zip(*run_ranks(body, size), strict=True)
+    assert not all(in_order)
+    assert size == 1 or not all(by_source)
+
+
+@SIZES
+def test_zero_padding_fills_the_gaps_between_experts_and_not_the_tail(size: int) -> None:
+    everyone = make_tokens(COUNTS[size])
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        options = {"do_expand": True, "expert_alignment": ALIGNMENT, "do_cpu_sync": False, "do_zero_padding": True}
+        buffer = open_buffer(group)
+        x, _, weights, handle, _ = dispatched(buffer, everyone[rank], **options)
+        places = places_of(expert_rows(everyone, rank))
+        last = 0
+        for start, mine in places:
+            last = start + -(-len(mine) // ALIGNMENT) * ALIGNMENT
+            gap = slice(start + len(mine), last)
+            assert (x[gap] == 0).all()
+            assert (weights[gap] == 0).all()
+            assert not x[start : start + len(mine)].isnan().any()
+        assert x[last:].isnan().all()
+        assert len(x) > last
+        again, *_ = buffer.dispatch(
+            everyone[rank].x, handle=handle, num_sms=handle.num_sms, do_expand=True, do_zero_padding=True
+        )
+        assert torch.equal(again[:last], x[:last])
+
+    run_ranks(body, size)
+
+
+@SIZES
+def test_deterministic_rows_of_an_expert_come_by_source_rank_and_token(size: int) -> None:
+    everyone = make_tokens(COUNTS[size])
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        buffer = open_buffer(group, deterministic=True)
+        for do_cpu_sync in (True, False):
+            options = {"do_expand": True, "expert_alignment": ALIGNMENT, "do_cpu_sync": do_cpu_sync}
+            x, _, weights, handle, _ = dispatched(buffer, everyone[rank], **options)
+            told = arrived_at(handle)
+            for start, mine in places_of(expert_rows(everyone, rank)):
+                assert [told[start + row] for row in range(len(mine))] == mine
+                for row, (peer, token, choice) in enumerate(mine, start):
+                    assert torch.equal(x[row], everyone[peer].x[token])
+                    assert weights[row] == everyone[peer].topk_weights[token, choice]
+
+    run_ranks(body, size)
+
+
+@SIZES
+def test_cached_dispatch_repeats_the_places_and_takes_weights(size: int) -> None:
+    everyone, others = make_tokens(COUNTS[size]), make_tokens(COUNTS[size], seed=1)
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        buffer = open_buffer(group, deterministic=True)
+        handle = dispatched(buffer, everyone[rank], do_expand=True)[3]
+        other = others[rank]
+        x, ids, weights, _, _ = buffer.dispatch(
+            other.x, topk_weights=other.topk_weights, handle=handle, num_sms=handle.num_sms, do_expand=True
+        )
+        assert ids is None
+        for row, (peer, token, choice) in arrived_at(handle).items():
+            assert torch.equal(x[row], others[peer].x[token])
+            assert weights[row] == others[peer].topk_weights[token, choice]
+
+    run_ranks(body, size)
+
+
+@pytest.mark.parametrize("allow_multiple_reduction", [True, False])
+@SIZES
+def test_combine_sums_by_rank_and_then_at_home_or_only_at_home(size: int, allow_multiple_reduction: bool) -> None:
+    everyone = make_tokens(COUNTS[size])
+    torch.manual_seed(0)
+    output = {
+        (rank, source): torch.randn(HIDDEN).bfloat16()
+        for rank in range(size)
+        for mine in expert_rows(everyone, rank)
+        for source in mine
+    }
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        tokens = everyone[rank]
+        buffer = open_buffer(group, allow_multiple_reduction=allow_multiple_reduction)
+        x, *_, handle, _ = dispatched(buffer, tokens, do_expand=True, do_cpu_sync=False)
+        rows = torch.full_like(x, torch.nan)
+        for row, source in arrived_at(handle).items():
+            rows[row] = output[rank, source]
+        y, weights, _ = buffer.combine(rows, handle)
+        assert weights is None
+        for token in range(len(tokens.x)):
+            choices = {choice: int(expert) for choice, expert in enumerate(tokens.topk_idx[token]) if expert >= 0}
+            owner = {choice: expert // (NUM_EXPERTS // size) for choice, expert in choices.items()}
+            arrived = {choice: output[owner[choice], (rank, token, choice)] for choice in choices}
+            if allow_multiple_reduction:
+                sums = [
+                    added([arrived[choice] for choice in choices if owner[choice] == peer], [])
+                    for peer in ranks_of(tokens, token, size)
+                ]
+                assert torch.equal(y[token], added(sums, []))
+            else:
+                assert torch.equal(y[token], added(list(arrived.values()), []))
+
+    run_ranks(body, size)
+
+
+@SIZES
+def test_combine_brings_each_weight_back_to_its_choice(size: int) -> None:
+    everyone = make_tokens(COUNTS[size])
+
+    def body(group: dist.ProcessGroup) -> None:
+        tokens = everyone[group.rank()]
+        buffer = open_buffer(group)
+        x, _, weights, handle, _ = dispatched(buffer, tokens, do_expand=True, expert_alignment=ALIGNMENT)
+        _, back, _ = buffer.combine(x, handle, weights)
+        assert torch.equal(back, torch.where(tokens.topk_idx >= 0, tokens.topk_weights, 0.0))
+
+    run_ranks(body, size)
+
+
+def test_float8_rows_and_scale_packs_are_expanded_and_padded_too() -> None:
+    everyone = make_tokens(COUNTS[2])
+    packs = [torch.arange(count * 2, dtype=torch.float32).view(count, 2) + 100 * count for count in COUNTS[2]]
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        buffer = open_buffer(group, use_fp8_dispatch=True, deterministic=True)
+        x8 = (everyone[rank].x.to(torch.float8_e4m3fn), packs[rank])
+        options = {"do_expand": True, "expert_alignment": ALIGNMENT, "do_zero_padding": True}
+        (x, sf), *_ = dispatched(buffer, everyone[rank], x=x8, **options)
+        for start, mine in places_of(expert_rows(everyone, rank)):
+            for row, (peer, token, _) in enumerate(mine, start):
+                sent = everyone[peer].x[token].to(torch.float8_e4m3fn)
+                assert torch.equal(x[row].view(torch.uint8), sent.view(torch.uint8))
+                assert torch.equal(sf[row], packs[peer][token])
+            gap = slice(start + len(mine), start + -(-len(mine) // ALIGNMENT) * ALIGNMENT)
+            assert (sf[gap] == 0).all()
+            assert (x[gap].view(torch.uint8) == 0).all()
+
+    run_ranks(body, 2)
+
+
+def test_an_expanded_handle_serves_a_compact_dispatch_in_the_order_of_arrival() -> None:
+    everyone = make_tokens(COUNTS[2])
+
+    def body(group: dist.ProcessGroup) -> None:
+        rank = group.rank()
+        buffer = open_buffer(group)
+        handle = dispatched(buffer, everyone[rank], do_expand=True)[3]
+        assert isinstance(handle, EPHandle)
+        x, ids, *_ = buffer.dispatch(everyone[rank].x, handle=handle, num_sms=handle.num_sms)
+        assert ids is not None
+        for row, index in enumerate(handle.recv_src_metadata[:, 0].tolist()):
+            peer, token = divmod(index, CAPACITY)
+            assert torch.equal(x[row], everyone[peer].x[token])
+
+    run_ranks(body, 2)
