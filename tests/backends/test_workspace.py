@@ -78,13 +78,6 @@ def test_a_lease_gives_back_where_the_block_raises() -> None:
     assert len(space._free) == 1
 
 
-def test_clear_forgets_what_is_free() -> None:
-    space = Workspace()
-    space.give(space.take(MEGABYTE, CPU))
-    space.clear()
-    assert not space._free
-
-
 def test_threads_never_share_a_buffer() -> None:
     space, clashes = Workspace(), []
 

@@ -59,7 +59,7 @@ class SlotIndex:
 
     def in_row_order(self, values_SK: Tensor) -> Tensor:
         """One value per pair -> (N,) in (row, slot) order, without the pairs that have no key."""
-        return values_SK.reshape(-1).index_select(0, self.slot_N.sort().values)
+        return self.to_grouped(values_SK).index_select(0, self.byrow_N)
 
 
 def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -> SlotIndex:
@@ -107,7 +107,7 @@ def running_total(counts: Tensor) -> Tensor:
 def _with_padding(counts: Sequence[int], multiple: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Grouped positions of the real rows, those of the padding, and their total."""
     real, total = sum(counts), sum(round_up(count, multiple) for count in counts)
-    counts_L = torch.tensor(counts, dtype=torch.int64)
+    counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")  # whatever torch.set_default_device says
     gaps_L = -counts_L % multiple
     shift_L = (gaps_L.cumsum(0) - gaps_L).to(device, non_blocking=True)
     shift_N = shift_L.repeat_interleave(counts_L.to(device, non_blocking=True), output_size=real)

@@ -1,0 +1,90 @@
+"""Weighted sums of rows in torch: one embedding_bag where its arithmetic is ours, more passes where it is not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.permutation.blocks import accumulation_dtype, blocks_of, row_blocks
+
+
+def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
+    """``out[s]`` = sum over ``i`` in ``cu_S[s]:cu_S[s+1]`` of ``rows[members_N[i]] * weights_N[i]``, in that order."""
+    if members_N.shape[0] == 0 or out.numel() == 0:
+        out.zero_()
+    elif out.device.type == "cpu":
+        _sum_by_rows(rows, members_N, cu_S, weights_N, out)
+    else:
+        sum_by_columns(rows, members_N, cu_S, weights_N, out)
+
+
+def _sum_by_rows(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
+    """In blocks of bags, whose edges in ``members_N`` are read on the host."""
+    blocks = list(row_blocks(out))
+    if len(blocks) == 1:
+        _sum_block(rows, members_N, cu_S, weights_N, out)
+        return
+    edges = cu_S[torch.tensor([0, *(block.stop for block in blocks)], device="cpu")].tolist()
+    for block, begin, end in zip(blocks, edges, edges[1:], strict=False):
+        weights = None if weights_N is None else weights_N[begin:end]
+        offsets = cu_S[block.start : block.stop + 1] - begin
+        _sum_block(rows, members_N[begin:end], offsets, weights, out[block])
+
+
+def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    """Directly where embedding_bag, which rounds into its rows' dtype, rounds into ours; else from rows widened first.
+
+    For bfloat16 in and out a float32 weight is written as the exact sum of three bfloat16 numbers and its row listed
+    three times. A part that is 0 makes NaN of an infinite row, so where a block's sums hold a NaN they are done again
+    the other way; looking for one takes 3% of the time. Float16's range is too small for such parts.
+    """
+    width = out.shape[1]
+    if _fits(rows, weights, out):
+        out.copy_(_bag(rows, members, offsets, weights)[:, :width])
+        return
+    if weights is not None and rows.dtype == out.dtype == torch.bfloat16:
+        sums = _bag(rows, members.repeat_interleave(3), offsets * 3, _three_parts(weights))[:, :width]
+        out.copy_(sums)
+        if not sums.sum().isnan():
+            return
+    wide = rows[:, :width].index_select(0, members).to(_dtype_of_sums(rows, out))
+    out.copy_(_bag(wide, torch.arange(len(wide), device=wide.device), offsets, weights))
+
+
+def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
+    """In blocks of columns: the edges of bags are on a GPU, and reading them would be a host sync.
+
+    Every column is summed by itself, so blocks change no bit.
+    """
+    width = out.shape[1]
+    if _fits(rows, weights_N, out) and rows.is_contiguous():  # embedding_bag would copy others wholesale
+        out.copy_(_bag(rows, members_N, cu_S, weights_N)[:, :width])
+        return
+    in_order = torch.arange(members_N.shape[0], device=members_N.device)
+    for block in blocks_of(width, members_N.shape[0], out.device):
+        wide = rows[:, block].index_select(0, members_N).to(_dtype_of_sums(rows, out))
+        out[:, block].copy_(_bag(wide, in_order, cu_S, weights_N))
+
+
+def _dtype_of_sums(rows: Tensor, out: Tensor) -> torch.dtype:
+    return accumulation_dtype(torch.promote_types(rows.dtype, out.dtype))
+
+
+def _fits(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
+    """Whether embedding_bag accumulates and rounds these as they are like we promise; it does so in float32 itself."""
+    unweighted = weights is None and rows.dtype == out.dtype == torch.bfloat16
+    return unweighted or rows.dtype == _dtype_of_sums(rows, out)
+
+
+def _bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """One fused gather-multiply-sum; it takes weights in the dtype of the rows only."""
+    weights = None if weights is None else weights.to(rows.dtype)
+    return torch.embedding_bag(rows, members, offsets, False, 0, False, weights, True)[0]
+
+
+def _three_parts(weights: Tensor) -> Tensor:
+    """float32 (N,) -> bfloat16 (3N,): 24 bits of mantissa in three times 8."""
+    high = weights.bfloat16()
+    rest = weights - high
+    middle = rest.bfloat16()
+    return torch.stack((high, middle, (rest - middle).bfloat16()), 1).view(-1)

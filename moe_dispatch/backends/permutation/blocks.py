@@ -1,0 +1,30 @@
+"""How much of a pass is done at once, and in which dtype it accumulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Bytes of float32 that one block of a pass may hold: on the CPU a share of a core's L2 cache, so that a block is read
+# back before it is evicted; elsewhere a bound on the temporary memory of a pass, which holds at most three such blocks.
+BLOCK_BYTES = {"cpu": 2 << 20}
+_ELSEWHERE = 256 << 20
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """``max(float32, dtype)``: in what sums over experts are accumulated before they are rounded once."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def blocks_of(length: int, others: int, device: torch.device) -> Iterator[slice]:
+    """Slices of a dimension of this length, of a table with ``others`` numbers to each, that fit the block size."""
+    size = max(1, BLOCK_BYTES.get(device.type, _ELSEWHERE) // (4 * max(1, others)))
+    for begin in range(0, length, size):
+        yield slice(begin, min(begin + size, length))
+
+
+def row_blocks(out: Tensor) -> Iterator[slice]:
+    """Slices of the rows of ``out`` that fit the block size."""
+    return blocks_of(out.shape[0], out.shape[1], out.device)

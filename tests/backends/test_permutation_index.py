@@ -1,0 +1,85 @@
+"""Index arithmetic of the one-rank reorder against a plain Python one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from moe_dispatch.backends.permutation import group_slots, round_up
+from tests.backends.tables import EXAMPLE, Table, tables
+
+NAN = float("nan")
+FIXED = settings(max_examples=120, deadline=None, derandomize=True)
+
+
+@FIXED
+@given(tables())
+def test_index_equals_the_plain_one(table: Table) -> None:
+    index, grouped, top_k = table.index, table.grouped(), table.top_k
+    real = [at for at, pair in enumerate(grouped) if pair is not None]
+    flat = [pair[0] * top_k + pair[1] for pair in grouped if pair is not None]
+    position = {pair: at for at, pair in enumerate(grouped) if pair is not None}
+    in_rows = sorted(position)
+    assert (index.num_rows, index.top_k, index.num_grouped) == (len(table.keys), top_k, len(grouped))
+    assert index.slot_N.tolist() == flat
+    assert index.source_R.tolist() == [0 if pair is None else pair[0] for pair in grouped]
+    assert index.byrow_N.tolist() == [position[pair] for pair in in_rows]
+    assert index.cu_S.tolist() == [sum(pair[0] < s for pair in in_rows) for s in range(len(table.keys) + 1)]
+    if table.multiple == 1:
+        assert index.place_N is None
+        assert index.padding is None
+    else:
+        assert index.place_N is not None
+        assert index.padding is not None
+        assert index.place_N.tolist() == real
+        assert index.padding.tolist() == [at for at, pair in enumerate(grouped) if pair is None]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_index_takes_keys_as_they_travel(dtype: torch.dtype) -> None:
+    index = group_slots(EXAMPLE.tensor.to(dtype), EXAMPLE.counts, EXAMPLE.multiple)
+    assert index.slot_N.tolist() == EXAMPLE.index.slot_N.tolist()
+    assert index.slot_N.dtype == torch.int64
+
+
+def test_index_takes_keys_of_any_strides() -> None:
+    index = group_slots(EXAMPLE.tensor.t().contiguous().t(), EXAMPLE.counts, EXAMPLE.multiple)
+    assert index.slot_N.tolist() == EXAMPLE.index.slot_N.tolist()
+
+
+@FIXED
+@given(tables())
+def test_values_to_grouped_and_back(table: Table) -> None:
+    grouped = table.grouped()
+    values_SK = torch.arange(1.0, table.tensor.numel() + 1).view(-1, table.top_k)
+    values_SK = torch.where(table.has_no_key, NAN, values_SK)  # pairs without a key must not be read
+    values_R = table.index.to_grouped(values_SK)
+    assert values_R.tolist() == [0 if pair is None else float(values_SK[pair]) for pair in grouped]
+    poisoned_R = torch.tensor([NAN if pair is None else float(v) for pair, v in zip(grouped, values_R, strict=True)])
+    back_SK = table.index.to_slots(poisoned_R)
+    assert torch.equal(back_SK, torch.where(table.has_no_key, 0, values_SK))
+    assert torch.equal(table.index.in_row_order(values_SK), values_SK[~table.has_no_key])
+
+
+@pytest.fixture
+def another_default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def test_index_lies_where_its_keys_lie(another_default_device: None) -> None:
+    keys_SK = torch.tensor(EXAMPLE.keys, device="cpu")
+    index = group_slots(keys_SK, EXAMPLE.counts, EXAMPLE.multiple)
+    assert index.place_N is not None
+    assert {index.source_R.device.type, index.place_N.device.type, index.cu_S.device.type} == {"cpu"}
+    assert index.slot_N.tolist() == [1, 0, 3, 7, 6]
+    assert index.to_slots(index.to_grouped(keys_SK.double())).tolist() == [[1, 0], [0, 1], [0, 0], [2, 1]]
+
+
+@pytest.mark.parametrize(("value", "multiple", "expected"), [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 16, 32)])
+def test_round_up(value: int, multiple: int, expected: int) -> None:
+    assert round_up(value, multiple) == expected

@@ -1,0 +1,308 @@
+"""The passes over rows of the one-rank reorder, each implementation against the same plain computation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from moe_dispatch.backends.permutation import Permutation, TorchPermutation, accumulation_dtype, group_slots
+from tests.backends.permutations import INTERPRETED, implementations
+from tests.backends.tables import EXAMPLE, FLOATS, Table, many_slots, reduced, rows_of, tables
+
+NAN, INF = float("nan"), float("inf")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+FIXED = settings(max_examples=25 if INTERPRETED else 60, deadline=None, derandomize=True)
+TORCH = TorchPermutation()
+
+every = pytest.mark.parametrize("permutation", implementations().values(), ids=implementations())
+
+
+def poisoned(table: Table, values_R: Tensor) -> Tensor:
+    is_padding = torch.tensor([pair is None for pair in table.grouped()], dtype=torch.bool)
+    return values_R.masked_fill(is_padding.view(-1, *[1] * (values_R.dim() - 1)), NAN)
+
+
+@every
+@FIXED
+@given(tables())
+def test_expand_copies_rows_and_clears_padding(permutation: Permutation, table: Table) -> None:
+    rows_SD = rows_of(len(table.keys))
+    out = permutation.expand(rows_SD, table.index, torch.float32)
+    assert out.tolist() == [[0.0] * 6 if pair is None else rows_SD[pair[0]].tolist() for pair in table.grouped()]
+
+
+@every
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("weighted", [True, False])
+@FIXED
+@given(tables())
+def test_reduce_sums_and_never_reads_padding(
+    permutation: Permutation, dtype: torch.dtype, weighted: bool, table: Table
+) -> None:
+    num_grouped = len(table.grouped())
+    rows_RD = poisoned(table, rows_of(num_grouped, dtype=dtype))
+    weights_R = poisoned(table, rows_of(num_grouped, 1, dtype, seed=1)).squeeze(1)
+    expected = torch.zeros(len(table.keys), 6, dtype=torch.float64)
+    for at, pair in enumerate(table.grouped()):
+        if pair is not None:
+            expected[pair[0]] += rows_RD[at].double() * (weights_R[at].double() if weighted else 1)
+    out = reduced(permutation, rows_RD, table.index, weights_R if weighted else None)
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@every
+@pytest.mark.parametrize("order", [*itertools.permutations([3e7, 1.0, -3e7])])
+def test_reduce_adds_in_slot_order(permutation: Permutation, order: tuple[float, ...]) -> None:
+    """In float32 3e7 + 1 is 3e7. The slots' experts are such that no order but the slots' own gives these sums."""
+    index = group_slots(torch.tensor([[2, 0, 1]]), [1, 1, 1])
+    rows_RD = index.to_grouped(torch.tensor([order])).unsqueeze(1)
+    first, second, third = torch.tensor(order)
+    assert reduced(permutation, rows_RD, index, None).item() == (first + second) + third
+
+
+@every
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("wants_dots", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+@FIXED
+@given(tables())
+def test_expand_weighted_is_the_backward_of_reduce(
+    permutation: Permutation, dtype: torch.dtype, wants_dots: bool, deterministic: bool, table: Table
+) -> None:
+    torch.use_deterministic_algorithms(deterministic)
+    num_grouped = len(table.grouped())
+    grad_SD = rows_of(len(table.keys), dtype=dtype)
+    partners_RD = poisoned(table, rows_of(num_grouped, dtype=dtype, seed=1))
+    weights_R = poisoned(table, rows_of(num_grouped, 1, dtype, seed=2)).squeeze(1)
+    partners = partners_RD if wants_dots else None
+    grad_RD, dots_R = permutation.expand_weighted(grad_SD, table.index, weights_R, partners, dtype)
+    for at, pair in enumerate(table.grouped()):
+        if pair is None:
+            assert not grad_RD[at].any()
+            assert dots_R is None or dots_R[at] == 0
+            continue
+        assert torch.equal(grad_RD[at], grad_SD[pair[0]] * weights_R[at])
+        if dots_R is not None:
+            dot = grad_SD[pair[0]] @ partners_RD[at]
+            torch.testing.assert_close(dots_R[at], dot, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert (dots_R is not None) == wants_dots
+
+
+@every
+def test_expand_weighted_without_weights_is_expand(permutation: Permutation) -> None:
+    grad_SD = rows_of(4)
+    grad_RD, dots_R = permutation.expand_weighted(grad_SD, EXAMPLE.index, None, None, torch.bfloat16)
+    assert torch.equal(grad_RD, permutation.expand(grad_SD, EXAMPLE.index, torch.bfloat16))
+    assert dots_R is None
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_sums_are_rounded_once(permutation: Permutation, dtype: torch.dtype, weighted: bool) -> None:
+    """Within half a unit in the last place of the exact sum, and a hair for float32 accumulation."""
+    index = many_slots()
+    rows_RD = rows_of(index.num_grouped, dtype=dtype)
+    weights_R = rows_of(index.num_grouped, 1, seed=1).squeeze(1).abs().to(accumulation_dtype(dtype))
+    out = reduced(permutation, rows_RD, index, weights_R if weighted else None)
+    terms_RD = rows_RD.double() * (weights_R.double().unsqueeze(1) if weighted else 1)
+    exact, magnitude = torch.zeros(2, 40, 6, dtype=torch.float64)
+    assert index.place_N is not None
+    exact.index_add_(0, index.source_R[index.place_N], terms_RD[index.place_N])
+    magnitude.index_add_(0, index.source_R[index.place_N], terms_RD[index.place_N].abs())
+    half_ulp = torch.finfo(dtype).eps / 2 * exact.abs()
+    accumulation = 16 * torch.finfo(accumulation_dtype(dtype)).eps * magnitude
+    # A sum may round into the next binade, where the unit doubles.
+    assert ((out.double() - exact).abs() <= half_ulp * 1.01 + accumulation).all()
+
+
+@every
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_into_a_wider_dtype_are_not_rounded(permutation: Permutation, dtype: torch.dtype, weighted: bool) -> None:
+    index = EXAMPLE.index
+    rows_RD = rows_of(index.num_grouped, dtype=dtype)
+    weights_R = torch.rand(index.num_grouped, generator=torch.Generator().manual_seed(1)) if weighted else None
+    out = torch.empty(4, 6)
+    permutation.reduce(rows_RD, index, weights_R, out)
+    torch.testing.assert_close(out, reduced(TORCH, rows_RD.float(), index, weights_R), rtol=1e-6, atol=1e-6)
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("width", [1, 33, 2049])
+def test_same_bits_as_torch_where_the_arithmetic_is_the_same(
+    permutation: Permutation, dtype: torch.dtype, width: int
+) -> None:
+    """Copies, gradients of rows and unweighted sums; widths of one column, an odd one, and one beyond a block."""
+    index = EXAMPLE.index
+    rows_SD, rows_RD = rows_of(4, width, dtype), rows_of(index.num_grouped, width, dtype, seed=1)
+    weights_R = rows_of(index.num_grouped, 1, accumulation_dtype(dtype), seed=2).squeeze(1)
+    assert torch.equal(permutation.expand(rows_SD, index, dtype), TORCH.expand(rows_SD, index, dtype))
+    mine, theirs = (p.expand_weighted(rows_SD, index, weights_R, rows_RD, dtype) for p in (permutation, TORCH))
+    assert torch.equal(mine[0], theirs[0])
+    assert mine[1] is not None
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-5, atol=1e-4)
+    if permutation.name != "torch":  # whose CPU kernel for bfloat16 rounds ties away from zero
+        wide_RD = rows_RD.float() if dtype == torch.bfloat16 else rows_RD
+        expected = reduced(TORCH, wide_RD, index, None).to(dtype)
+        assert torch.equal(reduced(permutation, rows_RD, index, None), expected)
+
+
+@every
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rows_of_another_dtype_are_converted_once(
+    permutation: Permutation, wire: torch.dtype, dtype: torch.dtype
+) -> None:
+    index, rows_SD = EXAMPLE.index, rows_of(4, dtype=wire)
+    assert torch.equal(permutation.expand(rows_SD, index, dtype), TORCH.expand(rows_SD.to(dtype), index, dtype))
+    partners_RD, weights_R = rows_of(index.num_grouped, dtype=dtype, seed=1), torch.rand(index.num_grouped)
+    torch.use_deterministic_algorithms(False)
+    grad_RD, dots_R = permutation.expand_weighted(rows_SD, index, weights_R, partners_RD, dtype)
+    expected, expected_dots = TORCH.expand_weighted(rows_SD, index, weights_R, partners_RD, dtype)
+    assert torch.equal(grad_RD, expected)
+    torch.testing.assert_close(dots_R, expected_dots)
+
+
+@every
+def test_strided_rows(permutation: Permutation) -> None:
+    """As they lie in packets, behind each row its slots; and every second column, which no kernel can read in one."""
+    index = EXAMPLE.index
+    packets = rows_of(4, 9, torch.bfloat16)
+    whole = permutation.expand(packets[:, :6].contiguous(), index, torch.float32)
+    assert torch.equal(permutation.expand(packets[:, :6], index, torch.float32), whole)
+    sparse = rows_of(index.num_grouped, 12, seed=1)[:, ::2]
+    wide = torch.full((4, 9), 7.0, dtype=torch.bfloat16)
+    permutation.reduce(sparse, index, None, wide[:, :6])
+    assert torch.equal(wide[:, :6], reduced(permutation, sparse.contiguous(), index, None).bfloat16())
+    assert (wide[:, 6:] == 7).all()
+    weights_R = torch.rand(index.num_grouped, 2)[:, 0]
+    mine = permutation.expand_weighted(packets[:, :6], index, weights_R, sparse, torch.float32)
+    theirs = TORCH.expand_weighted(packets[:, :6].contiguous(), index, weights_R, sparse, torch.float32)
+    assert torch.equal(mine[0], theirs[0])
+    torch.testing.assert_close(mine[1], theirs[1])
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sum_bags_ignores_columns_behind_the_row(permutation: Permutation, dtype: torch.dtype) -> None:
+    rows_SD = rows_of(4, 9, dtype)
+    rows_SD[:, 6:] = NAN
+    out = torch.empty(2, 6, dtype=dtype)
+    weights_N = torch.tensor([1, 2, 0.5], dtype=accumulation_dtype(dtype))
+    permutation.sum_bags(rows_SD, torch.tensor([3, 0, 1]), torch.tensor([0, 2, 3]), weights_N, out)
+    torch.testing.assert_close(out, torch.stack((rows_SD[3, :6] + 2 * rows_SD[0, :6], rows_SD[1, :6] / 2)))
+
+
+@every
+def test_strided_indices_and_weights(permutation: Permutation) -> None:
+    rows_SD, out = rows_of(4), torch.empty(2, 6)
+    table = torch.tensor([[3, 0], [0, 2], [1, 3]])  # members, edges
+    weights = torch.tensor([[1.0, 9], [2, 9], [0.5, 9]])
+    permutation.sum_bags(rows_SD, table[:, 0], table[:, 1], weights[:, 0], out)
+    torch.testing.assert_close(out, torch.stack((rows_SD[3] + 2 * rows_SD[0], rows_SD[1] / 2)))
+    permutation.gather(rows_SD, table[:2, 1], out)
+    assert torch.equal(out, rows_SD[[0, 2]])
+
+
+@every
+@pytest.mark.parametrize("rows_dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights_dtype", [torch.float64, torch.float32])
+def test_experts_may_return_another_dtype_than_the_weights(
+    permutation: Permutation, rows_dtype: torch.dtype, weights_dtype: torch.dtype
+) -> None:
+    index = EXAMPLE.index
+    partners_RD, weights_R = rows_of(index.num_grouped, dtype=rows_dtype), torch.rand(index.num_grouped)
+    torch.use_deterministic_algorithms(False)
+    grad_RD, dots_R = permutation.expand_weighted(
+        rows_of(4, dtype=rows_dtype), index, weights_R.to(weights_dtype), partners_RD, rows_dtype
+    )
+    assert dots_R is not None
+    assert (grad_RD.dtype, dots_R.dtype) == (rows_dtype, weights_dtype)
+
+
+@every
+@pytest.mark.parametrize("num_rows", [0, 3])
+@pytest.mark.parametrize("pad_multiple", [1, 4])
+def test_no_pairs(permutation: Permutation, num_rows: int, pad_multiple: int) -> None:
+    """No tokens at all, or tokens that go nowhere."""
+    index = group_slots(torch.full((num_rows, 2), -1), [0, 0], pad_multiple)
+    rows_SD, none_RD = rows_of(num_rows), torch.empty(0, 6)
+    assert permutation.expand(rows_SD, index, torch.float32).shape == (0, 6)
+    grad_RD, dots_R = permutation.expand_weighted(rows_SD, index, torch.empty(0), none_RD, torch.float32)
+    assert dots_R is not None
+    assert (grad_RD.shape, dots_R.shape) == ((0, 6), (0,))
+    assert torch.equal(reduced(permutation, none_RD, index, torch.empty(0)), torch.zeros(num_rows, 6))
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, under Triton's interpreter
+def test_infinities_come_out_as_arithmetic_gives_them(
+    permutation: Permutation, dtype: torch.dtype, weighted: bool
+) -> None:
+    index = group_slots(torch.tensor([[0, 1]] * 5), [5, 5])
+    slots_SK = torch.tensor([[INF, 1], [-INF, 1], [INF, -INF], [NAN, 1], [3, 1]])
+    rows_RD = index.to_grouped(slots_SK).to(dtype).unsqueeze(1)
+    weights_R = torch.full((10,), 0.5, dtype=accumulation_dtype(dtype))  # a weight whose other parts are 0
+    out = reduced(permutation, rows_RD, index, weights_R if weighted else None)
+    expected = torch.tensor([INF, -INF, NAN, NAN, 2.0 if weighted else 4.0], dtype=dtype)
+    torch.testing.assert_close(out.squeeze(1), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@every
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_modes_of_autograd_do_not_matter(permutation: Permutation, mode: Callable[[], Any]) -> None:
+    index = EXAMPLE.index
+    with mode():
+        rows_SD = rows_of(4)
+        rows_RD = permutation.expand(rows_SD, index, torch.float32)
+        out = reduced(permutation, rows_RD, index, torch.full((index.num_grouped,), 2.0))
+    assert torch.equal(rows_RD, TORCH.expand(rows_of(4), index, torch.float32))
+    assert torch.equal(out, rows_of(4) * 2 * index.cu_S.diff().unsqueeze(1))
+    assert not out.requires_grad
+
+
+@every
+def test_compiling_does_not_matter(permutation: Permutation) -> None:
+    index, rows_SD = EXAMPLE.index, rows_of(4)
+
+    def there_and_back(rows_SD: Tensor) -> Tensor:
+        return reduced(permutation, permutation.expand(rows_SD, index, torch.float32), index, None)
+
+    compiled = torch.compile(there_and_back, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(rows_SD), there_and_back(rows_SD))
+
+
+@every
+@pytest.mark.parametrize("width", [1, 2, 4, 6, 8, 24, 23])
+@pytest.mark.parametrize("gap", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("offset", [0, 1, 2, 8])
+def test_gather_of_packets(permutation: Permutation, width: int, gap: int, offset: int) -> None:
+    """Bytes, in whatever words their width, stride and place allow."""
+    flat = torch.arange(8 + 5 * 32, dtype=torch.uint8)
+    packets = flat.as_strided((5, width), (width + gap, 1), offset)
+    source = torch.tensor([4, 0, 0, 3])
+    out = torch.zeros(4, width, dtype=torch.uint8)
+    permutation.gather(packets, source, out)
+    assert torch.equal(out, packets[source])
+    wide = torch.full((4, width + 8), 255, dtype=torch.uint8)
+    permutation.gather(packets, source, wide[:, :width])
+    assert torch.equal(wide[:, :width], packets[source])
+    assert (wide[:, width:] == 255).all()
+
+
+@every
+def test_gather_converts(permutation: Permutation) -> None:
+    rows_SD, source, out = rows_of(5), torch.tensor([2, 2, 0]), torch.empty(3, 6, dtype=torch.bfloat16)
+    permutation.gather(rows_SD, source, out)
+    assert torch.equal(out, rows_SD[source].bfloat16())

@@ -1,0 +1,219 @@
+"""How transformer-engine's kernels are called and when not, against a stand-in with their recorded arguments."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch.backends.permutation import TorchPermutation, group_slots, te_rows
+from moe_dispatch.backends.permutation.te_kernels import kernels_of, layout_problem, row_map
+from moe_dispatch.backends.permutation.te_rows import TransformerEnginePermutation
+from moe_dispatch.backends.verdict import Rejected, Usable
+from moe_dispatch.errors import BackendUnavailableError
+from tests.backends.tables import EXAMPLE, FLOATS, rows_of
+from tests.backends.te_stand_in import RECORDED, VERSIONS, stand_in
+
+LATEST = VERSIONS[-1]
+PERMUTE, UNPERMUTE = "permute_with_mask_map", "unpermute_with_mask_map"
+BACKWARD = "unpermute_with_mask_map_bwd_with_merging_probs"
+CPU = torch.device("cpu")
+
+
+def recorded(version: str = LATEST) -> tuple[TransformerEnginePermutation, list[str]]:
+    module, calls = stand_in(version)
+    return TransformerEnginePermutation(kernels_of(module, version)), calls
+
+
+def test_row_map_of_an_example() -> None:
+    """Row by row: grouped positions in slot order, from column 2 their slots, how many; between them anything."""
+    table = row_map(EXAMPLE.index)
+    assert table.dtype == torch.int32
+    found = [(row[: row[-1]], row[2 : 2 + row[-1]]) for row in table.tolist()]
+    assert found == [([4, 0], [0, 1]), ([5], [1]), ([], []), ([8, 6], [0, 1])]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_their_kernels_are_used_but_for_float64(version: str, dtype: torch.dtype) -> None:
+    permutation, calls = recorded(version)
+    index = EXAMPLE.index
+    permutation.expand(rows_of(4), index, dtype)
+    permutation.reduce(rows_of(index.num_grouped, dtype=dtype), index, None, torch.empty(4, 6, dtype=dtype))
+    assert calls == ([] if dtype == torch.float64 else [PERMUTE, UNPERMUTE])
+
+
+@pytest.mark.parametrize(("version", "used"), [(version, version == "2.20.2") for version in VERSIONS])
+def test_their_backward_is_used_from_the_version_that_orders_it(version: str, used: bool) -> None:
+    torch.use_deterministic_algorithms(False)
+    permutation, calls = recorded(version)
+    index = EXAMPLE.index
+    rows_RD, weights_R = rows_of(index.num_grouped), torch.ones(index.num_grouped)
+    permutation.expand_weighted(rows_of(4), index, weights_R, rows_RD, torch.float32)
+    assert calls == ([BACKWARD] if used else [])
+
+
+@pytest.mark.parametrize(
+    ("version", "ordered"),
+    [("2.19.0", False), ("2.20.0+4f1e", True), ("2.20", True), ("3.0.0rc1", True), ("unknown", False)],
+)
+def test_versions_in_the_forms_they_take(version: str, ordered: bool) -> None:
+    assert kernels_of(stand_in(LATEST)[0], version).orders_zeroing == ordered
+
+
+def test_their_backward_is_not_used_under_deterministic_algorithms() -> None:
+    permutation, calls = recorded()
+    index = EXAMPLE.index
+    rows_RD, weights_R = rows_of(index.num_grouped), torch.ones(index.num_grouped)
+    permutation.expand_weighted(rows_of(4), index, weights_R, rows_RD, torch.float32)
+    assert calls == []
+
+
+def test_what_they_would_round_twice_is_torchs() -> None:
+    torch.use_deterministic_algorithms(False)
+    permutation, calls = recorded()
+    index = EXAMPLE.index
+    rows_RD, weights_R = rows_of(index.num_grouped, dtype=torch.bfloat16), torch.full((index.num_grouped,), 0.3)
+    wide = torch.empty(4, 6)
+    permutation.reduce(rows_RD, index, weights_R, wide)
+    grad_RD, _ = permutation.expand_weighted(rows_of(4), index, weights_R, rows_RD, torch.bfloat16)
+    assert torch.equal(
+        grad_RD, TorchPermutation().expand_weighted(rows_of(4), index, weights_R, None, grad_RD.dtype)[0]
+    )
+    assert not torch.equal(wide, wide.bfloat16().float())
+    assert calls == []
+
+
+def test_a_row_may_name_a_key_twice() -> None:
+    """What their own tables cannot say: here the keys are ranks."""
+    index = group_slots(torch.tensor([[1, 1, 0], [0, -1, 0]]), [3, 2])
+    rows_RD, out = rows_of(5), torch.empty(2, 6)
+    permutation, calls = recorded()
+    permutation.reduce(rows_RD, index, None, out)
+    torch.testing.assert_close(out, torch.stack((rows_RD[3] + rows_RD[4] + rows_RD[0], rows_RD[1] + rows_RD[2])))
+    assert calls == [UNPERMUTE]
+
+
+def test_stand_in_refuses_other_arguments() -> None:
+    """Or the adapter's tests would prove nothing."""
+    older, newer = stand_in("2.10.0")[0], stand_in("2.12.0")[0]
+    table, rows_RD = row_map(EXAMPLE.index), rows_of(EXAMPLE.index.num_grouped)
+    with pytest.raises(TypeError, match="pad_offsets"):
+        older.unpermute_with_mask_map(rows_RD, table, None, None, None, 4, 2, pad_offsets=None)
+    with pytest.raises(TypeError, match="missing a required argument: 'hidden_size'"):
+        newer.unpermute_with_mask_map(rows_RD, table, None, None, 4, 2, 6)
+
+
+def test_arguments_of_another_version_are_refused() -> None:
+    module = stand_in(LATEST)[0]
+    module.permute_with_mask_map = lambda inp, row_id_map, stream: None  # type: ignore[attr-defined]
+    with pytest.raises(
+        BackendUnavailableError,
+        match=r"^transformer-engine 9.9: permute_with_mask_map must take \(inp, row_id_map, .*\), "
+        r"got \(inp, row_id_map, stream\)\. Install a version from 2\.10 to 2\.20\.$",
+    ):
+        kernels_of(module, "9.9")
+
+
+def test_a_missing_function_is_refused() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"make_row_id_map must take \(.*\), got \(\)\. Install"):
+        kernels_of(ModuleType("empty"), "2.12.0")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_layout_of_their_table_is_known(version: str) -> None:
+    assert layout_problem(kernels_of(stand_in(version)[0], version), CPU) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table[:, :-1],
+        lambda table: table.roll(1, 1),
+        lambda table: torch.cat((table[:, 3:6], table[:, :3], table[:, 6:]), 1),
+    ],
+    ids=["narrower", "count first", "experts first"],
+)
+def test_another_layout_of_their_table_is_noticed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    kernels = kernels_of(stand_in(LATEST)[0], LATEST)
+    make_map = kernels.functions["make_row_id_map"]
+    kernels.functions["make_row_id_map"] = lambda **arguments: change(make_map(**arguments))
+    problem = layout_problem(kernels, CPU)
+    assert problem is not None
+    assert problem.startswith(f"transformer-engine {LATEST}: its table of positions must hold [{{0: 0, 2: 3}}, {{}}")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A package transformer_engine whose kernels are the stand-in's, and a CUDA device to ask about."""
+    package = ModuleType("transformer_engine")
+    package.__version__ = LATEST  # type: ignore[attr-defined]
+    modules: dict[str, Any] = {"transformer_engine": package, RECORDED["module"]: stand_in(LATEST)[0]}
+    for name in ("transformer_engine.pytorch", "transformer_engine.pytorch.triton"):
+        modules[name] = ModuleType(name)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return modules
+
+
+def test_probe_of_an_installed_package(installed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_rows, "layout_problem", lambda kernels, device: layout_problem(kernels, CPU))
+    assert TransformerEnginePermutation.probe("cuda") == Usable(version=LATEST)
+    assert TransformerEnginePermutation()._kernels.version == LATEST
+
+
+def test_probe_rejects_another_layout(installed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_rows, "layout_problem", lambda kernels, device: "its table is another")
+    assert TransformerEnginePermutation.probe("cuda") == Rejected("its table is another")
+
+
+def test_probe_rejects_other_arguments(installed: dict[str, Any]) -> None:
+    del installed[RECORDED["module"]].permute_with_mask_map
+    verdict = TransformerEnginePermutation.probe("cuda")
+    assert isinstance(verdict, Rejected)
+    assert "permute_with_mask_map must take" in verdict.reason
+
+
+@pytest.mark.parametrize("error", [AssertionError, FileNotFoundError, ImportError, OSError])
+def test_probe_takes_whatever_their_import_raises(
+    error: type[Exception], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves nothing of a package that came in half."""
+    package = tmp_path / "transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '2.20.2'")
+    (package / "common.py").write_text("")
+    (package / "pytorch" / "__init__.py").write_text(
+        f"import transformer_engine.common\nraise {error.__name__}('no libcudart.so')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    verdict = TransformerEnginePermutation.probe("cuda")
+    assert verdict == Rejected(f"loading transformer-engine raised {error.__name__}: no libcudart.so")
+    assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+
+
+def test_probe_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    verdict = TransformerEnginePermutation.probe("cuda")
+    assert isinstance(verdict, Rejected)
+    assert verdict.reason.startswith("loading transformer-engine raised ModuleNotFoundError: ")
+
+
+@pytest.mark.parametrize(
+    ("device_type", "reason"),
+    [
+        ("cpu", "transformer-engine's kernels run on CUDA devices only, got 'cpu'"),
+        ("cuda", "torch sees no CUDA device"),
+    ],
+)
+def test_probe_imports_nothing_without_a_device(device_type: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(te_rows, "_load", lambda: pytest.fail("imported"))
+    assert TransformerEnginePermutation.probe(device_type) == Rejected(reason)

@@ -1,0 +1,200 @@
+"""Our Triton kernels without a GPU: run by Triton's interpreter, and compiled for the GPUs they are meant for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.permutation import TorchPermutation
+from moe_dispatch.backends.permutation.triton_rows import TritonPermutation
+from moe_dispatch.backends.verdict import Rejected, Usable
+from tests.backends.permutations import INTERPRETED
+from tests.backends.tables import EXAMPLE
+
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+ROOT = Path(__file__).parents[2]
+PAIRS = [  # dtypes of the rows that are read and of those that are written
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float64, torch.bfloat16),
+]
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it would start")
+def test_interpreter_passes_the_suite() -> None:
+    """In a process of its own: Triton decides when it is imported whether it interprets or compiles."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton"]
+    finished = subprocess.run(
+        [*command, "tests/backends/test_permutation_rows.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
+    passed = re.search(r"(\d+) passed, \d+ deselected in", finished.stdout)
+    assert passed is not None, finished.stdout[-2000:]
+    assert int(passed.group(1)) > 200
+
+
+class Recorder:
+    """Stands where a kernel stands, and keeps what it would have been launched with."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(0 < programs < 65536 for programs in grid[1:])
+        return lambda *args, **options: self.launches.append((args, options))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Recorder]]:
+    """By name, our kernels and the recorders put in their place."""
+    from moe_dispatch.backends.permutation import triton_kernels
+
+    found = {}
+    for name in ("gather_kernel", "gather_weighted_kernel", "sum_bags_kernel"):
+        found[name] = (getattr(triton_kernels, name), Recorder())
+        monkeypatch.setattr(triton_kernels, name, found[name][1])
+    return found
+
+
+def launch_everything(rows_dtype: torch.dtype, out_dtype: torch.dtype, width: int) -> None:
+    permutation, index = TritonPermutation(), EXAMPLE.index
+    rows_SD, out = torch.zeros(4, width, dtype=rows_dtype), torch.zeros(4, width, dtype=out_dtype)
+    rows_RD = torch.zeros(index.num_grouped, width, dtype=rows_dtype)
+    weights_R = torch.ones(index.num_grouped)
+    permutation.expand(rows_SD, index, out_dtype)
+    for weights in (None, weights_R):
+        permutation.reduce(rows_RD, index, weights, out)
+    for partners in (None, rows_RD):
+        permutation.expand_weighted(rows_SD, index, weights_R, partners, out_dtype)
+
+
+def compiled(kernel: Any, launch: tuple[tuple[Any, ...], dict[str, Any]], capability: int) -> Any:
+    """As at a launch: what is None or 1 is a constant, and what 16 divides is known to be so."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    args, options = launch
+    given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+    signature, constants, attributes = {}, {}, {}
+    for at, name in enumerate(kernel.arg_names):
+        value = given[name]
+        if name in options or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        signature[name] = POINTERS.get(value.dtype, "*i64") if isinstance(value, Tensor) else "i32"
+        if isinstance(value, Tensor) or value % 16 == 0:
+            attributes[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": options["num_warps"]})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("rows_dtype", "out_dtype"), PAIRS, ids=str)
+def test_kernels_compile_for_gpus(
+    rows_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    capability: int,
+    kernels: dict[str, tuple[Any, Recorder]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """With the arguments that our launchers give, to machine code, by the ptxas that triton brings."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launch_everything(rows_dtype, out_dtype, 4096)
+    assert [len(recorder.launches) for _, recorder in kernels.values()] == [1, 2, 2]
+    for kernel, recorder in kernels.values():
+        for launch in recorder.launches:
+            result = compiled(kernel, launch, capability)
+            assert result.asm["cubin"]
+            assert f".target sm_{capability}" in result.asm["ptx"]
+            assert not re.search(r"\b(atom|red)\.", result.asm["ptx"])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+@pytest.mark.parametrize("width", [4096, 4100])
+def test_machine_code_is_what_the_docstrings_say(width: int, kernels: dict[str, tuple[Any, Recorder]]) -> None:
+    launch_everything(torch.bfloat16, torch.bfloat16, width)
+    ptx = {
+        name: [compiled(kernel, launch, 90).asm["ptx"] for launch in recorder.launches]
+        for name, (kernel, recorder) in kernels.items()
+    }
+    weighted = ptx["sum_bags_kernel"][1]
+    assert "fma.rn.f32" in weighted
+    assert "mul.f32" not in weighted
+    for text in (text for texts in ptx.values() for text in texts):
+        assert ("v4.b32" in text or "v2.b64" in text) == (width % 16 == 0)  # 16 bytes at once where rows allow it
+
+
+@pytest.mark.parametrize(
+    ("width", "block", "warps"),
+    [(1, 1, 1), (6, 8, 1), (256, 256, 1), (1000, 1024, 4), (4096, 2048, 8), (1 << 20, 2048, 8)],
+)
+def test_blocks_follow_from_the_width(
+    width: int, block: int, warps: int, kernels: dict[str, tuple[Any, Recorder]]
+) -> None:
+    launch_everything(torch.bfloat16, torch.float32, width)
+    launches = [launch for _, recorder in kernels.values() for launch in recorder.launches]
+    assert {(options["block"], options["num_warps"]) for _, options in launches} == {(block, warps)}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on a CPU")
+def test_probe_on_a_cpu() -> None:
+    verdict = TritonPermutation.probe("cpu")
+    assert isinstance(verdict, Rejected)
+    assert verdict.reason == "Triton's kernels run on CUDA devices, and on the CPU in its interpreter, got 'cpu'"
+
+
+def test_probe_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert TritonPermutation.probe("cuda") == Rejected("torch sees no CUDA device")
+
+
+@pytest.mark.parametrize(("capability", "usable"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_probe_reads_the_capability(capability: tuple[int, int], usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    verdict = TritonPermutation.probe("cuda")
+    if usable:
+        assert isinstance(verdict, Usable)
+        assert verdict.version.startswith("3.")
+    else:
+        assert verdict == Rejected("compute capability 8.0 or later is needed, got 7.5")
+
+
+def test_probe_tells_what_the_import_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "moe_dispatch.backends.permutation.triton_kernels", raising=False)
+    verdict = TritonPermutation.probe("cuda")
+    assert isinstance(verdict, Rejected)
+    assert verdict.reason.startswith("importing triton raised ModuleNotFoundError: ")
+
+
+def test_docstring_about_ties() -> None:
+    """What ``TritonPermutation`` says of torch: its sums of bfloat16 on the CPU round a tie away from zero."""
+    rows_RD, out = torch.tensor([[1.0], [2**-8]], dtype=torch.bfloat16), torch.empty(1, 1, dtype=torch.bfloat16)
+    TorchPermutation().sum_bags(rows_RD, torch.tensor([0, 1]), torch.tensor([0, 2]), None, out)
+    assert out.item() == 1 + 2**-7
+    assert rows_RD.float().sum().bfloat16().item() == 1
