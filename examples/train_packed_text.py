@@ -1,13 +1,14 @@
 r"""Train a small mixture-of-experts language model on packed text, and see that the backend makes no difference.
 
-    python examples/train_packed_text.py                                  # alltoall, allgather and local, compared
+    python examples/train_packed_text.py                                  # all backends, compared with local
     python examples/train_packed_text.py --backend alltoall --ranks 2     # that one only
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         examples/train_packed_text.py --backend alltoall                  # several machines
 
 The data are the help texts that CPython ships, as bytes, packed without padding: in every step every rank has another
-number of tokens. `alltoall` and `allgather` share the experts out over ranks; `local` trains the same model on the same
-data in one process. Ends with 1 when the curves differ, the loss does not fall or an expert stays idle.
+number of tokens. `alltoall`, `allgather`, `deepep` and `hybridep` share the experts out over ranks; `local` trains the
+same model on the same data in one process. On a CPU `deepep` and `hybridep` run on the emulation of their library. Ends
+with 1 when the curves differ, the loss does not fall or an expert stays idle.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from moe_dispatch import DispatcherConfig, MoEDispatchError
+from moe_dispatch.backends import Rejected, load_backend
 from packed_text.model import ModelShape
 from packed_text.place import Place, alone, describe, joined
 from packed_text.ranks import RankFailed, Send, run_ranks
 from packed_text.training import Run, Task, train
 
-COMPARED = ("alltoall", "allgather", "local")
+# They carry nothing wider than bfloat16.
+VENDORS = ("deepep", "hybridep")
+COMPARED = ("alltoall", "allgather", *VENDORS, "local")
 SAMPLE_CONFIG = Path(__file__).with_name("config.yaml")
 PICTURE = Path("out") / "train_packed_text.png"
 
@@ -81,11 +87,24 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
             f"hidden_size must be a multiple of {multiple}, got {config.hidden_size}. Attention has "
             f"{ModelShape().num_heads} heads of an even width."
         )
-    backends = COMPARED if config.backend_name == "auto" and not named else (config.backend,)
-    return [
-        Task(config=config.replace(backend=backend), steps=options.steps, packs=world or options.ranks or 4)
-        for backend in backends
-    ]
+    packs = world or options.ranks or 4
+    compared = config.backend_name == "auto" and not named
+    configs = [changed for name in COMPARED for changed in variants(config, name, packs)] if compared else [config]
+    return [Task(config=config, steps=options.steps, packs=packs) for config in configs]
+
+
+def variants(config: DispatcherConfig, name: str, ranks: int) -> list[DispatcherConfig]:
+    """The config for one of the backends compared; none for a library that cannot run here, nor be emulated."""
+    if name not in VENDORS:
+        return [config.replace(backend=name)]
+    cls = load_backend(name)
+    emulate = isinstance(cls.probe(cls.Options()), Rejected)
+    if emulate and torch.cuda.is_available():  # the emulation takes no CUDA tensors
+        return []
+    if name == "deepep" and ranks not in (2, 4, 8):  # within one node
+        return []
+    backend: str | dict[str, object] = {"name": name, "emulate": True} if emulate else name
+    return [config.replace(backend=backend, wire_dtype="bfloat16")]
 
 
 def under_torchrun() -> bool:

@@ -28,9 +28,9 @@ ROTARY_BASE = 10_000.0
 class ModelShape:
     """The sizes that the dispatcher's config does not hold."""
 
-    num_layers: int = 3
+    num_layers: int = 2
     num_heads: int = 4
-    expert_hidden: int = 256
+    expert_hidden: int = 128
 
     @property
     def hidden_multiple(self) -> int:

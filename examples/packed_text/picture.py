@@ -13,13 +13,15 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from packed_text.report import MAX_DIFFERENCE
+from packed_text.report import MAX_DIFFERENCE, MAX_WIRE_DIFFERENCE
 from packed_text.training import Run
 
 # Widest first, so that curves that coincide are all seen.
 STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#fdbe85", "linewidth": 7.0},
-    {"color": "#3182bd", "linewidth": 3.0},
+    {"color": "#fdbe85", "linewidth": 9.0},
+    {"color": "#9ecae1", "linewidth": 6.0},
+    {"color": "#74c476", "linewidth": 4.0},
+    {"color": "#756bb1", "linewidth": 2.0},
     {"color": "black", "linewidth": 1.0, "linestyle": (0, (4, 3))},
 )
 # Losses are float32, so a difference is 0 or at least 3e-8; 0 is drawn here.
@@ -66,10 +68,11 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
         difference = np.abs(np.array(run.losses) - reference) / reference
         label = f"{run.backend}, largest {difference.max():.1e}"
         axes.semilogy(_steps(run), np.maximum(difference, SMALLEST_DIFFERENCE), ".-", label=label, **style)
-    axes.axhline(MAX_DIFFERENCE, color="#cb181d", linewidth=1)
-    axes.annotate("allowed", (1, MAX_DIFFERENCE), color="#cb181d", xytext=(0, 3), textcoords="offset points")
-    axes.set(title=f"Relative difference to {runs[-1].backend}", xlabel="step", ylim=(SMALLEST_DIFFERENCE / 2, 1e-3))
-    ticks = [SMALLEST_DIFFERENCE, 1e-7, 1e-6, 1e-5, MAX_DIFFERENCE, 1e-3]
+    for allowed, which in ((MAX_DIFFERENCE, "float32"), (MAX_WIRE_DIFFERENCE, "bfloat16 on the wire")):
+        axes.axhline(allowed, color="#cb181d", linewidth=1)
+        axes.annotate(f"allowed, {which}", (1, allowed), color="#cb181d", xytext=(0, 3), textcoords="offset points")
+    axes.set(title=f"Relative difference to {runs[-1].backend}", xlabel="step", ylim=(SMALLEST_DIFFERENCE / 2, 1.0))
+    ticks = [SMALLEST_DIFFERENCE, 1e-7, 1e-6, 1e-5, MAX_DIFFERENCE, 1e-3, 1e-2, 1e-1]
     axes.set_yticks(ticks, ["equal", *(f"{tick:.0e}" for tick in ticks[1:])], minor=False)
     axes.minorticks_off()
     axes.grid(axis="y", color="0.9")

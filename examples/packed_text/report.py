@@ -14,6 +14,10 @@ from rich.table import Table
 from packed_text.training import Run, Task
 
 MAX_DIFFERENCE = 1e-4
+# Where rows travel in bfloat16: it keeps 8 bits, so rows and gradients are off by up to 2^-9 of themselves. The first
+# loss shows just that. Later routers choose other experts for some bytes, and a step's loss moves by some percent.
+MAX_WIRE_DIFFERENCE = 5e-2
+MAX_FIRST_WIRE_DIFFERENCE = 1e-3
 MIN_FALL = 0.30
 # The warm-up alone takes 10 steps: a shorter run shows whether things work, not whether they learn.
 STEPS_TO_JUDGE = 30
@@ -67,21 +71,36 @@ def largest_difference(run: Run, reference: Run) -> float:
     return max(difference if difference == difference else float("inf") for difference in differences)
 
 
+def allowed_difference(run: Run) -> float:
+    """By what a run's losses may differ from the reference's, relative to them."""
+    return MAX_DIFFERENCE if run.wire_dtype is None else MAX_WIRE_DIFFERENCE
+
+
 def check_runs(runs: Sequence[Run]) -> list[Check]:
     """What must hold of the runs, the last of which is what the others are compared with."""
     return [
         *(_same_curve(run, runs[-1]) for run in runs[:-1]),
+        *(_same_start(run, runs[-1]) for run in runs[:-1] if run.wire_dtype is not None),
         *(_loss_falls(run) for run in runs),
         *(_experts_work(run) for run in runs),
     ]
 
 
 def _same_curve(run: Run, reference: Run) -> Check:
-    difference = largest_difference(run, reference)
+    difference, allowed = largest_difference(run, reference), allowed_difference(run)
     return Check(
         claim=f"{run.backend} on {run.ranks} ranks has the losses of {reference.backend}",
-        measured=f"within {difference:.1e} at every step, allowed {MAX_DIFFERENCE:.0e}",
-        passed=difference < MAX_DIFFERENCE,
+        measured=f"within {difference:.1e} at every step, allowed {allowed:.0e}",
+        passed=difference < allowed,
+    )
+
+
+def _same_start(run: Run, reference: Run) -> Check:
+    difference = abs(run.losses[0] - reference.losses[0]) / reference.losses[0]
+    return Check(
+        claim=f"{run.backend} starts with the loss of {reference.backend}",
+        measured=f"within {difference:.1e}, allowed {MAX_FIRST_WIRE_DIFFERENCE:.0e}",
+        passed=difference < MAX_FIRST_WIRE_DIFFERENCE,
     )
 
 
@@ -113,7 +132,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
         padding=(0, 1, 0, 0),
         caption="MB (1e6 bytes) that all ranks together send to others in a step, counted at the collectives: by the "
         "dispatchers in forward and backward; and for gradients and losses. Rows padded in all steps and layers: for "
-        "equal counts on all ranks; and to fill experts up to pad_multiple.",
+        "equal counts on all ranks; and to fill experts up to pad_multiple. An emulated library does not send what the "
+        "real one would, nor as fast.",
         caption_justify="left",
     )
     table.add_column("backend")
@@ -125,8 +145,8 @@ def runs_table(runs: Sequence[Run]) -> Table:
             run.backend,
             f"{run.losses[0]:.4f}",
             f"{run.losses[-1]:.4f}",
-            f"{run.tokens_per_second:,.0f}",
-            f"{run.bytes_per_step['model'] / 1e6:.1f}",
+            "emulated" if run.emulated else f"{run.tokens_per_second:,.0f}",
+            "-" if run.emulated else f"{run.bytes_per_step['model'] / 1e6:.1f}",
             f"{run.bytes_per_step['training'] / 1e6:.1f}",
             f"{run.rows_padded['rank']:,}",
             f"{run.rows_padded['expert']:,}",

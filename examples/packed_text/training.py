@@ -41,8 +41,8 @@ class Task:
     config: DispatcherConfig
     steps: int
     packs: int
-    bytes_per_rank: int = 512
-    max_length: int = 1280
+    bytes_per_rank: int = 320
+    max_length: int = 768
     learning_rate: float = 2e-3
     balance: float = 0.3
     seed: int = 2024
@@ -63,6 +63,8 @@ class Run:
     """
 
     backend: str
+    wire_dtype: str | None
+    emulated: bool
     ranks: int
     losses: list[float]
     tokens_per_expert: list[list[list[int]]]
@@ -168,6 +170,8 @@ def train(task: Task, place: Place, on_step: Callable[[float], None]) -> Run:
     timed = min(UNTIMED_STEPS, task.steps - 1)
     return Run(
         backend=trainer.model.dispatchers[0].backend_name,
+        wire_dtype=task.config.wire_dtype,
+        emulated=bool(getattr(task.config.backend_options, "emulate", False)),
         ranks=place.size,
         losses=[step.loss for step in steps],
         tokens_per_expert=[step.tokens_per_expert for step in steps],

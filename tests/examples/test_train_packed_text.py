@@ -59,23 +59,29 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def table_row(output: str, backend: str) -> list[float]:
-    """First and last loss, tokens/s, two kinds of MB, two kinds of padded rows."""
-    found = re.search(rf"^ *{backend} +([\d., ]+)$", output, re.MULTILINE)
+    """First and last loss, tokens/s, two kinds of MB, two kinds of padded rows; NaN where it says nothing."""
+    found = re.search(rf"^ *{backend} +(\d[^━]+?)$", output, re.MULTILINE)
     assert found, output
-    return [float(number.replace(",", "")) for number in found[1].split()]
+    return [float("nan") if word in ("-", "emulated") else float(word.replace(",", "")) for word in found[1].split()]
 
 
 @pytest.mark.slow
-def test_three_backends_are_trained_and_compared(tmp_path: Path) -> None:
+def test_all_backends_are_trained_and_compared(tmp_path: Path) -> None:
     output = finish(demo("--ranks", "2", "--steps", "4", cwd=tmp_path))
-    alltoall, allgather, local = (table_row(output, name) for name in train_packed_text.COMPARED)
+    alltoall, allgather, deepep, hybridep, local = (table_row(output, name) for name in train_packed_text.COMPARED)
     assert alltoall[:2] == allgather[:2] == local[:2]
     assert local[1] < local[0]
     assert 0 < alltoall[3] < allgather[3]
     assert local[3] == local[4] == 0 < alltoall[4] == allgather[4]
     assert alltoall[5] == local[5] == 0 < allgather[5]
     assert alltoall[6] == allgather[6] == local[6] > 0
-    assert output.count("has the losses of local") == 2
+    assert deepep[0] == pytest.approx(local[0], rel=1e-3)
+    assert hybridep[0] == pytest.approx(local[0], rel=1e-3)
+    assert deepep[5] == 0
+    assert hybridep[5] >= allgather[5], "equal rows, and a multiple of two on two ranks"
+    assert output.count("has the losses of local") == 4
+    assert output.count("starts with the loss of local") == 2
+    assert output.count("runs on the emulation of deep_ep") == 2
     assert (tmp_path / train_packed_text.PICTURE).read_bytes().startswith(PNG_SIGNATURE)
 
 
@@ -105,7 +111,8 @@ def test_backend_comes_from_the_option_the_environment_or_the_file(
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("num_experts: 4\ntop_k: 1\nhidden_size: 16\nbackend: {name: alltoall, reduction: exact}\n")
-    assert backends_of() == ["alltoall", "allgather", "local"]
+    assert backends_of() == ["alltoall", "allgather", "deepep", "hybridep", "local"]
+    assert backends_of("--ranks", "3") == ["alltoall", "allgather", "hybridep", "local"]
     assert backends_of("--config", str(file)) == ["alltoall"]
     monkeypatch.setenv("MOE_DISPATCH_BACKEND", "allgather")
     assert backends_of("--config", str(file)) == ["allgather"]
@@ -228,9 +235,13 @@ def load(model: ByteLanguageModel, whole: ByteLanguageModel, place: Place) -> No
             parameter.copy_(value if value.shape == parameter.shape else value.chunk(place.size)[place.rank])
 
 
-def run_like(backend: str, losses: list[float], tokens: list[list[list[int]]] | None = None) -> Run:
+def run_like(
+    backend: str, losses: list[float], tokens: list[list[list[int]]] | None = None, wire_dtype: str | None = None
+) -> Run:
     return Run(
         backend=backend,
+        wire_dtype=wire_dtype,
+        emulated=False,
         ranks=2,
         losses=losses,
         tokens_per_expert=tokens or [[[3, 5], [4, 4]]] * len(losses),
@@ -257,6 +268,17 @@ def test_check_sees_one_step_of_another_curve(factor: float) -> None:
     assert failed_claims(run_like("alltoall", other), run_like("local", FALLING)) == [
         "alltoall on 2 ranks has the losses of local"
     ]
+
+
+def test_a_bfloat16_wire_may_differ_more_but_not_at_the_start() -> None:
+    reference = run_like("local", FALLING)
+    for step, factor, claims in (
+        (7, 1.03, []),
+        (7, 1.06, ["deepep on 2 ranks has the losses of local"]),
+        (0, 1.002, ["deepep starts with the loss of local"]),
+    ):
+        other = [*FALLING[:step], FALLING[step] * factor, *FALLING[step + 1 :]]
+        assert failed_claims(run_like("deepep", other, wire_dtype="bfloat16"), reference) == claims
 
 
 def test_difference_is_relative() -> None:
@@ -290,7 +312,7 @@ def test_failed_check_is_the_exit_status(
 
 def test_picture_of_any_number_of_runs(tmp_path: Path) -> None:
     runs = [run_like(name, FALLING) for name in train_packed_text.COMPARED]
-    for count in (1, 3):
+    for count in (1, 3, 5):
         path = tmp_path / "new" / f"{count}.png"
         picture.draw(runs[:count], path)
         assert path.read_bytes().startswith(PNG_SIGNATURE)
