@@ -1,0 +1,112 @@
+"""megatron-core's flex dispatcher, unmodified, on the emulated deep_ep: the dense layer, and the reported failure."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.integration.vendor.dense import TOLERANCE, TRAINING, Case
+from tests.integration.vendor.megatron_layer import MegatronRunning
+from tests.integration.vendor.rank import Job, Results, run_jobs
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
+]
+
+EP_SIZES = (2, 4)
+NORMAL, UNPADDED = "v1.2.1", "hybridep-34152ae"
+HYBRID_RELEASES = (UNPADDED, "hybridep-94a9f8f", "hybridep-744")
+UNEQUAL = (40, 13, 0, 27)
+EQUAL = (64,) * 4
+WHOLE_CHUNKS_ONLY = "528 rows"
+
+
+def deepep(case: Case, **options: Any) -> Job:
+    return Job(case=case, options={"moe_flex_dispatcher_backend": "deepep"} | options)
+
+
+def hybridep(case: Case, **options: Any) -> Job:
+    return Job(case=case, options={"moe_flex_dispatcher_backend": "hybridep"} | options)
+
+
+def deepep_jobs(ep_size: int) -> dict[str, list[Job]]:
+    unequal = UNEQUAL[:ep_size]
+    return {
+        "unequal": [deepep(Case(tokens=unequal))],
+        "crowded": [deepep(Case(tokens=unequal, routing="crowded", seed=1))],
+        "starved": [deepep(Case(tokens=unequal, routing="starved", seed=7))],
+        "larger": [deepep(Case(tokens=unequal, hidden=512, seed=2))],
+        "two in flight": [deepep(Case(tokens=unequal[::-1], seed=seed)) for seed in (3, 4)],
+        "no slot taken": [deepep(Case(tokens=unequal, routing="holes", seed=5), moe_expert_capacity_factor=2.0)],
+        "zero weights": [deepep(Case(tokens=unequal, routing="holes", seed=6))],
+    }
+
+
+def hybridep_jobs(ep_size: int) -> dict[str, list[Job]]:
+    equal, unequal = EQUAL[:ep_size], UNEQUAL[:ep_size]
+    pads = {"moe_hybridep_pad_uneven_dispatch_inputs": True}
+    fused = {"moe_permute_fusion_into_hybridep": True}
+    capacity = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    return {
+        "equal": [hybridep(Case(tokens=equal))],
+        "fused": [hybridep(Case(tokens=equal, seed=1), **fused)],
+        "unequal": [hybridep(Case(tokens=unequal, seed=2), **pads)],
+        "unequal, fused": [hybridep(Case(tokens=unequal, seed=3), **pads, **fused)],
+        "crowded": [hybridep(Case(tokens=unequal, routing="crowded", seed=4), **pads)],
+        "starved": [hybridep(Case(tokens=unequal, routing="starved", seed=10), **pads)],
+        "holes": [hybridep(Case(tokens=equal, routing="holes", seed=5))],
+        "two in flight": [hybridep(Case(tokens=equal, seed=6)), hybridep(Case(tokens=equal, seed=7), **fused)],
+        "to capacity": [hybridep(Case(tokens=equal, routing="even", seed=8), **capacity)],
+        WHOLE_CHUNKS_ONLY: [hybridep(Case(tokens=(528,) * ep_size, seed=9))],
+        "padded to chunks": [hybridep(Case(tokens=(528,) * ep_size, seed=9), **pads)],
+    }
+
+
+@functools.cache
+def results(release: str, ep_size: int) -> list[Results]:
+    jobs = deepep_jobs(ep_size) if release == NORMAL else hybridep_jobs(ep_size)
+    return run_jobs(MegatronRunning, release, jobs, ep_size)
+
+
+def require_dense(release: str, ep_size: int, name: str) -> None:
+    for rank, by_name in enumerate(results(release, ep_size)):
+        found = by_name[name]
+        assert not isinstance(found, str), f"rank {rank}:\n{found}"
+        for errors in found:
+            assert tuple(errors) == TRAINING
+            assert all(error <= TOLERANCE for error in errors.values()), f"rank {rank}: {errors}"
+
+
+@pytest.mark.parametrize("name", deepep_jobs(2))
+@pytest.mark.parametrize("ep_size", EP_SIZES)
+def test_deepep_is_the_dense_layer(ep_size: int, name: str) -> None:
+    require_dense(NORMAL, ep_size, name)
+
+
+@pytest.mark.parametrize("ep_size", EP_SIZES)
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [
+        (release, name)
+        for release in HYBRID_RELEASES
+        for name in hybridep_jobs(2)
+        if (release, name) != (UNPADDED, WHOLE_CHUNKS_ONLY)
+    ],
+)
+def test_hybridep_is_the_dense_layer(release: str, ep_size: int, name: str) -> None:
+    require_dense(release, ep_size, name)
+
+
+@pytest.mark.parametrize("ep_size", EP_SIZES)
+def test_rows_in_no_whole_chunks_fail_to_compile_as_was_reported(ep_size: int) -> None:
+    """Megatron-Bridge #3294, through the code that met it, on a release that does not round its capacity up."""
+    for by_name in results(UNPADDED, ep_size):
+        found = by_name[WHOLE_CHUNKS_ONLY]
+        assert isinstance(found, str)
+        assert "hybrid_ep_combine" in found
+        assert "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK" in found
+        assert "RuntimeError: Failed to compile the code" in found
