@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -15,8 +15,8 @@ from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
 README = Path(__file__).parent.parent / "README.md"
-# Constraints may depend on sizes; these are the table's example, and no backend of ours looks at them.
-SHAPE = MoEShape(num_experts=64, top_k=8, hidden_size=4096, ep_size=1, pad_multiple=1)
+# Constraints may depend on sizes; these are the table's example.
+SHAPE = MoEShape(num_experts=64, top_k=8, hidden_size=4096, ep_size=8, pad_multiple=1, ranks_per_node=8)
 
 
 def backends_table() -> str:
@@ -69,6 +69,13 @@ def _how(cls: type[Backend], needs: Constraints) -> str:
     return sentence.partition(": ")[2].rstrip(".")
 
 
+def _sizes(cls: type[Backend], needs: Constraints) -> str:
+    sizes = sorted(needs.group_sizes or ())
+    if len(sizes) > 1 and sizes == list(range(sizes[0], sizes[-1] + 1)):
+        return f"{sizes[0]} to {sizes[-1]}"
+    return ", ".join(map(str, sizes)) or "any"
+
+
 def _rows_per_rank(cls: type[Backend], needs: Constraints) -> str:
     equal = "made equal" if needs.equal_rows else "any, may differ"
     multiple = f", a multiple of {needs.row_multiple}" if needs.row_multiple > 1 else ""
@@ -76,7 +83,8 @@ def _rows_per_rank(cls: type[Backend], needs: Constraints) -> str:
 
 
 def _hidden(cls: type[Backend], needs: Constraints) -> str:
-    return "any" if needs.hidden_multiple == 1 else f"a multiple of {needs.hidden_multiple}"
+    multiple = "any" if needs.hidden_multiple == 1 else f"a multiple of {needs.hidden_multiple}"
+    return multiple if needs.max_hidden is None else f"{multiple}, at most {needs.max_hidden}"
 
 
 def _wires(cls: type[Backend], needs: Constraints) -> str:
@@ -85,8 +93,12 @@ def _wires(cls: type[Backend], needs: Constraints) -> str:
 
 def _options(cls: type[Backend], needs: Constraints) -> str:
     fields = cls.Options.model_json_schema().get("properties", {})
-    told = [f"`{name}`: {', '.join(map(repr, field.get('enum', ['...'])))}" for name, field in fields.items()]
-    return "; ".join(told).replace("'", '"') or "none"
+    return ", ".join(f"`{name}`" + _choices(field) for name, field in fields.items()) or "none"
+
+
+def _choices(field: dict[str, Any]) -> str:
+    """The values an option can have, where they are few."""
+    return f" ({', '.join(map(repr, field['enum']))})".replace("'", '"') if "enum" in field else ""
 
 
 def _graph_safe(cls: type[Backend], needs: Constraints) -> str:
@@ -96,13 +108,14 @@ def _graph_safe(cls: type[Backend], needs: Constraints) -> str:
 _Cell = Callable[[type[Backend], Constraints], str]
 _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("how", _how),
-    ("ep_size", lambda cls, needs: _listed(needs.group_sizes)),
+    ("ep_size", _sizes),
     ("rows per rank", _rows_per_rank),
     ("hidden size", _hidden),
     ("top_k", lambda cls, needs: "any" if needs.max_top_k is None else f"at most {needs.max_top_k}"),
     ("dtypes", lambda cls, needs: _listed(needs.dtypes, "float64, float32, bfloat16, float16")),
     ("devices", lambda cls, needs: _listed(needs.devices)),
     ("`wire_dtype`", _wires),
+    ("rows per expert padded by", lambda cls, needs: "its library" if needs.pads_experts else "this package"),
     ("options", _options),
     ("exchanges counts in every dispatch", lambda cls, needs: "yes" if needs.exchanges_counts else "no"),
     ("graph-safe", _graph_safe),

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moe_dispatch.backends.base import BackendOptions, WireDtype
+from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.registry import load_backend
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
 from moe_dispatch.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
 # Rows per expert that quantised grouped GEMMs need: 16 bytes of fp8 in a row group; the contraction of the weight
-# gradient
-# in blocks of 32 for mxfp8; 128 for nvfp4 with its fused transform (transformer-engine 2.12 and later).
+# gradient in blocks of 32 for mxfp8; 128 for nvfp4 with its fused transform (transformer-engine 2.12 and later).
 PAD_MULTIPLES = {"bf16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
 
 RowCounts = Literal["agree", "assume", "check", "static"]
@@ -35,12 +35,16 @@ class ConstraintOverrides(BaseModel):
     row_multiple: _Count | None = None
     max_rows: _Count | None = None
     hidden_multiple: _Count | None = None
+    max_hidden: _Count | None = None
     max_top_k: _Count | None = None
+    group_sizes: Annotated[tuple[int, ...], Field(strict=False)] | None = None
     local_experts_multiple: _Count | None = None
+    max_local_experts: _Count | None = None
 
-    def given(self) -> dict[str, int]:
-        """The overrides that are set."""
-        return self.model_dump(exclude_none=True)
+    def given(self) -> dict[str, Any]:
+        """The overrides that are set, as ``Constraints`` has them."""
+        numbers = self.model_dump(exclude_none=True, exclude={"group_sizes"})
+        return numbers if self.group_sizes is None else {**numbers, "group_sizes": frozenset(self.group_sizes)}
 
 
 @final
@@ -62,10 +66,14 @@ class DispatcherConfig(BaseModel):
             (``max_tokens_per_rank``). None: "agree", in graph-safe mode "static".
         max_tokens_per_rank: upper bound of the rows a rank brings.
         graph_safe: no host sync and no data-dependent shape in either verb.
-        permutation: implementation of the one-rank reorder; "auto" takes the best one at hand.
+        permutation: implementation of the one-rank reorder: "torch", "triton" (ours), "te" (transformer-engine's
+            kernels), honoured or refused; "auto" is Triton on CUDA devices where it can be used, else torch.
         device: "cpu" or "cuda" to refuse tensors elsewhere; None takes any.
         debug: exchange refusals and check values (ids, weights, lengths) in every call; costs host syncs.
         constraints: numbers to use instead of the backend's own.
+
+    Raises:
+        ConfigError: a field is unknown or wrong, or two do not fit each other; every problem, with its field.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -80,10 +88,21 @@ class DispatcherConfig(BaseModel):
     row_counts: RowCounts | None = None
     max_tokens_per_rank: _Count | None = None
     graph_safe: bool = False
-    permutation: Literal["auto", "torch"] = "auto"
+    permutation: PermutationName = "auto"
     device: Literal["cpu", "cuda"] | None = None
     debug: bool = False
     constraints: ConstraintOverrides = ConstraintOverrides()
+
+    if not TYPE_CHECKING:  # type checkers and editors keep the signature that pydantic makes of the fields
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise ConfigError(_problems(error)) from error
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @field_validator("backend")
     @classmethod
@@ -95,7 +114,7 @@ class DispatcherConfig(BaseModel):
             )
         if name != "auto":
             load_backend(name).Options.model_validate(options)
-        return value
+        return copy.deepcopy(value)  # the caller's mapping may change, a config may not
 
     @model_validator(mode="after")
     def _fields_agree(self) -> DispatcherConfig:
@@ -167,11 +186,25 @@ class DispatcherConfig(BaseModel):
         from_file = {} if file is None else _read(Path(file))
         from_environment = _from_environment(os.environ if environment is None else environment)
         try:
-            return cls.model_validate({**from_file, **from_environment, **fields})
-        except ValidationError as error:
+            return cls(**{**from_file, **from_environment, **fields})
+        except ConfigError as error:
             if from_environment:
                 source += f" and {', '.join(ENVIRONMENT_PREFIX + name.upper() for name in sorted(from_environment))}"
             raise ConfigError(f"DispatcherConfig.load: {source}: {error}") from error
+
+
+def _problems(error: ValidationError) -> str:
+    """Pydantic's findings, one a line, with the field unless a text of ours names it."""
+    return "\n".join(_problem(found) for found in error.errors())
+
+
+def _problem(found: Any) -> str:
+    cause = found.get("ctx", {}).get("error")
+    if isinstance(cause, ValueError):
+        return str(cause)
+    field = ".".join(map(str, found["loc"]))
+    got = "nothing" if found["type"] == "missing" else repr(found["input"])
+    return f"DispatcherConfig: {field}: {found['msg']}, got {got}."
 
 
 def _split(backend: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:

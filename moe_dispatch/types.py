@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.base import Sizes
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout
 
@@ -84,18 +85,15 @@ class Plan:
         layout: how the model's tensor holds tokens.
         num_rows: T, or None while no tensor and no host-known length told it.
         real_rows: int64 (real,) index of the rows that are cut out before padding, or None when none are cut.
-        padded_rows: Tp, equal on all ranks, or None when the backend takes any count from each rank.
-        group_max_rows: the largest count any rank brings, where ranks agreed on it.
-        row_counts: the policy by which ``padded_rows`` came about.
+        sizes: what the ranks agreed on, if the backend needs it: ``padded_rows``, Tp, equal on all ranks, and
+            ``group_max_rows``, the largest count any rank brings.
         owner: the channel it was settled on; a plan is good for dispatchers of the same config and group.
     """
 
     layout: Layout
     num_rows: int | None
     real_rows: Tensor | None
-    padded_rows: int | None
-    group_max_rows: int | None
-    row_counts: str
+    sizes: Sizes
     owner: str
 
 

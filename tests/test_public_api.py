@@ -11,6 +11,8 @@ import moe_dispatch
 from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, backends, dispatchers, errors, layouts
 from moe_dispatch.backends.alltoall import AllToAllOptions
 from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape, Sizes
+from moe_dispatch.backends.deepep import DeepEPOptions
+from moe_dispatch.backends.hybridep import HybridEPOptions
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.config import ConstraintOverrides
 
@@ -33,17 +35,18 @@ CONFIG_FIELDS = """
     permutation device debug constraints
 """
 CONSTRAINTS = """
-    row_multiple equal_rows max_rows hidden_multiple dtypes devices max_top_k group_sizes local_experts_multiple
-    pads_experts exchanges_counts wire_dtypes graph_safe graph_safe_reason compilable differentiable drop_order
+    row_multiple equal_rows group_max min_rows max_rows hidden_multiple max_hidden dtypes devices max_top_k
+    group_sizes local_experts_multiple max_local_experts idle_ranks pads_experts exchanges_counts wire_dtypes
+    graph_safe graph_safe_reason compilable differentiable
 """
 VALUES: dict[type, str] = {
     Routing: "topk_ids topk_weights",
-    Plan: "layout num_rows real_rows padded_rows group_max_rows row_counts owner",
+    Plan: "layout num_rows real_rows sizes owner",
     Dispatched: "rows tokens_per_expert real_tokens_per_expert tokens_per_expert_list weights pad_multiple state",
     Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list state",
     backends.Constraints: CONSTRAINTS,
-    MoEShape: "num_experts top_k hidden_size ep_size pad_multiple",
-    Sizes: "padded_rows",
+    MoEShape: "num_experts top_k hidden_size ep_size pad_multiple wire_dtype max_tokens_per_rank ranks_per_node",
+    Sizes: "padded_rows group_max_rows",
     dispatchers.Metrics: """
         backend dispatches real_tokens_per_expert imbalance rows_padded rows_skipped bytes_sent collectives
     """,
@@ -83,8 +86,28 @@ def test_config_fields() -> None:
         "row_multiple",
         "max_rows",
         "hidden_multiple",
+        "max_hidden",
         "max_top_k",
+        "group_sizes",
         "local_experts_multiple",
+        "max_local_experts",
+    ]
+    assert list(DeepEPOptions.model_fields) == [
+        "num_sms",
+        "deterministic",
+        "expand",
+        "allocate_on_comm_stream",
+        "ranks_per_node",
+        "emulate",
+    ]
+    assert list(HybridEPOptions.model_fields) == [
+        "num_sms_dispatch",
+        "num_sms_combine",
+        "num_blocks_permute",
+        "num_blocks_unpermute",
+        "fuse_permute",
+        "ranks_per_domain",
+        "emulate",
     ]
     assert list(AllToAllOptions.model_fields) == list(LocalOptions.model_fields) == ["reduction"]
     assert list(BackendOptions.model_fields) == []

@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from moe_dispatch import THD, DispatcherConfig, MoEDispatchError, Routing, build_dispatcher
 from moe_dispatch.backends import registry
+from moe_dispatch.backends.vendor import library
 from moe_dispatch.config import PAD_MULTIPLES
 from moe_dispatch.testing import run_ranks
 
@@ -146,6 +147,7 @@ def _hear_of_a_refusal() -> None:
 PROVOKED: list[Callable[[], object]] = [
     lambda: build_dispatcher(_config(backend="local", graph_safe=True, max_tokens_per_rank=8)),
     lambda: _config(backend="altoall"),
+    lambda: build_dispatcher(_config(backend="deepep")),
     lambda: _config(top_k=9),
     lambda: run_ranks(lambda group: build_dispatcher(_config(num_experts=9), group), 2),
     lambda: run_ranks(lambda group: build_dispatcher(_config(pad_multiple=1 + 15 * group.rank()), group), 2),
@@ -160,10 +162,11 @@ def test_quoted_errors_are_those_that_occur(monkeypatch: pytest.MonkeyPatch) -> 
     # What other tests registered, or other packages brought, would be in the list of known backends.
     monkeypatch.setattr(registry, "_REGISTERED", {})
     monkeypatch.setattr(registry, "_third_party", dict)
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
     quoted = [line for block in blocks("text") if block.marker == "<!-- errors -->" for line in block.text.splitlines()]
     assert len(quoted) == len(PROVOKED)
     for line, provoke in zip(quoted, PROVOKED, strict=True):
-        with pytest.raises((ValueError, RuntimeError), match=re.escape(line)):
+        with pytest.raises((ValueError, RuntimeError, ImportError), match=re.escape(line)):
             provoke()
 
 
@@ -207,10 +210,3 @@ def test_bytes_of_the_wire_table_are_those_sent(line: str) -> None:
 def test_pad_multiples_are_those_of_the_config() -> None:
     for name in ("fp8", "mxfp8", "nvfp4"):
         assert f'`"{name}"` {PAD_MULTIPLES[name]}' in README
-
-
-def test_refused_names_stay_refused_until_readme_says_otherwise() -> None:
-    assert "`deepep` and `hybridep` are the next piece of work" in README
-    for name in ("deepep", "hybridep"):
-        with pytest.raises(ValueError, match=f"Unknown backend '{name}'"):
-            _config(backend=name)

@@ -8,12 +8,11 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    Rejected,
     Sizes,
-    Usable,
 )
 from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.registry import known_backends, load_backend, register_backend
+from moe_dispatch.backends.verdict import Rejected, Usable
 
 __all__ = [
     "PROTOCOL",

@@ -22,7 +22,7 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.backends.permutation import SlotIndex, accumulation_dtype, group_slots, reduce
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, accumulation_dtype, group_slots
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
 from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
@@ -33,6 +33,7 @@ class AllGatherRoute(Route):
     """Out by all-gather, back by a reduce-scatter in ``max(float32, dtype)``, rounded once at home."""
 
     context: BackendContext
+    permutation: Permutation
     index: SlotIndex
     wire_dtype: WireDtype | None = None
 
@@ -54,7 +55,7 @@ class AllGatherRoute(Route):
         mine = torch.empty(self.index.num_rows // comm.size, width, dtype=dtype, device=rows_RD.device)
         with self.context.workspace.lease(nbytes, rows_RD.device) as buffer:
             sums = buffer.view(dtype).view(self.index.num_rows, width)
-            reduce(rows_RD, self.index, weights_R, sums[:, :hidden])
+            self.permutation.reduce(rows_RD, self.index, weights_R, sums[:, :hidden])
             if values_R is not None:
                 sums[:, hidden:].copy_(self.index.to_slots(values_R))
             comm.reduce_scatter(mine, sums, label=label)
@@ -86,7 +87,11 @@ class AllGather(Backend):
         comm.all_gather(everyone, packets, label="dispatch")
         ids_SK, first = form.ids(everyone), comm.rank * shape.num_local_experts
         counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[first : first + shape.num_local_experts])
-        route = AllGatherRoute(context=self.context, index=group_slots(ids_SK - first, counts, shape.pad_multiple))
+        route = AllGatherRoute(
+            context=self.context,
+            permutation=self.context.permutation_on(rows_TD.device),
+            index=group_slots(ids_SK - first, counts, shape.pad_multiple),
+        )
         received = nullcontext((form.row.read(form.rows(everyone)), form.weights(everyone)))
         return arrive(rows_TD, weights_TK, route, received, counts, shape.pad_multiple)
 

@@ -23,7 +23,7 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.backends.permutation import SlotIndex, group_slots, reduce, running_total, sum_bags
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots, running_total
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
@@ -67,6 +67,7 @@ class AllToAllRoute(Route):
     """
 
     context: BackendContext
+    permutation: Permutation
     traffic: Traffic
     index: SlotIndex
     wire_dtype: WireDtype | None
@@ -93,7 +94,7 @@ class AllToAllRoute(Route):
             received = received.view(-1, width)
             with space.lease(source.shape[0] * width, rows.device) as outgoing:
                 outgoing = outgoing.view(-1, width)
-                torch.index_select(rows, 0, source, out=outgoing)
+                self.permutation.gather(rows, source, outgoing)
                 self._all_to_all(received, outgoing, splits_in, splits_out, label)
             yield received
 
@@ -119,7 +120,7 @@ class AllToAllRoute(Route):
             received = received.view(-1, form.stride)
             with space.lease(self.index.num_rows * form.stride, device) as outgoing:
                 outgoing = outgoing.view(-1, form.stride)
-                reduce(rows_RD, self.index, weights_R, form.row.read(form.rows(outgoing)))
+                self.permutation.reduce(rows_RD, self.index, weights_R, form.row.read(form.rows(outgoing)))
                 if values_R is not None:
                     form.weights(outgoing).copy_(self.index.to_slots(values_R))
                 self._all_to_all(received, outgoing, self.traffic.rows_out, self.traffic.rows_in, label)
@@ -129,11 +130,11 @@ class AllToAllRoute(Route):
         num_rows = self.cu_T.shape[0] - 1
         out = torch.empty(num_rows, form.row.hidden, dtype=dtype, device=received.device)
         # The whole packets are summed, as numbers of the row's dtype: sums over what is behind the row are not kept.
-        sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
+        self.permutation.sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
         if form.weight_dtype is None:
             return out, None
         values = torch.empty(num_rows, form.top_k, dtype=form.weight_dtype, device=received.device)
-        sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
+        self.permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
         return out, values
 
     def _collect_exact(
@@ -151,7 +152,7 @@ class AllToAllRoute(Route):
         with self._exchange(packets, self.index.byrow_N, traffic.slots_in, traffic.slots_out, label) as received:
             out = torch.empty(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
             weights_N = home.in_row_order(self.weights_TK) if weighted else None
-            sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
+            self.permutation.sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
             values = None if values_R is None else home.to_slots(form.weights(received).reshape(-1))
         return out, values
 
@@ -205,7 +206,7 @@ class AllToAll(Backend):
         traffic = self._exchange_counts(ids_TK, members_PT)
         source_S = torch.nonzero_static(members_PT, size=sum(traffic.rows_out))[:, 1].contiguous()
         form = packet(
-            row_format(rows_TD.dtype, shape.hidden_size, self.context.wire_dtype),
+            row_format(rows_TD.dtype, shape.hidden_size, self.context.shape.wire_dtype),
             shape.top_k,
             weights_TK.dtype,
             id_dtype_for(shape.num_experts),
@@ -213,7 +214,7 @@ class AllToAll(Backend):
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
         outgoing = space.take(source_S.shape[0] * form.stride, rows_TD.device).view(-1, form.stride)
         received = space.take(sum(traffic.rows_in) * form.stride, rows_TD.device).view(-1, form.stride)
-        torch.index_select(packets, 0, source_S, out=outgoing)
+        self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
         work = comm.all_to_all(received, outgoing, traffic.rows_in, traffic.rows_out, label="dispatch")
         return _Transit(
             rows_TD=rows_TD,
@@ -237,9 +238,10 @@ class AllToAll(Backend):
         keys_SK = form.ids(transit.received) - first
         route = AllToAllRoute(
             context=self.context,
+            permutation=self.context.permutation_on(transit.received.device),
             traffic=traffic,
             index=group_slots(keys_SK, traffic.tokens_per_expert, shape.pad_multiple),
-            wire_dtype=self.context.wire_dtype,
+            wire_dtype=self.context.shape.wire_dtype,
             source_S=transit.source_S,
             member_S=transit.source_S.argsort(stable=True),
             cu_T=running_total(transit.members_PT.sum(0)),

@@ -12,28 +12,14 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.backends.permutation import Permutation, choose_permutation
+from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.backends.workspace import Workspace
 
 PROTOCOL = 1
 
 WireDtype = Literal["bfloat16", "float8_e4m3fn"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usable:
-    """This backend can run here."""
-
-    version: str
-    features: tuple[str, ...] = ()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """This backend cannot run here, and why, in one sentence without a full stop."""
-
-    reason: str
+PermutationName = Literal["auto", "torch", "triton", "te"]
 
 
 @final
@@ -44,31 +30,40 @@ class Constraints:
     Attributes:
         row_multiple: rows per rank are padded up to a multiple of this.
         equal_rows: every rank must bring the same number of rows.
+        group_max: ranks agree on the largest number of rows that any of them brings, even where each brings its own.
+        min_rows: fewest rows per rank; fewer are padded up to it.
         max_rows: most rows per rank, None for no limit.
         hidden_multiple: hidden size must be a multiple of this.
+        max_hidden: largest hidden size, None for no limit.
         dtypes: dtypes of rows it carries, None for any floating dtype.
         devices: device types of rows, None for any.
         max_top_k: largest top_k, None for no limit.
         group_sizes: allowed ep sizes, None for any.
         local_experts_multiple: experts per rank must be a multiple of this.
-        pads_experts: it rounds rows per expert up to ``pad_multiple`` itself.
+        max_local_experts: most experts per rank, None for no limit.
+        idle_ranks: a rank may receive no row at all; where it may not, the backend raises.
+        pads_experts: its library rounds rows per expert up to ``pad_multiple``; elsewhere our permutation does.
         exchanges_counts: ranks exchange counts in every dispatch, so a refusing rank can mark it (``refuse``).
         wire_dtypes: the ``wire_dtype`` values it can honour besides None.
         graph_safe: it has a path without host syncs or data-dependent shapes; ``graph_safe_reason`` says why not.
         compilable: it can be traced by torch.compile with ``fullgraph=True``.
-        differentiable: both verbs have a backward.
-        drop_order: how rows are chosen when a capacity overflows, None where nothing is ever dropped.
+        differentiable: both verbs have a backward; else the dispatcher refuses tensors that require grad.
     """
 
     row_multiple: int = 1
     equal_rows: bool = False
+    group_max: bool = False
+    min_rows: int = 0
     max_rows: int | None = None
     hidden_multiple: int = 1
+    max_hidden: int | None = None
     dtypes: frozenset[torch.dtype] | None = None
     devices: frozenset[str] | None = None
     max_top_k: int | None = None
     group_sizes: frozenset[int] | None = None
     local_experts_multiple: int = 1
+    max_local_experts: int | None = None
+    idle_ranks: bool = True
     pads_experts: bool = False
     exchanges_counts: bool = False
     wire_dtypes: frozenset[WireDtype] = frozenset()
@@ -76,7 +71,6 @@ class Constraints:
     graph_safe_reason: str = "it has no static path"
     compilable: bool = False
     differentiable: bool = True
-    drop_order: str | None = None
 
 
 class BackendOptions(BaseModel):
@@ -88,13 +82,27 @@ class BackendOptions(BaseModel):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEShape:
-    """The sizes a backend's constraints may depend on."""
+    """What a backend's constraints may depend on.
+
+    Attributes:
+        num_experts: E.
+        top_k: K.
+        hidden_size: D.
+        ep_size: P.
+        pad_multiple: rows per expert are rounded up to this.
+        wire_dtype: what rows travel in; None is their own dtype.
+        max_tokens_per_rank: the most rows a rank brings, where the config says.
+        ranks_per_node: how many consecutive ranks share a host, detected when the dispatcher is built; None before.
+    """
 
     num_experts: int
     top_k: int
     hidden_size: int
     ep_size: int
     pad_multiple: int
+    wire_dtype: WireDtype | None = None
+    max_tokens_per_rank: int | None = None
+    ranks_per_node: int | None = None
 
     @property
     def num_local_experts(self) -> int:
@@ -105,21 +113,37 @@ class MoEShape:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BackendContext:
-    """What a backend is built with, once per channel."""
+    """What a backend is built with, once per channel.
+
+    Attributes:
+        shape: the sizes.
+        communicator: the group, and the one way to its collectives.
+        permutation: the one-rank reorder asked for; ``permutation_on`` gives it.
+        workspace: reused buffers for what lives during one call.
+    """
 
     shape: MoEShape
     communicator: Communicator
-    wire_dtype: WireDtype | None = None
-    permutation: Literal["auto", "torch"] = "auto"
+    permutation: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
+
+    def permutation_on(self, device: torch.device) -> Permutation:
+        """What reorders rows on a device: as named, or for "auto" the best at hand there."""
+        return choose_permutation(self.permutation, device.type)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes settled for one dispatch: rows every rank brings (None where each brings its own count)."""
+    """What the ranks agreed on for one dispatch, or for all of a forward.
+
+    Attributes:
+        padded_rows: rows that every rank brings; None where each brings its own count.
+        group_max_rows: the most rows that any rank brings, before padding; None where nobody asked.
+    """
 
     padded_rows: int | None = None
+    group_max_rows: int | None = None
 
 
 @final
@@ -144,14 +168,16 @@ class Backend(ABC):
     name: ClassVar[str]
     protocol: ClassVar[int] = PROTOCOL
     Options: ClassVar[type[BackendOptions]] = BackendOptions
+    # Whether close() is collective: then a dispatcher that is merely collected leaves the backend open.
+    collective_close: ClassVar[bool] = False
 
     def __init__(self, context: BackendContext, options: BackendOptions) -> None:
         self.context = context
         self.options = options
 
     @classmethod
-    def probe(cls) -> Usable | Rejected:
-        """Whether it can run on this machine. Never raises, imports nothing that is not there."""
+    def probe(cls, options: BackendOptions) -> Usable | Rejected:
+        """Whether it can run on this machine, with these options. Never raises, imports nothing that is not there."""
         return Usable(version=torch.__version__)
 
     @classmethod
@@ -161,6 +187,12 @@ class Backend(ABC):
 
     def open(self) -> None:  # noqa: B027 - most backends hold nothing
         """Acquire buffers; collective, in the same order on all ranks."""
+
+    def reserve(self, sizes: Sizes) -> None:  # noqa: B027
+        """Have room for dispatches of these sizes; called whenever sizes are settled, with the same ones on all ranks.
+
+        Buffers grow here and never inside ``dispatch``, so that no rank decides to on its own.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Release buffers; safe to call twice."""

@@ -60,7 +60,7 @@ class Communicator:
 
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
         """Elementwise maximum over ranks of host integers. Cost: one all-reduce, and a host sync if on a GPU."""
-        self._count(label, 8 * len(values) * (self.size - 1))
+        self._count(label, 2 * 8 * len(values) * (self.size - 1) // self.size)  # as a ring all-reduce does it
         if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device=control_device(self.group))
@@ -95,6 +95,6 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def read_host(tensor: Tensor) -> list[Any]:
-    """The one door through which device values reach the host; each call is a host sync when the tensor is on a GPU."""
+    """Values of a tensor on the host. In a verb nothing else reads a device: each call is a host sync on a GPU."""
     result: list[Any] = tensor.tolist()
     return result

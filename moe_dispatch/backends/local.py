@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, BackendOptions, Constraints, MoEShape, Sizes, WireDtype
 from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.permutation import SlotIndex, group_slots, reduce
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
 from moe_dispatch.backends.wire import row_format
 
@@ -34,6 +34,7 @@ class LocalOptions(BackendOptions):
 class LocalRoute(Route):
     """No way at all; a ``wire_dtype`` still rounds, so that a single-rank run has the numbers of a large one."""
 
+    permutation: Permutation
     index: SlotIndex
     wire_dtype: WireDtype | None
     exact: bool
@@ -47,7 +48,7 @@ class LocalRoute(Route):
     ) -> tuple[Tensor, Tensor | None]:
         row = row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire)
         out = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1])
-        reduce(row.round_trip(rows_RD) if self.exact else rows_RD, self.index, weights_R, out)
+        self.permutation.reduce(row.round_trip(rows_RD) if self.exact else rows_RD, self.index, weights_R, out)
         out = out if self.exact else row.round_trip(out)
         return out, None if values_R is None else self.index.to_slots(values_R)
 
@@ -64,10 +65,12 @@ class Local(Backend):
         return Constraints(group_sizes=frozenset({1}), wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}))
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        shape, wire = self.context.shape, self.context.wire_dtype
+        shape = self.context.shape
+        wire = shape.wire_dtype
         counts = read_host(count_experts(ids_TK, shape.num_experts))
         assert isinstance(self.options, LocalOptions)
         route = LocalRoute(
+            permutation=self.context.permutation_on(rows_TD.device),
             index=group_slots(ids_TK, counts, shape.pad_multiple),
             wire_dtype=wire,
             exact=self.options.reduction == "exact",

@@ -2,7 +2,7 @@
 
 Such a backend only knows a ``Route``: how rows travel from home to the ranks that need them, and how sums travel back.
 Spreading rows over experts, weighting, padding and the whole of autograd are done here, once. The two verbs are each
-other's backward: the gradient of dispatch is collected like a combine, the gradient of combine is spread like a dispatch.
+other's backward: the gradient of dispatch is collected like a combine, that of combine is spread like a dispatch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, WireDtype
-from moe_dispatch.backends.permutation import SlotIndex, expand, expand_weighted, round_up
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, round_up
 from moe_dispatch.errors import StateError
 
 
@@ -24,6 +24,7 @@ class Route(ABC):
     """The way of one dispatch, frozen: which rows go where, and back. Its methods are raw, outside autograd."""
 
     __slots__ = ()
+    permutation: Permutation
     index: SlotIndex
     wire_dtype: WireDtype | None
 
@@ -104,7 +105,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.route = route
         with received as (rows_SD, weights_SK):
-            return expand(rows_SD, route.index, rows_TD.dtype), route.index.to_grouped(weights_SK)
+            return route.permutation.expand(rows_SD, route.index, rows_TD.dtype), route.index.to_grouped(weights_SK)
 
     @staticmethod
     def backward(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:
@@ -120,7 +121,7 @@ class _DispatchAgain(torch.autograd.Function):
     def forward(ctx: Any, rows_TD: Tensor, route: Route) -> Tensor:
         ctx.route = route
         with route.spread(rows_TD, route.wire_dtype, label="dispatch") as rows_SD:
-            return expand(rows_SD, route.index, rows_TD.dtype)
+            return route.permutation.expand(rows_SD, route.index, rows_TD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_rows_RD: Tensor) -> Any:
@@ -150,7 +151,7 @@ class _Combine(torch.autograd.Function):
             route.spread(grad_TD, route.gradient_wire, label="combine.backward") as grad_SD,
         ):
             weights = weights_R if ctx.weighted else None
-            grad_RD, grad_R = expand_weighted(grad_SD, route.index, weights, rows_RD, ctx.dtype)
+            grad_RD, grad_R = route.permutation.expand_weighted(grad_SD, route.index, weights, rows_RD, ctx.dtype)
         return grad_RD, grad_R, None, None
 
 

@@ -29,6 +29,8 @@ _BUILT_IN = {
     "local": _BuiltIn("moe_dispatch.backends.local:Local"),
     "allgather": _BuiltIn("moe_dispatch.backends.allgather:AllGather"),
     "alltoall": _BuiltIn("moe_dispatch.backends.alltoall:AllToAll"),
+    "deepep": _BuiltIn("moe_dispatch.backends.deepep:DeepEP"),
+    "hybridep": _BuiltIn("moe_dispatch.backends.hybridep:HybridEP"),
 }
 _REGISTERED: dict[str, type[Backend]] = {}
 # What was loaded by name is kept: looking up entry points reads the metadata of every installed distribution.

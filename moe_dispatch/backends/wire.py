@@ -25,7 +25,7 @@ class RowFormat:
         dtype: what the model computes in.
         hidden: D.
         wire: what travels: None (the same), "bfloat16", or "float8_e4m3fn" with one float32 scale per 128 columns
-            (absolute maximum / 448), the recipe of DeepEP's fp8 dispatch.
+            (absolute maximum / 448, or 1 for a block of zeros), as DeepEP's fp8 dispatch takes them.
         wire_dtype: the dtype whose numbers travel.
         nbytes: bytes of a row.
     """
@@ -41,11 +41,8 @@ class RowFormat:
         if self.wire != "float8_e4m3fn":
             out.view(self.wire_dtype).copy_(rows_TD)
             return
-        blocks = rows_TD.reshape(rows_TD.shape[0], self.hidden // FLOAT8_BLOCK, FLOAT8_BLOCK).float()
-        scales = blocks.abs().amax(-1) / _FLOAT8_MAX
-        scales = torch.where(scales > 0, scales, 1)
-        numbers = (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
-        out[:, : self.hidden].copy_(numbers.view(rows_TD.shape[0], self.hidden).view(torch.uint8))
+        numbers, scales = to_float8(rows_TD)
+        out[:, : self.hidden].copy_(numbers.view(torch.uint8))
         out[:, self.hidden :].view(torch.float32).copy_(scales)
 
     def read(self, rows: Tensor) -> Tensor:
@@ -53,8 +50,7 @@ class RowFormat:
         if self.wire != "float8_e4m3fn":
             return rows.view(self.wire_dtype)
         scales = rows[:, self.hidden :].view(torch.float32)
-        numbers = rows[:, : self.hidden].view(torch.float8_e4m3fn).float().view(*scales.shape, FLOAT8_BLOCK)
-        return (numbers * scales.unsqueeze(-1)).view(rows.shape[0], self.hidden).to(self.dtype)
+        return from_float8(rows[:, : self.hidden].view(torch.float8_e4m3fn), scales, self.dtype)
 
     def encode(self, rows_TD: Tensor) -> Tensor:
         """uint8 (T, nbytes); a view where the row travels as it is."""
@@ -69,6 +65,20 @@ class RowFormat:
         if self.wire is None:
             return rows_TD
         return self.read(self.encode(rows_TD)).to(self.dtype)
+
+
+def to_float8(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as float8_e4m3fn (T, D) and one float32 scale per 128 columns, (T, D/128)."""
+    blocks = rows_TD.reshape(rows_TD.shape[0], rows_TD.shape[1] // FLOAT8_BLOCK, FLOAT8_BLOCK).float()
+    scales = blocks.abs().amax(-1) / _FLOAT8_MAX
+    scales = torch.where(scales > 0, scales, 1)
+    return (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).view(rows_TD.shape), scales
+
+
+def from_float8(numbers_TD: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reverse of ``to_float8``, in ``dtype``."""
+    blocks = numbers_TD.float().view(*scales.shape, FLOAT8_BLOCK)
+    return (blocks * scales.unsqueeze(-1)).view(numbers_TD.shape).to(dtype)
 
 
 @cache

@@ -56,11 +56,6 @@ class Workspace:
         finally:
             self.give(buffer)
 
-    def clear(self) -> None:
-        """Drop all free buffers."""
-        with self._lock:
-            self._free.clear()
-
 
 def _bytes_of(storage: torch.UntypedStorage, nbytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))

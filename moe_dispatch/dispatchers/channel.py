@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import StateError
+
+logger = logging.getLogger("moe_dispatch")
 
 ChannelKey = tuple[int, int, str]  # ids of the group and the control group, digest of the config
 
@@ -45,9 +48,7 @@ class Channel:
         self.name = f"{self.backend_name}-{config.digest[:8]}-{next(_serial)}"
         self.meter = Meter(shape.num_local_experts)
         self.users = 0
-        context = BackendContext(
-            shape=shape, communicator=communicator, wire_dtype=config.wire_dtype, permutation=config.permutation
-        )
+        context = BackendContext(shape=shape, communicator=communicator, permutation=config.permutation)
         self.backend = blueprint.backend(context, blueprint.options)
         self.backend.open()
 
@@ -59,13 +60,22 @@ class Channel:
 
 @final
 class Lease:
-    """One dispatcher's share of a channel, given back by ``release`` or when collected; the last one closes it."""
+    """One dispatcher's share of a channel, given back by ``release`` or when collected; the last one closes it.
+
+    Autograd graphs hold it too, so that a model may be dropped before its last backward.
+    """
 
     def __init__(self, channel: Channel) -> None:
         with _lock:
             channel.users += 1
         self._channel = channel
-        self.release = weakref.finalize(self, _release, channel)
+        self._collected = weakref.finalize(self, _release, channel, by_hand=False)
+        self._collected.atexit = False  # by then the process group is gone; the process takes everything with it
+
+    def release(self) -> None:
+        """Give the share back; the second time does nothing."""
+        if self._collected.detach() is not None:
+            _release(self._channel, by_hand=True)
 
     @property
     def channel(self) -> Channel:
@@ -74,8 +84,11 @@ class Lease:
         Raises:
             StateError: the share was given back.
         """
-        if not self.release.alive:
-            raise StateError("Dispatcher: it is closed. Build another with build_dispatcher.")
+        if not self._collected.alive:
+            raise StateError(
+                f"Dispatcher: it must be open, got a closed one of backend {self._channel.backend_name!r} on channel "
+                f"{self._channel.name}. Build another with build_dispatcher."
+            )
         return self._channel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
@@ -83,14 +96,21 @@ class Lease:
         return Lease(self.channel)
 
 
-def _release(channel: Channel) -> None:
+def _release(channel: Channel, *, by_hand: bool) -> None:
     with _lock:
         channel.users -= 1
         if channel.users:
             return
         for key in [key for key, other in _channels.items() if other is channel]:
             del _channels[key]
-    channel.backend.close()
+    if by_hand or not channel.backend.collective_close:
+        channel.backend.close()
+    else:  # ranks are collected at different times, and would wait for each other in the middle of something else
+        logger.warning(
+            "The last dispatcher of channel %s was collected without close(): its buffers stay until the process ends. "
+            "Call close() on every rank.",
+            channel.name,
+        )
 
 
 _lock = threading.RLock()

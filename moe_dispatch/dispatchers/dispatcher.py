@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_dispatch.backends.base import Arrived, Sizes
+from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.collectives import device_of
 from moe_dispatch.backends.permutation import accumulation_dtype, round_up
 from moe_dispatch.backends.rank_major import profiler_range
@@ -24,7 +24,7 @@ from moe_dispatch.dispatchers.planning import (
     refuse_agreement,
     settle_plan,
 )
-from moe_dispatch.dispatchers.requirements import ROW_DTYPES, check_tensors, check_values
+from moe_dispatch.dispatchers.requirements import ROW_DTYPES, check_combine, check_dtype, check_tensors, check_values
 from moe_dispatch.dispatchers.rows import Home, anchor, merge_duplicates, pad_rows, take_rows, tie
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import InputError, LayoutError, StateError, reason_code
@@ -60,7 +60,8 @@ class Dispatcher(nn.Module):
         BackendUnavailableError: the backend cannot run here.
         PeerError: building failed on another rank.
 
-    Cost: building is collective: one small all-reduce on the control group.
+    Cost: building is collective: one small all-reduce on the control group; the first of its config and group takes two
+    more and an exchange of host names, and whatever the backend's buffers take.
     """
 
     def __init__(
@@ -122,8 +123,13 @@ class Dispatcher(nn.Module):
                 )
             draft = draft_plan(channel, layout or self.layout_of(cast(Tensor, like)), like)
         except Exception as error:
-            refuse_agreement(channel, error)
+            if agrees_on_rows(channel):
+                refuse_agreement(channel, error)
+            elif self.config.debug:
+                exchange_mark(channel, reason_code(error))
             raise
+        if self.config.debug and not agrees_on_rows(channel):
+            exchange_mark(channel)
         return settle_plan(channel, draft)
 
     @overload
@@ -248,12 +254,14 @@ class Dispatcher(nn.Module):
             ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
             channel.meter.record_masked(valid_T)
         count = x_TD.shape[0]
-        padded = plan.padded_rows if plan.padded_rows is not None else round_up(count, channel.needs.row_multiple)
+        padded = plan.sizes.padded_rows
+        if padded is None:
+            padded = round_up(max(count, channel.needs.min_rows), channel.needs.row_multiple)
         ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK)
         ids_TK, weights_TK = pad_rows(ids_TK, padded, -1), pad_rows(weights_TK, padded, 0)
         x_TD = pad_rows(x_TD, padded, 0)
         home = Home(layout=layout, shape=x.shape, num_rows=num_rows, real_rows=real_rows, count=count, padded=padded)
-        started = iter([channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, Sizes(padded_rows=plan.padded_rows))])
+        started = iter([channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, plan.sizes)])
 
         def complete() -> Dispatched:
             finish = next(started, None)
@@ -266,6 +274,7 @@ class Dispatcher(nn.Module):
         return InFlight(finish=complete) if async_op else complete()
 
     def _dispatched(self, arrived: Arrived, home: Home) -> Dispatched:
+        self._outlive(arrived.rows)
         return Dispatched(
             rows=arrived.rows,
             tokens_per_expert=arrived.tokens_per_expert,
@@ -292,10 +301,12 @@ class Dispatcher(nn.Module):
                 f"Dispatcher.dispatch: again=sent was made with floating {expected} on {again.rows.device}, got "
                 f"{x.dtype} {tuple(x_TD.shape)} on {x.device}. Pass a tensor of the same rows."
             )
+        check_dtype("Dispatcher.dispatch", "x", x_TD, self.config, self._lease.channel.needs)
         if home.real_rows is not None:
             x_TD = take_rows(x_TD, home.real_rows)
         x_TD = anchor(pad_rows(x_TD, home.padded, 0))
         rows = self._lease.channel.backend.dispatch_again(x_TD, state.backend)
+        self._outlive(rows)
         return Dispatched(
             rows=rows,
             tokens_per_expert=again.tokens_per_expert,
@@ -305,6 +316,11 @@ class Dispatcher(nn.Module):
             pad_multiple=again.pad_multiple,
             state=_State(lease=self._lease, home=home, backend=state.backend),
         )
+
+    def _outlive(self, rows: Tensor) -> None:
+        """Keep the channel open for the backward of these rows, also where the dispatcher is dropped before."""
+        if rows.grad_fn is not None:
+            cast(dict[str, Any], rows.grad_fn.metadata)["moe_dispatch"] = self._lease
 
     def _state(self, sent: Dispatched, verb: str) -> _State:
         channel = self._lease.channel  # raises where closed
@@ -340,12 +356,14 @@ class Dispatcher(nn.Module):
         """
         with profiler_range("combine"):
             state = self._state(sent, "combine")
+            channel = self._lease.channel
             if rows.shape != sent.rows.shape or rows.dtype not in ROW_DTYPES or rows.device != sent.rows.device:
                 raise InputError(
                     f"Dispatcher.combine: rows must be floating {tuple(sent.rows.shape)} on {sent.rows.device}, like "
                     f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
                 )
-            y_TD = self._lease.channel.backend.combine(
+            check_combine(rows, self.config, channel.needs)
+            y_TD = channel.backend.combine(
                 rows, anchor(sent.weights), state.backend, weighted=self.config.weights == "combine"
             )
             return state.home.restore(y_TD)
@@ -354,12 +372,12 @@ class Dispatcher(nn.Module):
         """Totals of this dispatcher's channel: local, a host sync on a GPU; with ``gather`` collective, the group's."""
         return read_metrics(self._lease.channel, gather=gather)
 
-    def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> None:
-        """Send random rows through identity experts: x times the weight sum must come back, and so its gradient.
+    def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        """Send random rows through identity experts: x times the weight sum must come back, and so the gradients.
 
         Args:
             device: where the rows are; by default the config's device, else the CPU, or what the group can carry.
-            dtype: of the rows.
+            dtype: of the rows; by default float32, or bfloat16 where the backend carries nothing else.
 
         Raises:
             StateError: it does not on some rank; on every rank alike, with the difference.

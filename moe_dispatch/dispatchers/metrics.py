@@ -79,7 +79,7 @@ class Meter:
 
     def tokens(self) -> Tensor:
         """int64 (2, L) on the CPU: real rows and rows with padding, per expert. A host sync on a GPU."""
-        total = torch.zeros(2, self._num_local_experts, dtype=torch.int64)
+        total = torch.zeros(2, self._num_local_experts, dtype=torch.int64, device="cpu")
         for tokens in self._tokens.values():
             total += torch.stack(tokens).cpu()
         return total
@@ -99,7 +99,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         calls,
     ]
     everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
-    tokens = torch.tensor([count for part in everyone for count in part[0]], dtype=torch.int64)
+    tokens = torch.tensor([count for part in everyone for count in part[0]], dtype=torch.int64, device="cpu")
     rows: Counter[str] = sum((Counter(part[2]) for part in everyone), Counter())
     mean = float(tokens.double().mean())
     return Metrics(

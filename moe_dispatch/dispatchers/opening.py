@@ -7,15 +7,19 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_dispatch.backends.base import MoEShape, Rejected
-from moe_dispatch.backends.collectives import Communicator
-from moe_dispatch.backends.registry import known_backends
+from moe_dispatch.backends.base import MoEShape
+from moe_dispatch.backends.collectives import Communicator, device_of
+from moe_dispatch.backends.permutation import choose_permutation
+from moe_dispatch.backends.registry import known_backends, load_backend
+from moe_dispatch.backends.verdict import Rejected
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Blueprint, Channel, Lease, find_channel, keep_channel
-from moe_dispatch.dispatchers.requirements import check_group, probe_backend, shape_of, usable_backend
+from moe_dispatch.dispatchers.requirements import check_group, check_usable, probe_backend, shape_of
+from moe_dispatch.dispatchers.topology import detect_ranks_per_node
 from moe_dispatch.errors import ConfigError, PeerError
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -32,24 +36,29 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
         BackendUnavailableError: the backend cannot run here.
         PeerError: building failed on another rank, with its text.
 
-    Cost: one small all-reduce on the control group, two when a channel is opened; more where ranks do not agree.
+    Cost: one small all-reduce on the control group; when a channel is opened two more, and an exchange of host names;
+    more where ranks do not agree.
     """
     process_group = _process_group(group)
     communicator = Communicator(process_group)
     control = communicator if control_group is None else Communicator(control_group)
-    blueprint, problem = _attempt(lambda: _draw(config, communicator, control))
+    _, problem = _attempt(lambda: _check_control(communicator, control))
     if control.size != communicator.size:
         control = communicator
     key = (id(process_group), id(control_group), config.digest)
     lease = find_channel(key)
-    opening = _raise_alike(config, problem, control, opening=lease is None)
-    if lease is None:
-        assert blueprint is not None
-        _announce(config, communicator, blueprint)
-        lease, problem = _attempt(lambda: keep_channel(key, Channel(config, communicator, control, blueprint)))
-    if opening:
-        _raise_alike(config, problem, control, opening=False)
+    # Where one rank has to open, because its last dispatcher was collected, say, all open: opening is collective.
+    if not _raise_alike(config, problem, control, opening=lease is None):
+        assert lease is not None
+        return lease
+    nodes = detect_ranks_per_node(control)
+    blueprint, problem = _attempt(lambda: _draw(config, communicator, nodes))
+    _raise_alike(config, problem, control)
+    assert blueprint is not None
+    lease, problem = _attempt(lambda: keep_channel(key, Channel(config, communicator, control, blueprint)))
+    _raise_alike(config, problem, control)
     assert lease is not None
+    _announce(config, communicator, blueprint)
     return lease
 
 
@@ -72,18 +81,26 @@ def _process_group(group: Group) -> dist.ProcessGroup | None:
     return group.get_group()
 
 
-def _draw(config: DispatcherConfig, communicator: Communicator, control: Communicator) -> Blueprint:
+def _check_control(communicator: Communicator, control: Communicator) -> None:
     if (control.size, control.rank) != (communicator.size, communicator.rank):
         raise ConfigError(
             f"control_group must hold the ranks of group in the same order, got rank {control.rank} of {control.size} "
             f"for rank {communicator.rank} of {communicator.size}. Make it with the same ranks."
         )
-    shape = shape_of(config, communicator.size)
+
+
+def _draw(config: DispatcherConfig, communicator: Communicator, ranks_per_node: int) -> Blueprint:
+    shape = shape_of(config, communicator.size, ranks_per_node)
     automatic = config.backend_name == "auto"
-    backend = usable_backend(_choose(shape) if automatic else config.backend_name)
+    backend = load_backend(_choose(shape) if automatic else config.backend_name)
     options = backend.Options() if automatic else config.backend_options
-    needs = dataclasses.replace(backend.constraints(shape, options), **config.constraints.given())  # type: ignore[arg-type]
+    check_usable(backend, options)
+    needs = dataclasses.replace(backend.constraints(shape, options), **config.constraints.given())
     check_group(config, backend.name, shape, needs)
+    if config.permutation != "auto":  # where rows will be is known only with them; this is where they can be
+        kinds = sorted(needs.devices or {"cpu"})
+        device = device_of(communicator.group, torch.device(config.device or kinds[0]))
+        choose_permutation(config.permutation, device.type)
     return Blueprint(backend=backend, options=options, shape=shape, needs=needs)
 
 
@@ -112,7 +129,9 @@ def _why_not(name: str, shape: MoEShape) -> str:
     return "to be chosen by name"
 
 
-def _raise_alike(config: DispatcherConfig, problem: Exception | None, control: Communicator, *, opening: bool) -> bool:
+def _raise_alike(
+    config: DispatcherConfig, problem: Exception | None, control: Communicator, *, opening: bool = False
+) -> bool:
     """Raise on every rank if any has a problem or another config; else whether any rank has a channel to open."""
     number = int(config.digest[:15], 16)
     marks = [number, -number, int(problem is not None), int(opening)]

@@ -7,6 +7,7 @@ from typing import final
 
 from torch import Tensor
 
+from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
@@ -52,27 +53,21 @@ def settle_plan(channel: Channel, draft: Draft) -> Plan:
         InputError: too many rows on some rank, or unequal rows under "check"; on every rank alike.
         PeerError: another rank refused.
     """
-    padded, largest = _padded_rows(channel, draft.count)
+    sizes = _agreed_sizes(channel, draft.count)
+    channel.backend.reserve(sizes)
     return Plan(
-        layout=draft.layout,
-        num_rows=draft.num_rows,
-        real_rows=draft.real_rows,
-        padded_rows=padded,
-        group_max_rows=largest,
-        row_counts=channel.row_counts,
-        owner=channel.name,
+        layout=draft.layout, num_rows=draft.num_rows, real_rows=draft.real_rows, sizes=sizes, owner=channel.name
     )
 
 
 def agrees_on_rows(channel: Channel) -> bool:
-    """Whether making a plan is collective."""
-    return channel.needs.equal_rows and channel.row_counts in ("agree", "check")
+    """Whether sizes are settled by a collective."""
+    return _needs_agreement(channel) and channel.row_counts in ("agree", "check")
 
 
 def refuse_agreement(channel: Channel, error: BaseException) -> None:
     """Join the agreement its peers are about to enter, with a mark."""
-    if agrees_on_rows(channel):
-        _exchange(channel, 0, reason_code(error))
+    _exchange(channel, 0, reason_code(error))
 
 
 def exchange_mark(channel: Channel, code: int = 0) -> None:
@@ -90,7 +85,7 @@ def exchange_mark(channel: Channel, code: int = 0) -> None:
 def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
     """The rules on this rank's rows that it can check alone."""
     needs, maximum = channel.needs, channel.config.max_tokens_per_rank
-    if count is None and needs.equal_rows and channel.row_counts != "static":
+    if count is None and _needs_agreement(channel) and channel.row_counts != "static":
         raise InputError(
             f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does not "
             "know its own. Pass like=x, any tensor shaped like the hidden states."
@@ -100,15 +95,18 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
             f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
             "Raise max_tokens_per_rank."
         )
-    if not needs.equal_rows or channel.row_counts == "assume":  # later nobody could tell the peers
+    if not _needs_agreement(channel) or channel.row_counts == "assume":  # later nobody could tell the peers
         check_max_rows("Dispatcher.plan", round_up(count or 0, needs.row_multiple), needs)
 
 
-def _padded_rows(channel: Channel, count: int | None) -> tuple[int | None, int | None]:
-    """Tp and the group's largest count; None where every rank may bring its own."""
+def _needs_agreement(channel: Channel) -> bool:
+    return channel.needs.equal_rows or channel.needs.group_max
+
+
+def _agreed_sizes(channel: Channel, count: int | None) -> Sizes:
     needs, policy = channel.needs, channel.row_counts
-    if not needs.equal_rows:
-        return None, None
+    if not _needs_agreement(channel):
+        return Sizes()
     if policy == "static":
         assert channel.config.max_tokens_per_rank is not None  # a rule of the config
         largest = channel.config.max_tokens_per_rank
@@ -116,9 +114,9 @@ def _padded_rows(channel: Channel, count: int | None) -> tuple[int | None, int |
         largest = count or 0
     else:
         largest = _exchange(channel, count or 0, 0)
-    padded = round_up(largest, needs.row_multiple)
+    padded = round_up(max(largest, needs.min_rows), needs.row_multiple)
     check_max_rows("Dispatcher.plan", padded, needs)
-    return padded, largest
+    return Sizes(padded_rows=padded if needs.equal_rows else None, group_max_rows=largest)
 
 
 def _exchange(channel: Channel, count: int, code: int) -> int:

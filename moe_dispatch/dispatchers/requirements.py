@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Backend, Constraints, MoEShape, Rejected, Usable
+from moe_dispatch.backends.base import Backend, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.registry import known_backends, load_backend
+from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError, MoEDispatchError
 from moe_dispatch.types import Routing
@@ -14,32 +15,31 @@ from moe_dispatch.types import Routing
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
-def usable_backend(name: str) -> type[Backend]:
-    """The class behind a name, if it can run on this machine.
+def check_usable(cls: type[Backend], options: BackendOptions) -> None:
+    """Refuse a backend that cannot run on this machine.
 
     Raises:
         BackendUnavailableError: it cannot, and why.
     """
-    cls = load_backend(name)
-    verdict = cls.probe()
+    verdict = cls.probe(options)
     if isinstance(verdict, Rejected):
         usable = [other for other in known_backends() if not isinstance(probe_backend(other), Rejected)]
         raise BackendUnavailableError(
-            f"Backend {name!r} cannot be used here: {verdict.reason}. "
+            f"Backend {cls.name!r} cannot be used here: {verdict.reason}. "
             f"Repair that, or choose one of: {', '.join(usable)}."
         )
-    return cls
 
 
 def probe_backend(name: str) -> Usable | Rejected:
-    """Whether a known backend can run here; one that does not even import is rejected with what it raised."""
+    """Whether a known backend can run here with its default options; one whose import raises is rejected with that."""
     try:
-        return load_backend(name).probe()
+        cls = load_backend(name)
+        return cls.probe(cls.Options())
     except MoEDispatchError as error:
         return Rejected(str(error).rstrip("."))
 
 
-def shape_of(config: DispatcherConfig, ep_size: int) -> MoEShape:
+def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None = None) -> MoEShape:
     """The sizes of a config on a group.
 
     Raises:
@@ -57,6 +57,9 @@ def shape_of(config: DispatcherConfig, ep_size: int) -> MoEShape:
         hidden_size=config.hidden_size,
         ep_size=ep_size,
         pad_multiple=config.pad_multiple_rows,
+        wire_dtype=config.wire_dtype,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        ranks_per_node=ranks_per_node,
     )
 
 
@@ -76,10 +79,19 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
             f"{shape.num_local_experts} "
             f"({shape.num_experts} experts over {shape.ep_size} ranks). Use another ep_size or number of experts."
         )
+    if needs.max_local_experts is not None and shape.num_local_experts > needs.max_local_experts:
+        raise ConfigError(
+            f"{where}: experts per rank must be at most {needs.max_local_experts}, got {shape.num_local_experts} "
+            f"({shape.num_experts} experts over {shape.ep_size} ranks). Use a larger ep_size."
+        )
     if shape.hidden_size % needs.hidden_multiple:
         raise ConfigError(
             f"{where}: hidden_size must be a multiple of {needs.hidden_multiple}, got {shape.hidden_size}. "
             "Use another hidden size or another backend."
+        )
+    if needs.max_hidden is not None and shape.hidden_size > needs.max_hidden:
+        raise ConfigError(
+            f"{where}: hidden_size must be at most {needs.max_hidden}, got {shape.hidden_size}. Use another backend."
         )
     if needs.max_top_k is not None and shape.top_k > needs.max_top_k:
         raise ConfigError(
@@ -97,11 +109,19 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
         )
     if config.graph_safe and not needs.graph_safe:
         raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
-    check_max_rows(where, config.max_tokens_per_rank or 0, needs)
+    try:
+        check_max_rows(where, config.max_tokens_per_rank or 0, needs)
+    except InputError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _for_groups(name: str) -> str:
     return 'Use "alltoall", or pass group=None.' if name == "local" else "Use another ep_size or another backend."
+
+
+def largest_rows(needs: Constraints) -> int | None:
+    """The most rows per rank that a backend takes, padded; None for no limit."""
+    return None if needs.max_rows is None else needs.max_rows // needs.row_multiple * needs.row_multiple
 
 
 def check_max_rows(where: str, rows: int, needs: Constraints) -> None:
@@ -110,10 +130,8 @@ def check_max_rows(where: str, rows: int, needs: Constraints) -> None:
     Raises:
         InputError: naming both numbers and what would fit.
     """
-    if needs.max_rows is None:
-        return
-    fits = needs.max_rows // needs.row_multiple * needs.row_multiple
-    if rows > fits:
+    fits = largest_rows(needs)
+    if fits is not None and rows > fits:
         raise InputError(
             f"{where}: at most {fits} rows per rank fit, got {rows}. Use micro-batches of at most {fits} tokens per "
             f"rank."
@@ -133,10 +151,12 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
             f"{where}: x has hidden size {x_TD.shape[1]}, hidden_size is {config.hidden_size}. Build the dispatcher "
             f"for it."
         )
-    dtypes = ROW_DTYPES if needs.dtypes is None else needs.dtypes
-    if x_TD.dtype not in dtypes:
-        offered = ", ".join(sorted(map(str, dtypes)))
-        raise InputError(f"{where}: x must be {offered}, got {x_TD.dtype}. Convert x or use another backend.")
+    check_dtype(where, "x", x_TD, config, needs)
+    if not needs.differentiable and torch.is_grad_enabled() and (x_TD.requires_grad or weights.requires_grad):
+        raise InputError(
+            f"{where}: backend {config.backend_name!r} has no backward as configured, got tensors that require grad. "
+            "Call it under torch.no_grad(), or use another backend."
+        )
     allowed = {config.device} if config.device is not None else needs.devices
     if allowed is not None and x_TD.device.type not in allowed:
         raise InputError(
@@ -161,6 +181,37 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
         raise InputError(
             f"{where}: x has {x_TD.shape[0]} tokens but routing has {ids.shape[0]}. "
             "Route every token of x, with id -1 for those to skip."
+        )
+
+
+def check_dtype(where: str, what: str, rows: Tensor, config: DispatcherConfig, needs: Constraints) -> None:
+    """Refuse rows that the backend cannot carry. With a ``wire_dtype`` they are converted, so any floating dtype goes.
+
+    Raises:
+        InputError: naming both dtypes and the way out.
+    """
+    carried = ROW_DTYPES if needs.dtypes is None or config.wire_dtype is not None else needs.dtypes
+    if rows.dtype in carried:
+        return
+    by_wire = rows.dtype in ROW_DTYPES and "bfloat16" in needs.wire_dtypes
+    way_out = 'Set wire_dtype="bfloat16"' if by_wire else f"Convert {what}"
+    raise InputError(
+        f"{where}: {what} must be {', '.join(sorted(map(str, carried)))}, got {rows.dtype}. "
+        f"{way_out}, or use another backend."
+    )
+
+
+def check_combine(rows: Tensor, config: DispatcherConfig, needs: Constraints) -> None:
+    """Dtype and gradients of expert outputs.
+
+    Raises:
+        InputError: naming both values and the way out.
+    """
+    check_dtype("Dispatcher.combine", "rows", rows, config, needs)
+    if not needs.differentiable and torch.is_grad_enabled() and rows.requires_grad:
+        raise InputError(
+            f"Dispatcher.combine: backend {config.backend_name!r} has no backward as configured, got rows that require "
+            "grad. Call it under torch.no_grad(), or use another backend."
         )
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from moe_dispatch.backends.base import Constraints
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import largest_rows
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Routing
@@ -16,28 +20,17 @@ if TYPE_CHECKING:
 _ROWS = 32
 
 
-def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtype) -> None:
-    """Forward and gradient through identity experts, with a count of rows that differs between ranks.
+def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Forward and gradients through identity experts, with a count of rows that differs between ranks.
 
     Raises:
         StateError: the result is not x times the weight sum on some rank; raised on every rank alike.
     """
     config, channel = dispatcher.config, dispatcher._lease.channel
-    generator = torch.Generator().manual_seed(channel.communicator.rank)
-    rows = _ROWS if config.row_counts in ("assume", "check") else _ROWS + channel.communicator.rank % 3
-    rows = min(rows, config.max_tokens_per_rank or rows)
-    x = torch.randn(rows, config.hidden_size, generator=generator).to(device, dtype).requires_grad_()
-    ids = torch.rand(rows, config.num_experts, generator=generator).argsort(1)[:, : config.top_k].to(device)
-    weights = torch.rand(rows, config.top_k, generator=generator).to(device)
-    sent = dispatcher.dispatch(x, Routing(ids, weights), Rows())
-    outputs = sent.rows
-    if config.weights == "experts":
-        outputs = (outputs * sent.weights.unsqueeze(1)).to(dtype)
-    y = dispatcher.combine(outputs, sent)
-    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    total = weights.sum(1, keepdim=True)
-    with torch.no_grad():
-        mine = {"output": _difference(y, x * total), "gradient": _difference(grad, total.expand_as(x))}
+    dtype = dtype or carried_dtype(config, channel.needs)
+    # Whatever mode the caller is in: gradients are part of the test, unless the backend has none.
+    with torch.inference_mode(False), torch.set_grad_enabled(channel.needs.differentiable):
+        mine = _differences(dispatcher, device, dtype)
     tolerance = _tolerance(dtype, config.wire_dtype)
     for rank, differences in enumerate(channel.control.gather_json(mine, label="self_test")):
         for what, difference in differences.items():
@@ -49,7 +42,41 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
                 )
 
 
-def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+def carried_dtype(config: DispatcherConfig, needs: Constraints) -> torch.dtype:
+    """float32 where the backend carries it, else bfloat16."""
+    return torch.float32 if needs.dtypes is None or config.wire_dtype is not None else torch.bfloat16
+
+
+def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    config, channel = dispatcher.config, dispatcher._lease.channel
+    differentiable = channel.needs.differentiable
+    generator = torch.Generator(device="cpu").manual_seed(channel.communicator.rank)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
+
+    rows = _ROWS if config.row_counts in ("assume", "check") else _ROWS + channel.communicator.rank % 3
+    rows = min(rows, config.max_tokens_per_rank or rows, largest_rows(channel.needs) or rows)
+    x = (draw(rows, config.hidden_size) - 0.5).to(device, dtype).requires_grad_(differentiable)
+    ids = draw(rows, config.num_experts).argsort(1)[:, : config.top_k].to(device)
+    weights = draw(rows, config.top_k).to(device).requires_grad_(differentiable)
+    sent = dispatcher.dispatch(x, Routing(ids, weights), Rows())
+    outputs = sent.rows
+    if config.weights == "experts":
+        outputs = (outputs * sent.weights.unsqueeze(1)).to(dtype)
+    y = dispatcher.combine(outputs, sent)
+    total = weights.detach().sum(1, keepdim=True)
+    found = {"output": _difference(y.detach(), x.detach() * total)}
+    if differentiable:
+        upstream = (draw(rows, config.hidden_size) - 0.5).to(device, dtype)
+        grad_x, grad_weights = torch.autograd.grad(y, (x, weights), upstream)
+        dots = (x.detach().double() * upstream.double()).sum(1, keepdim=True)
+        found["gradient of x"] = _difference(grad_x, upstream * total)
+        found["gradient of the weights"] = _difference(grad_weights, dots.expand_as(weights))
+    return found
+
+
+def _difference(got: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the largest expected value; NaN anywhere is NaN."""
     if got.numel() == 0:
         return 0.0

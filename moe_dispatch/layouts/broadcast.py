@@ -43,7 +43,9 @@ def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int =
             f"broadcast_layout: src must lie in 0..{group.size() - 1}, got {src}. Pass a rank of the group."
         )
     device = _wire_device(group)
-    message = encode(layout) if layout is not None and encodable(layout) else torch.empty(0, dtype=torch.int64)
+    message = (
+        encode(layout) if layout is not None and encodable(layout) else torch.empty(0, dtype=torch.int64, device="cpu")
+    )
     length = _agree(layout, message, group, src, device)
     wire = message.to(device) if group.rank() == src else torch.empty(length, dtype=torch.int64, device=device)
     dist.broadcast(wire, group=group, group_src=src)

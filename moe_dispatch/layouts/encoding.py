@@ -36,7 +36,7 @@ def encode(layout: Layout) -> Tensor:
     values = [_CLASSES.index(type(layout))]
     for value in _arguments(layout):
         values += _encode_field(value)
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def decode(message: Tensor) -> Layout:
@@ -80,5 +80,5 @@ def _decode_field(values: Iterator[int]) -> Any:
 def _decode_tensor(values: Iterator[int]) -> Tensor:
     dtype, on_host = INTEGER_DTYPES[next(values)], bool(next(values))
     shape = [next(values) for _ in range(next(values))]
-    tensor = torch.tensor([next(values) for _ in range(prod(shape))], dtype=dtype).view(shape)
+    tensor = torch.tensor([next(values) for _ in range(prod(shape))], dtype=dtype, device="cpu").view(shape)
     return tensor if on_host else tensor.to(torch.accelerator.current_accelerator())

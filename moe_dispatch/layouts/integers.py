@@ -25,7 +25,7 @@ def integer_tensor(where: str, value: Tensor | Sequence[int]) -> Tensor:
     if not isinstance(value, Tensor):
         if not all(isinstance(item, int) for item in value):
             raise LayoutError(f"{where} must be integers, got {list(value)}. Pass ints or an int32 or int64 tensor.")
-        return torch.tensor(list(value), dtype=torch.int64)
+        return torch.tensor(list(value), dtype=torch.int64, device="cpu")
     if value.dtype not in INTEGER_DTYPES or value.dim() != 1:
         raise LayoutError(
             f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}. Convert or "

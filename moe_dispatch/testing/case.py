@@ -116,7 +116,7 @@ def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Ca
         if not scenario.inference:
             _check_gradients(call, expected[rank], scenario)
     dispatcher.close()
-    return [(_gradient(call.experts.matrix_EDD), _gradient(call.experts.bias_ED)) for call in calls]
+    return [(_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)) for call in calls]
 
 
 def _differentiate(outputs: Sequence[Tensor], calls: Sequence[Call], *, one_by_one: bool) -> None:
@@ -156,7 +156,7 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def _expert_gradient(expected: Expected, which: int) -> Tensor:
-    return (expected.grad_matrix_EDD, expected.grad_bias_ED)[which]
+    return (expected.grad_matrix_EWW, expected.grad_bias_ED)[which]
 
 
 @cache

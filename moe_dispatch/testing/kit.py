@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from moe_dispatch.backends import Constraints, MoEShape, Rejected, load_backend
+import torch
+
+from moe_dispatch.backends import Backend, BackendOptions, Constraints, MoEShape, Rejected, load_backend
 from moe_dispatch.testing.case import BackendSpec, Case, run_case
 from moe_dispatch.testing.forms import FORMS
 from moe_dispatch.testing.ranks import Ranks
@@ -111,11 +113,11 @@ def conformance_cases(
 
 
 def backend_cases(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterator[Case]:
-    """Scenario x ep size x form x policy, without what is excused."""
+    """Scenario x ep size x form x policy, as the backend can carry them, without what is excused."""
     for scenario in SCENARIOS:
         for ep_size in ep_sizes:
             if excuse(backend, scenario, ep_size) is None:
-                yield from scenario_cases(scenario, ep_size)
+                yield from scenario_cases(fitted(backend, scenario, ep_size), ep_size)
 
 
 def scenario_cases(scenario: Scenario, ep_size: int) -> Iterator[Case]:
@@ -136,13 +138,25 @@ def excuses(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterato
 
 def excuse(backend: BackendSpec, scenario: Scenario, ep_size: int) -> str | None:
     """The rule by which a backend need not run a scenario on so many ranks; None when it must."""
-    name, options = (backend, {}) if isinstance(backend, str) else _without_name(backend)
-    cls = load_backend(name)
-    verdict = cls.probe()
+    cls, options = _backend(backend)
+    verdict = cls.probe(options)
     if isinstance(verdict, Rejected):
         return f"it cannot be used here: {verdict.reason}"
+    scenario = fitted(backend, scenario, ep_size)
     shape = scenario.shape(ep_size)
-    return _broken_rule(cls.constraints(shape, cls.Options.model_validate(options)), scenario, shape)
+    return _broken_rule(cls.constraints(shape, options), scenario, shape)
+
+
+def fitted(backend: BackendSpec, scenario: Scenario, ep_size: int) -> Scenario:
+    """The scenario as the backend can carry it on so many ranks."""
+    cls, options = _backend(backend)
+    return scenario.fitted(cls.constraints(scenario.shape(ep_size), options))
+
+
+def _backend(backend: BackendSpec) -> tuple[type[Backend], BackendOptions]:
+    name, options = (backend, {}) if isinstance(backend, str) else _without_name(backend)
+    cls = load_backend(name)
+    return cls, cls.Options.model_validate(options)
 
 
 def describe(backend: BackendSpec) -> str:
@@ -161,15 +175,31 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
     rules = (
         (needs.group_sizes is None or shape.ep_size in needs.group_sizes, f"group_sizes {_listed(needs.group_sizes)}"),
         (needs.devices is None or "cpu" in needs.devices, f"devices {_listed(needs.devices)}"),
-        (needs.dtypes is None or scenario.torch_dtype in needs.dtypes, f"dtypes {_listed(needs.dtypes)}"),
+        (_is_carried(scenario, needs), f"dtypes {_listed(needs.dtypes)}"),
         (scenario.wire_dtype in (None, *needs.wire_dtypes), f"wire_dtypes {_listed(needs.wire_dtypes)}"),
-        (shape.hidden_size % needs.hidden_multiple == 0, f"hidden_multiple {needs.hidden_multiple}"),
+        (needs.max_hidden is None or shape.hidden_size <= needs.max_hidden, f"max_hidden {needs.max_hidden}"),
         (shape.num_local_experts % needs.local_experts_multiple == 0, "local_experts_multiple"),
+        (
+            needs.max_local_experts is None or shape.num_local_experts <= needs.max_local_experts,
+            f"max_local_experts {needs.max_local_experts}",
+        ),
         (needs.max_top_k is None or shape.top_k <= needs.max_top_k, f"max_top_k {needs.max_top_k}"),
+        (needs.idle_ranks or not _leaves_ranks_idle(scenario, shape), "idle_ranks False"),
         (needs.max_rows is None or _most_rows(scenario, needs) <= needs.max_rows, f"max_rows {needs.max_rows}"),
-        (needs.differentiable or scenario.inference, "differentiable False"),
     )
     return next((rule for holds, rule in rules if not holds), None)
+
+
+def _is_carried(scenario: Scenario, needs: Constraints) -> bool:
+    return scenario.wire_dtype is not None or needs.dtypes is None or scenario.torch_dtype in needs.dtypes
+
+
+def _leaves_ranks_idle(scenario: Scenario, shape: MoEShape) -> bool:
+    """Whether some rank receives nothing in some call."""
+    calls = [scenario.batches(shape.ep_size, call, turn) for call in range(3) for turn in range(len(scenario.tokens))]
+    ids = [torch.cat([batch.ids_TK for batch in batches]) for batches in calls]
+    owners = [of_call.div(shape.num_local_experts, rounding_mode="floor").unique() for of_call in ids]
+    return any(len(found[found >= 0]) < shape.ep_size for found in owners)
 
 
 def _most_rows(scenario: Scenario, needs: Constraints) -> int:

@@ -15,12 +15,12 @@ from moe_dispatch.testing.scenario import Batch, Experts
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Expected:
-    """One rank's share: y (T, D), gradients of x (T, D), of weights (T, K), and of the experts (E, D, D), (E, D)."""
+    """One rank's share: y (T, D), gradients of x (T, D), of weights (T, K), and of the experts (E, W, W), (E, D)."""
 
     y_TD: Tensor
     grad_x_TD: Tensor
     grad_weights_TK: Tensor
-    grad_matrix_EDD: Tensor
+    grad_matrix_EWW: Tensor
     grad_bias_ED: Tensor
 
 
@@ -40,13 +40,13 @@ def reference(batch: Batch, experts: Experts, wire: WireDtype | None = None) -> 
     for expert in range(len(experts.bias_ED)):
         share_T = torch.where(batch.ids_TK == expert, weights_TK, 0).sum(1, keepdim=True)
         y_TD = y_TD + share_T * leaves.apply(expert, seen_TD)
-    inputs = (x_TD, weights_TK, leaves.matrix_EDD, leaves.bias_ED)
+    inputs = (x_TD, weights_TK, leaves.matrix_EWW, leaves.bias_ED)
     grads = torch.autograd.grad(y_TD, inputs, batch.upstream_TD)
     return Expected(
         y_TD=y_TD.detach(),
         grad_x_TD=grads[0],
         grad_weights_TK=torch.where(batch.ids_TK < 0, 0, grads[1]),
-        grad_matrix_EDD=grads[2],
+        grad_matrix_EWW=grads[2],
         grad_bias_ED=grads[3],
     )
 

@@ -6,16 +6,20 @@ Dimensions as in ``moe_dispatch.types``; tensors of this file are float64 and ho
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import MoEShape
+from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.base import WireDtype
+from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.config import RowCounts
 from moe_dispatch.testing.routings import ROUTINGS
+
+_EXPERT_WIDTH = 32
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -45,19 +49,24 @@ class Batch:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Experts:
-    """Parameters of all experts, (E, D, D) and (E, D): each a map of its own, so that a wrong expert shows."""
+    """Parameters of all experts, (E, W, W) and (E, D): each a map of its own, so that a wrong expert shows.
 
-    matrix_EDD: Tensor
+    The matrix maps W columns at a time; whole matrices would cost most of the kit's time and memory at large D.
+    """
+
+    matrix_EWW: Tensor
     bias_ED: Tensor
 
     def apply(self, expert: int, rows_ND: Tensor) -> Tensor:
         """What one expert makes of rows; float64. A zero row does not become zero."""
-        return torch.tanh(rows_ND.double() @ self.matrix_EDD[expert].double() + self.bias_ED[expert].double())
+        matrix_WW = self.matrix_EWW[expert].double()
+        mixed = rows_ND.double().unflatten(1, (-1, len(matrix_WW))) @ matrix_WW
+        return torch.tanh(mixed.flatten(1) + self.bias_ED[expert].double())
 
     def leaves(self) -> Experts:
         """A copy whose tensors collect gradients."""
         return Experts(
-            matrix_EDD=self.matrix_EDD.clone().requires_grad_(), bias_ED=self.bias_ED.clone().requires_grad_()
+            matrix_EWW=self.matrix_EWW.clone().requires_grad_(), bias_ED=self.bias_ED.clone().requires_grad_()
         )
 
 
@@ -82,7 +91,7 @@ class Scenario:
         forms: names of ``FORMS`` it is run in; by default one each where every row is a token, where the others are cut
             out, and where they are masked. "all" for every one.
         requires_grad: which of "x" and "weights" collect gradients; the experts' parameters always do.
-        inference: the case runs under ``no_grad``.
+        inference: the case runs under ``torch.inference_mode``.
         poisons_padding: the experts write NaN to padding rows of their output, and to their gradients of padding rows.
         skips_empty: experts that saw no row return a fresh tensor without autograd history.
         debug: the dispatcher's ``debug``.
@@ -128,7 +137,19 @@ class Scenario:
             hidden_size=self.hidden,
             ep_size=ep_size,
             pad_multiple=self.pad_multiple,
+            wire_dtype=self.wire_dtype,
+            ranks_per_node=ep_size,
         )
+
+    def fitted(self, needs: Constraints) -> Scenario:
+        """The scenario as a backend can carry it: rows made wider, bfloat16 on the wire, without gradients."""
+        changes: dict[str, Any] = {"hidden": round_up(self.hidden, needs.hidden_multiple)}
+        if needs.dtypes is not None and self.torch_dtype not in needs.dtypes and "bfloat16" in needs.wire_dtypes:
+            changes["wire_dtype"] = self.wire_dtype or "bfloat16"
+        if not needs.differentiable:
+            forward_only = "once" if self.program.startswith("checkpointed") else self.program
+            changes.update(inference=True, requires_grad=frozenset(), program=forward_only)
+        return dataclasses.replace(self, **changes)
 
     def tokens_of(self, ep_size: int, turn: int = 0) -> tuple[int, ...]:
         """Real tokens by rank; ``turn`` moves them by so many ranks."""
@@ -144,11 +165,13 @@ class Scenario:
     def experts(self, call: int = 0) -> Experts:
         """The experts of one call."""
         generator = self._generator(call, -1)
-        shape = (self.num_experts, self.hidden, self.hidden)
-        return Experts(
-            matrix_EDD=torch.randn(shape, generator=generator, dtype=torch.float64) * self.hidden**-0.5,
-            bias_ED=torch.randn(shape[:2], generator=generator, dtype=torch.float64),
-        )
+        width = math.gcd(self.hidden, _EXPERT_WIDTH)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, dtype=torch.float64)
+
+        matrix_EWW = normal(self.num_experts, width, width) * width**-0.5
+        return Experts(matrix_EWW=matrix_EWW, bias_ED=normal(self.num_experts, self.hidden))
 
     def _batch(self, tokens: int, generator: torch.Generator) -> Batch:
         def normal(*size: int) -> Tensor:

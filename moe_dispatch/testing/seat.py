@@ -43,7 +43,7 @@ class Call:
     def to(self, device: str) -> Call:
         """The same on a device, with leaves of its own."""
         experts = Experts(
-            matrix_EDD=_moved(self.experts.matrix_EDD, device), bias_ED=_moved(self.experts.bias_ED, device)
+            matrix_EWW=_moved(self.experts.matrix_EWW, device), bias_ED=_moved(self.experts.bias_ED, device)
         )
         return dataclasses.replace(
             self,

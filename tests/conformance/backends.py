@@ -19,6 +19,18 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_backend"
 VARIANTS: tuple[BackendSpec, ...] = (
     {"name": "alltoall", "reduction": "exact"},
     {"name": "strict", "inner": "allgather"},
+    {"name": "deepep", "emulate": "v1.2.1"},
+    {"name": "deepep", "emulate": "v2-2.1.0"},
+    {"name": "deepep", "emulate": "v2-2.1.0", "expand": True},
+    {"name": "hybridep", "emulate": "hybridep-94a9f8f"},
+    {"name": "hybridep", "emulate": "hybridep-94a9f8f", "fuse_permute": True},
+    {"name": "hybridep", "emulate": "hybridep-34152ae"},
+    {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
+    {"name": "hybridep", "emulate": "hybridep-744"},
+)
+# These differ from the one above them in what the library does, not in what the dispatcher does: one form is enough.
+IN_ONE_FORM = tuple(
+    variant for variant in VARIANTS[-7:] if variant != {"name": "hybridep", "emulate": "hybridep-94a9f8f"}
 )
 
 

@@ -11,18 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import alltoall, rank_major
+from moe_dispatch.backends import alltoall, hybridep, rank_major
 from moe_dispatch.backends.alltoall import AllToAll
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.backends.permutation import group_slots, reduce
+from moe_dispatch.backends.deepep import DeepEP
+from moe_dispatch.backends.hybridep import HybridEP, HybridState
+from moe_dispatch.backends.permutation import group_slots, reduce, sum_bags
 from moe_dispatch.backends.permutation import rows as permutation_rows
 from moe_dispatch.backends.permutation.index import SlotIndex
+from moe_dispatch.backends.vendor.hybrid import HybridTransport
+from moe_dispatch.backends.vendor.normal import NormalTransport
+from moe_dispatch.backends.vendor.transport import Way
 from moe_dispatch.dispatchers import dispatcher
 from moe_dispatch.dispatchers.rows import Home, merge_duplicates, pad_rows
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.testing import SCENARIOS, Case, Ranks, run_case
-from moe_dispatch.testing.kit import scenario_cases
+from moe_dispatch.testing.case import BackendSpec
+from moe_dispatch.testing.kit import describe, fitted, scenario_cases
 
 Patch = pytest.MonkeyPatch
 
@@ -129,7 +135,7 @@ def outputs_of_padding_read(patch: Patch) -> None:
         reduce(rows_RD, index, weights_R, out)
         out.add_(0 * rows_RD.sum())
 
-    patch.setattr(alltoall, "reduce", reading)
+    patch.setattr(permutation_rows.TorchPermutation, "reduce", staticmethod(reading))
 
 
 def state_kept_on_the_backend(patch: Patch) -> None:
@@ -203,16 +209,83 @@ def verbs_without_anchor(patch: Patch) -> None:
 
 
 def float32_sums_for_float64_rows(patch: Patch) -> None:
-    sum_bags = permutation_rows.sum_bags
-
     def rounded(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
         sum_bags(rows.float(), members_N, cu_S, weights_N, out)
 
     patch.setattr(permutation_rows, "sum_bags", rounded)
 
 
+def weights_applied_twice_by_vendors(patch: Patch) -> None:
+    for cls in (DeepEP, HybridEP):
+        patch.setattr(cls, "combine", _combining_other_rows(cls.combine, lambda rows, weights: rows * weights))
+
+
+def weights_not_applied_by_vendors(patch: Patch) -> None:
+    for cls in (DeepEP, HybridEP):
+        patch.setattr(cls, "combine", _combining_other_rows(cls.combine, lambda rows, weights: rows / weights))
+
+
+def _combining_other_rows(combine: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    def changed(self: Any, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+        other_RD = change(rows_RD, weights_R.unsqueeze(1)).to(rows_RD.dtype)
+        result: Tensor = combine(self, other_RD, weights_R, state, weighted=weighted)
+        return result
+
+    return changed
+
+
+def handle_of_another_call(patch: Patch) -> None:
+    """Whatever is done after a dispatch goes the way of the first one."""
+    for cls, method in ((NormalTransport, "sum_at_home"), (HybridTransport, "sum_at_home")):
+        patch.setattr(cls, method, _by_the_first_way(getattr(cls, method)))
+
+
+def _by_the_first_way(original: Any) -> Any:
+    first: dict[int, Way] = {}
+
+    def swapped(self: Any, rows: Tensor, values: Tensor | None, way: Way) -> Any:
+        return original(self, rows, values, first.setdefault(id(self), way))
+
+    return swapped
+
+
+def experts_padded_once_more(patch: Patch) -> None:
+    dispatch = HybridEP.dispatch
+
+    def twice(self: HybridEP, *args: Any) -> Arrived:
+        arrived = dispatch(self, *args)
+        counts = [count + 16 if count else 0 for count in arrived.tokens_per_expert_list or ()]
+        missing = sum(counts) - len(arrived.rows)
+        return dataclasses.replace(
+            arrived,
+            rows=torch.nn.functional.pad(arrived.rows, (0, 0, 0, missing)),
+            weights=torch.nn.functional.pad(arrived.weights, (0, missing)),
+            tokens_per_expert=torch.tensor(counts),
+            tokens_per_expert_list=tuple(counts),
+        )
+
+    patch.setattr(HybridEP, "dispatch", twice)
+
+
+def zero_weights_taken_for_padding(patch: Patch) -> None:
+    patch.setattr(hybridep, "_marked", lambda weights_TK: weights_TK.float() * 0)
+
+
+def gradient_of_weights_of_another_slot(patch: Patch) -> None:
+    bring_home = HybridState.bring_home
+
+    def rolled(self: HybridState, rows_RD: Tensor, values_R: Tensor | None = None) -> Any:
+        rows_TD, values_TK = bring_home(self, rows_RD, values_R)
+        return rows_TD, None if values_TK is None else values_TK.roll(1, 1)
+
+    patch.setattr(HybridState, "bring_home", rolled)
+
+
+DEEPEP: BackendSpec = {"name": "deepep", "emulate": "v1.2.1"}
+HYBRIDEP: BackendSpec = {"name": "hybridep", "emulate": "hybridep-34152ae"}
+
 # The bug, the backend it is planted in, and the scenario that must see it.
-MUTATIONS: list[tuple[Callable[[Patch], None], str, str]] = [
+MUTATIONS: list[tuple[Callable[[Patch], None], BackendSpec, str]] = [
     (padding_trimmed_from_the_front, "strict", "balanced"),
     (padding_trimmed_from_the_front, "allgather", "unequal_tokens"),
     (padding_rows_sent_to_expert_0, "strict", "balanced"),
@@ -240,19 +313,34 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str, str]] = [
     (idle_rank_leaves_the_backward, "alltoall", "idle_ranks_detached"),
     (verbs_without_anchor, "alltoall", "experts_only"),
     (float32_sums_for_float64_rows, "local", "float64"),
+    (padding_trimmed_from_the_front, HYBRIDEP, "balanced"),
+    (padding_rows_sent_to_expert_0, HYBRIDEP, "balanced"),
+    (experts_padded_once_more, HYBRIDEP, "pad_16"),
+    (weights_applied_twice_by_vendors, DEEPEP, "balanced"),
+    (weights_applied_twice_by_vendors, HYBRIDEP, "balanced"),
+    (weights_not_applied_by_vendors, DEEPEP, "balanced"),
+    (weights_not_applied_by_vendors, HYBRIDEP, "balanced"),
+    (handle_of_another_call, DEEPEP, "two_in_flight"),
+    (handle_of_another_call, HYBRIDEP, "two_in_flight"),
+    (zero_weights_taken_for_padding, HYBRIDEP, "pad_16"),
+    (gradient_of_weights_of_another_slot, HYBRIDEP, "balanced"),
 ]
 
 
-@pytest.mark.parametrize(("plant", "backend", "name"), MUTATIONS, ids=lambda value: getattr(value, "__name__", value))
-def test_kit_sees(plant: Callable[[Patch], None], backend: str, name: str, monkeypatch: Patch) -> None:
+def _named(value: Any) -> str:
+    return getattr(value, "__name__", None) or describe(value)
+
+
+@pytest.mark.parametrize(("plant", "backend", "name"), MUTATIONS, ids=_named)
+def test_kit_sees(plant: Callable[[Patch], None], backend: BackendSpec, name: str, monkeypatch: Patch) -> None:
     plant(monkeypatch)
     ep_size = 1 if backend == "local" else 2
     ranks = Ranks(timeout=datetime.timedelta(seconds=1))  # peers of a rank that failed wait this long
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
     with pytest.raises((AssertionError, RuntimeError, MoEDispatchError)):
-        run_all(backend, scenario_cases(scenario, ep_size), ranks)
+        run_all(backend, scenario_cases(fitted(backend, scenario, ep_size), ep_size), ranks)
 
 
-def run_all(backend: str, cases: Iterable[Case], ranks: Ranks) -> None:
+def run_all(backend: BackendSpec, cases: Iterable[Case], ranks: Ranks) -> None:
     for case in cases:
         run_case(backend, case, ranks)

@@ -15,7 +15,7 @@ from moe_dispatch.testing.forms import FORMS
 from moe_dispatch.testing.kit import EP_SIZES, describe
 from moe_dispatch.testing.programs import PROGRAMS
 from moe_dispatch.testing.routings import ROUTINGS
-from tests.conformance.backends import BACKENDS, more_backends
+from tests.conformance.backends import BACKENDS, IN_ONE_FORM, more_backends
 
 EXCUSED = Path(__file__).with_name("excused.txt")
 
@@ -26,6 +26,7 @@ def all_cases() -> list[Any]:
             pytest.param(run, id=f"{describe(backend)}-{name}")
             for backend in BACKENDS
             for name, run in conformance_cases(backend)
+            if backend not in IN_ONE_FORM or "-bshd-" in name
         ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ class Fragile(Backend):
             raise RuntimeError(f"no luck in {method}")
 
     @classmethod
-    def probe(cls) -> Usable | Rejected:
+    def probe(cls, options: object) -> Usable | Rejected:
         if cls.fails_in == "probe" and _rank() == 1:
             return Rejected(reason="no GPU is in sight")
         return Usable(version="1")
@@ -154,6 +155,14 @@ def test_backend_that_fails_to_open_on_one_rank(fragile: type[Fragile], method: 
     results = outcomes(lambda group: build_dispatcher(small_config("fragile", num_experts=9), group), 3, seconds=3)
     assert f"no luck in {method}" in str(results[1])
     raises_everywhere([results[0], results[2]], PeerError, "rank 1 refused: ", f"no luck in {method}")
+
+
+def test_a_broken_plug_in_does_not_hinder_auto(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    points = [EntryPoint("absent", "no_such_package.at_all:Backend", registry.ENTRY_POINT_GROUP)]
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: points)
+    results = outcomes(lambda group: identity_round(build_dispatcher(small_config("auto"), group)), 2)
+    assert results == [None, None]
+    assert "absent: Backend 'absent' cannot be used here: its import raised ModuleNotFoundError" in caplog.text
 
 
 def test_control_group_of_other_ranks() -> None:

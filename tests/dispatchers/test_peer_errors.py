@@ -97,6 +97,30 @@ def test_peers_of_a_refusing_rank_are_told(name: str, fault: str, planned: bool)
     raises_everywhere(results[:WRONG], PeerError, f"rank {WRONG} refused: {reason}", "Look at the error that rank")
 
 
+@pytest.mark.parametrize("name", ["debug, counts", "debug, assume", "debug, static"])
+def test_a_wrong_plan_is_told_under_debug(name: str) -> None:
+    """Also where a plan has nothing to agree on."""
+
+    def body(group: Group) -> Exception:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(**EXCHANGES[name][0]), group)
+        with pytest.raises((LayoutError, PeerError)) as caught:
+            dispatcher.plan(THD([0, 2, 1, 4] if group.rank() == WRONG else [0, 2, 4]), like=rows(4))
+        dispatcher.plan(THD([0, 2, 4]), like=rows(4))
+        identity_round(dispatcher)
+        return caught.value
+
+    results = outcomes(body, 4, seconds=4)
+    raises_everywhere(results[WRONG:], LayoutError)
+    raises_everywhere(results[:WRONG], PeerError, f"rank {WRONG} refused: its layout is malformed")
+
+
+def test_too_many_rows_under_assume_raise_before_anything_is_exchanged() -> None:
+    config = small_config("allgather", row_counts="assume", constraints={"max_rows": 8})
+    results = outcomes(lambda group: build_dispatcher(config, group).plan(like=rows(9)), 2)
+    raises_everywhere(results, InputError, "Dispatcher.plan: at most 8 rows per rank fit, got 9")
+
+
 def test_two_refusing_ranks_are_both_named_where_counts_are_exchanged() -> None:
     def body(group: Group) -> None:
         assert group is not None

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, build_dispatcher
+from moe_dispatch.backends import Constraints
 from moe_dispatch.backends.alltoall import AllToAllRoute
-from moe_dispatch.backends.local import LocalRoute
-from moe_dispatch.backends.permutation import expand
+from moe_dispatch.backends.local import Local, LocalRoute
+from moe_dispatch.backends.permutation import TorchPermutation, expand
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import THD, Layout
 from tests.dispatchers.layer import Group, on_ranks, outcomes_on, raises_everywhere, small_config
@@ -46,6 +47,30 @@ def test_passes_in_every_dtype(backend: str, size: int, wire: str | None, dtype:
     on_ranks(lambda group: build_dispatcher(config, group).self_test(dtype=dtype), size)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_passes_in_every_mode(mode: Callable[[], Any]) -> None:
+    with mode():
+        build_dispatcher(small_config("local")).self_test()
+
+
+def test_keeps_to_the_rows_and_dtypes_that_the_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = Constraints(max_rows=5, dtypes=frozenset({torch.bfloat16}))
+    monkeypatch.setattr(Local, "constraints", classmethod(lambda cls, shape, options: needs))
+    dispatcher = build_dispatcher(small_config("local"))
+    dispatcher.self_test()
+    assert int(dispatcher.metrics().real_tokens_per_expert.sum()) == 5 * 2
+
+
+def test_tests_the_forward_of_a_backend_without_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = Constraints(differentiable=False)
+    monkeypatch.setattr(Local, "constraints", classmethod(lambda cls, shape, options: needs))
+    dispatcher = build_dispatcher(small_config("local"))
+    dispatcher.self_test()
+    monkeypatch.setattr(LocalRoute, "collect", _lost_weight(LocalRoute.collect))
+    with pytest.raises(StateError, match="in the output on backend 'local'"):
+        dispatcher.self_test()
+
+
 def test_does_not_ask_the_layer_for_a_layout() -> None:
     """A layer's layout is that of a batch; the test's rows are none of it."""
 
@@ -73,6 +98,14 @@ def _lost_row(original: Callable[..., Any]) -> Callable[..., Any]:
     return collect
 
 
+def _lost_value(original: Callable[..., Any]) -> Callable[..., Any]:
+    def collect(self: Any, rows: Tensor, weights: Tensor | None, values: Tensor | None, *, label: str) -> Any:
+        out, value = original(self, rows, weights, values, label=label)
+        return out, None if value is None else value.roll(1, 0)
+
+    return collect
+
+
 def _not_a_number(original: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def spread(self: Any, rows: Tensor, wire: Any, *, label: str) -> Iterator[Tensor]:
@@ -84,8 +117,9 @@ def _not_a_number(original: Callable[..., Any]) -> Callable[..., Any]:
 
 FAULTS = [
     (_lost_weight, "collect", "output"),
-    (_lost_row, "collect", "gradient"),
-    (_not_a_number, "spread", "gradient"),
+    (_lost_row, "collect", "gradient of x"),
+    (_lost_value, "collect", "gradient of the weights"),
+    (_not_a_number, "spread", "gradient of x"),
 ]
 
 
@@ -116,6 +150,6 @@ def test_a_fault_of_one_rank_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_finds_rows_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_dispatch.backends.rank_major.expand", lambda *args: expand(*args).flip(0))
+    monkeypatch.setattr(TorchPermutation, "expand", staticmethod(lambda *args: expand(*args).flip(0)))
     with pytest.raises(StateError, match="identity experts must give x times the weight sum"):
         build_dispatcher(small_config("local")).self_test()

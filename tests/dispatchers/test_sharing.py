@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from moe_dispatch import Dispatcher, build_dispatcher
+from moe_dispatch.backends.alltoall import AllToAll
 from moe_dispatch.backends.local import Local
 from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.errors import StateError
@@ -57,7 +58,7 @@ def test_the_last_to_close_closes_the_backend(closed: list[Any]) -> None:
     two.dispatch(random_rows(3), random_routing(3, top_k=3))
     two.close()
     assert closed == [backend]
-    with pytest.raises(StateError, match="it is closed"):
+    with pytest.raises(StateError, match="must be open, got a closed one of backend 'local' on channel local-"):
         two.plan()
     third = build_dispatcher(small_config("local", top_k=3))
     assert third._lease.channel.backend is not backend
@@ -71,6 +72,56 @@ def test_a_dispatcher_that_is_collected_gives_its_share_back(closed: list[Any]) 
     gc.collect()
     assert closed == [backend]
     assert all(channel.backend is not backend for channel in channels._channels.values())
+
+
+def test_a_backward_keeps_the_channel_open(closed: list[Any]) -> None:
+    dispatcher = build_dispatcher(small_config("local", top_k=4))
+    x, way = random_rows(5).requires_grad_(), random_routing(5, top_k=4)
+    sent = dispatcher.dispatch(x, way)
+    y = dispatcher.combine(dispatcher.dispatch(x, again=sent).rows, sent)
+    del dispatcher, sent
+    gc.collect()
+    assert not closed
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, way.topk_weights.sum(1, keepdim=True).expand(5, 16))
+    del y
+    gc.collect()
+    assert len(closed) == 1
+
+
+def test_a_collective_close_is_left_to_the_caller(
+    closed: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Local, "collective_close", True)
+    dispatcher = build_dispatcher(small_config("local", top_k=5))
+    del dispatcher
+    gc.collect()
+    assert not closed
+    assert "was collected without close(): its buffers stay until the process ends" in caplog.text
+    build_dispatcher(small_config("local", top_k=5)).close()
+    assert len(closed) == 1
+
+
+def test_all_ranks_open_where_one_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening is collective, and a rank cannot know which channels its peers still have."""
+    opened: list[int] = []
+    monkeypatch.setattr(AllToAll, "open", lambda backend: opened.append(backend.context.communicator.rank))
+
+    def body(group: Group) -> None:
+        assert group is not None
+        first = build_dispatcher(small_config(), group)
+        if group.rank() == 1:
+            del first
+            gc.collect()
+        second = build_dispatcher(small_config(), group)
+        identity_round(second)
+        if group.rank() == 0:
+            assert first._lease.channel is not second._lease.channel
+            first.close()
+        identity_round(build_dispatcher(small_config(), group))
+
+    on_ranks(body, 2)
+    assert sorted(opened) == [0, 0, 1, 1]
 
 
 def test_a_state_outlives_the_dispatcher_of_another_layer() -> None:

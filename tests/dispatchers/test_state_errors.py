@@ -79,7 +79,13 @@ def test_closed_dispatcher(backend: str, size: int, call: str) -> None:
         }
         calls[call]()
 
-    raises_everywhere(outcomes_on(body, size), StateError, "Dispatcher: it is closed", "build_dispatcher")
+    raises_everywhere(
+        outcomes_on(body, size),
+        StateError,
+        "Dispatcher: it must be open",
+        f"a closed one of backend {backend!r}",
+        "build_dispatcher",
+    )
 
 
 @pytest.mark.parametrize("name", ["dispatch", "combine", "plan"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.testing.ranks import run_ranks
 from tests.dispatchers.layer import (
     HIDDEN,
@@ -252,6 +252,48 @@ def test_results_in_inference_mode(backend: str, size: int) -> None:
     on_ranks(body, size)
 
 
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_training_between_evaluations(backend: str, size: int) -> None:
+    """Buffers and counters made in inference mode are written in training, and the other way round."""
+    rows = 600  # of 4 KiB, more than what the workspace finds worth keeping
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(backend, hidden_size=1024), group)
+        x, way = random_rows(rows, 1024), random_routing(rows)
+        for training in (False, True, False):
+            x.requires_grad_(training)
+            with torch.inference_mode(not training):
+                sent = dispatcher.dispatch(x, way)
+                y = dispatcher.combine(sent.rows, sent)
+            torch.testing.assert_close(y.detach(), x.detach() * way.topk_weights.sum(1, keepdim=True))
+            if training:
+                y.sum().backward()
+        assert int(dispatcher.metrics(gather=True).real_tokens_per_expert.sum()) == 3 * 2 * rows * size
+
+    on_ranks(body, size)
+
+
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_another_default_device(backend: str, size: int) -> None:
+    """Nothing is made on torch's default device by accident."""
+    x, way = random_rows(600, 1024), random_routing(600)
+
+    def body(group: Group) -> None:
+        with torch.device("meta"):
+            dispatcher = build_dispatcher(small_config(backend, hidden_size=1024, pad_multiple=16, debug=True), group)
+            mine = x.clone().requires_grad_()
+            sent = dispatcher.dispatch(mine.view(2, 300, 1024), way, BSHD(lengths=[100, 300]))
+            dispatcher.combine(sent.rows, sent).sum().backward()
+            dispatcher.self_test()
+            metrics = dispatcher.metrics(gather=True)
+            dispatcher.close()
+        assert metrics.real_tokens_per_expert.device.type == "cpu"
+        assert mine.grad is not None
+        assert mine.grad.device.type == "cpu"
+
+    on_ranks(body, size)
+
+
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 def test_weights_that_need_a_gradient_on_one_rank_only(backend: str) -> None:
     """What the backward of dispatch sends has the same form on every rank."""
@@ -289,7 +331,8 @@ def test_inputs_that_need_gradients_on_one_rank_only(backend: str, again: bool) 
 
     first, second = run_ranks(body, 2)
     assert second is None
-    assert first is not None and bool(first.any())
+    assert first is not None
+    assert bool(first.any())
 
 
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)

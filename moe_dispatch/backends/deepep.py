@@ -1,0 +1,257 @@
+"""``deepep``: rows travel through DeepEP's buffers, each once per rank that owns one of its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moe_dispatch.backends.base import (
+    Arrived,
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Sizes,
+    WireDtype,
+)
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
+from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.vendor import elastic, normal
+from moe_dispatch.backends.vendor.elastic import ElasticTransport
+from moe_dispatch.backends.vendor.library import Library, find_library, report_open
+from moe_dispatch.backends.vendor.normal import NormalTransport
+from moe_dispatch.backends.vendor.transport import Delivery, Payload, Transport, Way
+from moe_dispatch.backends.verdict import Rejected, Usable
+from moe_dispatch.backends.wire import from_float8, to_float8
+from moe_dispatch.errors import ConfigError
+
+Release = Literal["v1.2.1", "v2-2.1.0"]
+
+
+@final
+class DeepEPOptions(BackendOptions):
+    """Options of ``deepep``.
+
+    Attributes:
+        num_sms: streaming multiprocessors its kernels may use, an even number; None is the library's default.
+        deterministic: v2: rows of a source rank in their order, which it sorts for; v1 always keeps it. False leaves
+            them in the order they happened to arrive in, another in every run.
+        expand: v2: the library delivers expert-major rows itself, padded on the device. It has no backward.
+        allocate_on_comm_stream: with ``async_op=True``, received tensors belong to its communication stream.
+        ranks_per_node: consecutive ranks of the group that share a node; None detects it by host name.
+        emulate: run on the emulation of ``deep_ep``, on CPU tensors: True for v1.2.1, or the name of a release.
+    """
+
+    num_sms: Annotated[int, Field(ge=2, multiple_of=2)] | None = None
+    deterministic: bool = True
+    expand: bool = False
+    allocate_on_comm_stream: bool = False
+    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+    emulate: bool | Release = False
+
+    @property
+    def release(self) -> str | None:
+        """What to emulate; None for the installed library."""
+        return "v1.2.1" if self.emulate is True else self.emulate or None
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeepEPRoute(Route):
+    """Both ways through the library; what it carries is bfloat16, or float8 on the way out."""
+
+    transport: Transport
+    permutation: Permutation
+    way: Way
+    index: SlotIndex
+    wire_dtype: WireDtype | None
+
+    @contextmanager
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+        yield unpack(self.transport.send_again(pack(rows_TD, wire), self.way), rows_TD.dtype)
+
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        sums_SD = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1], dtype=torch.bfloat16)
+        self.permutation.reduce(rows_RD, self.index, weights_R, sums_SD)
+        values_SK = None if values_R is None else self.index.to_slots(values_R).float()
+        rows_TD, values_TK = self.transport.sum_at_home(sums_SD, values_SK, self.way)
+        if values_R is None or values_TK is None:
+            return rows_TD.to(rows_RD.dtype), None
+        return rows_TD.to(rows_RD.dtype), values_TK.to(values_R.dtype)
+
+
+@final
+class DeepEP(Backend):
+    """DeepEP v1 (``Buffer``, normal mode) or v2 (``ElasticBuffer``), whichever is installed.
+
+    Rows arrive rank-major and once per rank; spreading them over experts, weighting and padding are this library's.
+    Weights travel and are returned in float32. Cost: one host sync per dispatch, and none in ``again=``, combine or a
+    backward. Source: DeepEP v1.2.1 and main of 2026-07 (2.1.0).
+    """
+
+    name = "deepep"
+    Options = DeepEPOptions
+    collective_close = True
+
+    def __init__(self, context: BackendContext, options: BackendOptions) -> None:
+        super().__init__(context, options)
+        self._transport: Transport | None = None
+
+    @classmethod
+    def probe(cls, options: BackendOptions) -> Usable | Rejected:
+        found = _library(options)
+        if isinstance(found, Rejected):
+            return found
+        features = ("v2", "compact", "expand") if _is_v2(found) else ("v1", "normal mode")
+        return Usable(version=found.version, features=features + (("emulated",) if found.emulated else ()))
+
+    @classmethod
+    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+        assert isinstance(options, DeepEPOptions)
+        library = _library(options)
+        if isinstance(library, Rejected):  # for tables: where it is to be used, probe has refused it
+            return normal.constraints("cuda", shape, _ranks_per_node(shape, options))
+        if _is_v2(library):
+            return elastic.constraints(library.device, expand=options.expand)
+        if options.expand:
+            raise ConfigError(
+                f"Backend 'deepep': expand needs v2 (ElasticBuffer), got {library.version}. Leave expand out, or "
+                "install v2."
+            )
+        return normal.constraints(library.device, shape, _ranks_per_node(shape, options))
+
+    def open(self) -> None:
+        options, shape, comm = self._options, self.context.shape, self.context.communicator
+        library = _library(options)
+        assert isinstance(library, Library)  # checked by probe
+        if comm.group is None and not library.emulated:
+            raise ConfigError("Backend 'deepep': it needs a process group, also for one rank, got None. Pass group=.")
+        if _is_v2(library):
+            self._transport = ElasticTransport(
+                library,
+                shape,
+                comm,
+                num_sms=options.num_sms,
+                deterministic=options.deterministic,
+                on_its_stream=options.allocate_on_comm_stream,
+            )
+        else:
+            self._transport = NormalTransport(
+                library, shape, comm, num_sms=options.num_sms, on_its_stream=options.allocate_on_comm_stream
+            )
+        source = "detected" if options.ranks_per_node is None else "configured"
+        nodes = _ranks_per_node(shape, options)
+        report_open("deepep", library, comm, f"{nodes} ranks per node ({source}), {self._transport.buffers}")
+
+    @property
+    def _options(self) -> DeepEPOptions:
+        assert isinstance(self.options, DeepEPOptions)
+        return self.options
+
+    @property
+    def transport(self) -> Transport:
+        """The open library."""
+        assert self._transport is not None
+        return self._transport
+
+    def reserve(self, sizes: Sizes) -> None:
+        if sizes.group_max_rows is not None:
+            self.transport.reserve(sizes.group_max_rows)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        if self._options.expand:
+            return self._dispatch_expanded(rows_TD, ids_TK, weights_TK)
+        return self._arrived(rows_TD, weights_TK, self._send(rows_TD, ids_TK, weights_TK, asynchronously=False))
+
+    def dispatch_async(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes
+    ) -> Callable[[], Arrived]:
+        if self._options.expand:
+            return super().dispatch_async(rows_TD, ids_TK, weights_TK, sizes)
+        delivery = self._send(rows_TD, ids_TK, weights_TK, asynchronously=True)
+        return lambda: self._arrived(rows_TD, weights_TK, delivery)
+
+    def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> Delivery:
+        payload = pack(rows_TD.detach(), self.context.shape.wire_dtype)
+        weights_TK = weights_TK.detach().float().contiguous()
+        return self.transport.send(payload, ids_TK.contiguous(), weights_TK, asynchronously=asynchronously)
+
+    def _arrived(self, rows_TD: Tensor, weights_TK: Tensor, delivery: Delivery) -> Arrived:
+        shape = self.context.shape
+        delivery.wait()  # v2 puts its rows in order only then
+        route = DeepEPRoute(
+            transport=self.transport,
+            permutation=self.context.permutation_on(rows_TD.device),
+            way=delivery.way,
+            index=group_slots(delivery.ids_SK, delivery.counts, shape.pad_multiple),
+            wire_dtype=shape.wire_dtype,
+        )
+        received = unpack(delivery.payload, rows_TD.dtype), delivery.weights_SK.to(weights_TK.dtype)
+        return arrive(rows_TD, weights_TK, route, nullcontext(received), delivery.counts, shape.pad_multiple)
+
+    def _dispatch_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
+        assert isinstance(self.transport, ElasticTransport)
+        sent = self.transport.send_expanded(rows_TD.bfloat16(), ids_TK.contiguous(), weights_TK.float().contiguous())
+        real_L = sent.real_counts_L.long()
+        return Arrived(
+            rows=sent.rows_RD.to(rows_TD.dtype),
+            weights=sent.weights_R.to(weights_TK.dtype),
+            tokens_per_expert=real_L + -real_L % self.context.shape.pad_multiple,
+            real_tokens_per_expert=real_L,
+            tokens_per_expert_list=tuple(sent.padded_counts),
+            state=sent.way,
+        )
+
+    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
+        if not isinstance(state, Way):
+            return send_again(rows_TD, state)
+        payload = self.transport.send_again(rows_TD.bfloat16(), state)
+        return unpack(payload, rows_TD.dtype).to(rows_TD.dtype)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+        if not isinstance(state, Way):
+            return bring_home(rows_RD, weights_R, state, weighted=weighted)
+        weighed_RD = rows_RD * weights_R.unsqueeze(1) if weighted else rows_RD
+        rows_TD, _ = self.transport.sum_at_home(weighed_RD.bfloat16(), None, state)
+        return rows_TD.to(rows_RD.dtype)
+
+
+def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
+    """Rows as the library takes them."""
+    return to_float8(rows_TD) if wire == "float8_e4m3fn" else rows_TD.bfloat16().contiguous()
+
+
+def unpack(payload: Payload, dtype: torch.dtype) -> Tensor:
+    """Rows as they came: bfloat16, or ``dtype`` where they were float8."""
+    return payload if isinstance(payload, Tensor) else from_float8(*payload, dtype)
+
+
+def _library(options: BackendOptions) -> Library | Rejected:
+    assert isinstance(options, DeepEPOptions)
+    found = find_library(options.release)
+    if isinstance(found, Rejected) or _is_v2(found):
+        return found
+    if not hasattr(found.module, "Buffer"):
+        return Rejected(f"deep_ep {found.version} has neither Buffer nor ElasticBuffer")
+    return normal.lacking(found) or found
+
+
+def _is_v2(library: Library) -> bool:
+    return hasattr(library.module, "ElasticBuffer")
+
+
+def _ranks_per_node(shape: MoEShape, options: DeepEPOptions) -> int:
+    return options.ranks_per_node or shape.ranks_per_node or shape.ep_size

@@ -1,0 +1,265 @@
+"""``deep_ep.HybridEPBuffer``, across its versions: what changed between them is read from the installed signatures.
+
+Source: DeepEP branch hybrid-ep, 0ed15b5 (2025-10) to 94a9f8f (2026-07), and pull request 744 (2026-09).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.collectives import Communicator, read_host
+from moe_dispatch.backends.permutation import round_up
+from moe_dispatch.backends.vendor.library import Library, parameters
+from moe_dispatch.backends.vendor.pool import BufferPool
+from moe_dispatch.backends.vendor.transport import Way
+from moe_dispatch.errors import ConfigError, StateError
+
+# The environment variables from which its configuration reads the rows that each kernel takes at a time, and the
+# defaults: 64 since permute fusion (a0d27f1, 2026-03-31), 128 before.
+_CHUNK_VARIABLES = ("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API")
+_CHUNK, _OLD_CHUNK = 64, 128
+_DOMAIN_VARIABLE = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+_MOST_RANKS_PER_DOMAIN = 72
+# Across domains a rank posts three messages per row, and one more, into a queue of 65535.
+_MOST_MESSAGES = 65535
+_SLOT_MULTIPLE = 16  # to which the ragged versions round the slots that ranks share
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What one version wants.
+
+    Attributes:
+        chunks: rows that the dispatch and the combine kernel take at a time.
+        pads_capacity: it rounds its buffers up to the chunk, so that rows need only be aligned for the copy engine.
+        ragged: ranks share a number of slots, and each brings its own number of rows.
+        hidden_multiple: of bfloat16 rows.
+        least_ranks: smallest group.
+        idle_ranks: a rank may receive no row; before, it aborted in combine.
+    """
+
+    chunks: tuple[int, int]
+    pads_capacity: bool
+    ragged: bool
+    hidden_multiple: int
+    least_ranks: int
+    idle_ranks: bool
+
+    def row_multiple(self, domain: int) -> int:
+        """Of the rows per rank, where so many ranks share an NVLink domain."""
+        if self.ragged:
+            return 1
+        return 4 // gcd(4, domain) if self.pads_capacity else lcm(*self.chunks)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows per rank across domains: the largest multiple of the combine chunk whose messages fit the queue."""
+        chunk = self.chunks[1]
+        return (_MOST_MESSAGES - 1) // 3 // chunk * chunk
+
+
+# Of 94a9f8f, for tables on machines without the library.
+NEWEST = Rules(
+    chunks=(_CHUNK, _CHUNK), pads_capacity=True, ragged=False, hidden_multiple=16, least_ranks=1, idle_ranks=True
+)
+
+
+def buffer_class(library: Library) -> type[Any] | None:
+    """The class, under the name it has; None where the library is another variant."""
+    module = library.module
+    found: type[Any] | None = getattr(module, "HybridEPBuffer", None) or getattr(module, "HybridEpBuffer", None)
+    return found
+
+
+def rules(cls: type[Any], environment: Mapping[str, str] | None = None) -> Rules:
+    """The rules of a version of the class, told by what its methods take, and by the variables it reads."""
+    environment = os.environ if environment is None else environment
+    dispatch, construct = parameters(cls.dispatch_with_permute), inspect.signature(cls.__init__).parameters
+    fuses = "fuse_permute_dispatch" in dispatch
+    gathers_itself = construct.get("enable_custom_allgather")
+    first, second = (int(environment.get(name, _CHUNK if fuses else _OLD_CHUNK)) for name in _CHUNK_VARIABLES)
+    return Rules(
+        chunks=(first, second),
+        # 94a9f8f switched the default off, two commits after capacities were padded (4214430, #638).
+        pads_capacity=fuses and gathers_itself is not None and gathers_itself.default is False,
+        ragged="num_of_tokens_per_rank" in dispatch,
+        hidden_multiple=16 if "non_blocking" in dispatch else 512,  # relaxed with 83e0d15 (2025-12-03)
+        least_ranks=2 if "num_of_experts" in construct else 1,
+        idle_ranks=fuses,  # 34152ae (2026-04-09), the first with these signatures but one
+    )
+
+
+def constraints(found: Rules, device: str, shape: MoEShape, domain: int) -> Constraints:
+    """Needs of a version for a group whose NVLink domains hold ``domain`` consecutive ranks each."""
+    several = domain < shape.ep_size
+    sizes = (
+        range(domain, shape.ep_size + 1, domain) if several else range(found.least_ranks, _MOST_RANKS_PER_DOMAIN + 1)
+    )
+    return Constraints(
+        row_multiple=found.row_multiple(domain),
+        min_rows=0 if found.ragged else 1,
+        equal_rows=not found.ragged,
+        group_max=True,
+        max_rows=found.most_rows if several else None,
+        hidden_multiple=found.hidden_multiple,
+        dtypes=frozenset({torch.bfloat16}),
+        devices=frozenset({device}),
+        group_sizes=frozenset(sizes),
+        local_experts_multiple=4 // gcd(4, domain),
+        max_local_experts=1024 if found.pads_capacity else 256,
+        idle_ranks=found.idle_ranks,
+        pads_experts=True,
+        wire_dtypes=frozenset({"bfloat16"}),
+    )
+
+
+def domain_of(shape: MoEShape, configured: int | None, environment: Mapping[str, str] | None = None) -> int:
+    """Ranks per NVLink domain: as configured, as its variable says, or those that share a host."""
+    environment = os.environ if environment is None else environment
+    named = environment.get(_DOMAIN_VARIABLE)
+    found = configured or (int(named) if named else None) or shape.ranks_per_node or shape.ep_size
+    return min(found, shape.ep_size)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Delivery:
+    """What a dispatch delivered.
+
+    Attributes:
+        rows_RD: bfloat16, expert-major; each expert's rows by source rank, then row, then its zero padding.
+        probs_R: float32, bit for bit what was sent; +0.0 on padding.
+        padded_counts: rows per local expert with padding, on the host.
+        way: for what follows it.
+    """
+
+    rows_RD: Tensor
+    probs_R: Tensor
+    padded_counts: list[int]
+    way: Way
+
+
+@final
+class HybridTransport:
+    """Buffers for a number of rows per rank. Raw: nothing here is differentiable.
+
+    Cost: one host sync per ``send``, for the counts; none in what follows it.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        shape: MoEShape,
+        communicator: Communicator,
+        *,
+        domain: int | None,
+        knobs: Mapping[str, int],
+        fuse_permute: bool,
+    ) -> None:
+        cls = buffer_class(library)
+        assert cls is not None
+        self._cls = cls
+        self._shape = shape
+        self._ragged = rules(cls).ragged
+        self._communicator = communicator
+        self._domain = domain
+        self._arguments = self._constructor_arguments(knobs)
+        # Always given: the default of early versions is 0, by which their kernel divides.
+        self._dispatch_arguments: dict[str, Any] = {"pad_multiple": shape.pad_multiple}
+        self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
+        if fuse_permute:
+            self._refuse_unknown({"fuse_permute_dispatch"}, parameters(cls.dispatch_with_permute))
+            self._dispatch_arguments["fuse_permute_dispatch"] = True
+            self._combine_arguments["fuse_unpermute_combine"] = True
+        self._pool = BufferPool("hybridep", self._make, most_rows=None)
+
+    def _constructor_arguments(self, knobs: Mapping[str, int]) -> dict[str, Any]:
+        shape, known = self._shape, parameters(self._cls.__init__)
+        self._refuse_unknown(knobs.keys(), known)
+        arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
+        return arguments | ({"num_of_experts": shape.num_experts} if "num_of_experts" in known else {})
+
+    def _refuse_unknown(self, wanted: Any, known: frozenset[str]) -> None:
+        unknown = sorted(set(wanted) - known)
+        if unknown:
+            raise ConfigError(
+                f"Backend 'hybridep': the installed {self._cls.__name__} must know {', '.join(unknown)}, got a version "
+                "that does not. Leave the option out, or install a later one."
+            )
+
+    def _make(self, rows: int) -> Any:
+        with _domain_variable(self._domain):
+            return self._cls(group=self._communicator.group, max_num_of_tokens_per_rank=rows, **self._arguments)
+
+    def reserve(self, rows: int) -> None:
+        """Have room for so many rows per rank; the same number on all ranks."""
+        self._pool.reserve(max(rows, 1))
+
+    def send(self, rows_TD: Tensor, map_TE: Tensor, probs_TE: Tensor, *, group_max_rows: int | None) -> Delivery:
+        """Each row once to each NVLink domain and rank that needs it, and there to its experts.
+
+        Args:
+            rows_TD: bfloat16.
+            map_TE: bool, which rows go to which expert of the group.
+            probs_TE: float32, 0 elsewhere.
+            group_max_rows: the most rows that any rank brings, for versions in which ranks share slots.
+        """
+        buffer = self._pool.current
+        slots = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SLOT_MULTIPLE)} if self._ragged else {}
+        rows_RD, probs_R, _, counts, handle = buffer.dispatch_with_permute(
+            hidden=rows_TD, routing_map=map_TE, probs=probs_TE, **slots, **self._dispatch_arguments
+        )
+        if rows_RD is None:
+            raise StateError(
+                f"Backend 'hybridep': every rank must receive a row, got none on rank {self._communicator.rank}. The "
+                "installed version cannot combine then: install one of 2026-04 (34152ae) or later."
+            )
+        return Delivery(
+            rows_RD=rows_RD, probs_R=probs_R, padded_counts=read_host(counts), way=Way(buffer=buffer, handle=handle)
+        )
+
+    def send_again(self, rows_TD: Tensor, num_grouped: int, way: Way) -> Tensor:
+        """Other rows the same way: (R, D), R as before, without a host sync."""
+        self._pool.check_open()
+        rows_RD: Tensor = way.buffer.dispatch_with_permute(
+            hidden=rows_TD, handle=way.handle, num_permuted_tokens=num_grouped, **self._dispatch_arguments
+        )[0]
+        return rows_RD
+
+    def sum_at_home(self, rows_RD: Tensor, probs_R: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
+        """bfloat16 (R, D), unweighted, back and summed: (T, D); and float32 (R,), one per expert row: (T, E)."""
+        self._pool.check_open()
+        summed: tuple[Tensor, Tensor | None] = way.buffer.combine_with_unpermute(
+            hidden=rows_RD, probs=probs_R, handle=way.handle, **self._combine_arguments
+        )
+        return summed
+
+    def close(self) -> None:
+        """Let go of the buffers; the class frees them with its last reference."""
+        self._pool.close()
+
+
+@contextmanager
+def _domain_variable(domain: int | None) -> Iterator[None]:
+    """A configured domain reaches the library by its variable only: what it calls the parameter is deprecated."""
+    before = os.environ.get(_DOMAIN_VARIABLE)
+    if domain is not None:
+        os.environ[_DOMAIN_VARIABLE] = str(domain)
+    try:
+        yield
+    finally:
+        if domain is not None and before is None:
+            del os.environ[_DOMAIN_VARIABLE]
+        elif domain is not None and before is not None:
+            os.environ[_DOMAIN_VARIABLE] = before
