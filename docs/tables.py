@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 from moe_dispatch.backends import Backend, Constraints, MoEShape, known_backends, load_backend
-from moe_dispatch.backends.base import WireDtype
+from moe_dispatch.backends.base import WireDtype, listed_sizes
 from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
 README = Path(__file__).parent.parent / "README.md"
@@ -70,10 +70,7 @@ def _how(cls: type[Backend], needs: Constraints) -> str:
 
 
 def _sizes(cls: type[Backend], needs: Constraints) -> str:
-    sizes = sorted(needs.group_sizes or ())
-    if len(sizes) > 1 and sizes == list(range(sizes[0], sizes[-1] + 1)):
-        return f"{sizes[0]} to {sizes[-1]}"
-    return ", ".join(map(str, sizes)) or "any"
+    return "any" if needs.group_sizes is None else listed_sizes(needs.group_sizes)
 
 
 def _rows_per_rank(cls: type[Backend], needs: Constraints) -> str:

@@ -73,6 +73,14 @@ class Constraints:
     differentiable: bool = True
 
 
+def listed_sizes(sizes: frozenset[int]) -> str:
+    """Group sizes for a text: "2, 4, 8", or "2 to 72"."""
+    ordered = sorted(sizes)
+    if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
+        return f"{ordered[0]} to {ordered[-1]}"
+    return ", ".join(map(str, ordered))
+
+
 class BackendOptions(BaseModel):
     """Base of a backend's typed options; unknown fields are refused."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Backend, BackendOptions, Constraints, MoEShape
+from moe_dispatch.backends.base import Backend, BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.config import DispatcherConfig
@@ -71,7 +71,7 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     """
     where = f"Backend {name!r}"
     if needs.group_sizes is not None and shape.ep_size not in needs.group_sizes:
-        allowed = ", ".join(map(str, sorted(needs.group_sizes)))
+        allowed = listed_sizes(needs.group_sizes)
         raise ConfigError(f"{where}: ep_size must be one of {allowed}, got {shape.ep_size}. {_for_groups(name)}")
     if shape.num_local_experts % needs.local_experts_multiple:
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import final
 import torch
 
 from moe_dispatch.backends import Backend, BackendOptions, Constraints, MoEShape, Rejected, load_backend
+from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.testing.case import BackendSpec, Case, run_case
 from moe_dispatch.testing.forms import FORMS
 from moe_dispatch.testing.ranks import Ranks
@@ -173,7 +174,10 @@ def _without_name(backend: dict[str, object]) -> tuple[str, dict[str, object]]:
 
 def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str | None:
     rules = (
-        (needs.group_sizes is None or shape.ep_size in needs.group_sizes, f"group_sizes {_listed(needs.group_sizes)}"),
+        (
+            needs.group_sizes is None or shape.ep_size in needs.group_sizes,
+            f"group_sizes {listed_sizes(needs.group_sizes or frozenset())}",
+        ),
         (needs.devices is None or "cpu" in needs.devices, f"devices {_listed(needs.devices)}"),
         (_is_carried(scenario, needs), f"dtypes {_listed(needs.dtypes)}"),
         (scenario.wire_dtype in (None, *needs.wire_dtypes), f"wire_dtypes {_listed(needs.wire_dtypes)}"),

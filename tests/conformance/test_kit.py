@@ -98,7 +98,7 @@ def test_a_backend_that_ran_nothing_does_not_conform(monkeypatch: pytest.MonkeyP
         ("local_experts_multiple", 16, "local_experts_multiple"),
         ("max_top_k", 2, "max_top_k 2"),
         ("max_rows", 8, "max_rows 8"),
-        ("group_sizes", frozenset({8, 16}), "group_sizes 16, 8"),
+        ("group_sizes", frozenset({8, 16}), "group_sizes 8, 16"),
     ],
 )
 def test_excuses_name_the_constraint(field: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16)
 
 def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
     """``out[i] = rows[source[i]]``, converting where the dtypes differ."""
-    if rows.dtype == out.dtype:
+    if rows.dtype == out.dtype and rows.device.type != "cpu":
         rows, out = as_words(rows, out)
     if rows.dtype == out.dtype and out.is_contiguous():
         torch.index_select(rows, 0, source, out=out)
