@@ -169,7 +169,8 @@ class Dispatcher(nn.Module):
             routing: ids and weights, one row per row of ``layout.flatten(x)``.
             plan: from ``plan``; or a layout, or nothing (``layout_of(x)``): then sizes are settled here, in each call.
             again: send x the way of an earlier dispatch, without routing, plan or an exchange of counts.
-            async_op: return at once; ``wait()`` on the result completes it.
+            async_op: return while rows travel, once counts are exchanged and read; ``wait()`` on the result, called once,
+                on the same stream and in the same grad mode, completes it. A backend that cannot overlap is done.
 
         Returns:
             Expert-major rows and their counts; see ``Dispatched``.

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import Backend, Constraints, Rejected, Usable, register_backend, registry
 from moe_dispatch.backends.local import Local
+from moe_dispatch.backends.permutation import TorchPermutation
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, PeerError
 from moe_dispatch.testing.ranks import thread_group
 from tests.dispatchers.layer import Group, identity_round, outcomes, outcomes_on, raises_everywhere, small_config
@@ -163,6 +164,30 @@ def test_a_broken_plug_in_does_not_hinder_auto(monkeypatch: pytest.MonkeyPatch, 
     results = outcomes(lambda group: identity_round(build_dispatcher(small_config("auto"), group)), 2)
     assert results == [None, None]
     assert "absent: Backend 'absent' cannot be used here: its import raised ModuleNotFoundError" in caplog.text
+
+
+def test_a_permutation_that_cannot_be_used_is_refused_when_built() -> None:
+    config = small_config(permutation="te")
+    results = outcomes(lambda group: build_dispatcher(config, group), 2)
+    told = ("Permutation 'te' cannot be used here: ", "choose one of: auto, torch")
+    raises_everywhere(results, BackendUnavailableError, *told)
+
+
+def test_a_permutation_that_can_be_used_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    original = TorchPermutation.reduce
+
+    def reduce(*args: Any) -> None:
+        taken.append("torch")
+        original(*args)
+
+    monkeypatch.setattr(TorchPermutation, "reduce", staticmethod(reduce))
+    identity_round(build_dispatcher(small_config("local", permutation="torch")))
+    assert taken == ["torch"]
+    with pytest.raises(
+        ConfigError, match="permutation: Input should be 'auto', 'torch', 'triton' or 'te', got 'numpy'"
+    ):
+        small_config(permutation="numpy")
 
 
 def test_control_group_of_other_ranks() -> None:
