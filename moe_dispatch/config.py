@@ -61,9 +61,9 @@ class DispatcherConfig(BaseModel):
         weights: who multiplies expert outputs by their weights: "combine", or "experts" (they read ``sent.weights``).
         wire_dtype: what rows travel in; None is their own dtype. "float8_e4m3fn" quantises dispatch, one float32 scale
             per 128 columns; combine and gradients then travel in bfloat16. The gradient is straight-through.
-        row_counts: how ranks come to equal row counts where the backend needs them: "agree" (a MAX all-reduce and a
-            host sync), "assume" (the caller promises equality), "check" (assume, verify, raise), "static"
-            (``max_tokens_per_rank``). None: "agree", in graph-safe mode "static".
+        row_counts: how ranks come to equal row counts, or to the largest, where the backend needs that: "agree" (a MAX
+            all-reduce and a host sync), "assume" (the caller promises equality), "check" (assume, verify, raise),
+            "static" (``max_tokens_per_rank``). None: "agree", in graph-safe mode "static".
         max_tokens_per_rank: upper bound of the rows a rank brings.
         graph_safe: no host sync and no data-dependent shape in either verb.
         permutation: implementation of the one-rank reorder: "torch", "triton" (ours), "te" (transformer-engine's
@@ -114,7 +114,7 @@ class DispatcherConfig(BaseModel):
             )
         if name != "auto":
             load_backend(name).Options.model_validate(options)
-        return copy.deepcopy(value)  # the caller's mapping may change, a config may not
+        return copy.deepcopy(value)  # what the caller does to the mapping later is not meant for the config
 
     @model_validator(mode="after")
     def _fields_agree(self) -> DispatcherConfig:

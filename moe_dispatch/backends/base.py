@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from moe_dispatch.backends.collectives import Communicator
-from moe_dispatch.backends.permutation import Permutation, choose_permutation
+from moe_dispatch.backends.permutation import Permutation, choose_permutation, round_up
 from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.backends.workspace import Workspace
 
@@ -20,6 +20,20 @@ PROTOCOL = 1
 
 WireDtype = Literal["bfloat16", "float8_e4m3fn"]
 PermutationName = Literal["auto", "torch", "triton", "te"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What the ranks agreed on for one dispatch, or for all of a forward.
+
+    Attributes:
+        padded_rows: rows that every rank brings; None where each brings its own count.
+        group_max_rows: the most rows that any rank brings, padded; None where nobody asked.
+    """
+
+    padded_rows: int | None = None
+    group_max_rows: int | None = None
 
 
 @final
@@ -71,6 +85,20 @@ class Constraints:
     graph_safe_reason: str = "it has no static path"
     compilable: bool = False
     differentiable: bool = True
+
+    @property
+    def most_rows(self) -> int | None:
+        """The most rows that a rank may bring, padded; None for no limit."""
+        return None if self.max_rows is None else self.max_rows // self.row_multiple * self.row_multiple
+
+    def padded(self, rows: int) -> int:
+        """How many rows a rank brings that has so many."""
+        return round_up(max(rows, self.min_rows), self.row_multiple)
+
+    def sizes(self, largest: int) -> Sizes:
+        """What follows from the largest count of any rank."""
+        padded = self.padded(largest)
+        return Sizes(padded_rows=padded if self.equal_rows else None, group_max_rows=padded)
 
 
 def listed_sizes(sizes: frozenset[int]) -> str:
@@ -126,32 +154,27 @@ class BackendContext:
     Attributes:
         shape: the sizes.
         communicator: the group, and the one way to its collectives.
+        needs: its constraints, with what the config overrides.
         permutation: the one-rank reorder asked for; ``permutation_on`` gives it.
         workspace: reused buffers for what lives during one call.
     """
 
     shape: MoEShape
     communicator: Communicator
+    needs: Constraints = field(default_factory=Constraints)
     permutation: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
+
+    @property
+    def most_rows(self) -> int | None:
+        """The most rows that a rank will ever bring, padded; None where nothing bounds them."""
+        known = self.shape.max_tokens_per_rank
+        bounds = [self.needs.most_rows, None if known is None else self.needs.padded(known)]
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def permutation_on(self, device: torch.device) -> Permutation:
         """What reorders rows on a device: as named, or for "auto" the best at hand there."""
         return choose_permutation(self.permutation, device.type)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """What the ranks agreed on for one dispatch, or for all of a forward.
-
-    Attributes:
-        padded_rows: rows that every rank brings; None where each brings its own count.
-        group_max_rows: the most rows that any rank brings, before padding; None where nobody asked.
-    """
-
-    padded_rows: int | None = None
-    group_max_rows: int | None = None
 
 
 @final

@@ -69,6 +69,11 @@ class Communicator:
         self.group.allreduce([tensor], options).wait()
         return read_host(tensor)
 
+    def touch(self, device: torch.device) -> None:
+        """A collective of one element, which makes the group's communicator for that device."""
+        if self.group is not None:
+            self.group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+
     def gather_json(self, value: Any, *, label: str) -> list[Any]:
         """``value`` of every rank, by rank. Cost: two collectives; for building and reporting, not for a step."""
         if self.group is None:
@@ -82,15 +87,20 @@ class Communicator:
         return [json.loads(bytes(part)) for part in everyone.view(self.size, longest).tolist()]
 
 
+def device_types(group: dist.ProcessGroup | None) -> set[str]:
+    """The types of devices whose tensors a group can exchange; without a group, any: none is named."""
+    return set() if group is None else {device.type for device in group._device_types}
+
+
 def device_of(group: dist.ProcessGroup | None, preferred: torch.device) -> torch.device:
     """Where ranks exchange rows: the preferred device if the group has a backend for it, else one it has."""
-    kinds = set() if group is None else {device.type for device in group._device_types}
+    kinds = device_types(group)
     return preferred if not kinds or preferred.type in kinds else torch.device(sorted(kinds)[0])
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
     """Where small host values are exchanged: the CPU if the group has a CPU backend, so that no GPU is made to wait."""
-    kinds = {device.type for device in group._device_types}
+    kinds = device_types(group)
     return torch.device("cpu" if "cpu" in kinds or not kinds else sorted(kinds)[0])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, final
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_dispatch.backends.base import (
@@ -25,7 +25,7 @@ from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slot
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
 from moe_dispatch.backends.vendor import elastic, normal
 from moe_dispatch.backends.vendor.elastic import ElasticTransport
-from moe_dispatch.backends.vendor.library import Library, find_library, report_open
+from moe_dispatch.backends.vendor.library import Library, find_library, never_raising, report_open
 from moe_dispatch.backends.vendor.normal import NormalTransport
 from moe_dispatch.backends.vendor.transport import Delivery, Payload, Transport, Way
 from moe_dispatch.backends.verdict import Rejected, Usable
@@ -45,7 +45,8 @@ class DeepEPOptions(BackendOptions):
             them in the order they happened to arrive in, another in every run.
         expand: v2: the library delivers expert-major rows itself, padded on the device. It has no backward.
         allocate_on_comm_stream: with ``async_op=True``, received tensors belong to its communication stream.
-        ranks_per_node: consecutive ranks of the group that share a node; None detects it by host name.
+        ranks_per_node: consecutive ranks of the group that share a node; None detects it by host name. v1 needs whole
+            nodes; v2 only offers float8 within one.
         emulate: run on the emulation of ``deep_ep``, on CPU tensors: True for v1.2.1, or the name of a release.
     """
 
@@ -60,6 +61,14 @@ class DeepEPOptions(BackendOptions):
     def release(self) -> str | None:
         """What to emulate; None for the installed library."""
         return "v1.2.1" if self.emulate is True else self.emulate or None
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> DeepEPOptions:
+        if self.expand and self.allocate_on_comm_stream:
+            raise ConfigError(
+                "backend 'deepep': allocate_on_comm_stream is for async_op, which expand cannot do. Leave one out."
+            )
+        return self
 
 
 @final
@@ -107,6 +116,7 @@ class DeepEP(Backend):
         self._transport: Transport | None = None
 
     @classmethod
+    @never_raising
     def probe(cls, options: BackendOptions) -> Usable | Rejected:
         found = _library(options)
         if isinstance(found, Rejected):
@@ -121,7 +131,7 @@ class DeepEP(Backend):
         if isinstance(library, Rejected):  # for tables: where it is to be used, probe has refused it
             return normal.constraints("cuda", shape, _ranks_per_node(shape, options))
         if _is_v2(library):
-            return elastic.constraints(library.device, expand=options.expand)
+            return elastic.constraints(library.device, shape, _ranks_per_node(shape, options), expand=options.expand)
         if options.expand:
             raise ConfigError(
                 f"Backend 'deepep': expand needs v2 (ElasticBuffer), got {library.version}. Leave expand out, or "
@@ -143,6 +153,7 @@ class DeepEP(Backend):
                 num_sms=options.num_sms,
                 deterministic=options.deterministic,
                 on_its_stream=options.allocate_on_comm_stream,
+                most_rows=self.context.most_rows,
             )
         else:
             self._transport = NormalTransport(
@@ -168,8 +179,9 @@ class DeepEP(Backend):
             self.transport.reserve(sizes.group_max_rows)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         if self._options.expand:
@@ -204,7 +216,9 @@ class DeepEP(Backend):
 
     def _dispatch_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
         assert isinstance(self.transport, ElasticTransport)
-        sent = self.transport.send_expanded(rows_TD.bfloat16(), ids_TK.contiguous(), weights_TK.float().contiguous())
+        sent = self.transport.send_expanded(
+            rows_TD.bfloat16().contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
+        )
         real_L = sent.real_counts_L.long()
         return Arrived(
             rows=sent.rows_RD.to(rows_TD.dtype),
@@ -218,14 +232,14 @@ class DeepEP(Backend):
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         if not isinstance(state, Way):
             return send_again(rows_TD, state)
-        payload = self.transport.send_again(rows_TD.bfloat16(), state)
+        payload = self.transport.send_again(rows_TD.bfloat16().contiguous(), state)
         return unpack(payload, rows_TD.dtype).to(rows_TD.dtype)
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
         if not isinstance(state, Way):
             return bring_home(rows_RD, weights_R, state, weighted=weighted)
         weighed_RD = rows_RD * weights_R.unsqueeze(1) if weighted else rows_RD
-        rows_TD, _ = self.transport.sum_at_home(weighed_RD.bfloat16(), None, state)
+        rows_TD, _ = self.transport.sum_at_home(weighed_RD.bfloat16().contiguous(), None, state)
         return rows_TD.to(rows_RD.dtype)
 
 

@@ -14,7 +14,7 @@ from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.backends.rank_major import profiler_range, refuse_double_backward
 from moe_dispatch.backends.vendor import hybrid
 from moe_dispatch.backends.vendor.hybrid import Delivery, HybridTransport
-from moe_dispatch.backends.vendor.library import Library, find_library, report_open
+from moe_dispatch.backends.vendor.library import Library, find_library, never_raising, report_open
 from moe_dispatch.backends.vendor.transport import Way
 from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.errors import ConfigError
@@ -113,6 +113,7 @@ class HybridEP(Backend):
         self._transport: HybridTransport | None = None
 
     @classmethod
+    @never_raising
     def probe(cls, options: BackendOptions) -> Usable | Rejected:
         library = _library(options)
         if isinstance(library, Rejected):
@@ -139,12 +140,12 @@ class HybridEP(Backend):
             library,
             shape,
             comm,
-            domain=options.ranks_per_domain,
+            domain=hybrid.domain_of(shape, options.ranks_per_domain),
+            domain_is_configured=options.ranks_per_domain is not None,
             knobs=options.knobs,
             fuse_permute=options.fuse_permute,
+            most_rows=self.context.most_rows,
         )
-        if shape.max_tokens_per_rank is not None:
-            self._transport.reserve(shape.max_tokens_per_rank)
         source = "detected" if options.ranks_per_domain is None else "configured"
         domain = hybrid.domain_of(shape, options.ranks_per_domain)
         report_open("hybridep", library, comm, f"{domain} ranks per NVLink domain ({source})")
@@ -166,8 +167,9 @@ class HybridEP(Backend):
             self.transport.reserve(rows)
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         map_TE, probs_TE = _dense(ids_TK, _marked(weights_TK.detach()), self.context.shape.num_experts)

@@ -48,9 +48,13 @@ class Channel:
         self.name = f"{self.backend_name}-{config.digest[:8]}-{next(_serial)}"
         self.meter = Meter(shape.num_local_experts)
         self.users = 0
-        context = BackendContext(shape=shape, communicator=communicator, permutation=config.permutation)
+        context = BackendContext(
+            shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation
+        )
         self.backend = blueprint.backend(context, blueprint.options)
         self.backend.open()
+        if config.max_tokens_per_rank is not None:
+            self.backend.reserve(self.needs.sizes(config.max_tokens_per_rank))
 
     @property
     def row_counts(self) -> str:
@@ -106,6 +110,7 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
     if by_hand or not channel.backend.collective_close:
         channel.backend.close()
     else:  # ranks are collected at different times, and would wait for each other in the middle of something else
+        _abandoned.append(channel)
         logger.warning(
             "The last dispatcher of channel %s was collected without close(): its buffers stay until the process ends. "
             "Call close() on every rank.",
@@ -116,6 +121,8 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
 _lock = threading.RLock()
 _serial = itertools.count()
 _channels: dict[ChannelKey, Channel] = {}
+# Kept on purpose, so that no destructor frees on one rank what its peers have mapped.
+_abandoned: list[Channel] = []
 
 
 def find_channel(key: ChannelKey) -> Lease | None:

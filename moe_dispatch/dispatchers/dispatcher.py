@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.collectives import device_of
-from moe_dispatch.backends.permutation import accumulation_dtype, round_up
+from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.backends.rank_major import profiler_range
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel, Lease
@@ -24,7 +24,14 @@ from moe_dispatch.dispatchers.planning import (
     refuse_agreement,
     settle_plan,
 )
-from moe_dispatch.dispatchers.requirements import ROW_DTYPES, check_combine, check_dtype, check_tensors, check_values
+from moe_dispatch.dispatchers.requirements import (
+    ROW_DTYPES,
+    check_combine,
+    check_dtype,
+    check_gradients,
+    check_tensors,
+    check_values,
+)
 from moe_dispatch.dispatchers.rows import Home, anchor, merge_duplicates, pad_rows, take_rows, tie
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import InputError, LayoutError, StateError, reason_code
@@ -112,8 +119,9 @@ class Dispatcher(nn.Module):
         Raises:
             LayoutError, InputError: what is given does not fit; PeerError: nor did it on another rank.
 
-        Cost: nothing, or where the backend needs equal rows under ``row_counts`` "agree" or "check", one all-reduce of
-        three integers on the control group and one host sync.
+        Cost: nothing, or where the backend needs equal rows or the largest count, under ``row_counts`` "agree" or
+        "check", one all-reduce of three integers on the control group and one host sync. A backend with buffers may
+        grow them here, which is collective.
         """
         channel = self._lease.channel
         try:
@@ -169,11 +177,12 @@ class Dispatcher(nn.Module):
             routing: ids and weights, one row per row of ``layout.flatten(x)``.
             plan: from ``plan``; or a layout, or nothing (``layout_of(x)``): then sizes are settled here, in each call.
             again: send x the way of an earlier dispatch, without routing, plan or an exchange of counts.
-            async_op: return while rows travel, once counts are exchanged and read; ``wait()`` on the result, called once,
-                on the same stream and in the same grad mode, completes it. A backend that cannot overlap is done.
+            async_op: return while rows travel, once counts are exchanged and read; ``wait()`` on the result completes
+                it, called once, on the same stream and in the same grad mode. A backend that cannot overlap is done.
 
         Returns:
-            Expert-major rows and their counts; see ``Dispatched``.
+            Expert-major rows and their counts; see ``Dispatched``. On more than one rank they require grad wherever
+            gradients are recorded, whatever x does: every rank takes part in every backward.
 
         Raises:
             InputError, LayoutError: the tensors do not fit; StateError: closed, or another dispatcher's plan or state;
@@ -195,9 +204,9 @@ class Dispatcher(nn.Module):
             except Exception as error:
                 self._refuse(error, x, settled)
                 raise
+            if self.config.debug and (settled is not None or not agrees_on_rows(channel)):
+                exchange_mark(channel)  # before settling, which may make buffers: also a collective
             settled = settled or settle_plan(channel, draft)
-            if self.config.debug:
-                exchange_mark(channel)
             return self._send(channel, x, x_TD, routing, settled, async_op=async_op)
 
     def _layout(self, x: Tensor, plan: Plan | Layout | None) -> Layout:
@@ -243,7 +252,7 @@ class Dispatcher(nn.Module):
         self, channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan, *, async_op: bool
     ) -> Dispatched | InFlight:
         layout, num_rows = plan.layout, x_TD.shape[0]
-        ids_TK, weights_TK = routing.topk_ids, anchor(routing.topk_weights.to(accumulation_dtype(x.dtype)))
+        ids_TK, weights_TK = routing.topk_ids, self._anchored(routing.topk_weights.to(accumulation_dtype(x.dtype)))
         real_rows = plan.real_rows
         if plan.num_rows is None and layout.on_host:
             real_rows = layout.real_rows(num_rows)
@@ -257,7 +266,7 @@ class Dispatcher(nn.Module):
         count = x_TD.shape[0]
         padded = plan.sizes.padded_rows
         if padded is None:
-            padded = round_up(max(count, channel.needs.min_rows), channel.needs.row_multiple)
+            padded = channel.needs.padded(count)
         ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK)
         ids_TK, weights_TK = pad_rows(ids_TK, padded, -1), pad_rows(weights_TK, padded, 0)
         x_TD = pad_rows(x_TD, padded, 0)
@@ -302,11 +311,13 @@ class Dispatcher(nn.Module):
                 f"Dispatcher.dispatch: again=sent was made with floating {expected} on {again.rows.device}, got "
                 f"{x.dtype} {tuple(x_TD.shape)} on {x.device}. Pass a tensor of the same rows."
             )
-        check_dtype("Dispatcher.dispatch", "x", x_TD, self.config, self._lease.channel.needs)
+        channel = self._lease.channel
+        check_dtype("Dispatcher.dispatch", "x", x_TD, self.config, channel.needs)
+        check_gradients("Dispatcher.dispatch", (x_TD,), self.config, channel.needs)
         if home.real_rows is not None:
             x_TD = take_rows(x_TD, home.real_rows)
-        x_TD = anchor(pad_rows(x_TD, home.padded, 0))
-        rows = self._lease.channel.backend.dispatch_again(x_TD, state.backend)
+        x_TD = self._anchored(pad_rows(x_TD, home.padded, 0))
+        rows = channel.backend.dispatch_again(x_TD, state.backend)
         self._outlive(rows)
         return Dispatched(
             rows=rows,
@@ -317,6 +328,9 @@ class Dispatcher(nn.Module):
             pad_multiple=again.pad_multiple,
             state=_State(lease=self._lease, home=home, backend=state.backend),
         )
+
+    def _anchored(self, tensor: Tensor) -> Tensor:
+        return anchor(tensor) if self._lease.channel.communicator.size > 1 else tensor
 
     def _outlive(self, rows: Tensor) -> None:
         """Keep the channel open for the backward of these rows, also where the dispatcher is dropped before."""
@@ -365,7 +379,7 @@ class Dispatcher(nn.Module):
                 )
             check_combine(rows, self.config, channel.needs)
             y_TD = channel.backend.combine(
-                rows, anchor(sent.weights), state.backend, weighted=self.config.weights == "combine"
+                rows, self._anchored(sent.weights), state.backend, weighted=self.config.weights == "combine"
             )
             return state.home.restore(y_TD)
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_dispatch.backends.base import MoEShape
-from moe_dispatch.backends.collectives import Communicator, device_of
+from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.collectives import Communicator, device_types
 from moe_dispatch.backends.permutation import choose_permutation
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.verdict import Rejected
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.channel import Blueprint, Channel, Lease, find_channel, keep_channel
+from moe_dispatch.dispatchers.channel import Blueprint, Channel, ChannelKey, Lease, find_channel, keep_channel
 from moe_dispatch.dispatchers.requirements import check_group, check_usable, probe_backend, shape_of
 from moe_dispatch.dispatchers.topology import detect_ranks_per_node
-from moe_dispatch.errors import ConfigError, PeerError
+from moe_dispatch.errors import ConfigError, MoEDispatchError, PeerError
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Result = TypeVar("Result")
@@ -48,18 +49,34 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     key = (id(process_group), id(control_group), config.digest)
     lease = find_channel(key)
     # Where one rank has to open, because its last dispatcher was collected, say, all open: opening is collective.
-    if not _raise_alike(config, problem, control, opening=lease is None):
+    if not _raise_alike(config.model_dump(mode="json"), problem, control, opening=lease is None):
         assert lease is not None
         return lease
     nodes = detect_ranks_per_node(control)
     blueprint, problem = _attempt(lambda: _draw(config, communicator, nodes))
-    _raise_alike(config, problem, control)
+    _raise_alike({} if blueprint is None else _facts(blueprint), problem, control)
     assert blueprint is not None
-    lease, problem = _attempt(lambda: keep_channel(key, Channel(config, communicator, control, blueprint)))
-    _raise_alike(config, problem, control)
+    lease, problem = _attempt(lambda: _open(key, config, communicator, control, blueprint))
+    _raise_alike({}, problem, control)
     assert lease is not None
-    _announce(config, communicator, blueprint)
     return lease
+
+
+def _open(
+    key: ChannelKey, config: DispatcherConfig, communicator: Communicator, control: Communicator, blueprint: Blueprint
+) -> Lease:
+    _announce(config, communicator, blueprint)
+    return keep_channel(key, Channel(config, communicator, control, blueprint))
+
+
+def _facts(blueprint: Blueprint) -> dict[str, Any]:
+    """What must be alike on all ranks although no config says it: the rules of what is installed there."""
+    needs = dataclasses.asdict(blueprint.needs)
+    return {"backend": blueprint.backend.name, **{name: _ordered(value) for name, value in needs.items()}}
+
+
+def _ordered(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, frozenset) else value
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -97,11 +114,22 @@ def _draw(config: DispatcherConfig, communicator: Communicator, ranks_per_node: 
     check_usable(backend, options)
     needs = dataclasses.replace(backend.constraints(shape, options), **config.constraints.given())
     check_group(config, backend.name, shape, needs)
-    if config.permutation != "auto":  # where rows will be is known only with them; this is where they can be
-        kinds = sorted(needs.devices or {"cpu"})
-        device = device_of(communicator.group, torch.device(config.device or kinds[0]))
-        choose_permutation(config.permutation, device.type)
+    _check_permutation(config, backend.name, needs, communicator)
     return Blueprint(backend=backend, options=options, shape=shape, needs=needs)
+
+
+def _check_permutation(config: DispatcherConfig, name: str, needs: Constraints, communicator: Communicator) -> None:
+    """Refuse a named permutation that cannot be used, where it is certain on which device rows will be."""
+    if config.permutation == "auto":
+        return
+    if needs.pads_experts:
+        raise ConfigError(
+            f'Backend {name!r}: permutation must be "auto", because its library reorders rows itself, got '
+            f"{config.permutation!r}. Leave permutation out."
+        )
+    kinds = {config.device} if config.device is not None else needs.devices or device_types(communicator.group)
+    if len(kinds) == 1:
+        choose_permutation(config.permutation, *kinds)
 
 
 def _choose(shape: MoEShape) -> str:
@@ -119,6 +147,8 @@ def _announce(config: DispatcherConfig, communicator: Communicator, blueprint: B
 
 
 def _why_not(name: str, shape: MoEShape) -> str:
+    if name in ("deepep", "hybridep"):  # not probed: that would import deep_ep on this rank, for a line in a log
+        return "to be chosen by name"
     verdict = probe_backend(name)
     if isinstance(verdict, Rejected):
         return verdict.reason
@@ -130,27 +160,41 @@ def _why_not(name: str, shape: MoEShape) -> str:
 
 
 def _raise_alike(
-    config: DispatcherConfig, problem: Exception | None, control: Communicator, *, opening: bool = False
+    facts: dict[str, Any], problem: Exception | None, control: Communicator, *, opening: bool = False
 ) -> bool:
-    """Raise on every rank if any has a problem or another config; else whether any rank has a channel to open."""
-    number = int(config.digest[:15], 16)
+    """Raise on every rank if any has a problem or other facts; else whether any rank has a channel to open."""
+    number = int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
     marks = [number, -number, int(problem is not None), int(opening)]
-    highest, lowest, problems, openings = control.max(marks, label="build")
-    if highest == -lowest and not problems:
-        return bool(openings)
-    told = control.gather_json([config.model_dump(mode="json"), problem and str(problem)], label="build")
+    try:
+        highest, lowest, problems, openings = control.max(marks, label="build")
+        if highest == -lowest and not problems:
+            return bool(openings)
+        told = control.gather_json([facts, problem and _text(problem)], label="build")
+    except Exception as failure:  # peers are elsewhere, in a collective that this rank left: its own error matters more
+        if problem is None:
+            raise
+        problem.add_note(f"The other ranks were not told: {failure}")
+        raise problem from None
     if problem is not None:
         raise problem
-    _refuse_difference([fields for fields, _ in told])
+    if not any(text for _, text in told):
+        _refuse_difference([fields for fields, _ in told])
     raise PeerError("; ".join(f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(told) if text))
 
 
-def _refuse_difference(configs: list[dict[str, Any]]) -> None:
-    for field in configs[0]:
-        values = {rank: config[field] for rank, config in enumerate(configs)}
+def _text(problem: Exception) -> str:
+    """What peers are told; libraries assert without a text."""
+    if isinstance(problem, MoEDispatchError):
+        return str(problem)
+    return f"{type(problem).__name__}: {str(problem) or 'no text'}"
+
+
+def _refuse_difference(facts: list[dict[str, Any]]) -> None:
+    for field in facts[0]:
+        values = {rank: of_rank[field] for rank, of_rank in enumerate(facts)}
         other = next((rank for rank, value in values.items() if value != values[0]), None)
         if other is not None:
             raise ConfigError(
                 f"Ranks disagree on {field}: rank 0 has {values[0]!r}, rank {other} has {values[other]!r}. "
-                "Give every rank the same config."
+                "Give every rank the same config, library and environment."
             )

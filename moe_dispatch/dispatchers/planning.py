@@ -8,7 +8,6 @@ from typing import final
 from torch import Tensor
 
 from moe_dispatch.backends.base import Sizes
-from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, PeerError, reason_code, refusal
@@ -96,7 +95,7 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
             "Raise max_tokens_per_rank."
         )
     if not _needs_agreement(channel) or channel.row_counts == "assume":  # later nobody could tell the peers
-        check_max_rows("Dispatcher.plan", round_up(count or 0, needs.row_multiple), needs)
+        check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
 
 
 def _needs_agreement(channel: Channel) -> bool:
@@ -114,9 +113,8 @@ def _agreed_sizes(channel: Channel, count: int | None) -> Sizes:
         largest = count or 0
     else:
         largest = _exchange(channel, count or 0, 0)
-    padded = round_up(max(largest, needs.min_rows), needs.row_multiple)
-    check_max_rows("Dispatcher.plan", padded, needs)
-    return Sizes(padded_rows=padded if needs.equal_rows else None, group_max_rows=largest)
+    check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
+    return needs.sizes(largest)
 
 
 def _exchange(channel: Channel, count: int, code: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,8 @@ def probe_backend(name: str) -> Usable | Rejected:
         return cls.probe(cls.Options())
     except MoEDispatchError as error:
         return Rejected(str(error).rstrip("."))
+    except Exception as error:  # a probe must not raise, but a third party's may
+        return Rejected(f"its probe raised {type(error).__name__}: {error}".rstrip("."))
 
 
 def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None = None) -> MoEShape:
@@ -119,18 +123,13 @@ def _for_groups(name: str) -> str:
     return 'Use "alltoall", or pass group=None.' if name == "local" else "Use another ep_size or another backend."
 
 
-def largest_rows(needs: Constraints) -> int | None:
-    """The most rows per rank that a backend takes, padded; None for no limit."""
-    return None if needs.max_rows is None else needs.max_rows // needs.row_multiple * needs.row_multiple
-
-
 def check_max_rows(where: str, rows: int, needs: Constraints) -> None:
     """Refuse more rows per rank than the backend can take.
 
     Raises:
         InputError: naming both numbers and what would fit.
     """
-    fits = largest_rows(needs)
+    fits = needs.most_rows
     if fits is not None and rows > fits:
         raise InputError(
             f"{where}: at most {fits} rows per rank fit, got {rows}. Use micro-batches of at most {fits} tokens per "
@@ -152,15 +151,14 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
             f"for it."
         )
     check_dtype(where, "x", x_TD, config, needs)
-    if not needs.differentiable and torch.is_grad_enabled() and (x_TD.requires_grad or weights.requires_grad):
-        raise InputError(
-            f"{where}: backend {config.backend_name!r} has no backward as configured, got tensors that require grad. "
-            "Call it under torch.no_grad(), or use another backend."
-        )
+    check_gradients(where, (x_TD, weights), config, needs)
     allowed = {config.device} if config.device is not None else needs.devices
     if allowed is not None and x_TD.device.type not in allowed:
+        way_out = "change config.device"
+        if config.device is None:
+            way_out = f"use another backend: {config.backend_name!r} takes no other device as configured"
         raise InputError(
-            f"{where}: x must be on {' or '.join(sorted(allowed))}, got {x_TD.device}. Move x, or change config.device."
+            f"{where}: x must be on {' or '.join(sorted(allowed))}, got {x_TD.device}. Move x, or {way_out}."
         )
     if ids.device != x_TD.device or weights.device != x_TD.device:
         raise InputError(
@@ -208,10 +206,21 @@ def check_combine(rows: Tensor, config: DispatcherConfig, needs: Constraints) ->
         InputError: naming both values and the way out.
     """
     check_dtype("Dispatcher.combine", "rows", rows, config, needs)
-    if not needs.differentiable and torch.is_grad_enabled() and rows.requires_grad:
+    check_gradients("Dispatcher.combine", (rows,), config, needs)
+
+
+def check_gradients(where: str, tensors: Sequence[Tensor], config: DispatcherConfig, needs: Constraints) -> None:
+    """Refuse what a backend without a backward would silently give no gradient.
+
+    Raises:
+        InputError: naming the backend and the way out.
+    """
+    if needs.differentiable or not torch.is_grad_enabled():
+        return
+    if any(tensor.requires_grad for tensor in tensors):
         raise InputError(
-            f"Dispatcher.combine: backend {config.backend_name!r} has no backward as configured, got rows that require "
-            "grad. Call it under torch.no_grad(), or use another backend."
+            f"{where}: backend {config.backend_name!r} has no backward as configured, got tensors that require grad. "
+            "Call it under torch.no_grad(), or use another backend."
         )
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.requirements import largest_rows
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Routing
@@ -56,7 +55,7 @@ def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtyp
         return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
 
     rows = _ROWS if config.row_counts in ("assume", "check") else _ROWS + channel.communicator.rank % 3
-    rows = min(rows, config.max_tokens_per_rank or rows, largest_rows(channel.needs) or rows)
+    rows = min(rows, config.max_tokens_per_rank or rows, channel.needs.most_rows or rows)
     x = (draw(rows, config.hidden_size) - 0.5).to(device, dtype).requires_grad_(differentiable)
     ids = draw(rows, config.num_experts).argsort(1)[:, : config.top_k].to(device)
     weights = draw(rows, config.top_k).to(device).requires_grad_(differentiable)

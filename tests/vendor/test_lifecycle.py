@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import logging
+import os
 import subprocess
 import sys
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -17,9 +21,10 @@ from moe_dispatch import Dispatcher, DispatcherConfig, Routing, Rows, build_disp
 from moe_dispatch.backends import Sizes
 from moe_dispatch.backends.deepep import DeepEP
 from moe_dispatch.backends.hybridep import HybridEP
-from moe_dispatch.backends.vendor import library
+from moe_dispatch.backends.vendor import hybrid, library
 from moe_dispatch.backends.vendor.normal import NormalTransport
 from moe_dispatch.backends.vendor.pool import BufferPool
+from moe_dispatch.backends.vendor.switch import ProcessSwitch
 from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
 from moe_dispatch.testing.emulation import EmulatedHang, emulated_deep_ep
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
@@ -149,6 +154,104 @@ def test_a_buffer_that_grows_on_one_rank_alone_is_seen(
     assert any(isinstance(result, EmulatedHang) for result in results), results
 
 
+def test_buffers_are_no_larger_than_rows_can_be() -> None:
+    """Across domains the next power of two after 17000 is beyond what the library takes."""
+
+    def body(group: Group) -> list[int]:
+        found = []
+        known: list[dict[str, Any]] = [{}, {"max_tokens_per_rank": 17000}]
+        for fields in known:
+            dispatcher = build_dispatcher(config({**HYBRID, "ranks_per_domain": 1}, **fields), group)
+            identity(dispatcher, 17000 if rank_of(group) == 1 else 5)
+            found.append(pool_of(dispatcher).rows)
+            dispatcher.close()
+        return found
+
+    assert on_ranks(body, 2) == [[21824, 17024]] * 2
+
+
+@pytest.mark.parametrize("backend", [V2, RAGGED], ids=["v2", "ragged"])
+def test_an_overridden_multiple_counts_in_what_is_reserved(backend: dict[str, Any]) -> None:
+    def body(group: Group) -> None:
+        known: list[dict[str, Any]] = [{}, {"max_tokens_per_rank": 500}]
+        for fields in known:
+            dispatcher = build_dispatcher(config(backend, constraints={"row_multiple": 1000}, **fields), group)
+            identity(dispatcher, 500 - rank_of(group))
+            dispatcher.close()
+
+    on_ranks(body, 2)
+
+
+def test_a_buffer_that_could_not_be_made_is_asked_for_again() -> None:
+    sizes: list[int] = []
+
+    def make(rows: int) -> str:
+        sizes.append(rows)
+        if sizes == [512, 1024]:
+            raise MemoryError("no room")
+        return f"buffer of {rows}"
+
+    pool = BufferPool("deepep", make, most_rows=None)
+    pool.reserve(1)
+    with pytest.raises(MemoryError, match="no room"):
+        pool.reserve(600)
+    assert pool.rows == 512
+    pool.reserve(600)
+    assert pool.current.buffer == "buffer of 1024"
+    assert sizes == [512, 1024, 1024]
+
+
+def test_a_buffer_that_refuses_to_go_does_not_keep_the_others() -> None:
+    gone: list[int] = []
+
+    class Buffer:
+        def __init__(self, rows: int) -> None:
+            self.rows = rows
+
+        def destroy(self) -> None:
+            gone.append(self.rows)
+            if self.rows == 1024:
+                raise RuntimeError("not now")
+
+    pool = BufferPool("deepep", Buffer, most_rows=None)
+    pool.reserve(1)
+    pool.reserve(1000)
+    with pytest.raises(RuntimeError, match="not now"):
+        pool.close()
+    assert sorted(gone) == [512, 1024]
+    pool.close()
+    assert len(gone) == 2
+
+
+def test_a_mark_reaches_peers_before_they_make_buffers() -> None:
+    """debug: a rank that refuses does not come to the buffers, which are made when sizes are settled."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(V2, row_counts="assume", debug=True), group)
+        routing = random_routing(4)
+        ids = routing.topk_ids.int() if rank_of(group) == 1 else routing.topk_ids
+        dispatcher.dispatch(torch.ones(4, 256), Routing(ids, routing.topk_weights))
+
+    first, second = outcomes(body, 2, seconds=3)
+    raises_everywhere([first], PeerError, "rank 1 refused: its tensors do not fit")
+    assert isinstance(second, InputError)
+
+
+@pytest.mark.parametrize("backend", ALL, ids=names)
+def test_a_rank_without_room_keeps_its_own_error(backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BufferPool.reserve
+
+    def reserve(self: BufferPool, rows: int) -> None:
+        if threading.current_thread().name == "rank-1":
+            raise MemoryError("no room on this rank")
+        original(self, rows)
+
+    monkeypatch.setattr(BufferPool, "reserve", reserve)
+    results = outcomes(lambda group: build_dispatcher(config(backend, max_tokens_per_rank=64), group), 2, seconds=3)
+    assert isinstance(results[1], MemoryError)
+    assert isinstance(results[0], Exception)
+
+
 @pytest.mark.parametrize("backend", ALL, ids=names)
 def test_a_closed_backend_names_itself(backend: dict[str, Any]) -> None:
     def body(group: Group) -> None:
@@ -211,10 +314,20 @@ def test_collected_without_close_says_so_and_leaves_the_buffers(caplog: pytest.L
         del dispatcher
         gc.collect()
 
+    alive: list[Any] = []
+
+    def watching(group: Group) -> None:
+        dispatcher = build_dispatcher(config(HYBRID, top_k=3), group)
+        dispatcher.plan(like=torch.ones(3, 256))
+        alive.append(weakref.ref(pool_of(dispatcher).current.buffer))
+
     on_ranks(body, 2)
+    on_ranks(watching, 2)
+    gc.collect()
     assert (
         "was collected without close(): its buffers stay until the process ends. Call close() on every" in caplog.text
     )
+    assert all(buffer() is not None for buffer in alive), "a destructor would free what peers have mapped"
 
 
 SCRIPT = """
@@ -264,7 +377,10 @@ def test_emulation_is_announced_once_and_only_where_asked_for(caplog: pytest.Log
 def test_tensors_elsewhere_are_refused() -> None:
     dispatcher = build_dispatcher(config(HYBRID))
     x, routing = torch.ones(2, 256, device="meta"), random_routing(2)
-    with pytest.raises(InputError, match="x must be on cpu, got meta"):
+    with pytest.raises(
+        InputError,
+        match=r"x must be on cpu, got meta. Move x, or use another backend: .hybridep. takes no other device",
+    ):
         dispatcher.dispatch(x, Routing(routing.topk_ids.to("meta"), routing.topk_weights.to("meta")))
     dispatcher.close()
     with pytest.raises(ConfigError, match="device must be one of cpu, got 'cuda'"):
@@ -304,10 +420,87 @@ def test_v2_in_the_order_of_arrival_gives_the_same_sums() -> None:
             torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
+def test_the_domain_variable_is_as_it_was_also_with_ranks_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+    monkeypatch.delenv(name, raising=False)
+    for _ in range(5):
+        on_ranks(
+            lambda group: identity_and_close(build_dispatcher(config({**HYBRID, "ranks_per_domain": 2}), group)), 4
+        )
+        assert name not in os.environ
+    monkeypatch.setenv(name, "8")  # of the cluster; this group is smaller
+    on_ranks(lambda group: identity_and_close(build_dispatcher(config(HYBRID), group)), 2)
+    assert os.environ[name] == "8"
+
+
+def identity_and_close(dispatcher: Dispatcher) -> None:
+    identity(dispatcher, 3)
+    dispatcher.close()
+
+
+def test_a_switch_of_the_process_has_one_value_at_a_time() -> None:
+    held = {"value": "before"}
+    switch = ProcessSwitch("the setting", lambda: held["value"], lambda value: held.update(value=value))
+    with switch.at("a"), switch.at("a"):
+        assert held["value"] == "a"
+        with pytest.raises(ConfigError, match="the setting must be one value in all threads, got 'b' while it is 'a'"):
+            switch.at("b").__enter__()
+    assert held["value"] == "before"
+
+
+def test_a_domain_that_the_library_sees_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls: Any = emulated_deep_ep("hybridep-94a9f8f").HybridEPBuffer
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def elsewhere(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = 1
+
+    monkeypatch.setattr(cls, "__init__", elsewhere)
+    results = outcomes(lambda group: build_dispatcher(config(HYBRID, max_tokens_per_rank=9), group), 2)
+    told = (
+        "the library found 1 ranks per NVLink domain, constraints were taken for 2. Set the option ranks_per_domain=1"
+    )
+    raises_everywhere(results, ConfigError, told)
+
+
+def test_an_early_release_refuses_a_rank_that_receives_nothing() -> None:
+    def body(group: Group) -> None:
+        backend = {"name": "hybridep", "emulate": "hybridep-0ed15b5"}
+        dispatcher = build_dispatcher(config(backend, hidden_size=512), group)
+        dispatcher.dispatch(torch.ones(4, 512), Routing(torch.tensor([[0, 1]] * 4), torch.ones(4, 2)))
+
+    results = outcomes(body, 2, seconds=3)
+    assert results[0] is None
+    told = ("every rank must receive a row, got none on rank 1", "install one of 2026-04")
+    raises_everywhere(results[1:], StateError, *told)
+
+
+def test_a_permutation_is_refused_where_the_library_reorders() -> None:
+    with pytest.raises(ConfigError, match='permutation must be "auto", because its library reorders rows itself, got'):
+        build_dispatcher(config(HYBRID, permutation="torch"))
+    build_dispatcher(config(V2, permutation="torch")).close()
+
+
+def test_ranks_with_different_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = hybrid.rules
+
+    def rules(cls: Any, environment: Any = None) -> hybrid.Rules:
+        found = original(cls, environment)
+        odd = threading.current_thread().name == "rank-1"
+        return dataclasses.replace(found, chunks=(128, 128), pads_capacity=False) if odd else found
+
+    monkeypatch.setattr(hybrid, "rules", rules)
+    results = outcomes(lambda group: build_dispatcher(config(HYBRID), group), 2)
+    told = "Ranks disagree on row_multiple: rank 0 has 2, rank 1 has 128. Give every rank the same config, library"
+    raises_everywhere(results, ConfigError, told)
+
+
 def test_v2_expand_is_for_inference() -> None:
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(config({**V2, "expand": True}, pad_multiple=16), group)
-        x, routing = torch.randn(5, 256), random_routing(5, rank_of(group))
+        x, routing = torch.randn(256, 5).t(), random_routing(5, rank_of(group))  # strided: kernels want it contiguous
         text = (
             "backend 'deepep' has no backward as configured, got tensors that require grad. Call it under torch.no_grad"
         )
@@ -316,11 +509,14 @@ def test_v2_expand_is_for_inference() -> None:
         sent = dispatcher.dispatch(x, routing)
         assert sent.tokens_per_expert_list is not None
         assert all(count % 16 == 0 for count in sent.tokens_per_expert_list)
-        text = "backend 'deepep' has no backward as configured, got rows that require grad"
+        with pytest.raises(InputError, match=text):
+            dispatcher.dispatch(x.clone().requires_grad_(), again=sent)
+        text = "Dispatcher.combine: backend 'deepep' has no backward as configured, got tensors that require grad"
         with pytest.raises(InputError, match=text):
             dispatcher.combine(sent.rows.clone().requires_grad_(), sent)
-        y = dispatcher.combine(sent.rows, sent)
+        y = dispatcher.combine(sent.rows.t().contiguous().t(), sent)
         torch.testing.assert_close(y, x * routing.topk_weights.sum(1, keepdim=True), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(dispatcher.dispatch(x, again=sent).rows, sent.rows)
         dispatcher.self_test()
         dispatcher.close()
 

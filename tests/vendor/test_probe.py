@@ -133,6 +133,38 @@ def test_an_emulation_is_usable_anywhere_and_says_what_it_is(name: str) -> None:
     assert verdict.features[-1] == "emulated"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "abc"), ("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "0")],
+)
+def test_a_malformed_variable_is_a_reason(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    verdict = HybridEP.probe(HybridEP.Options(emulate=True))
+    assert isinstance(verdict, Rejected)
+    assert verdict.reason == (
+        f"Backend 'hybridep': {name} must be a positive number, got {value!r}. Correct or unset it"
+    )
+
+
+def test_a_malformed_domain_is_refused_when_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "x")
+    config = DispatcherConfig(backend={"name": "hybridep", "emulate": True}, num_experts=8, top_k=2, hidden_size=256)
+    with pytest.raises(
+        ValueError, match=r"RANKS_PER_NVLINK_DOMAIN must be a positive number, got 'x'. Correct or unset"
+    ):
+        build_dispatcher(config)
+
+
+def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bare:
+        pass
+
+    installed(HybridEPBuffer=Bare)
+    assert "asking deep_ep what it needs raised AttributeError" in reason(HybridEP)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: 1 // 0)
+    assert "asking deep_ep what it needs raised ZeroDivisionError" in reason(DeepEP)
+
+
 def test_real_libraries_need_a_group(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     found = library.Library(module=emulated_deep_ep("v2-2.1.0"), version="2.1.0", emulated=False)
     monkeypatch.setattr("moe_dispatch.backends.deepep.find_library", lambda release: found)

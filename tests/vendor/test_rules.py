@@ -72,6 +72,7 @@ def test_numbers_of_v1_and_v2() -> None:
     v1, v2 = deepep(shape()), deepep(shape(), emulate="v2-2.1.0")
     assert (v1.hidden_multiple, v1.max_hidden, v1.max_top_k, v1.max_local_experts) == (256, 8191, 32, 128)
     assert (v2.hidden_multiple, v2.max_hidden, v2.max_top_k, v2.max_local_experts) == (256, None, 32, 256)
+    assert deepep(shape(ep_size=64), emulate="v2-2.1.0").max_local_experts == 32  # 2048 experts in all
     assert not v1.equal_rows
     assert not v1.group_max
     assert v2.group_max
@@ -86,7 +87,7 @@ def test_numbers_of_v1_and_v2() -> None:
 @pytest.mark.parametrize(
     ("release", "ranks_per_domain", "multiple"),
     [
-        ("hybridep-0ed15b5", 4, 128),
+        ("hybridep-0ed15b5", 8, 128),
         ("hybridep-34152ae", 4, 64),
         ("hybridep-94a9f8f", 8, 1),
         ("hybridep-94a9f8f", 4, 1),
@@ -136,6 +137,8 @@ def test_numbers_of_old_hybridep_releases() -> None:
     assert (old.hidden_multiple, new.hidden_multiple) == (512, 16)
     assert old.group_sizes is not None
     assert new.group_sizes is not None
+    assert (old.max_local_experts, new.max_local_experts) == (224, 768)
+    assert (old.max_hidden, new.max_hidden) == (8192, None)
     assert 1 not in old.group_sizes
     assert 1 in new.group_sizes
     assert 73 not in new.group_sizes
@@ -211,6 +214,38 @@ def test_refused_at_build_on_all_ranks_alike(name: str) -> None:
     fields, size, texts = REFUSED[name]
     config = DispatcherConfig(**{"num_experts": 8, "top_k": 2, "hidden_size": 256, **fields})
     raises_everywhere(outcomes_on(lambda group: build_dispatcher(config, group), size), ConfigError, *texts)
+
+
+def test_fusion_needs_equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API", "128")
+    backend = {"name": "hybridep", "emulate": True, "fuse_permute": True}
+    text = r"fuse_permute needs equal chunks in all kernels, got 64 \(dispatch\), 64 \(combine\) and 128"
+    with pytest.raises(ConfigError, match=text):
+        build_dispatcher(DispatcherConfig(backend=backend, num_experts=8, top_k=2, hidden_size=256))
+
+
+def test_early_hybridep_stays_within_a_domain() -> None:
+    with pytest.raises(
+        ConfigError, match=r"serves groups within one NVLink domain, got 8 ranks, 4 to a domain. Install"
+    ):
+        hybridep(shape(ranks_per_node=4), emulate="hybridep-0ed15b5")
+
+
+def test_options_that_would_have_no_effect_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"allocate_on_comm_stream is for async_op, which expand cannot do. Leave one"
+    ):
+        DispatcherConfig(
+            backend={"name": "deepep", "expand": True, "allocate_on_comm_stream": True},
+            num_experts=8,
+            top_k=2,
+            hidden_size=256,
+        )
+
+
+def test_float8_of_v2_is_for_groups_within_a_node() -> None:
+    assert "float8_e4m3fn" in deepep(shape(ranks_per_node=8), emulate="v2-2.1.0").wire_dtypes
+    assert "float8_e4m3fn" not in deepep(shape(ranks_per_node=4), emulate="v2-2.1.0").wire_dtypes
 
 
 def test_every_number_can_be_overridden() -> None:

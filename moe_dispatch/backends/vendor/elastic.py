@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.base import Constraints, MoEShape, WireDtype
 from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.vendor.library import Library
 from moe_dispatch.backends.vendor.pool import BufferPool
-from moe_dispatch.backends.vendor.transport import Delivery, Payload, Transport, Way
+from moe_dispatch.backends.vendor.switch import ProcessSwitch
+from moe_dispatch.backends.vendor.transport import Delivery, Payload, Transport, Way, arrived
 
-_MOST_RANKS = 1024
+_MOST_RANKS, _MOST_EXPERTS = 1024, 2048
 _torch_deterministic: Any = torch.utils.deterministic  # a module with properties, which type checkers do not see
+# The library refuses to run while torch, in deterministic mode, fills fresh memory.
+_filling = ProcessSwitch(
+    "torch.utils.deterministic.fill_uninitialized_memory",
+    lambda: _torch_deterministic.fill_uninitialized_memory,
+    lambda value: setattr(_torch_deterministic, "fill_uninitialized_memory", value),
+)
 
 
-def constraints(device: str, *, expand: bool) -> Constraints:
+def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bool) -> Constraints:
     """Needs of 2.1.0; its kernels are compiled for the group's largest row count, so ranks agree on that."""
+    # Across nodes the layout of a float8 dispatch need not be that of the bfloat16 gradients that follow its handle.
+    float8: set[WireDtype] = {"float8_e4m3fn"} if ranks_per_node >= shape.ep_size and not expand else set()
     return Constraints(
         group_max=True,
         hidden_multiple=256,
@@ -28,9 +36,9 @@ def constraints(device: str, *, expand: bool) -> Constraints:
         devices=frozenset({device}),
         max_top_k=32,
         group_sizes=frozenset(range(1, _MOST_RANKS + 1)),
-        max_local_experts=256,
+        max_local_experts=min(256, _MOST_EXPERTS // shape.ep_size),
         pads_experts=expand,
-        wire_dtypes=frozenset({"bfloat16"} if expand else {"bfloat16", "float8_e4m3fn"}),
+        wire_dtypes=frozenset({"bfloat16", *float8}),
         differentiable=not expand,
     )
 
@@ -68,13 +76,14 @@ class ElasticTransport(Transport):
         num_sms: int | None,
         deterministic: bool,
         on_its_stream: bool,
+        most_rows: int | None,
     ) -> None:
         self._shape = shape
         self._num_sms = num_sms or 0  # 0: the library's choice
         self._on_its_stream = on_its_stream
 
         def make(rows: int) -> Any:
-            with _unfilled_memory:
+            with _filling.at(False):
                 return library.module.ElasticBuffer(
                     communicator.group,
                     num_max_tokens_per_rank=rows,
@@ -84,9 +93,10 @@ class ElasticTransport(Transport):
                     explicitly_destroy=True,
                 )
 
-        self._pool = BufferPool("deepep", make, most_rows=shape.max_tokens_per_rank)
-        if shape.max_tokens_per_rank is not None:
-            self._pool.reserve(shape.max_tokens_per_rank)
+        if not library.emulated:  # it takes over the group's NCCL communicator, which the first collective makes
+            communicator.touch(torch.device("cuda"))
+        self._ids_dtype: torch.dtype = getattr(library.module, "topk_idx_t", torch.int64)
+        self._pool = BufferPool("deepep", make, most_rows=most_rows)
 
     @property
     def buffers(self) -> str:
@@ -96,12 +106,13 @@ class ElasticTransport(Transport):
         self._pool.reserve(max(rows, 1))
 
     def send(self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> Delivery:
-        buffer = self._pool.current
+        slot = self._pool.current
+        buffer = slot.buffer
         on_its_stream = asynchronously and self._on_its_stream
-        with _unfilled_memory:
+        with _filling.at(False):
             received, ids_SK, weights_SK, handle, event = buffer.dispatch(
                 payload,
-                topk_idx=ids_TK,
+                topk_idx=ids_TK.to(self._ids_dtype),
                 topk_weights=weights_TK,
                 num_experts=self._shape.num_experts,
                 num_max_tokens_per_rank=self._pool.rows,
@@ -115,13 +126,12 @@ class ElasticTransport(Transport):
             ids_SK=ids_SK,
             weights_SK=weights_SK,
             counts=handle.num_recv_tokens_per_expert_list,
-            way=Way(buffer=buffer, handle=handle),
-            wait=event.current_stream_wait if asynchronously else _nothing,
+            way=Way(slot=slot, handle=handle),
+            wait=event.current_stream_wait if asynchronously else arrived,
         )
 
     def send_again(self, payload: Payload, way: Way) -> Payload:
-        self._pool.check_open()
-        with _unfilled_memory:
+        with _filling.at(False):
             # The library derives its default number of SMs before it has looked into the handle, and fails.
             received: Payload = way.buffer.dispatch(
                 payload,
@@ -133,18 +143,18 @@ class ElasticTransport(Transport):
         return received
 
     def sum_at_home(self, rows_SD: Tensor, values_SK: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
-        self._pool.check_open()
-        with _unfilled_memory:
+        with _filling.at(False):
             rows_TD, values_TK, _ = way.buffer.combine(rows_SD, way.handle, topk_weights=values_SK)
         return rows_TD, values_TK
 
     def send_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Expanded:
         """Each row to every expert it names. Without a way back for gradients: its combine refuses them."""
-        buffer = self._pool.current
-        with _unfilled_memory:
+        slot = self._pool.current
+        buffer = slot.buffer
+        with _filling.at(False):
             rows_RD, _, weights_R, handle, _ = buffer.dispatch(
                 rows_TD,
-                topk_idx=ids_TK,
+                topk_idx=ids_TK.to(self._ids_dtype),
                 topk_weights=weights_TK,
                 num_experts=self._shape.num_experts,
                 num_max_tokens_per_rank=self._pool.rows,
@@ -158,40 +168,8 @@ class ElasticTransport(Transport):
             weights_R=weights_R,
             padded_counts=handle.num_recv_tokens_per_expert_list,
             real_counts_L=handle.num_unaligned_recv_tokens_per_expert,
-            way=Way(buffer=buffer, handle=handle),
+            way=Way(slot=slot, handle=handle),
         )
 
     def close(self) -> None:
         self._pool.close()
-
-
-class _UnfilledMemory:
-    """Inside it torch leaves fresh memory as it is, in deterministic mode too: the library refuses to run otherwise.
-
-    The switch is one for the whole process, so ranks that are threads share it: the last to leave restores it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = _torch_deterministic.fill_uninitialized_memory
-                _torch_deterministic.fill_uninitialized_memory = False
-            self._inside += 1
-
-    def __exit__(self, *raised: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                _torch_deterministic.fill_uninitialized_memory = self._before
-
-
-_unfilled_memory = _UnfilledMemory()
-
-
-def _nothing() -> None:
-    return None

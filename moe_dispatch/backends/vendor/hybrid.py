@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any, final
@@ -21,6 +21,7 @@ from moe_dispatch.backends.collectives import Communicator, read_host
 from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.backends.vendor.library import Library, parameters
 from moe_dispatch.backends.vendor.pool import BufferPool
+from moe_dispatch.backends.vendor.switch import ProcessSwitch
 from moe_dispatch.backends.vendor.transport import Way
 from moe_dispatch.errors import ConfigError, StateError
 
@@ -28,6 +29,7 @@ from moe_dispatch.errors import ConfigError, StateError
 # defaults: 64 since permute fusion (a0d27f1, 2026-03-31), 128 before.
 _CHUNK_VARIABLES = ("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API")
 _CHUNK, _OLD_CHUNK = 64, 128
+_PREPROCESSING_VARIABLE = "NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API"
 _DOMAIN_VARIABLE = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 _MOST_RANKS_PER_DOMAIN = 72
 # Across domains a rank posts three messages per row, and one more, into a queue of 65535.
@@ -46,6 +48,8 @@ class Rules:
         ragged: ranks share a number of slots, and each brings its own number of rows.
         hidden_multiple: of bfloat16 rows.
         least_ranks: smallest group.
+        spans_domains: a group may have several NVLink domains.
+        detects_domain: it finds its domains itself, unless its variable says otherwise.
         idle_ranks: a rank may receive no row; before, it aborted in combine.
     """
 
@@ -54,6 +58,8 @@ class Rules:
     ragged: bool
     hidden_multiple: int
     least_ranks: int
+    spans_domains: bool
+    detects_domain: bool
     idle_ranks: bool
 
     def row_multiple(self, domain: int) -> int:
@@ -71,7 +77,14 @@ class Rules:
 
 # Of 94a9f8f, for tables on machines without the library.
 NEWEST = Rules(
-    chunks=(_CHUNK, _CHUNK), pads_capacity=True, ragged=False, hidden_multiple=16, least_ranks=1, idle_ranks=True
+    chunks=(_CHUNK, _CHUNK),
+    pads_capacity=True,
+    ragged=False,
+    hidden_multiple=16,
+    least_ranks=1,
+    spans_domains=True,
+    detects_domain=True,
+    idle_ranks=True,
 )
 
 
@@ -88,21 +101,40 @@ def rules(cls: type[Any], environment: Mapping[str, str] | None = None) -> Rules
     dispatch, construct = parameters(cls.dispatch_with_permute), inspect.signature(cls.__init__).parameters
     fuses = "fuse_permute_dispatch" in dispatch
     gathers_itself = construct.get("enable_custom_allgather")
-    first, second = (int(environment.get(name, _CHUNK if fuses else _OLD_CHUNK)) for name in _CHUNK_VARIABLES)
+    first, second = (_number(environment, name, _CHUNK if fuses else _OLD_CHUNK) for name in _CHUNK_VARIABLES)
     return Rules(
         chunks=(first, second),
         # 94a9f8f switched the default off, two commits after capacities were padded (4214430, #638).
         pads_capacity=fuses and gathers_itself is not None and gathers_itself.default is False,
         ragged="num_of_tokens_per_rank" in dispatch,
         hidden_multiple=16 if "non_blocking" in dispatch else 512,  # relaxed with 83e0d15 (2025-12-03)
-        least_ranks=2 if "num_of_experts" in construct else 1,
+        least_ranks=1 if fuses else 2,
+        # The first had none of it (0ed15b5); the next took only full buffers across domains (1dddd19).
+        spans_domains=not {"nvlink_domain_size", "ib_dev_name_list"} & construct.keys(),
+        detects_domain=fuses,
         idle_ranks=fuses,  # 34152ae (2026-04-09), the first with these signatures but one
     )
 
 
+def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = environment.get(name, str(otherwise))
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"Backend 'hybridep': {name} must be a positive number, got {text!r}. Correct or unset it.")
+    return int(text)
+
+
 def constraints(found: Rules, device: str, shape: MoEShape, domain: int) -> Constraints:
-    """Needs of a version for a group whose NVLink domains hold ``domain`` consecutive ranks each."""
+    """Needs of a version for a group whose NVLink domains hold ``domain`` consecutive ranks each.
+
+    Raises:
+        ConfigError: the group has several domains, which this version cannot serve.
+    """
     several = domain < shape.ep_size
+    if several and not found.spans_domains:
+        raise ConfigError(
+            f"Backend 'hybridep': the installed version serves groups within one NVLink domain, got {shape.ep_size} "
+            f"ranks, {domain} to a domain. Install a later one, or use smaller groups."
+        )
     sizes = (
         range(domain, shape.ep_size + 1, domain) if several else range(found.least_ranks, _MOST_RANKS_PER_DOMAIN + 1)
     )
@@ -113,11 +145,13 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int) -> Cons
         group_max=True,
         max_rows=found.most_rows if several else None,
         hidden_multiple=found.hidden_multiple,
+        max_hidden=None if found.detects_domain else 8192,  # likewise
         dtypes=frozenset({torch.bfloat16}),
         devices=frozenset({device}),
         group_sizes=frozenset(sizes),
         local_experts_multiple=4 // gcd(4, domain),
-        max_local_experts=1024 if found.pads_capacity else 256,
+        # Beyond them its kernels ask for more shared memory than there is, and do not run.
+        max_local_experts=768 if found.pads_capacity else 224,
         idle_ranks=found.idle_ranks,
         pads_experts=True,
         wire_dtypes=frozenset({"bfloat16"}),
@@ -127,8 +161,9 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int) -> Cons
 def domain_of(shape: MoEShape, configured: int | None, environment: Mapping[str, str] | None = None) -> int:
     """Ranks per NVLink domain: as configured, as its variable says, or those that share a host."""
     environment = os.environ if environment is None else environment
-    named = environment.get(_DOMAIN_VARIABLE)
-    found = configured or (int(named) if named else None) or shape.ranks_per_node or shape.ep_size
+    found = configured or shape.ranks_per_node or shape.ep_size
+    if configured is None and _DOMAIN_VARIABLE in environment:
+        found = _number(environment, _DOMAIN_VARIABLE, found)
     return min(found, shape.ep_size)
 
 
@@ -163,32 +198,39 @@ class HybridTransport:
         shape: MoEShape,
         communicator: Communicator,
         *,
-        domain: int | None,
+        domain: int,
+        domain_is_configured: bool,
         knobs: Mapping[str, int],
         fuse_permute: bool,
+        most_rows: int | None,
     ) -> None:
         cls = buffer_class(library)
         assert cls is not None
         self._cls = cls
         self._shape = shape
-        self._ragged = rules(cls).ragged
+        found = rules(cls)
+        self._ragged = found.ragged
         self._communicator = communicator
         self._domain = domain
+        # A version that detects its domains may know more than host names tell; a variable beyond the group stops it.
+        self._names_domain = domain_is_configured or not found.detects_domain or _DOMAIN_VARIABLE in os.environ
         self._arguments = self._constructor_arguments(knobs)
         # Always given: the default of early versions is 0, by which their kernel divides.
         self._dispatch_arguments: dict[str, Any] = {"pad_multiple": shape.pad_multiple}
         self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
         if fuse_permute:
             self._refuse_unknown({"fuse_permute_dispatch"}, parameters(cls.dispatch_with_permute))
+            _check_chunks_for_fusion(found)
             self._dispatch_arguments["fuse_permute_dispatch"] = True
             self._combine_arguments["fuse_unpermute_combine"] = True
-        self._pool = BufferPool("hybridep", self._make, most_rows=None)
+        self._pool = BufferPool("hybridep", self._make, most_rows=most_rows, multiple=lcm(*found.chunks))
 
     def _constructor_arguments(self, knobs: Mapping[str, int]) -> dict[str, Any]:
         shape, known = self._shape, parameters(self._cls.__init__)
         self._refuse_unknown(knobs.keys(), known)
         arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
-        return arguments | ({"num_of_experts": shape.num_experts} if "num_of_experts" in known else {})
+        more = {"num_of_experts": shape.num_experts, "nvlink_domain_size": self._domain}
+        return arguments | {name: number for name, number in more.items() if name in known}
 
     def _refuse_unknown(self, wanted: Any, known: frozenset[str]) -> None:
         unknown = sorted(set(wanted) - known)
@@ -199,8 +241,16 @@ class HybridTransport:
             )
 
     def _make(self, rows: int) -> Any:
-        with _domain_variable(self._domain):
-            return self._cls(group=self._communicator.group, max_num_of_tokens_per_rank=rows, **self._arguments)
+        # What it calls the parameter is deprecated and never read: only its variable tells it the domain.
+        with _domain_variable.at(str(self._domain)) if self._names_domain else nullcontext():
+            buffer = self._cls(group=self._communicator.group, max_num_of_tokens_per_rank=rows, **self._arguments)
+        taken = getattr(buffer, "num_of_hybrid_ep_ranks_per_nvlink_domain", self._domain)
+        if taken != self._domain:
+            raise ConfigError(
+                f"Backend 'hybridep': the library found {taken} ranks per NVLink domain, constraints were taken for "
+                f"{self._domain}. Set the option ranks_per_domain={taken}."
+            )
+        return buffer
 
     def reserve(self, rows: int) -> None:
         """Have room for so many rows per rank; the same number on all ranks."""
@@ -215,9 +265,9 @@ class HybridTransport:
             probs_TE: float32, 0 elsewhere.
             group_max_rows: the most rows that any rank brings, for versions in which ranks share slots.
         """
-        buffer = self._pool.current
+        slot = self._pool.current
         slots = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SLOT_MULTIPLE)} if self._ragged else {}
-        rows_RD, probs_R, _, counts, handle = buffer.dispatch_with_permute(
+        rows_RD, probs_R, _, counts, handle = slot.buffer.dispatch_with_permute(
             hidden=rows_TD, routing_map=map_TE, probs=probs_TE, **slots, **self._dispatch_arguments
         )
         if rows_RD is None:
@@ -226,12 +276,11 @@ class HybridTransport:
                 "installed version cannot combine then: install one of 2026-04 (34152ae) or later."
             )
         return Delivery(
-            rows_RD=rows_RD, probs_R=probs_R, padded_counts=read_host(counts), way=Way(buffer=buffer, handle=handle)
+            rows_RD=rows_RD, probs_R=probs_R, padded_counts=read_host(counts), way=Way(slot=slot, handle=handle)
         )
 
     def send_again(self, rows_TD: Tensor, num_grouped: int, way: Way) -> Tensor:
         """Other rows the same way: (R, D), R as before, without a host sync."""
-        self._pool.check_open()
         rows_RD: Tensor = way.buffer.dispatch_with_permute(
             hidden=rows_TD, handle=way.handle, num_permuted_tokens=num_grouped, **self._dispatch_arguments
         )[0]
@@ -239,27 +288,34 @@ class HybridTransport:
 
     def sum_at_home(self, rows_RD: Tensor, probs_R: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
         """bfloat16 (R, D), unweighted, back and summed: (T, D); and float32 (R,), one per expert row: (T, E)."""
-        self._pool.check_open()
         summed: tuple[Tensor, Tensor | None] = way.buffer.combine_with_unpermute(
             hidden=rows_RD, probs=probs_R, handle=way.handle, **self._combine_arguments
         )
         return summed
 
     def close(self) -> None:
-        """Let go of the buffers; the class frees them with its last reference."""
+        """Let go of the buffers, which frees them: once no rank's kernels use another's memory any more. Collective."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._communicator.max([0], label="close")
         self._pool.close()
 
 
-@contextmanager
-def _domain_variable(domain: int | None) -> Iterator[None]:
-    """A configured domain reaches the library by its variable only: what it calls the parameter is deprecated."""
-    before = os.environ.get(_DOMAIN_VARIABLE)
-    if domain is not None:
-        os.environ[_DOMAIN_VARIABLE] = str(domain)
-    try:
-        yield
-    finally:
-        if domain is not None and before is None:
-            del os.environ[_DOMAIN_VARIABLE]
-        elif domain is not None and before is not None:
-            os.environ[_DOMAIN_VARIABLE] = before
+def _check_chunks_for_fusion(found: Rules) -> None:
+    preprocessing = _number(os.environ, _PREPROCESSING_VARIABLE, _CHUNK)
+    if len({*found.chunks, preprocessing}) > 1:
+        raise ConfigError(
+            "Backend 'hybridep': fuse_permute needs equal chunks in all kernels, got "
+            f"{found.chunks[0]} (dispatch), {found.chunks[1]} (combine) and {preprocessing} (preprocessing). Set "
+            f"{', '.join((*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE))} alike."
+        )
+
+
+def _write_domain(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(_DOMAIN_VARIABLE, None)
+    else:
+        os.environ[_DOMAIN_VARIABLE] = value
+
+
+_domain_variable = ProcessSwitch(_DOMAIN_VARIABLE, lambda: os.environ.get(_DOMAIN_VARIABLE), _write_domain)

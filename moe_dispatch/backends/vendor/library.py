@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,9 +20,11 @@ from typing import Any, final
 
 import torch
 
+from moe_dispatch.backends.base import BackendOptions
 from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.optional import import_whole
-from moe_dispatch.backends.verdict import Rejected
+from moe_dispatch.backends.verdict import Rejected, Usable
+from moe_dispatch.errors import ConfigError
 
 logger = logging.getLogger("moe_dispatch")
 
@@ -76,7 +78,7 @@ def _installed() -> Library | Rejected:
         )
     try:
         module = import_whole(PACKAGE, PACKAGE)
-    except Exception as error:  # v2 asserts on what it finds of NCCL and CUDA while it is imported
+    except (Exception, SystemExit) as error:  # v2 asserts on what it finds of NCCL and CUDA while it is imported
         return Rejected(f"importing {PACKAGE!r} raised {type(error).__name__}: {str(error).strip() or 'no text'}")
     return Library(module=module, version=_version(module), emulated=False)
 
@@ -104,6 +106,23 @@ def report_open(backend: str, library: Library, communicator: Communicator, deta
 @cache
 def _announce(backend: str, release: str) -> None:
     logger.warning("backend %r runs on the emulation of deep_ep %s: for tests, not for speed.", backend, release)
+
+
+def never_raising(
+    probe: Callable[[Any, BackendOptions], Usable | Rejected],
+) -> Callable[[Any, BackendOptions], Usable | Rejected]:
+    """A probe that rejects whatever it stumbles over: a malformed variable, a class that lacks a method."""
+
+    @wraps(probe)
+    def probed(cls: Any, options: BackendOptions) -> Usable | Rejected:
+        try:
+            return probe(cls, options)
+        except ConfigError as error:
+            return Rejected(str(error).rstrip("."))
+        except Exception as error:
+            return Rejected(f"asking deep_ep what it needs raised {type(error).__name__}: {error}".rstrip("."))
+
+    return probed
 
 
 def parameters(function: Callable[..., Any]) -> frozenset[str]:

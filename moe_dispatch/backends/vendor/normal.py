@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, final
 
 import torch
@@ -11,10 +12,11 @@ from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.vendor.library import Library, parameters
 from moe_dispatch.backends.vendor.pool import BufferPool
-from moe_dispatch.backends.vendor.transport import Delivery, Payload, Transport, Way
+from moe_dispatch.backends.vendor.transport import Delivery, Payload, Transport, Way, arrived
 from moe_dispatch.backends.verdict import Rejected
 from moe_dispatch.errors import ConfigError
 
+_configuring = threading.Lock()  # the number of multiprocessors is an attribute of the class
 _RANKS_PER_NODE = 8  # NUM_MAX_NVL_PEERS: a larger group is one of nodes with eight ranks each
 _IN_NODE = frozenset({2, 4, 8})
 # Those with a default configuration, of which the kernels are built for 2, 4, 8, 16, 18 and 20 nodes.
@@ -64,6 +66,7 @@ class NormalTransport(Transport):
     ) -> None:
         self._shape = shape
         self._on_its_stream = on_its_stream
+        self._num_sms = num_sms
         self._cls = library.module.Buffer
         self._dispatch_config, self._combine_config = self._configs(num_sms)
         self.nvl_bytes, self.rdma_bytes = self._buffer_bytes()
@@ -79,12 +82,14 @@ class NormalTransport(Transport):
 
     def _configs(self, num_sms: int | None) -> tuple[Any, Any]:
         """Those for this group. The number of SMs is a class attribute there, read while a config is made."""
-        size, before = self._shape.ep_size, self._cls.num_sms
-        try:
-            self._cls.set_num_sms(before if num_sms is None else num_sms)
-            return self._cls.get_dispatch_config(size), self._cls.get_combine_config(size)
-        finally:
-            self._cls.set_num_sms(before)
+        size = self._shape.ep_size
+        with _configuring:
+            before = self._cls.num_sms
+            try:
+                self._cls.set_num_sms(before if num_sms is None else num_sms)
+                return self._cls.get_dispatch_config(size), self._cls.get_combine_config(size)
+            finally:
+                self._cls.set_num_sms(before)
 
     def _buffer_bytes(self) -> tuple[int, int]:
         """Bytes of the NVLink and of the RDMA buffer: the vendor's hints, and no RDMA buffer within one node."""
@@ -96,10 +101,13 @@ class NormalTransport(Transport):
         return nvl, max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
 
     def _make(self, communicator: Communicator) -> Any:
-        return self._cls(communicator.group, self.nvl_bytes, self.rdma_bytes, explicitly_destroy=True)
+        # Across nodes a kernel needs a queue pair for every multiprocessor; 24 are the library's default.
+        queues = {"num_qps_per_rank": max(24, self._num_sms or 0)} if self.rdma_bytes else {}
+        return self._cls(communicator.group, self.nvl_bytes, self.rdma_bytes, explicitly_destroy=True, **queues)
 
     def send(self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> Delivery:
-        buffer = self._pool.current
+        slot = self._pool.current
+        buffer = slot.buffer
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, self._shape.num_experts)
         received, ids_SK, weights_SK, counts, handle, event = buffer.dispatch(
             payload,
@@ -120,17 +128,15 @@ class NormalTransport(Transport):
             ids_SK=ids_SK,
             weights_SK=weights_SK,
             counts=counts,
-            way=Way(buffer=buffer, handle=handle),
-            wait=event.current_stream_wait if asynchronously else _nothing,
+            way=Way(slot=slot, handle=handle),
+            wait=event.current_stream_wait if asynchronously else arrived,
         )
 
     def send_again(self, payload: Payload, way: Way) -> Payload:
-        self._pool.check_open()
         received: Payload = way.buffer.dispatch(payload, handle=way.handle, config=self._dispatch_config)[0]
         return received
 
     def sum_at_home(self, rows_SD: Tensor, values_SK: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
-        self._pool.check_open()
         rows_TD, values_TK, _ = way.buffer.combine(
             rows_SD, way.handle, topk_weights=values_SK, config=self._combine_config
         )
@@ -138,7 +144,3 @@ class NormalTransport(Transport):
 
     def close(self) -> None:
         self._pool.close()
-
-
-def _nothing() -> None:
-    return None

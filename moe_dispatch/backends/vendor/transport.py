@@ -9,6 +9,8 @@ from typing import Any, final
 
 from torch import Tensor
 
+from moe_dispatch.backends.vendor.pool import Slot
+
 # bfloat16 (T, D), or float8_e4m3fn (T, D) with its float32 scales (T, D/128).
 Payload = Tensor | tuple[Tensor, Tensor]
 
@@ -18,8 +20,13 @@ Payload = Tensor | tuple[Tensor, Tensor]
 class Way:
     """The way of one dispatch: the buffer it went through, and the library's own handle."""
 
-    buffer: Any
+    slot: Slot
     handle: Any
+
+    @property
+    def buffer(self) -> Any:
+        """The buffer; StateError once it is closed."""
+        return self.slot.buffer
 
 
 @final
@@ -42,6 +49,10 @@ class Delivery:
     counts: Sequence[int]
     way: Way
     wait: Callable[[], None]
+
+
+def arrived() -> None:
+    """Nothing to wait for: the ``wait`` of a delivery that is complete."""
 
 
 class Transport(ABC):
