@@ -193,18 +193,25 @@ class DispatcherConfig(BaseModel):
             raise ConfigError(f"DispatcherConfig.load: {source}: {error}") from error
 
 
+_TYPES = {"bool", "dict", "float", "int", "str"}  # as pydantic names the choices of a union
+
+
 def _problems(error: ValidationError) -> str:
-    """Pydantic's findings, one a line, with the field unless a text of ours names it."""
-    return "\n".join(_problem(found) for found in error.errors())
-
-
-def _problem(found: Any) -> str:
-    cause = found.get("ctx", {}).get("error")
-    if isinstance(cause, ValueError):
-        return str(cause)
-    field = ".".join(map(str, found["loc"]))
-    got = "nothing" if found["type"] == "missing" else repr(found["input"])
-    return f"DispatcherConfig: {field}: {found['msg']}, got {got}."
+    """Pydantic's findings, one a line and field: a text of ours, or theirs, all that the field may be in one."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for found in error.errors():
+        cause = found.get("ctx", {}).get("error")
+        if isinstance(cause, ValueError):
+            lines[str(cause), ""] = []
+            continue
+        # Of a union, each choice is reported for itself, with a description of its own behind the field's name.
+        field = ".".join(part for part in map(str, found["loc"]) if part.isidentifier() and part not in _TYPES)
+        got = "nothing" if found["type"] == "missing" else repr(found["input"])
+        lines.setdefault((field, got), []).append(found["msg"])
+    return "\n".join(
+        f"DispatcherConfig: {field}: {'; or '.join(said)}, got {got}." if said else field
+        for (field, got), said in lines.items()
+    )
 
 
 def _split(backend: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slot
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
 from moe_dispatch.backends.vendor import elastic, normal
 from moe_dispatch.backends.vendor.elastic import ElasticTransport
-from moe_dispatch.backends.vendor.library import Library, find_library, never_raising, report_open
+from moe_dispatch.backends.vendor.library import Library, find_library, never_raising, openable, report_open
 from moe_dispatch.backends.vendor.normal import NormalTransport
 from moe_dispatch.backends.vendor.transport import Delivery, Payload, Transport, Way
 from moe_dispatch.backends.verdict import Rejected, Usable
@@ -141,10 +141,7 @@ class DeepEP(Backend):
 
     def open(self) -> None:
         options, shape, comm = self._options, self.context.shape, self.context.communicator
-        library = _library(options)
-        assert isinstance(library, Library)  # checked by probe
-        if comm.group is None and not library.emulated:
-            raise ConfigError("Backend 'deepep': it needs a process group, also for one rank, got None. Pass group=.")
+        library = openable("deepep", _library(options), comm)
         if _is_v2(library):
             self._transport = ElasticTransport(
                 library,

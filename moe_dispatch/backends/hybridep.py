@@ -14,10 +14,9 @@ from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.backends.rank_major import profiler_range, refuse_double_backward
 from moe_dispatch.backends.vendor import hybrid
 from moe_dispatch.backends.vendor.hybrid import Delivery, HybridTransport
-from moe_dispatch.backends.vendor.library import Library, find_library, never_raising, report_open
+from moe_dispatch.backends.vendor.library import Library, find_library, never_raising, openable, report_open
 from moe_dispatch.backends.vendor.transport import Way
 from moe_dispatch.backends.verdict import Rejected, Usable
-from moe_dispatch.errors import ConfigError
 
 Release = Literal["hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"]
 _NEWEST: Release = "hybridep-94a9f8f"
@@ -132,10 +131,7 @@ class HybridEP(Backend):
 
     def open(self) -> None:
         shape, comm, options = self.context.shape, self.context.communicator, self._options
-        library = _library(options)
-        assert isinstance(library, Library)  # checked by probe
-        if comm.group is None and not library.emulated:
-            raise ConfigError("Backend 'hybridep': it needs a process group, also for one rank, got None. Pass group=.")
+        library = openable("hybridep", _library(options), comm)
         self._transport = HybridTransport(
             library,
             shape,

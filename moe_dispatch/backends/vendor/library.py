@@ -94,6 +94,18 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
+def openable(backend: str, found: Library | Rejected, communicator: Communicator) -> Library:
+    """The library that ``probe`` found usable, if it can be opened for these ranks.
+
+    Raises:
+        ConfigError: a real one takes no single rank without a process group.
+    """
+    assert isinstance(found, Library)
+    if communicator.group is None and not found.emulated:
+        raise ConfigError(f"Backend {backend!r}: it needs a process group, also for one rank, got None. Pass group=.")
+    return found
+
+
 def report_open(backend: str, library: Library, communicator: Communicator, details: str) -> None:
     """Log what a channel was opened with; an emulation is announced once per process, by the first rank."""
     if communicator.rank:
