@@ -70,13 +70,15 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
         axes.semilogy(_steps(run), np.maximum(difference, SMALLEST_DIFFERENCE), ".-", label=label, **style)
     for allowed, which in ((MAX_DIFFERENCE, "float32"), (MAX_WIRE_DIFFERENCE, "bfloat16 on the wire")):
         axes.axhline(allowed, color="#cb181d", linewidth=1)
-        axes.annotate(f"allowed, {which}", (1, allowed), color="#cb181d", xytext=(0, 3), textcoords="offset points")
+        where = (len(reference), allowed)
+        above: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"allowed, {which}", where, color="#cb181d", **above)
     axes.set(title=f"Relative difference to {runs[-1].backend}", xlabel="step", ylim=(SMALLEST_DIFFERENCE / 2, 1.0))
     ticks = [SMALLEST_DIFFERENCE, 1e-7, 1e-6, 1e-5, MAX_DIFFERENCE, 1e-3, 1e-2, 1e-1]
     axes.set_yticks(ticks, ["equal", *(f"{tick:.0e}" for tick in ticks[1:])], minor=False)
     axes.minorticks_off()
     axes.grid(axis="y", color="0.9")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # the curves fill the rest
 
 
 def _draw_layer(axes: Axes, run: Run, layer: int) -> AxesImage:
