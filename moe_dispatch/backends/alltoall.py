@@ -22,7 +22,6 @@ from moe_dispatch.backends.base import (
     WireDtype,
 )
 from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots, running_total
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
@@ -203,7 +202,7 @@ class AllToAll(Backend):
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
         rank_TK = ids_TK.div(shape.num_local_experts, rounding_mode="floor")
         members_PT = rank_members(rank_TK, comm.size)
-        traffic = self._exchange_counts(ids_TK, members_PT)
+        traffic = self._exchange_counts(ids_TK, rank_TK, members_PT)
         source_S = torch.nonzero_static(members_PT, size=sum(traffic.rows_out))[:, 1].contiguous()
         form = packet(
             row_format(rows_TD.dtype, shape.hidden_size, self.context.shape.wire_dtype),
@@ -264,13 +263,17 @@ class AllToAll(Backend):
         assert isinstance(self.options, AllToAllOptions)
         return self.options.reduction == "exact"
 
-    def _exchange_counts(self, ids_TK: Tensor, members_PT: Tensor) -> Traffic:
+    def _exchange_counts(self, ids_TK: Tensor, rank_TK: Tensor, members_PT: Tensor) -> Traffic:
         """Tell every rank how many rows come, and how many slots for each of its experts; read both sides at once."""
-        shape, comm = self.context.shape, self.context.communicator
-        experts_PL = count_experts(ids_TK, shape.num_experts).view(comm.size, -1)
-        both = experts_PL.new_empty(2, comm.size, 1 + shape.num_local_experts)
-        torch.cat((members_PT.sum(1, keepdim=True), experts_PL), 1, out=both[0])
-        self._swap(both[0], both[1])
+        comm, width = self.context.communicator, 1 + self.context.shape.num_local_experts
+        # What goes out and what comes in, a row for each rank, behind a place where slots that go nowhere are counted:
+        # expert e of rank r, whose rows begin with a count of rows, stands at e + r + 2, and -1 of rank -1 at 0.
+        places = (ids_TK + rank_TK).add_(2).reshape(-1)
+        table = torch.zeros(1 + 2 * comm.size * width, dtype=torch.int64, device=ids_TK.device)
+        both = table.scatter_add_(0, places, torch.ones_like(places))[1:].view(2, comm.size, width)
+        outgoing, received = both.unbind(0)
+        torch.sum(members_PT, 1, out=outgoing[:, 0])
+        self._swap(outgoing, received)
         host_out, host_in = read_host(both)
         refused = {rank: -row[0] for rank, row in enumerate(host_in) if row[0] < 0}
         if refused:
@@ -280,7 +283,7 @@ class AllToAll(Backend):
             rows_in=[row[0] for row in host_in],
             slots_out=[sum(row[1:]) for row in host_out] if self._exact else [],
             slots_in=[sum(row[1:]) for row in host_in] if self._exact else [],
-            tokens_per_expert=[sum(column) for column in zip(*(row[1:] for row in host_in), strict=True)],
+            tokens_per_expert=list(map(sum, zip(*(row[1:] for row in host_in), strict=True))),
         )
 
     def _swap(self, outgoing: Tensor, received: Tensor) -> None:

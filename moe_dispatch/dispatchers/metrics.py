@@ -60,9 +60,10 @@ class Meter:
             with torch.inference_mode(False):  # counters made in an evaluation are written in training too
                 zeros = torch.zeros(self._num_local_experts, dtype=torch.int64, device=device)
                 self._tokens[device] = zeros, zeros.clone()
-        real, padded_tokens = self._tokens[device]
+        real, padding = self._tokens[device]
         real.add_(arrived.real_tokens_per_expert)
-        padded_tokens.add_(arrived.tokens_per_expert)
+        if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
+            padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
         self.rows["rank"] += padded
         self.rows["cut"] += cut
         self.rows["dispatches"] += 1
@@ -78,7 +79,7 @@ class Meter:
         return sum(int(masked) for masked in self._masked.values())
 
     def tokens(self) -> Tensor:
-        """int64 (2, L) on the CPU: real rows and rows with padding, per expert. A host sync on a GPU."""
+        """int64 (2, L) on the CPU: real rows and padding, per expert. A host sync on a GPU."""
         total = torch.zeros(2, self._num_local_experts, dtype=torch.int64, device="cpu")
         for tokens in self._tokens.values():
             total += torch.stack(tokens).cpu()
@@ -87,13 +88,13 @@ class Meter:
 
 def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
     """This rank's metrics, or with ``gather`` (collective) those of the group: sums, and tokens of all experts."""
-    real, padded = channel.meter.tokens().tolist()
+    real, padding = channel.meter.tokens().tolist()
     links = {id(link): link for link in (channel.communicator, channel.control)}.values()
     sent: Counter[str] = sum((link.bytes_sent for link in links), Counter())
     calls: Counter[str] = sum((link.calls for link in links), Counter())
     mine = [
         real,
-        sum(padded) - sum(real),
+        sum(padding),
         {**channel.meter.rows, "masked": channel.meter.masked},
         sent,
         calls,

@@ -34,8 +34,11 @@ def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
 def expand(rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
     """Copy each row to all its grouped positions: (R, D), zero on padding."""
     out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
-    for block in row_blocks(out) if rows_SD.dtype != dtype else [slice(None)]:
-        gather(rows_SD, index.source_R[block], out[block])
+    if rows_SD.dtype == dtype:
+        gather(rows_SD, index.source_R, out)
+    else:  # converted on the way, so in blocks
+        for block in row_blocks(out):
+            gather(rows_SD, index.source_R[block], out[block])
     return _clear_padding(out, index)
 
 
