@@ -145,13 +145,13 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int) -> Cons
         group_max=True,
         max_rows=found.most_rows if several else None,
         hidden_multiple=found.hidden_multiple,
-        max_hidden=None if found.detects_domain else 8192,  # likewise
+        # Beyond these two its kernels ask for more shared memory than there is, and do not run.
+        max_hidden=None if found.detects_domain else 8192,
+        max_local_experts=768 if found.pads_capacity else 224,
         dtypes=frozenset({torch.bfloat16}),
         devices=frozenset({device}),
         group_sizes=frozenset(sizes),
         local_experts_multiple=4 // gcd(4, domain),
-        # Beyond them its kernels ask for more shared memory than there is, and do not run.
-        max_local_experts=768 if found.pads_capacity else 224,
         idle_ranks=found.idle_ranks,
         pads_experts=True,
         wire_dtypes=frozenset({"bfloat16"}),
