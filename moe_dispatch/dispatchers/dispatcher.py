@@ -19,13 +19,14 @@ from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.planning import (
     agrees_on_rows,
+    check_plan,
     draft_plan,
     exchange_mark,
     refuse_agreement,
     settle_plan,
 )
 from moe_dispatch.dispatchers.requirements import (
-    ROW_DTYPES,
+    check_again,
     check_combine,
     check_dtype,
     check_gradients,
@@ -34,7 +35,7 @@ from moe_dispatch.dispatchers.requirements import (
 )
 from moe_dispatch.dispatchers.rows import Home, anchor, merge_duplicates, pad_rows, take_rows, tie
 from moe_dispatch.dispatchers.self_test import run_self_test
-from moe_dispatch.errors import InputError, LayoutError, StateError, reason_code
+from moe_dispatch.errors import InputError, StateError, reason_code
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
@@ -200,7 +201,7 @@ class Dispatcher(nn.Module):
                 if settled is None:
                     draft = draft_plan(channel, layout, x)
                 else:
-                    _check_plan(channel, settled, x, x_TD.shape[0])
+                    check_plan(channel, settled, x, x_TD.shape[0])
             except Exception as error:
                 self._refuse(error, x, settled)
                 raise
@@ -274,6 +275,7 @@ class Dispatcher(nn.Module):
         started = iter([channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, plan.sizes)])
 
         def complete() -> Dispatched:
+            _ = self._lease.channel  # raises where closed
             finish = next(started, None)
             if finish is None:
                 raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
@@ -305,12 +307,7 @@ class Dispatcher(nn.Module):
             )
         home: Home = state.home
         x_TD = home.layout.flatten(x)
-        expected = (home.num_rows, self.config.hidden_size)
-        if x_TD.shape != expected or x.dtype not in ROW_DTYPES or x.device != again.rows.device:
-            raise InputError(
-                f"Dispatcher.dispatch: again=sent was made with floating {expected} on {again.rows.device}, got "
-                f"{x.dtype} {tuple(x_TD.shape)} on {x.device}. Pass a tensor of the same rows."
-            )
+        check_again(x_TD, home.num_rows, again.rows.device, self.config)
         channel = self._lease.channel
         check_dtype("Dispatcher.dispatch", "x", x_TD, self.config, channel.needs)
         check_gradients("Dispatcher.dispatch", (x_TD,), self.config, channel.needs)
@@ -372,12 +369,7 @@ class Dispatcher(nn.Module):
         with profiler_range("combine"):
             state = self._state(sent, "combine")
             channel = self._lease.channel
-            if rows.shape != sent.rows.shape or rows.dtype not in ROW_DTYPES or rows.device != sent.rows.device:
-                raise InputError(
-                    f"Dispatcher.combine: rows must be floating {tuple(sent.rows.shape)} on {sent.rows.device}, like "
-                    f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
-                )
-            check_combine(rows, self.config, channel.needs)
+            check_combine(rows, sent.rows, self.config, channel.needs)
             y_TD = channel.backend.combine(
                 rows, self._anchored(sent.weights), state.backend, weighted=self.config.weights == "combine"
             )
@@ -405,21 +397,6 @@ class Dispatcher(nn.Module):
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""
         self._lease.release()
-
-
-def _check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:
-    if plan.owner != channel.name:
-        raise StateError(
-            "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
-            f"{plan.owner} on {channel.name}. Make it with this dispatcher's plan()."
-        )
-    if plan.num_rows not in (None, num_rows):
-        raise LayoutError(
-            f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
-            "Make a plan per micro-batch."
-        )
-    if plan.num_rows is None:  # what the plan could not check without a tensor
-        draft_plan(channel, plan.layout, like)
 
 
 def build_dispatcher(

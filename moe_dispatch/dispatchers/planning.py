@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
-from moe_dispatch.errors import InputError, PeerError, reason_code, refusal
+from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError, reason_code, refusal
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan
 
@@ -57,6 +57,27 @@ def settle_plan(channel: Channel, draft: Draft) -> Plan:
     return Plan(
         layout=draft.layout, num_rows=draft.num_rows, real_rows=draft.real_rows, sizes=sizes, owner=channel.name
     )
+
+
+def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:
+    """Refuse a plan that is not for this call.
+
+    Raises:
+        StateError: it was made by a dispatcher of another config or group.
+        LayoutError: it is for another number of tokens, or does not fit ``like``.
+    """
+    if plan.owner != channel.name:
+        raise StateError(
+            "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
+            f"{plan.owner} on {channel.name}. Make it with this dispatcher's plan()."
+        )
+    if plan.num_rows not in (None, num_rows):
+        raise LayoutError(
+            f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
+            "Make a plan per micro-batch."
+        )
+    if plan.num_rows is None:  # what the plan could not check without a tensor
+        draft_plan(channel, plan.layout, like)
 
 
 def agrees_on_rows(channel: Channel) -> bool:

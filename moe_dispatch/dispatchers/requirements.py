@@ -199,12 +199,31 @@ def check_dtype(where: str, what: str, rows: Tensor, config: DispatcherConfig, n
     )
 
 
-def check_combine(rows: Tensor, config: DispatcherConfig, needs: Constraints) -> None:
-    """Dtype and gradients of expert outputs.
+def check_again(x_TD: Tensor, num_rows: int, device: torch.device, config: DispatcherConfig) -> None:
+    """Rows that are to go the way of an earlier dispatch.
+
+    Raises:
+        InputError: they are not like those of that dispatch.
+    """
+    expected = (num_rows, config.hidden_size)
+    if x_TD.shape != expected or x_TD.dtype not in ROW_DTYPES or x_TD.device != device:
+        raise InputError(
+            f"Dispatcher.dispatch: again=sent was made with floating {expected} on {device}, got "
+            f"{x_TD.dtype} {tuple(x_TD.shape)} on {x_TD.device}. Pass a tensor of the same rows."
+        )
+
+
+def check_combine(rows: Tensor, dispatched: Tensor, config: DispatcherConfig, needs: Constraints) -> None:
+    """Shape, dtype, device and gradients of expert outputs, beside the rows that were dispatched.
 
     Raises:
         InputError: naming both values and the way out.
     """
+    if rows.shape != dispatched.shape or rows.dtype not in ROW_DTYPES or rows.device != dispatched.device:
+        raise InputError(
+            f"Dispatcher.combine: rows must be floating {tuple(dispatched.shape)} on {dispatched.device}, like "
+            f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
+        )
     check_dtype("Dispatcher.combine", "rows", rows, config, needs)
     check_gradients("Dispatcher.combine", (rows,), config, needs)
 
