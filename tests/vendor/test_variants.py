@@ -18,14 +18,7 @@ from moe_dispatch.backends.vendor.switch import ProcessSwitch
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.testing.emulation import emulated_deep_ep
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
-from tests.vendor.vendors import (
-    HYBRID,
-    V2,
-    config,
-    identity,
-    identity_and_close,
-    rank_of,
-)
+from tests.vendor.vendors import HYBRID, RAGGED, V1, V2, config, identity, identity_and_close, rank_of
 
 
 def test_v2_in_the_order_of_arrival_gives_the_same_sums() -> None:
@@ -100,6 +93,25 @@ def test_an_early_release_refuses_a_rank_that_receives_nothing() -> None:
     assert results[0] is None
     told = ("every rank must receive a row, got none on rank 1", "install one of 2026-04")
     raises_everywhere(results[1:], StateError, *told)
+
+
+@pytest.mark.parametrize("backend", [V1, V2, HYBRID, RAGGED], ids=["v1", "v2", "hybrid", "ragged"])
+def test_a_weight_of_zero_is_no_padding(backend: dict[str, Any]) -> None:
+    """HybridEP tells real rows from padding by their probabilities: one of weight 0 counts, and has a gradient."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(backend, pad_multiple=16), group)
+        routing, weights = random_routing(6, rank_of(group)), torch.zeros(6, 2).requires_grad_()
+        x = torch.ones(6, 256)
+        sent = dispatcher.dispatch(x, Routing(routing.topk_ids, weights))
+        assert not sent.weights.signbit().any()
+        dispatcher.combine(sent.rows, sent).sum().backward()
+        assert weights.grad is not None
+        assert torch.equal(weights.grad, torch.full((6, 2), 256.0))
+        assert int(dispatcher.metrics(gather=True).real_tokens_per_expert.sum()) == 2 * 6 * 2
+        dispatcher.close()
+
+    on_ranks(body, 2)
 
 
 def test_a_permutation_is_refused_where_the_library_reorders() -> None:
