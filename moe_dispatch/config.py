@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
+from moe_dispatch.backends.capacity import Factor
 from moe_dispatch.backends.registry import load_backend
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
 from moe_dispatch.errors import ConfigError
@@ -65,7 +66,12 @@ class DispatcherConfig(BaseModel):
             all-reduce and a host sync), "assume" (the caller promises equality), "check" (assume, verify, raise),
             "static" (``max_tokens_per_rank``). None: "agree", in graph-safe mode "static".
         max_tokens_per_rank: upper bound of the rows a rank brings.
-        graph_safe: no host sync and no data-dependent shape in either verb.
+        graph_safe: no host sync and no data-dependent shape in either verb, forward and backward.
+        capacity_factor: graph-safe room of a rank's experts: a float over the balanced load, ``ceil(factor *
+            max_tokens_per_rank * top_k)`` rows before expert padding, or "worst", which no routing overflows.
+        on_overflow: what becomes of rows beyond a finite capacity, which must be chosen with it: "raise" (``check()``
+            raises on all ranks), "drop" (slots of the least weight go nowhere; of equal ones the last by source rank,
+            token, slot), "drop_by_position" (the order of ``hybridep``: the rows of the highest experts).
         permutation: implementation of the one-rank reorder: "torch", "triton" (ours), "te" (transformer-engine's
             kernels), honoured or refused; "auto" is Triton on CUDA devices where it can be used, else torch.
         device: "cpu" or "cuda" to refuse tensors elsewhere; None takes any.
@@ -88,6 +94,8 @@ class DispatcherConfig(BaseModel):
     row_counts: RowCounts | None = None
     max_tokens_per_rank: _Count | None = None
     graph_safe: bool = False
+    capacity_factor: Factor = "worst"
+    on_overflow: Literal["raise", "drop", "drop_by_position"] | None = None
     permutation: PermutationName = "auto"
     device: Literal["cpu", "cuda"] | None = None
     debug: bool = False
@@ -137,7 +145,26 @@ class DispatcherConfig(BaseModel):
                 f'graph_safe needs row_counts "static", got {self.row_counts!r}, which syncs with the host. Leave it '
                 f"out."
             )
+        self._check_capacity()
         return self
+
+    def _check_capacity(self) -> None:
+        bounds = {
+            "capacity_factor": self.capacity_factor,
+            "pair_rows": _split(self.backend)[1].get("pair_rows", "worst"),
+        }
+        finite = [f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst"]
+        given = finite if self.on_overflow is None else [*finite, f"on_overflow={self.on_overflow!r}"]
+        if given and not self.graph_safe:
+            raise ConfigError(
+                f"{', '.join(given)} must come with graph_safe=True, got graph_safe=False, where every buffer has the "
+                "size that the routing needs. Set graph_safe, or leave it out."
+            )
+        if finite and self.on_overflow is None:
+            raise ConfigError(
+                f"on_overflow must be chosen with a finite capacity, got None with {', '.join(finite)}. "
+                'Set on_overflow to "raise" or "drop".'
+            )
 
     @property
     def backend_name(self) -> str:

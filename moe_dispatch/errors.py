@@ -25,6 +25,10 @@ class StateError(MoEDispatchError, RuntimeError):
     """A closed dispatcher, a state of another dispatcher, or a use autograd does not support."""
 
 
+class CapacityError(MoEDispatchError, RuntimeError):
+    """A graph-safe dispatch had more rows than its buffers hold, and ``on_overflow`` is "raise"."""
+
+
 class PeerError(MoEDispatchError, RuntimeError):
     """Another rank of the group refused the call, so this rank must not wait for it."""
 

@@ -23,7 +23,7 @@ from moe_dispatch.backends.base import (
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, accumulation_dtype, group_slots
-from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
 
@@ -75,7 +75,7 @@ class AllGather(Backend):
     @classmethod
     def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
         # A reduce-scatter adds on the way: a narrow wire would round at every hop, so no wire_dtype is offered.
-        return Constraints(equal_rows=True)
+        return Constraints(equal_rows=True, min_rows=int(shape.graph_safe), graph_safe=True, drop_order="weight")
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, comm = self.context.shape, self.context.communicator
@@ -86,14 +86,16 @@ class AllGather(Backend):
         everyone = packets.new_empty(len(packets) * comm.size, form.stride)
         comm.all_gather(everyone, packets, label="dispatch")
         ids_SK, first = form.ids(everyone), comm.rank * shape.num_local_experts
-        counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[first : first + shape.num_local_experts])
-        route = AllGatherRoute(
-            context=self.context,
-            permutation=self.context.permutation_on(rows_TD.device),
-            index=group_slots(ids_SK - first, counts, shape.pad_multiple),
-        )
         received = nullcontext((form.row.read(form.rows(everyone)), form.weights(everyone)))
+        if sizes.capacity is not None:
+            index = self.context.group_statically(ids_SK - first, form.weights(everyone), sizes.capacity)
+            return arrive_statically(rows_TD, weights_TK, self._route(index, rows_TD.device), received)
+        counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[first : first + shape.num_local_experts])
+        route = self._route(group_slots(ids_SK - first, counts, shape.pad_multiple), rows_TD.device)
         return arrive(rows_TD, weights_TK, route, received, counts, shape.pad_multiple)
+
+    def _route(self, index: SlotIndex, device: torch.device) -> AllGatherRoute:
+        return AllGatherRoute(context=self.context, permutation=self.context.permutation_on(device), index=index)
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         return send_again(rows_TD, state)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.backends.alltoall_static import lanes_of, wanted_here
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
@@ -21,9 +22,10 @@ from moe_dispatch.backends.base import (
     Sizes,
     WireDtype,
 )
+from moe_dispatch.backends.capacity import Capacity, Factor, capacity_of, tokens_of
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots, running_total
-from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
 
@@ -36,9 +38,12 @@ class AllToAllOptions(BackendOptions):
         reduction: "fast" sums a row's experts on each rank, in float32, before it comes back: the fewest bytes. "exact"
             brings every (row, expert) result back and sums at home in slot order: bit-identical for every ep_size, at
             up to top_k times the bytes on the way back.
+        pair_rows: graph-safe: rows that each rank sends to each, over the rows expected when every token chooses its
+            experts evenly, ``T * (1 - C(E-L, K) / C(E, K))``; "worst" is ``max_tokens_per_rank``.
     """
 
     reduction: Literal["fast", "exact"] = "fast"
+    pair_rows: Factor = "worst"
 
 
 @final
@@ -187,7 +192,21 @@ class AllToAll(Backend):
 
     @classmethod
     def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
-        return Constraints(exchanges_counts=True, wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}))
+        assert isinstance(options, AllToAllOptions)
+        return Constraints(
+            exchanges_counts=not shape.graph_safe,
+            min_rows=int(shape.graph_safe),
+            wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
+            graph_safe=options.reduction == "fast",
+            graph_safe_reason='reduction="exact" brings back one row for each slot, as many as the routing says; '
+            'reduction="fast" would work',
+            drop_order="weight",
+        )
+
+    @classmethod
+    def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
+        assert isinstance(options, AllToAllOptions)
+        return capacity_of(shape, pair_factor=options.pair_rows)
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()
@@ -195,8 +214,65 @@ class AllToAll(Backend):
     def dispatch_async(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes
     ) -> Callable[[], Arrived]:
+        if sizes.capacity is not None:
+            return self._dispatch_statically(rows_TD, ids_TK, weights_TK, sizes.capacity)
         transit = self._send(rows_TD, ids_TK, weights_TK)
         return lambda: self._receive(transit)
+
+    def _dispatch_statically(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, capacity: Capacity
+    ) -> Callable[[], Arrived]:
+        space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
+        permutation, pair_rows = self.context.permutation_on(rows_TD.device), capacity.pair_rows
+        assert pair_rows is not None
+        rank_TK = ids_TK.div(shape.num_local_experts, rounding_mode="floor")
+        lanes = lanes_of(
+            rank_members(rank_TK, comm.size),
+            rank_TK,
+            weights_TK.detach(),
+            pair_rows,
+            may_overflow=pair_rows < tokens_of(shape),
+        )
+        form = self._form(rows_TD.dtype, weights_TK.dtype, note=True)
+        outgoing, received = (
+            space.take(comm.size * pair_rows * form.stride, rows_TD.device).view(-1, form.stride) for _ in range(2)
+        )
+        lanes.fill(outgoing, form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK), form, permutation)
+        splits = [pair_rows] * comm.size
+        work = comm.all_to_all(received, outgoing, splits, splits, label="dispatch")
+
+        def complete() -> Arrived:
+            if work is not None:
+                work.wait()
+            space.give(outgoing)
+            keys_SK = form.ids(received) - comm.rank * shape.num_local_experts
+            route = AllToAllRoute(
+                context=self.context,
+                permutation=permutation,
+                traffic=Traffic(rows_out=splits, rows_in=splits, slots_out=[], slots_in=[], tokens_per_expert=[]),
+                index=self.context.group_statically(keys_SK, form.weights(received), capacity),
+                wire_dtype=shape.wire_dtype,
+                source_S=lanes.source_S,
+                member_S=lanes.member_N,
+                cu_T=lanes.cu_T,
+                home=None,
+                weights_TK=weights_TK.detach(),
+            )
+            return arrive_statically(
+                rows_TD,
+                weights_TK,
+                route,
+                self._unpack(form, received),
+                needed=wanted_here(received, form, pair_rows),
+                busiest_pair=lanes.busiest,
+            )
+
+        return complete
+
+    def _form(self, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
+        shape = self.context.shape
+        row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
+        return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
 
     def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Transit:
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
@@ -204,12 +280,7 @@ class AllToAll(Backend):
         members_PT = rank_members(rank_TK, comm.size)
         traffic = self._exchange_counts(ids_TK, rank_TK, members_PT)
         source_S = torch.nonzero_static(members_PT, size=sum(traffic.rows_out))[:, 1].contiguous()
-        form = packet(
-            row_format(rows_TD.dtype, shape.hidden_size, self.context.shape.wire_dtype),
-            shape.top_k,
-            weights_TK.dtype,
-            id_dtype_for(shape.num_experts),
-        )
+        form = self._form(rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
         outgoing = space.take(source_S.shape[0] * form.stride, rows_TD.device).view(-1, form.stride)
         received = space.take(sum(traffic.rows_in) * form.stride, rows_TD.device).view(-1, form.stride)
@@ -247,14 +318,13 @@ class AllToAll(Backend):
             home=group_slots(transit.rank_TK, traffic.slots_out) if self._exact else None,
             weights_TK=transit.weights_TK.detach(),
         )
-        unpacked = self._unpack(transit)
+        unpacked = self._unpack(form, transit.received)
         return arrive(
             transit.rows_TD, transit.weights_TK, route, unpacked, traffic.tokens_per_expert, shape.pad_multiple
         )
 
     @contextmanager
-    def _unpack(self, transit: _Transit) -> Iterator[tuple[Tensor, Tensor]]:
-        form, received = transit.form, transit.received
+    def _unpack(self, form: Packet, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield form.row.read(form.rows(received)), form.weights(received)
         self.context.workspace.give(received)
 

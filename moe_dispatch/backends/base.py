@@ -11,8 +11,16 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from moe_dispatch.backends.capacity import Capacity, CapacityFactor, capacity_of, worst_rows
 from moe_dispatch.backends.collectives import Communicator
-from moe_dispatch.backends.permutation import Permutation, choose_permutation, round_up
+from moe_dispatch.backends.permutation import (
+    Permutation,
+    StaticIndex,
+    StaticTorchPermutation,
+    choose_permutation,
+    group_statically,
+    round_up,
+)
 from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.backends.workspace import Workspace
 
@@ -20,6 +28,7 @@ PROTOCOL = 1
 
 WireDtype = Literal["bfloat16", "float8_e4m3fn"]
 PermutationName = Literal["auto", "torch", "triton", "te"]
+DropOrder = Literal["weight", "position"]
 
 
 @final
@@ -30,10 +39,12 @@ class Sizes:
     Attributes:
         padded_rows: rows that every rank brings; None where each brings its own count.
         group_max_rows: the most rows that any rank brings, padded; None where nobody asked.
+        capacity: room of a graph-safe dispatch; None where sizes follow the routing.
     """
 
     padded_rows: int | None = None
     group_max_rows: int | None = None
+    capacity: Capacity | None = None
 
 
 @final
@@ -60,6 +71,9 @@ class Constraints:
         exchanges_counts: ranks exchange counts in every dispatch, so a refusing rank can mark it (``refuse``).
         wire_dtypes: the ``wire_dtype`` values it can honour besides None.
         graph_safe: it has a path without host syncs or data-dependent shapes; ``graph_safe_reason`` says why not.
+        drop_order: in which order it drops rows beyond a capacity: "weight" (the lightest slots first; of equal ones
+            the last by source rank, token, slot), or "position" (the last of its expert-major rows, that is the
+            highest experts first); None where it can only have room for the worst case.
         compilable: it can be traced by torch.compile with ``fullgraph=True``.
         differentiable: both verbs have a backward; else the dispatcher refuses tensors that require grad.
     """
@@ -83,6 +97,7 @@ class Constraints:
     wire_dtypes: frozenset[WireDtype] = frozenset()
     graph_safe: bool = False
     graph_safe_reason: str = "it has no static path"
+    drop_order: DropOrder | None = None
     compilable: bool = False
     differentiable: bool = True
 
@@ -129,6 +144,8 @@ class MoEShape:
         wire_dtype: what rows travel in; None is their own dtype.
         max_tokens_per_rank: the most rows a rank brings, where the config says.
         ranks_per_node: how many consecutive ranks share a host, detected when the dispatcher is built; None before.
+        graph_safe: neither verb may wait for the device or have a shape that depends on the routing.
+        capacity_factor: graph-safe room for a rank's experts, over the balanced load, or for the worst case.
     """
 
     num_experts: int
@@ -139,6 +156,8 @@ class MoEShape:
     wire_dtype: WireDtype | None = None
     max_tokens_per_rank: int | None = None
     ranks_per_node: int | None = None
+    graph_safe: bool = False
+    capacity_factor: CapacityFactor = "worst"
 
     @property
     def num_local_experts(self) -> int:
@@ -174,13 +193,30 @@ class BackendContext:
 
     def permutation_on(self, device: torch.device) -> Permutation:
         """What reorders rows on a device: as named, or for "auto" the best at hand there."""
-        return choose_permutation(self.permutation, device.type)
+        chosen = choose_permutation(self.permutation, device.type)
+        return StaticTorchPermutation() if self.shape.graph_safe and chosen.name == "torch" else chosen
+
+    def group_statically(self, local_ids_SK: Tensor, weights_SK: Tensor, capacity: Capacity) -> StaticIndex:
+        """Group slots by this rank's experts, 0 to L-1, in a buffer of fixed size; by weight where not all fit."""
+        return group_statically(
+            local_ids_SK,
+            self.shape.num_local_experts,
+            rows=capacity.rows,
+            buffer_rows=capacity.buffer_rows,
+            pad_multiple=self.shape.pad_multiple,
+            weights_SK=weights_SK if capacity.rows < worst_rows(self.shape) else None,
+        )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrived:
-    """What a backend's dispatch gives back; fields as in ``Dispatched``, ``state`` is the backend's own and frozen."""
+    """What a backend's dispatch gives back; fields as in ``Dispatched``, ``state`` is the backend's own and frozen.
+
+    Attributes:
+        demand: graph-safe: int64 (2,) on the device, the real rows that this rank's experts needed room for, dropped
+            ones included, and the rows that this rank had for its busiest pair, 0 where pairs have no bound.
+    """
 
     rows: Tensor
     weights: Tensor
@@ -188,6 +224,7 @@ class Arrived:
     real_tokens_per_expert: Tensor
     tokens_per_expert_list: tuple[int, ...] | None
     state: Any
+    demand: Tensor | None = None
 
 
 class Backend(ABC):
@@ -216,6 +253,11 @@ class Backend(ABC):
     def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
         """What the installed version needs for this shape."""
 
+    @classmethod
+    def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
+        """Room of a graph-safe dispatch, from the config's factors. Asked only where ``shape.graph_safe``."""
+        return capacity_of(shape)
+
     def open(self) -> None:  # noqa: B027 - most backends hold nothing
         """Acquire buffers; collective, in the same order on all ranks."""
 
@@ -237,7 +279,9 @@ class Backend(ABC):
             ids_TK: int64 (Tp, K), global expert ids, no expert twice in a row, -1 for none.
             weights_TK: float32 or float64 (Tp, K), 0 or anything where the id is -1. Wherever gradients are recorded
                 they require grad, so that the backward of dispatch runs on every rank alike.
-            sizes: what the ranks agreed on.
+            sizes: what the ranks agreed on; with a ``capacity`` in graph-safe mode, where nothing here may read a
+                device or have a shape that depends on the routing. Rows beyond ``sum(tokens_per_expert)`` then hold
+                anything.
         """
 
     def dispatch_async(

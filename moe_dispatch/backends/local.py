@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_dispatch.backends.base import Arrived, Backend, BackendOptions, Constraints, MoEShape, Sizes, WireDtype
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
-from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.wire import row_format
 
 
@@ -62,21 +62,33 @@ class Local(Backend):
 
     @classmethod
     def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
-        return Constraints(group_sizes=frozenset({1}), wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}))
+        return Constraints(
+            group_sizes=frozenset({1}),
+            wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
+            min_rows=int(shape.graph_safe),  # a buffer of fixed size is filled from some row
+            graph_safe=True,
+            drop_order="weight",
+        )
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape = self.context.shape
-        wire = shape.wire_dtype
+        rows = row_format(rows_TD.dtype, shape.hidden_size, shape.wire_dtype).round_trip(rows_TD.detach())
+        received = nullcontext((rows, weights_TK.detach()))
+        if sizes.capacity is not None:
+            index = self.context.group_statically(ids_TK, weights_TK.detach(), sizes.capacity)
+            return arrive_statically(rows_TD, weights_TK, self._route(index, rows.device), received)
         counts = read_host(count_experts(ids_TK, shape.num_experts))
+        route = self._route(group_slots(ids_TK, counts, shape.pad_multiple), rows.device)
+        return arrive(rows_TD, weights_TK, route, received, counts, shape.pad_multiple)
+
+    def _route(self, index: SlotIndex, device: torch.device) -> LocalRoute:
         assert isinstance(self.options, LocalOptions)
-        route = LocalRoute(
-            permutation=self.context.permutation_on(rows_TD.device),
-            index=group_slots(ids_TK, counts, shape.pad_multiple),
-            wire_dtype=wire,
+        return LocalRoute(
+            permutation=self.context.permutation_on(device),
+            index=index,
+            wire_dtype=self.context.shape.wire_dtype,
             exact=self.options.reduction == "exact",
         )
-        rows = row_format(rows_TD.dtype, shape.hidden_size, wire).round_trip(rows_TD.detach())
-        return arrive(rows_TD, weights_TK, route, nullcontext((rows, weights_TK.detach())), counts, shape.pad_multiple)
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         return send_again(rows_TD, state)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, WireDtype
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, round_up
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, StaticIndex, round_up
 from moe_dispatch.errors import StateError
 
 
@@ -74,6 +74,41 @@ def arrive(
         real_tokens_per_expert=real_L,
         tokens_per_expert_list=tuple(padded),
         state=route,
+    )
+
+
+def arrive_statically(
+    rows_TD: Tensor,
+    weights_TK: Tensor,
+    route: Route,
+    received: Received,
+    *,
+    needed: Tensor | None = None,
+    busiest_pair: Tensor | None = None,
+) -> Arrived:
+    """``arrive`` for a route whose ``index`` is a ``StaticIndex``: counts stay on the device.
+
+    Args:
+        rows_TD: (T, D), what was sent; read only by autograd.
+        weights_TK: (T, K), likewise.
+        route: the way it took.
+        received: opens to rows (S, D) and their slots' weights (S, K).
+        needed: int64 (), the rows that this rank's experts needed room for, where more than arrived.
+        busiest_pair: int64 (), the most rows that this rank had for one rank; None where that has no bound.
+    """
+    index = route.index
+    assert isinstance(index, StaticIndex)
+    rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, route, received)  # type: ignore[no-untyped-call]
+    needed = index.needed if needed is None else needed
+    pair = torch.zeros_like(needed) if busiest_pair is None else busiest_pair
+    return Arrived(
+        rows=rows_RD,
+        weights=weights_R,
+        tokens_per_expert=index.padded_L,
+        real_tokens_per_expert=index.real_L,
+        tokens_per_expert_list=None,
+        state=route,
+        demand=torch.stack([needed, pair]),
     )
 
 

@@ -93,7 +93,7 @@ def row_format(dtype: torch.dtype, hidden: int, wire: WireDtype | None = None) -
 @final
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """A row with its slots as bytes: ``[row | K weights | K ids]``, each part aligned to its dtype; made by ``packet``.
+    """A row with its slots as bytes: ``[row | K weights | note | K ids]``, each part aligned; made by ``packet``.
 
     Attributes:
         row: format of the row.
@@ -101,6 +101,7 @@ class Packet:
         weight_dtype: float32, float64 for float64 models; None where weights do not travel.
         id_dtype: None where ids do not travel.
         weights_at: byte where the weights begin.
+        note_at: byte of one int32 for the backend's own use; ``ids_at`` where there is none.
         ids_at: byte where the ids begin.
         stride: bytes from one packet to the next.
     """
@@ -110,6 +111,7 @@ class Packet:
     weight_dtype: torch.dtype | None
     id_dtype: torch.dtype | None
     weights_at: int
+    note_at: int
     ids_at: int
     stride: int
 
@@ -128,7 +130,11 @@ class Packet:
     def weights(self, packets: Tensor) -> Tensor:
         """The weights, (T, K), a strided view."""
         assert self.weight_dtype is not None
-        return packets[:, self.weights_at : self.ids_at].view(self.weight_dtype)
+        return packets[:, self.weights_at : self.note_at].view(self.weight_dtype)
+
+    def notes(self, packets: Tensor) -> Tensor:
+        """int32 (T, 1), a strided view."""
+        return packets[:, self.note_at : self.ids_at].view(torch.int32)
 
     def ids(self, packets: Tensor) -> Tensor:
         """The expert ids, (T, K), a strided view."""
@@ -137,13 +143,22 @@ class Packet:
 
 
 @cache
-def packet(row: RowFormat, top_k: int, weight_dtype: torch.dtype | None, id_dtype: torch.dtype | None = None) -> Packet:
+def packet(
+    row: RowFormat,
+    top_k: int,
+    weight_dtype: torch.dtype | None,
+    id_dtype: torch.dtype | None = None,
+    *,
+    note: bool = False,
+) -> Packet:
     """The format of packets whose rows, weights and ids can each be viewed in their own dtype."""
     weight_bytes, id_bytes = (0 if dtype is None else dtype.itemsize for dtype in (weight_dtype, id_dtype))
     weights_at = round_up(row.nbytes, weight_bytes or 1)
-    ids_at = weights_at + top_k * weight_bytes
+    note_at = weights_at + top_k * weight_bytes  # weights are of 4 or 8 bytes, so this suits an int32
+    ids_at = note_at + 4 * note
     unit = max(weight_bytes, id_bytes, row.wire_dtype.itemsize)
-    return Packet(row, top_k, weight_dtype, id_dtype, weights_at, ids_at, round_up(ids_at + top_k * id_bytes, unit))
+    stride = round_up(ids_at + top_k * id_bytes, unit)
+    return Packet(row, top_k, weight_dtype, id_dtype, weights_at, note_at, ids_at, stride)
 
 
 def id_dtype_for(num_experts: int) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
@@ -9,10 +10,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, final
 
-from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape
+from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
+from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
+from moe_dispatch.dispatchers.overflow import HighWaterMark
 from moe_dispatch.errors import StateError
 
 logger = logging.getLogger("moe_dispatch")
@@ -33,7 +36,7 @@ class Blueprint:
 
 @final
 class Channel:
-    """One backend, open on one group, for one config. Attributes are set here and never again, but for the refcount."""
+    """One backend, open on one group, for one config. What changes is the refcount and, by ``grow``, the capacity."""
 
     def __init__(
         self, config: DispatcherConfig, communicator: Communicator, control: Communicator, blueprint: Blueprint
@@ -47,14 +50,31 @@ class Channel:
         self.backend_name = blueprint.backend.name
         self.name = f"{self.backend_name}-{config.digest[:8]}-{next(_serial)}"
         self.meter = Meter(shape.num_local_experts)
+        self.high_water = HighWaterMark()
         self.users = 0
         context = BackendContext(
             shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation
         )
         self.backend = blueprint.backend(context, blueprint.options)
+        self._capacity = blueprint.backend.capacity(shape, blueprint.options) if config.graph_safe else None
         self.backend.open()
         if config.max_tokens_per_rank is not None:
-            self.backend.reserve(self.needs.sizes(config.max_tokens_per_rank))
+            self.backend.reserve(self.sizes(config.max_tokens_per_rank))
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """Room of a dispatch; None where sizes follow the routing."""
+        return self._capacity
+
+    def set_capacity(self, capacity: Capacity) -> None:
+        """Have another room from now on. Collective."""
+        self._capacity = capacity
+        assert self.config.max_tokens_per_rank is not None  # graph_safe asks for it
+        self.backend.reserve(self.sizes(self.config.max_tokens_per_rank))
+
+    def sizes(self, largest: int) -> Sizes:
+        """What follows from the largest count of any rank."""
+        return dataclasses.replace(self.needs.sizes(largest), capacity=self._capacity)
 
     @property
     def row_counts(self) -> str:

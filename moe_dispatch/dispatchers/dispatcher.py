@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast, final, overload
+from typing import Any, Literal, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,15 @@ from moe_dispatch.backends.collectives import device_of
 from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.backends.rank_major import profiler_range
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers import overflow
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
+from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.planning import (
     agrees_on_rows,
     check_plan,
+    cuts_rows,
     draft_plan,
     exchange_mark,
     refuse_agreement,
@@ -38,6 +42,8 @@ from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import InputError, StateError, reason_code
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
+
+Result = TypeVar("Result")
 
 
 @final
@@ -255,20 +261,21 @@ class Dispatcher(nn.Module):
         layout, num_rows = plan.layout, x_TD.shape[0]
         ids_TK, weights_TK = routing.topk_ids, self._anchored(routing.topk_weights.to(accumulation_dtype(x.dtype)))
         real_rows = plan.real_rows
-        if plan.num_rows is None and layout.on_host:
+        cuts = cuts_rows(channel, layout)
+        if plan.num_rows is None and cuts:
             real_rows = layout.real_rows(num_rows)
         if real_rows is not None:
             real_rows = real_rows.to(x.device, non_blocking=True)
             x_TD, weights_TK = take_rows(x_TD, real_rows), take_rows(weights_TK, real_rows)
             ids_TK = ids_TK.index_select(0, real_rows)
-        elif not layout.on_host and (valid_T := layout.valid_T(num_rows, x.device)) is not None:
+        elif not cuts and (valid_T := layout.valid_T(num_rows, x.device)) is not None:
             ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
             channel.meter.record_masked(valid_T)
         count = x_TD.shape[0]
         padded = plan.sizes.padded_rows
         if padded is None:
             padded = channel.needs.padded(count)
-        ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK)
+        ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK, asks=not self.config.graph_safe)
         ids_TK, weights_TK = pad_rows(ids_TK, padded, -1), pad_rows(weights_TK, padded, 0)
         x_TD = pad_rows(x_TD, padded, 0)
         home = Home(layout=layout, shape=x.shape, num_rows=num_rows, real_rows=real_rows, count=count, padded=padded)
@@ -281,6 +288,8 @@ class Dispatcher(nn.Module):
                 raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
             arrived = finish()
             channel.meter.record(arrived, padded=padded - count, cut=num_rows - count)
+            if arrived.demand is not None:
+                channel.high_water.record(arrived.demand)
             return self._dispatched(arrived, home)
 
         return InFlight(finish=complete) if async_op else complete()
@@ -393,6 +402,50 @@ class Dispatcher(nn.Module):
         """
         preferred = torch.device(device or self.config.device or "cpu")
         run_self_test(self, device_of(self._lease.channel.communicator.group, preferred), dtype)
+
+    def check(self) -> RequiredCapacity:
+        """Hear of overflows: what all dispatches of all ranks needed so far. Graph-safe; collective; a host sync.
+
+        Raises:
+            CapacityError: rows were dropped under ``on_overflow="raise"``; on every rank alike, with what would fit.
+            StateError: the config is not graph_safe.
+        """
+        return overflow.check(self._lease.channel)
+
+    def required_capacity(self) -> RequiredCapacity:
+        """What would have been enough so far; never raises for an overflow. Graph-safe; collective; a host sync."""
+        return overflow.required(self._lease.channel)
+
+    def grow(self, *, headroom: float = 1.125) -> RequiredCapacity:
+        """Make room for what was needed so far, times ``headroom`` where it was short, up to the worst case.
+
+        Plans made before are refused from now on, and CUDA graphs captured before still have the old room: capture
+        them again. Graph-safe; collective; a host sync.
+
+        Returns:
+            What was needed, and whether it had overflowed; without an overflow nothing changes.
+        """
+        return overflow.grow(self._lease.channel, headroom)
+
+    def retry_on_overflow(self, step: Callable[[], Result], *others: Dispatcher, headroom: float = 1.125) -> Result:
+        """Run a step, and again with more room as long as it overflowed.
+
+        Args:
+            step: forward and backward of one micro-batch or batch, plans included. It may run several times, so it does
+                its own ``zero_grad`` and leaves the optimizer alone; the random number generators of the CPU and of
+                the current CUDA device are put back before each run. What it returns is returned.
+            *others: dispatchers of other configs or groups that it uses; those that share a channel need no naming.
+            headroom: as for ``grow``.
+
+        Returns:
+            The result of the run that had room from its start to its end: bit for bit that of a run with as much room
+            from the start.
+
+        Cost: one all-reduce of two integers and one host sync a run. Graph-safe; collective. Not for replays of a CUDA
+        graph: those keep the room they were captured with.
+        """
+        channels = {dispatcher._lease.channel.name: dispatcher._lease.channel for dispatcher in (self, *others)}
+        return overflow.retry_on_overflow(list(channels.values()), step, headroom)
 
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""

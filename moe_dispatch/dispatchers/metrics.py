@@ -70,8 +70,11 @@ class Meter:
 
     def record_masked(self, valid_T: Tensor) -> None:
         """Count rows whose ids became -1. No sync."""
-        masked = len(valid_T) - valid_T.sum()
-        self._masked[valid_T.device] = self._masked.get(valid_T.device, 0) + masked
+        device = valid_T.device
+        if device not in self._masked:
+            with torch.inference_mode(False):
+                self._masked[device] = torch.zeros((), dtype=torch.int64, device=device)
+        self._masked[device].add_(len(valid_T) - valid_T.sum())  # in place, so that a captured graph counts here too
 
     @property
     def masked(self) -> int:

@@ -34,15 +34,20 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
         InputError: too many rows, or a layout that does not know how many where the backend needs it.
     """
     num_rows = layout.num_rows(None if like is None else like.shape)
-    real_rows = None
+    real_rows, cuts = None, cuts_rows(channel, layout)
     if num_rows is not None:
         layout.check(num_rows, values=channel.config.debug)
-        real_rows = layout.real_rows(num_rows) if layout.on_host else None
-    count = layout.num_real(num_rows) if layout.on_host else num_rows
+        real_rows = layout.real_rows(num_rows) if cuts else None
+    count = layout.num_real(num_rows) if cuts else num_rows
     _check_count(channel, layout, count)
     if like is not None and real_rows is not None:
         real_rows = real_rows.to(like.device, non_blocking=True)
     return Draft(layout=layout, num_rows=num_rows, real_rows=real_rows, count=count)
+
+
+def cuts_rows(channel: Channel, layout: Layout) -> bool:
+    """Whether rows that are no tokens are cut out, rather than sent nowhere: not where shapes must not change."""
+    return layout.on_host and not channel.config.graph_safe
 
 
 def settle_plan(channel: Channel, draft: Draft) -> Plan:
@@ -70,6 +75,11 @@ def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> Non
         raise StateError(
             "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
             f"{plan.owner} on {channel.name}. Make it with this dispatcher's plan()."
+        )
+    if plan.sizes.capacity != channel.capacity:
+        raise StateError(
+            f"Dispatcher.dispatch: the plan must be made for the capacity in force, got one for {plan.sizes.capacity} "
+            f"on {channel.capacity}: it has grown since. Make the plan again."
         )
     if plan.num_rows not in (None, num_rows):
         raise LayoutError(
@@ -126,7 +136,7 @@ def _needs_agreement(channel: Channel) -> bool:
 def _agreed_sizes(channel: Channel, count: int | None) -> Sizes:
     needs, policy = channel.needs, channel.row_counts
     if not _needs_agreement(channel):
-        return Sizes()
+        return Sizes(capacity=channel.capacity)
     if policy == "static":
         assert channel.config.max_tokens_per_rank is not None  # a rule of the config
         largest = channel.config.max_tokens_per_rank
@@ -135,7 +145,7 @@ def _agreed_sizes(channel: Channel, count: int | None) -> Sizes:
     else:
         largest = _exchange(channel, count or 0, 0)
     check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
-    return needs.sizes(largest)
+    return channel.sizes(largest)
 
 
 def _exchange(channel: Channel, count: int, code: int) -> int:

@@ -63,6 +63,8 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
         pad_multiple=config.pad_multiple_rows,
         wire_dtype=config.wire_dtype,
         max_tokens_per_rank=config.max_tokens_per_rank,
+        graph_safe=config.graph_safe,
+        capacity_factor=config.capacity_factor,
         ranks_per_node=ranks_per_node,
     )
 
@@ -113,10 +115,29 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
         )
     if config.graph_safe and not needs.graph_safe:
         raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
+    _check_drop_order(config, where, needs)
     try:
         check_max_rows(where, config.max_tokens_per_rank or 0, needs)
     except InputError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_drop_order(config: DispatcherConfig, where: str, needs: Constraints) -> None:
+    if config.on_overflow is None:
+        return
+    if needs.drop_order is None:
+        raise ConfigError(
+            f'{where}: capacity_factor must be "worst", because its library cannot drop rows, got '
+            f"{config.capacity_factor!r} with on_overflow={config.on_overflow!r}. Leave both out, or use another "
+            "backend."
+        )
+    chosen = {"drop": "weight", "drop_by_position": "position"}.get(config.on_overflow, needs.drop_order)
+    if chosen != needs.drop_order:
+        allowed = "drop" if needs.drop_order == "weight" else "drop_by_position"
+        raise ConfigError(
+            f"{where}: it drops rows by {needs.drop_order}, got on_overflow={config.on_overflow!r}. "
+            f'Use on_overflow="{allowed}" or "raise".'
+        )
 
 
 def _for_groups(name: str) -> str:

@@ -33,13 +33,13 @@ class Home:
         return self.layout.unflatten(rows_TD, self.shape)
 
 
-def merge_duplicates(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+def merge_duplicates(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool = True) -> tuple[Tensor, Tensor]:
     """Give an expert that a row names twice one slot with the sum of the weights; the gradient reaches each.
 
-    The later slots become -1. Weights of -1 slots are never read, and come out as 0. On a GPU this always runs, because
-    asking whether it is needed would be a sync; it holds (T, K, K) at once.
+    The later slots become -1. Weights of -1 slots are never read, and come out as 0. Only ``asks`` and the CPU let it
+    look whether it is needed at all, because elsewhere that would be a sync; it holds (T, K, K) at once.
     """
-    if ids_TK.shape[1] == 1 or (ids_TK.device.type == "cpu" and not _has_duplicates(ids_TK)):
+    if ids_TK.shape[1] == 1 or (asks and ids_TK.device.type == "cpu" and not _has_duplicates(ids_TK)):
         return ids_TK, weights_TK
     same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
     slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)

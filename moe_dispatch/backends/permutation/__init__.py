@@ -6,17 +6,23 @@ from moe_dispatch.backends.permutation.blocks import accumulation_dtype
 from moe_dispatch.backends.permutation.choose import choose_permutation, known_permutations, probe_permutation
 from moe_dispatch.backends.permutation.index import SlotIndex, group_slots, round_up, running_total
 from moe_dispatch.backends.permutation.rows import TorchPermutation, expand, expand_weighted, gather, reduce
+from moe_dispatch.backends.permutation.static_index import StaticIndex, front, group_statically
+from moe_dispatch.backends.permutation.static_rows import StaticTorchPermutation
 
 __all__ = [
     "Permutation",
     "SlotIndex",
+    "StaticIndex",
+    "StaticTorchPermutation",
     "TorchPermutation",
     "accumulation_dtype",
     "choose_permutation",
     "expand",
     "expand_weighted",
+    "front",
     "gather",
     "group_slots",
+    "group_statically",
     "known_permutations",
     "probe_permutation",
     "reduce",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.permutation.blocks import accumulation_dtype, blocks_of, row_blocks
+from moe_dispatch.backends.permutation.blocks import accumulation_dtype, block_bytes, blocks_of, row_blocks
 
 
 def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
@@ -39,16 +39,16 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
     the other way; looking for one takes 3% of the time. Float16's range is too small for such parts.
     """
     width = out.shape[1]
-    if _fits(rows, weights, out):
-        out.copy_(_bag(rows, members, offsets, weights)[:, :width])
+    if fits_bag(rows, weights, out):
+        out.copy_(bag(rows, members, offsets, weights)[:, :width])
         return
     if weights is not None and rows.dtype == out.dtype == torch.bfloat16:
-        sums = _bag(rows, members.repeat_interleave(3), offsets * 3, _three_parts(weights))[:, :width]
+        sums = bag(rows, members.repeat_interleave(3), offsets * 3, _three_parts(weights))[:, :width]
         out.copy_(sums)
         if not sums.sum().isnan():
             return
-    wide = rows[:, :width].index_select(0, members).to(_dtype_of_sums(rows, out))
-    out.copy_(_bag(wide, torch.arange(len(wide), device=wide.device), offsets, weights))
+    wide = rows[:, :width].index_select(0, members).to(dtype_of_sums(rows, out))
+    out.copy_(bag(wide, torch.arange(len(wide), device=wide.device), offsets, weights))
 
 
 def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
@@ -57,26 +57,27 @@ def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Ten
     Every column is summed by itself, so blocks change no bit.
     """
     width = out.shape[1]
-    if _fits(rows, weights_N, out) and rows.is_contiguous():  # embedding_bag would copy others wholesale
-        out.copy_(_bag(rows, members_N, cu_S, weights_N)[:, :width])
+    if fits_bag(rows, weights_N, out) and rows.is_contiguous():  # embedding_bag would copy others wholesale
+        out.copy_(bag(rows, members_N, cu_S, weights_N)[:, :width])
         return
     in_order = torch.arange(members_N.shape[0], device=members_N.device)
-    for block in blocks_of(width, members_N.shape[0], out.device):
-        wide = rows[:, block].index_select(0, members_N).to(_dtype_of_sums(rows, out))
-        out[:, block].copy_(_bag(wide, in_order, cu_S, weights_N))
+    for block in blocks_of(width, members_N.shape[0], limit=block_bytes(out.device)):
+        wide = rows[:, block].index_select(0, members_N).to(dtype_of_sums(rows, out))
+        out[:, block].copy_(bag(wide, in_order, cu_S, weights_N))
 
 
-def _dtype_of_sums(rows: Tensor, out: Tensor) -> torch.dtype:
+def dtype_of_sums(rows: Tensor, out: Tensor) -> torch.dtype:
+    """In what sums of these rows into ``out`` are accumulated."""
     return accumulation_dtype(torch.promote_types(rows.dtype, out.dtype))
 
 
-def _fits(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
+def fits_bag(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
     """Whether embedding_bag accumulates and rounds these as they are like we promise; it does so in float32 itself."""
     unweighted = weights is None and rows.dtype == out.dtype == torch.bfloat16
-    return unweighted or rows.dtype == _dtype_of_sums(rows, out)
+    return unweighted or rows.dtype == dtype_of_sums(rows, out)
 
 
-def _bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+def bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     """One fused gather-multiply-sum; it takes weights in the dtype of the rows only."""
     weights = None if weights is None else weights.to(rows.dtype)
     return torch.embedding_bag(rows, members, offsets, False, 0, False, weights, True)[0]

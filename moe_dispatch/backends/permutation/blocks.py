@@ -18,13 +18,18 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def blocks_of(length: int, others: int, device: torch.device) -> Iterator[slice]:
-    """Slices of a dimension of this length, of a table with ``others`` numbers to each, that fit the block size."""
-    size = max(1, BLOCK_BYTES.get(device.type, _ELSEWHERE) // (4 * max(1, others)))
+def blocks_of(length: int, others: int, *, limit: int) -> Iterator[slice]:
+    """Slices of a dimension of this length, each at most ``limit`` bytes of float32 with ``others`` numbers a step."""
+    size = max(1, limit // (4 * max(1, others)))
     for begin in range(0, length, size):
         yield slice(begin, min(begin + size, length))
 
 
 def row_blocks(out: Tensor) -> Iterator[slice]:
     """Slices of the rows of ``out`` that fit the block size."""
-    return blocks_of(out.shape[0], out.shape[1], out.device)
+    return blocks_of(out.shape[0], out.shape[1], limit=block_bytes(out.device))
+
+
+def block_bytes(device: torch.device) -> int:
+    """Bytes of a block on this device."""
+    return BLOCK_BYTES.get(device.type, _ELSEWHERE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SlotIndex:
     """Where each (row, slot) pair stands once the pairs are grouped by key; keys are experts, or ranks.
@@ -32,8 +31,10 @@ class SlotIndex:
         byrow_N: int64 (N,), grouped positions of the real pairs in (row, slot) order.
         cu_S: int64 (S+1,), where each row's pairs begin in ``byrow_N``.
         padding: int64 (R-N,), grouped positions that are padding, or None.
+        spare: rows that a buffer of grouped rows needs behind its last, for what has no place.
     """
 
+    spare: ClassVar[int] = 0
     num_rows: int
     top_k: int
     num_grouped: int
@@ -56,6 +57,10 @@ class SlotIndex:
         real = values_R if self.place_N is None else values_R.index_select(0, self.place_N)
         slots = real.new_zeros(self.num_rows * self.top_k)
         return slots.index_copy_(0, self.slot_N, real).view(self.num_rows, self.top_k)
+
+    def source_or_none(self) -> Tensor:
+        """int64 (R,): the row that a grouped row is a copy of, -1 on padding."""
+        return self.source_R if self.padding is None else self.source_R.index_fill(0, self.padding, -1)
 
     def in_row_order(self, values_SK: Tensor) -> Tensor:
         """One value per pair -> (N,) in (row, slot) order, without the pairs that have no key."""

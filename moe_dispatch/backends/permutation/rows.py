@@ -7,8 +7,6 @@ costs several times the copy itself.
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor
 
@@ -33,13 +31,14 @@ def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
 
 def expand(rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
     """Copy each row to all its grouped positions: (R, D), zero on padding."""
-    out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
+    buffer, out = _grouped(index, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
     if rows_SD.dtype == dtype:
         gather(rows_SD, index.source_R, out)
     else:  # converted on the way, so in blocks
         for block in row_blocks(out):
             gather(rows_SD, index.source_R[block], out[block])
-    return _clear_padding(out, index)
+    _clear_padding(buffer, index)
+    return out
 
 
 def expand_weighted(
@@ -50,14 +49,24 @@ def expand_weighted(
         return expand(rows_SD, index, dtype), None
     accumulate = accumulation_dtype(dtype)
     weights = weights_R.to(accumulate).unsqueeze(1)
-    out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
-    dots = None if partners_RD is None else torch.empty(index.num_grouped, dtype=accumulate, device=rows_SD.device)
+    buffer, out = _grouped(index, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
+    all_dots, dots = (None, None) if partners_RD is None else _grouped(index, dtype=accumulate, device=rows_SD.device)
     for block in row_blocks(out):
         gradient = rows_SD.index_select(0, index.source_R[block]).to(accumulate)
         if dots is not None and partners_RD is not None:
             torch.linalg.vecdot(gradient, partners_RD[block].to(accumulate), out=dots[block])
         out[block].copy_(torch.mul(gradient, weights[block], out=gradient))
-    return _clear_padding(out, index), None if dots is None else _clear_padding(dots, index).to(weights_R.dtype)
+    _clear_padding(buffer, index)
+    if all_dots is None or dots is None:
+        return out, None
+    _clear_padding(all_dots, index)
+    return out, dots.to(weights_R.dtype)
+
+
+def _grouped(index: SlotIndex, *width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for grouped rows with what the index needs to spare, and the (R, ...) of it that are rows."""
+    buffer = torch.empty(index.num_grouped + index.spare, *width, dtype=dtype, device=device)
+    return buffer, buffer[: index.num_grouped] if index.spare else buffer
 
 
 def reduce(rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
@@ -80,11 +89,10 @@ def _is_made_of(rows: Tensor, nbytes: int) -> bool:
     return rows.stride(1) == 1 and size <= nbytes and all(count * size % nbytes == 0 for count in counts)
 
 
-def _clear_padding(out: Tensor, index: SlotIndex) -> Tensor:
-    return out if index.padding is None else out.index_fill_(0, index.padding, 0)
+def _clear_padding(buffer: Tensor, index: SlotIndex) -> Tensor:
+    return buffer if index.padding is None else buffer.index_fill_(0, index.padding, 0)
 
 
-@final
 class TorchPermutation(Permutation):
     """The functions of this module, on any device."""
 

@@ -53,7 +53,7 @@ class TritonPermutation(Permutation):
 
     def expand(self, rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
         out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
-        self.gather(rows_SD, _source_or_none(index), out)
+        self.gather(rows_SD, index.source_or_none(), out)
         return out
 
     def expand_weighted(
@@ -69,7 +69,7 @@ class TritonPermutation(Permutation):
         accumulate = accumulation_dtype(dtype)
         out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
         dots = None if partners_RD is None else torch.empty(index.num_grouped, dtype=accumulate, device=out.device)
-        source = _source_or_none(index)
+        source = index.source_or_none()
         self._kernels.gather_weighted(
             rows_SD, source, weights_R, out, accumulate=accumulate, partners=partners_RD, dots=dots
         )
@@ -95,8 +95,3 @@ def _problem_of_device() -> str | None:
     if capability < _OLDEST_CAPABILITY:
         return f"compute capability 8.0 or later is needed, got {capability[0]}.{capability[1]}"
     return None
-
-
-def _source_or_none(index: SlotIndex) -> Tensor:
-    """int64 (R,): the row that a grouped row is a copy of, -1 on padding."""
-    return index.source_R if index.padding is None else index.source_R.index_fill(0, index.padding, -1)

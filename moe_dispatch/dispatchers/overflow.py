@@ -1,0 +1,147 @@
+"""What graph-safe dispatches needed room for, and what is done where there was too little."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.capacity import Capacity, balanced_pair_rows, balanced_rows, grown
+from moe_dispatch.errors import CapacityError, StateError
+
+if TYPE_CHECKING:
+    from moe_dispatch.dispatchers.channel import Channel
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger("moe_dispatch")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequiredCapacity:
+    """The most that any dispatch of any rank needed since the channel was opened; the same on all ranks.
+
+    Attributes:
+        rows: real rows of one rank's experts, without expert padding.
+        pair_rows: rows from one rank to one rank; 0 where the backend has no bound of pairs.
+        capacity_factor: the ``capacity_factor`` that gives so many rows.
+        pair_factor: the ``pair_rows`` of ``alltoall`` that gives so many.
+        overflowed: whether there was room for less, so that rows were dropped.
+    """
+
+    rows: int
+    pair_rows: int
+    capacity_factor: float
+    pair_factor: float
+    overflowed: bool
+
+
+@final
+class HighWaterMark:
+    """The most rows needed so far, on the device: a maximum, so a recomputed or replayed dispatch counts once."""
+
+    def __init__(self) -> None:
+        self._marks: dict[torch.device, Tensor] = {}
+
+    def record(self, demand: Tensor) -> None:
+        """Raise the mark to an int64 (2,). No sync; in place, so that a captured graph raises the same mark.
+
+        Raises:
+            StateError: the first call on a device is being captured: its mark would be made again by every replay.
+        """
+        if demand.device not in self._marks:
+            if demand.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise StateError(
+                    "Dispatcher.dispatch: it must have run once before it is captured in a CUDA graph, got a capture "
+                    "of its first call. Run the step once, or use moe_dispatch.capture, which warms up."
+                )
+            with torch.inference_mode(False):  # a mark made in an evaluation is raised in training too
+                self._marks[demand.device] = torch.zeros(2, dtype=torch.int64, device=demand.device)
+        mark = self._marks[demand.device]
+        torch.maximum(mark, demand, out=mark)
+
+    def read(self) -> list[int]:
+        """Rows and rows of a pair, of this rank. A host sync."""
+        marks = [mark.tolist() for mark in self._marks.values()]
+        return [max((mark[i] for mark in marks), default=0) for i in range(2)]
+
+
+def required(channel: Channel) -> RequiredCapacity:
+    """What all ranks needed. Collective; a host sync."""
+    capacity = _capacity(channel, "required_capacity")
+    rows, pair_rows = channel.control.max(channel.high_water.read(), label="capacity")
+    return RequiredCapacity(
+        rows=rows,
+        pair_rows=pair_rows,
+        capacity_factor=rows / balanced_rows(channel.shape),
+        pair_factor=pair_rows / balanced_pair_rows(channel.shape),
+        overflowed=not capacity.holds(rows, pair_rows),
+    )
+
+
+def check(channel: Channel) -> RequiredCapacity:
+    """Raise on every rank where some dispatch of some rank had more rows than fit; collective.
+
+    Raises:
+        CapacityError: under ``on_overflow="raise"``, with what would fit.
+    """
+    needed = required(channel)
+    if needed.overflowed and channel.config.on_overflow == "raise":
+        raise CapacityError(_told("Dispatcher.check", channel, needed) + " Results since then lack rows.")
+    return needed
+
+
+def grow(channel: Channel, headroom: float) -> RequiredCapacity:
+    """Make room for what was needed. Collective."""
+    if not 1 <= headroom <= 1024:
+        raise StateError(f"Dispatcher.grow: headroom must lie in 1..1024, got {headroom}. Use 1.0 for what was needed.")
+    needed, before = required(channel), _capacity(channel, "grow")
+    if needed.overflowed:
+        after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
+        channel.set_capacity(after)
+        if channel.control.rank == 0:
+            logger.warning(
+                "%s Growing it to %d rows%s; plans and CUDA graphs made before must be made again.",
+                _told(channel.name, channel, needed),
+                after.rows,
+                "" if after.pair_rows is None else f" and {after.pair_rows} rows to each rank",
+            )
+    return needed
+
+
+def retry_on_overflow(channels: Sequence[Channel], step: Callable[[], Result], headroom: float) -> Result:
+    """Run a step until nothing overflows. Collective."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    while True:
+        result = step()
+        overflowed = [grow(channel, headroom).overflowed for channel in channels]  # all of them, and on all ranks alike
+        if not any(overflowed):
+            return result
+        torch.set_rng_state(before[0])
+        for device, state in zip(devices, before[1], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
+def _capacity(channel: Channel, verb: str) -> Capacity:
+    if channel.capacity is None:
+        raise StateError(
+            f"Dispatcher.{verb}: it must be graph_safe, got graph_safe=False, where sizes follow the routing and "
+            "nothing overflows. Leave the call out."
+        )
+    return channel.capacity
+
+
+def _told(where: str, channel: Channel, needed: RequiredCapacity) -> str:
+    capacity = _capacity(channel, "check")
+    pair = "" if capacity.pair_rows is None else f" and {capacity.pair_rows} rows to each rank"
+    wanted = "" if capacity.pair_rows is None else f" and {needed.pair_rows} (pair_rows {needed.pair_factor:.3f})"
+    return (
+        f"{where}: a dispatch must need at most {capacity.rows} rows of a rank's experts{pair}, got {needed.rows} "
+        f"(capacity_factor {needed.capacity_factor:.3f}){wanted}. Call grow(), or raise these."
+    )
