@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,11 @@ class Contender(ABC):
 
 @final
 class Ours(Contender):
-    """moe-dispatch with its ``alltoall`` backend."""
+    """moe-dispatch, with its ``alltoall`` backend or as ``fields`` of its config say."""
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
-        config = DispatcherConfig(
-            backend="alltoall", num_experts=shape.experts, top_k=shape.top_k, hidden_size=shape.hidden
-        )
+    def __init__(self, shape: Shape, group: dist.ProcessGroup, **fields: Any) -> None:
+        sizes = {"num_experts": shape.experts, "top_k": shape.top_k, "hidden_size": shape.hidden}
+        config = DispatcherConfig(**{"backend": "alltoall", **sizes, **fields})
         self.dispatcher = build_dispatcher(config, group=group)
 
     def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.permutation.bags import bag, dtype_of_sums, fits_bag
-from moe_dispatch.backends.permutation.blocks import blocks_of
+from moe_dispatch.backends.permutation.blocks import row_blocks
 from moe_dispatch.backends.permutation.index import SlotIndex, running_total
 from moe_dispatch.backends.permutation.rows import TorchPermutation
 from moe_dispatch.backends.permutation.static_index import front
 
 _TAIL_BAGS = 256
-_BLOCK_BYTES = 64 << 20
 
 
 @final
@@ -29,19 +28,37 @@ class StaticTorchPermutation(TorchPermutation):
 
     @staticmethod
     def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
-        """As ``Permutation.sum_bags``; members behind the last edge are not summed, and must be valid all the same."""
-        if out.numel() == 0:
-            return
-        width, fits = out.shape[1], fits_bag(rows, weights_N, out)
-        if weights_N is not None and rows.dtype == out.dtype == torch.bfloat16:
-            members_N, cu_S, weights_N = in_bfloat16_parts(members_N, cu_S, weights_N)
-            fits = True
-        if fits:
-            out.copy_(_bags(rows, members_N, cu_S, weights_N)[:, :width])
-            return
-        for block in blocks_of(width, len(rows), limit=_BLOCK_BYTES):
-            wide = rows[:, block].to(dtype_of_sums(rows, out))
-            out[:, block].copy_(_bags(wide, members_N, cu_S, weights_N))
+        """As ``Permutation.sum_bags``, in blocks of bags; N is S times the most members that a bag can have.
+
+        Members behind the last edge are not summed, and must be valid all the same.
+        """
+        for block in row_blocks(out):
+            members, edges, weights = _window(members_N, cu_S, weights_N, block)
+            _sum_block(rows, members, edges, weights, out[block])
+
+
+def _window(
+    members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, block: slice
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Members of some bags, their edges and weights; as many as there can be, since only the device knows how many."""
+    count, bags = len(members_N), len(cu_S) - 1
+    if block.stop - block.start == bags:
+        return members_N, cu_S, weights_N
+    begin = cu_S[block.start]
+    most = (block.stop - block.start) * (count // bags)
+    at = (torch.arange(most, device=cu_S.device) + begin).clamp_(max=count - 1)
+    weights = None if weights_N is None else weights_N.index_select(0, at)
+    return members_N.index_select(0, at), cu_S[block.start : block.stop + 1] - begin, weights
+
+
+def _sum_block(rows: Tensor, members: Tensor, edges: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    width = out.shape[1]
+    if weights is not None and rows.dtype == out.dtype == torch.bfloat16:
+        members, edges, weights = in_bfloat16_parts(members, edges, weights)
+    elif not fits_bag(rows, weights, out):
+        rows = rows[:, :width].index_select(0, members).to(dtype_of_sums(rows, out))
+        members = torch.arange(len(members), device=members.device)
+    out.copy_(_bags(rows, members, edges, weights)[:, :width])
 
 
 def _bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None) -> Tensor:
