@@ -46,10 +46,12 @@ def is_opaque(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _body_key(func: Any, args: Any, kwargs: dict[str, Any]) -> DispatchKey | None:
     """The key of the kernel that is made of operators torch can show; None where there is none, as with torch's own."""
+    if func.namespace == "prim":  # attributes of tensor subclasses, as prim::device: nothing of the dispatcher's
+        return None
     # Only under inference_mode do composites of torch reach a mode whole; elsewhere autograd has taken them apart.
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd):
         return DispatchKey.CompositeImplicitAutograd
-    if func.namespace in ("aten", "prim", "prims"):
+    if func.namespace in ("aten", "prims"):
         return None
     prefix = func.name().replace("::", "/")
     # Every kernel given from Python is entered in _impls, by torch.library.custom_op and Library.impl alike.

@@ -16,7 +16,7 @@ def harmless(x: Tensor) -> None:
     x.detach()[order].index_put_((order,), x.detach())
     x.detach().repeat_interleave(order, dim=0, output_size=6)
     torch.nonzero_static(x > 0, size=4)
-    torch.tensor([1, 2]).to(x.device)
+    torch.tensor([1, 2]).to(x.device, non_blocking=True)
     x.detach().to(torch.float64)
 
 

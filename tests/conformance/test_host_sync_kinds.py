@@ -43,7 +43,7 @@ OTHERS: dict[str, Callable[[], object]] = {
     "new_tensor": lambda: X.new_tensor([N]),
     "slice": lambda: X[:N],
     "split": lambda: X.split([N, N]),
-    "size": lambda: X.view(N, 2),
+    "size": lambda: X.expand(N, 4),  # type: ignore[call-overload]
     "is_nonzero": lambda: torch.is_nonzero(N),
     "equal": lambda: torch.equal(X, X),
     "allclose": lambda: torch.allclose(X, X),

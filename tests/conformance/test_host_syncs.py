@@ -103,7 +103,7 @@ def test_a_sync_of_one_rank(kind: str, place: str) -> None:
             PLANTS[kind](x)
 
     planted[place] = plant
-    with pytest.raises(HostSyncError, match=rf"{NAMES[kind]} at .*planted.py:\d+, in thread rank-1"):
+    with pytest.raises(HostSyncError, match=rf"{NAMES[kind]}.* at .*planted.py:\d+, in thread rank-1"):
         _refused(lambda: _ranks(program))
 
 
@@ -122,15 +122,39 @@ def test_checkpointing_reads_nothing_and_hides_nothing(use_reentrant: bool) -> N
         y.backward()
 
 
-@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("alltoall", 1), ("alltoall", 2)])
-def test_eager_dispatchers_are_caught(backend: str, size: int) -> None:
-    """They read their counts on the host: a control on live code."""
+def eager(backend: str, group: Group = None) -> Callable[[], None]:
+    """A call of a dispatcher that reads its counts on the host."""
+    dispatcher = build_dispatcher(small_config(backend, top_k=1), group)
 
-    def body(group: Group) -> None:
-        with allow_host_syncs():
-            dispatcher = build_dispatcher(small_config(backend), group)
-        sent = dispatcher.dispatch(random_rows(5), random_routing(5))
+    def call() -> None:
+        sent = dispatcher.dispatch(random_rows(5), random_routing(5, top_k=1))
         dispatcher.combine(sent.rows, sent)
 
-    with pytest.raises(HostSyncError, match=r"moe_dispatch/(dispatchers/rows|backends/collectives).py"):
+    return call
+
+
+@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("alltoall", 1), ("alltoall", 2)])
+def test_eager_dispatchers_are_caught(backend: str, size: int) -> None:
+    def body(group: Group) -> None:
+        with allow_host_syncs():
+            call = eager(backend, group)
+        call()
+
+    with pytest.raises(HostSyncError, match=r"tolist at .*moe_dispatch/backends/collectives.py"):
         _refused(lambda: on_ranks(body, size))
+
+
+HIDDEN: dict[str, Callable[[], Callable[[], object]]] = {
+    "tolist at": lambda: eager("local"),
+    "aten::nonzero at": lambda: torch.ones(2).nonzero,
+}
+
+
+@pytest.mark.parametrize("found", HIDDEN)
+def test_one_opaque_operator_around_everything_is_caught(found: str) -> None:
+    call, library = HIDDEN[found](), torch.library.Library("moe_dispatch", "FRAGMENT")
+    library.define("everything(Tensor x) -> Tensor")
+    library.impl("everything", lambda x: (call(), x.clone())[1], "CPU")
+    with pytest.raises(HostSyncError, match=found):
+        _refused(lambda: torch.ops.moe_dispatch.everything(torch.ones(1)))
+    library._destroy()

@@ -57,7 +57,7 @@ def test_a_layer_without_a_sync_has_a_shape_and_no_values(device: str | None) ->
 @pytest.mark.parametrize("kind", PLANTS)
 def test_nine_plants(kind: str, place: str) -> None:
     planted[place] = PLANTS[kind]
-    with pytest.raises(HostSyncError, match=rf"{NAMES[kind]}|_local_scalar_dense"):
+    with pytest.raises(HostSyncError, match=rf"{NAMES[kind]}|item at"):
         trace_static(layer, X)
 
 
@@ -85,19 +85,17 @@ COPIES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", COPIES)
 def test_copies_between_host_and_device(kind: str, place: str) -> None:
-    planted.update(dict.fromkeys(PLACES, lambda x: torch.arange(3).to(x.device, non_blocking=True)))
-    trace_static(layer, X, device="meta")
     planted[place] = COPIES[kind]
     with pytest.raises(HostSyncError, match=r"aten::(_to_copy|copy_) at"):
         trace_static(layer, X, device="meta")
 
 
 def test_an_eager_dispatcher_is_caught() -> None:
-    dispatcher, routing = build_dispatcher(small_config("local")), random_routing(5)
+    dispatcher, routing = build_dispatcher(small_config("local", top_k=1)), random_routing(5, top_k=1)
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         sent = dispatcher.dispatch(x, Routing(ids, weights))
         return dispatcher.combine(sent.rows, sent)
 
-    with pytest.raises(HostSyncError, match=r"\(tolist\)|_local_scalar_dense|__bool__"):
+    with pytest.raises(HostSyncError, match=r"item at .*collectives.py"):
         trace_static(call, random_rows(5), routing.topk_ids, routing.topk_weights)
