@@ -48,7 +48,7 @@ def _body_key(func: Any, args: Any, kwargs: dict[str, Any]) -> DispatchKey | Non
     """The key of the kernel that is made of operators torch can show; None where there is none, as with torch's own."""
     if func.namespace == "prim":  # attributes of tensor subclasses, as prim::device: nothing of the dispatcher's
         return None
-    # Only under inference_mode do composites of torch reach a mode whole; elsewhere autograd has taken them apart.
+    # Where autograd is out of the way, in such bodies and under inference_mode, it has not taken composites apart.
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd):
         return DispatchKey.CompositeImplicitAutograd
     if func.namespace in ("aten", "prims"):

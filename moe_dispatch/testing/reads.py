@@ -29,8 +29,7 @@ def count_host_syncs() -> Iterator[list[HostRead]]:
     """Record every read of tensor values by Python, in all threads: on a GPU each of them would wait for the device.
 
     Counted are ``item``, ``tolist``, ``cpu``, ``to("cpu")``, ``numpy``, ``bool()``, ``int()``, ``float()``,
-    ``complex()``, use as an index, and tensors in a list that becomes a tensor. Enter it once, around the threads; a
-    second one inside raises RuntimeError.
+    ``complex()`` and use as an index. Enter it once, around the threads; a second one inside raises RuntimeError.
     """
     reads: list[HostRead] = []
     with intercept_reads(lambda method: reads.append(read_here(method))):
@@ -49,15 +48,12 @@ def intercept_reads(hook: Callable[[str], object]) -> Iterator[None]:
             "count_host_syncs, refuse_host_syncs: each patches the whole process, so only one may be open at a time."
         )
     try:
-        for owner, name, reads in _READS:
-            setattr(owner, name, _intercepted(getattr(owner, name), name, reads, hook))
+        for name, reads in _READS.items():
+            setattr(Tensor, name, _intercepted(name, reads, hook))
         yield
     finally:
-        for (owner, name, _), own in zip(_READS, _OWN, strict=True):
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
+        for name in _READS:
+            delattr(Tensor, name)  # Tensor inherits them all
         _patching.release()
 
 
@@ -85,29 +81,15 @@ def _names_the_cpu(_: Tensor, *args: Any, **kwargs: Any) -> bool:
     return any(isinstance(value, str) and value.startswith("cpu") for value in (*args[:1], kwargs.get("device")))
 
 
-def _lists_tensors(*args: Any, **kwargs: Any) -> bool:
-    """Whether numbers would be read out of tensors in a list, one by one."""
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
-    return any(isinstance(entry, Tensor) or _lists_tensors(entry) for entries in lists for entry in entries)
-
-
-# Where a read is looked up, its name, and which calls of it are reads. ``__array__``, ``__repr__``, ``__format__`` and
-# ``in`` come down to these; the others (``torch.equal``, slices by a tensor ...) are operators a dispatch mode sees.
+# What a read comes down to, and which calls of it are reads: ``__array__``, ``repr``, ``in`` and ``torch.tensor`` of a
+# list of tensors end here too. The others (``torch.equal``, a slice by a tensor ...) are operators a dispatch mode sees.
 _VALUES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__")
-_READS: tuple[tuple[Any, str, Callable[..., bool]], ...] = (
-    *((Tensor, name, _always) for name in _VALUES),
-    (Tensor, "to", _names_the_cpu),
-    (Tensor, "new_tensor", _lists_tensors),
-    (torch, "tensor", _lists_tensors),
-    (torch, "as_tensor", _lists_tensors),
-    (torch, "asarray", _lists_tensors),
-)
-_OWN = [vars(owner).get(name) for owner, name, _ in _READS]  # None where Tensor inherits it
+_READS: dict[str, Callable[..., bool]] = {**dict.fromkeys(_VALUES, _always), "to": _names_the_cpu}
 
 
-def _intercepted(
-    original: Callable[..., Any], name: str, reads: Callable[..., bool], hook: Callable[[str], object]
-) -> Callable[..., Any]:
+def _intercepted(name: str, reads: Callable[..., bool], hook: Callable[[str], object]) -> Callable[..., Any]:
+    original = getattr(Tensor, name)
+
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         if reads(*args, **kwargs):
             hook(name)

@@ -23,6 +23,7 @@ from moe_dispatch.testing.operators import OpaqueOperatorError
 X = torch.arange(4.0)
 IDS = torch.tensor([1, 0, 1, 1])
 N = torch.tensor(2)
+START = threading.Thread.start
 OTHERS: dict[str, Callable[[], object]] = {
     "item": lambda: N.item(),
     "cpu": lambda: X.cpu(),
@@ -39,7 +40,8 @@ OTHERS: dict[str, Callable[[], object]] = {
     "format": lambda: f"{N}",
     "in": lambda: 2.0 in X,
     "tensor": lambda: torch.tensor([[0, N]]),
-    "as_tensor": lambda: torch.as_tensor([N], dtype=torch.int32),
+    "tensor of one entry": lambda: torch.tensor([N.bool().view(1)]),
+    "as_tensor": lambda: torch.as_tensor([N.float()], dtype=torch.float64),
     "new_tensor": lambda: X.new_tensor([N]),
     "slice": lambda: X[:N],
     "split": lambda: X.split([N, N]),
@@ -152,8 +154,9 @@ def test_nothing_is_left_behind() -> None:
     with refuse_host_syncs():
         thread = threading.Thread(target=late)
         thread.start()
-    assert Tensor.item is torch._C.TensorBase.item
-    assert torch.tensor([N]).tolist() == [2]
+    for name in ("item", "tolist", "cpu", "numpy", "to", "__bool__", "__index__"):
+        assert getattr(Tensor, name) is getattr(torch._C.TensorBase, name)
+    assert threading.Thread.start is START
     go.set()
     thread.join()
     assert len(read) == 1
