@@ -82,7 +82,7 @@ def _names_the_cpu(_: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 # What a read comes down to, and which calls of it are reads: ``__array__``, ``repr``, ``in`` and ``torch.tensor`` of a
-# list of tensors end here too. The others (``torch.equal``, a slice by a tensor ...) are operators a dispatch mode sees.
+# list of tensors end here too. Others (``torch.equal``, a slice by a tensor, ...) are operators a dispatch mode sees.
 _VALUES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__")
 _READS: dict[str, Callable[..., bool]] = {**dict.fromkeys(_VALUES, _always), "to": _names_the_cpu}
 
