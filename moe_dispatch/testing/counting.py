@@ -1,9 +1,7 @@
-"""Counting what really happens: collectives with their bytes, and reads of tensors by the host."""
+"""Counting the collectives that really happen, with their bytes."""
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_HOST_READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+from moe_dispatch.testing.operators import run_in_sight
 
 
 @final
@@ -76,7 +74,7 @@ class _Watch(TorchDispatchMode):
             nbytes = _SIZES[namespace](name, values | kwargs)
             if nbytes is not None:
                 self.seen.calls.append(Collective(name.strip("_"), nbytes))
-        return func(*args, **kwargs)
+        return run_in_sight(self, func, args, kwargs)
 
 
 def _eager_bytes(name: str, values: dict[str, Any]) -> int | None:
@@ -142,56 +140,3 @@ def _flat(tensors: Any) -> list[Tensor]:
     if isinstance(tensors, Tensor):
         return [tensors]
     return [tensor for part in tensors or () for tensor in _flat(part)]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class HostRead:
-    """One read of a tensor's values by Python: the method, the thread, and the file and line that asked."""
-
-    method: str
-    thread: str
-    place: str
-
-
-@contextmanager
-def count_host_syncs() -> Iterator[list[HostRead]]:
-    """Record every read of tensor values by Python, in all threads: on a GPU each of them would wait for the device.
-
-    Counted are ``item``, ``tolist``, ``cpu``, ``numpy``, ``bool()``, ``int()``, ``float()`` and use as an index. Enter
-    it once, around the threads; a second one inside raises RuntimeError.
-    """
-    reads: list[HostRead] = []
-    if not _patching.acquire(blocking=False):
-        raise RuntimeError("count_host_syncs: it patches the whole process, so only one may be open at a time.")
-    try:
-        for method in _HOST_READS:
-            setattr(Tensor, method, _recording(method, reads))
-        yield reads
-    finally:
-        for method in _HOST_READS:
-            _restore(method)
-        _patching.release()
-
-
-_patching = threading.Lock()
-_OWN = {method: Tensor.__dict__[method] for method in _HOST_READS if method in Tensor.__dict__}
-
-
-def _recording(method: str, reads: list[HostRead]) -> Callable[..., Any]:
-    original = getattr(Tensor, method)
-
-    def record(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
-        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        reads.append(HostRead(method, threading.current_thread().name, place))
-        return original(self, *args, **kwargs)
-
-    return record
-
-
-def _restore(method: str) -> None:
-    if method in _OWN:
-        setattr(Tensor, method, _OWN[method])
-    else:
-        delattr(Tensor, method)

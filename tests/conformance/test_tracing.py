@@ -1,0 +1,101 @@
+"""Traced without values, nothing can depend on them: not a shape, not a branch, not a copy to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch.testing import HostSyncError, trace_static
+from tests.conformance.planted import NAMES, PLACES, PLANTS, groups, harmless, operator, planted
+from tests.dispatchers.layer import random_routing, random_rows, small_config
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    planted.update(dict.fromkeys(PLACES, harmless))
+    groups.clear()
+
+
+@pytest.fixture
+def _fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    assert dist.group.WORLD is not None
+    groups[0] = dist.group.WORLD
+    yield
+    dist.destroy_process_group()
+
+
+def layer(x: Tensor) -> list[Tensor]:
+    y = operator(x * 2, 0)
+    planted["plain"](y)
+    return [y.cos()]
+
+
+X = torch.ones(4, 3, requires_grad=True)
+
+
+@pytest.mark.usefixtures("_fake_group")
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_a_layer_without_a_sync_has_a_shape_and_no_values(device: str | None) -> None:
+    backwards = []
+    planted["backward"] = lambda grad: backwards.append(grad.shape)
+    (y,) = trace_static(layer, X, device=device)
+    assert y.shape == (4, 3)
+    assert y.device.type == (device or "cpu")
+    assert backwards == [(4, 3)]
+    assert X.grad is None
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", PLANTS)
+def test_nine_plants(kind: str, place: str) -> None:
+    planted[place] = PLANTS[kind]
+    with pytest.raises(HostSyncError, match=rf"{NAMES[kind]}|item at"):
+        trace_static(layer, X)
+
+
+def test_a_shape_that_torch_does_not_mark_as_depending_on_data() -> None:
+    library = torch.library.Library("unmarked", "FRAGMENT")
+    library.define("count(Tensor x) -> Tensor")
+
+    def fake(x: Tensor) -> Tensor:
+        return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+    torch.library.register_fake("unmarked::count", fake, lib=library)
+    with pytest.raises(HostSyncError, match=r"trace_static: no shape may depend on values, got unmarked.count"):
+        trace_static(torch.ops.unmarked.count, X)
+    library._destroy()
+
+
+COPIES: dict[str, Callable[[Tensor], object]] = {
+    "to": lambda x: x.to(torch.device("cpu")),
+    "like another": lambda x: x.detach().to(torch.empty(0)),
+    "into a buffer": lambda x: torch.empty(4, 3).copy_(x.detach()),
+    "upload": lambda x: torch.arange(3).to(x.device),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies_between_host_and_device(kind: str, place: str) -> None:
+    planted[place] = COPIES[kind]
+    with pytest.raises(HostSyncError, match=r"aten::(_to_copy|copy_) at"):
+        trace_static(layer, X, device="meta")
+
+
+def test_an_eager_dispatcher_is_caught() -> None:
+    dispatcher, routing = build_dispatcher(small_config("local", top_k=1)), random_routing(5, top_k=1)
+
+    def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(x, Routing(ids, weights))
+        return dispatcher.combine(sent.rows, sent)
+
+    with pytest.raises(HostSyncError, match=r"item at .*collectives.py"):
+        trace_static(call, random_rows(5), routing.topk_ids, routing.topk_weights)
