@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from statistics import median
 from typing import final
@@ -56,7 +56,7 @@ class Timing:
 
 
 def time_in_turn(
-    contenders: dict[str, Contender], tokens: Tokens, iterations: int, group: dist.ProcessGroup
+    contenders: Mapping[str, Contender], tokens: Tokens, iterations: int, group: dist.ProcessGroup
 ) -> dict[str, Timing]:
     """Run all contenders once, then again, ``iterations`` times after the first. Collective; alike on all ranks."""
     mine: dict[str, list[Seconds]] = {name: [] for name in contenders}

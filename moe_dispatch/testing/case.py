@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, final
@@ -16,6 +16,7 @@ from moe_dispatch.config import DispatcherConfig, RowCounts
 from moe_dispatch.dispatchers import build_dispatcher
 from moe_dispatch.testing.arrival import expect_close, expect_equal, expect_zero
 from moe_dispatch.testing.forms import FORMS
+from moe_dispatch.testing.host_syncs import allow_host_syncs, refuse_host_syncs
 from moe_dispatch.testing.programs import PROGRAMS
 from moe_dispatch.testing.ranks import Ranks
 from moe_dispatch.testing.reference import Expected
@@ -49,7 +50,7 @@ def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
         ConformanceError: a result is wrong. Whatever the dispatcher raises comes through, with its rank as a note.
     """
     config = case_config(backend, case)
-    with poisoned_memory():
+    with poisoned_memory(), refuse_host_syncs() if case.scenario.graph_safe else nullcontext():
         if ranks is None:
             gradients = [run_rank(config, None, case)]
         else:
@@ -67,7 +68,7 @@ def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
 def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
     """The config of a case, alike on all ranks."""
     scenario = case.scenario
-    largest = max(FORMS[case.form](tokens).num_rows for tokens in scenario.tokens)
+    most = max(max(FORMS[case.form](tokens).num_rows for tokens in scenario.tokens), 1)
     return DispatcherConfig(
         backend=backend,
         num_experts=scenario.num_experts,
@@ -76,8 +77,13 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
         pad_multiple=scenario.pad_multiple,
         weights=scenario.weights,
         wire_dtype=scenario.wire_dtype,
-        row_counts=case.row_counts,
-        max_tokens_per_rank=max(largest, 1) if case.row_counts == "static" else None,
+        row_counts=None if scenario.graph_safe else case.row_counts,
+        max_tokens_per_rank=scenario.max_tokens
+        if scenario.graph_safe
+        else most
+        if case.row_counts == "static"
+        else None,
+        graph_safe=scenario.graph_safe,
         debug=scenario.debug,
     )
 
@@ -101,22 +107,26 @@ def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Ca
     """
     scenario, rank = case.scenario, 0 if group is None else group.rank()
     program = PROGRAMS[scenario.program]
-    dispatcher = build_dispatcher(config, group)
-    calls = tuple(
-        make_call(scenario, FORMS[case.form](len(batches[rank].x_TD)), batches, rank, experts).to(case.device)
-        for batches, experts in _data(scenario, case.ep_size)
-    )
+    with allow_host_syncs():
+        dispatcher = build_dispatcher(config, group)
+        calls = tuple(
+            make_call(scenario, FORMS[case.form](len(batches[rank].x_TD)), batches, rank, experts).to(case.device)
+            for batches, experts in _data(scenario, case.ep_size)
+        )
     seat = Seat(scenario=scenario, dispatcher=dispatcher, rank=rank, calls=calls)
     with torch.inference_mode() if scenario.inference else torch.enable_grad():
         outputs = program.run(seat)
     if not scenario.inference:
         _differentiate(outputs, calls, one_by_one=program.one_by_one)
-    for call, output, expected in zip(calls, outputs, _expected(scenario, case.ep_size), strict=True):
-        _check_output(output, call, expected[rank], scenario)
-        if not scenario.inference:
-            _check_gradients(call, expected[rank], scenario)
-    dispatcher.close()
-    return [(_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)) for call in calls]
+    with allow_host_syncs():
+        for call, output, expected in zip(calls, outputs, _expected(scenario, case.ep_size), strict=True):
+            _check_output(output, call, expected[rank], scenario)
+            if not scenario.inference:
+                _check_gradients(call, expected[rank], scenario)
+        if scenario.graph_safe:
+            expect_equal("overflow of the worst case", dispatcher.check().overflowed, False)
+        dispatcher.close()
+        return [(_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)) for call in calls]
 
 
 def _differentiate(outputs: Sequence[Tensor], calls: Sequence[Call], *, one_by_one: bool) -> None:

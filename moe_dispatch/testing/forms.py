@@ -60,7 +60,7 @@ class DeviceKnown(Layout):
     @property
     def metadata(self) -> tuple[Tensor, ...]:
         """Tensors without values, on a device that is not the host."""
-        return tuple(tensor.to("meta") for tensor in (*self.base.metadata, torch.empty(1)))
+        return tuple(torch.empty_like(tensor, device="meta") for tensor in (*self.base.metadata, torch.empty(1)))
 
     @property
     def all_real(self) -> bool:

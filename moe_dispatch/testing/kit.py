@@ -188,6 +188,7 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
             f"max_local_experts {needs.max_local_experts}",
         ),
         (needs.max_top_k is None or shape.top_k <= needs.max_top_k, f"max_top_k {needs.max_top_k}"),
+        (needs.graph_safe or not scenario.graph_safe, "graph_safe False"),
         (needs.idle_ranks or not _leaves_ranks_idle(scenario, shape), "idle_ranks False"),
         (needs.max_rows is None or _most_rows(scenario, needs) <= needs.max_rows, f"max_rows {needs.max_rows}"),
     )
@@ -208,8 +209,7 @@ def _leaves_ranks_idle(scenario: Scenario, shape: MoEShape) -> bool:
 
 def _most_rows(scenario: Scenario, needs: Constraints) -> int:
     """Rows that a rank may have to bring, in whatever form, padded."""
-    most = max(build(tokens).num_rows for build in FORMS.values() for tokens in scenario.tokens)
-    return -(-most // needs.row_multiple) * needs.row_multiple
+    return needs.padded(scenario.max_tokens if scenario.graph_safe else scenario.most_rows)
 
 
 def _listed(values: frozenset[object] | None) -> str:

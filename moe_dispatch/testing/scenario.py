@@ -17,6 +17,7 @@ from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.config import RowCounts
+from moe_dispatch.testing.forms import FORMS
 from moe_dispatch.testing.routings import ROUTINGS
 
 _EXPERT_WIDTH = 32
@@ -95,6 +96,7 @@ class Scenario:
         poisons_padding: the experts write NaN to padding rows of their output, and to their gradients of padding rows.
         skips_empty: experts that saw no row return a fresh tensor without autograd history.
         debug: the dispatcher's ``debug``.
+        graph_safe: the dispatcher's; verbs and backwards then run where every host sync is refused.
         seed: of all data.
     """
 
@@ -116,6 +118,7 @@ class Scenario:
     poisons_padding: bool = True
     skips_empty: bool = False
     debug: bool = False
+    graph_safe: bool = False
     seed: int = 0
 
     @property
@@ -139,7 +142,19 @@ class Scenario:
             pad_multiple=self.pad_multiple,
             wire_dtype=self.wire_dtype,
             ranks_per_node=ep_size,
+            graph_safe=self.graph_safe,
+            max_tokens_per_rank=self.max_tokens if self.graph_safe else None,
         )
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that a rank brings, in whatever form."""
+        return max(build(tokens).num_rows for build in FORMS.values() for tokens in self.tokens)
+
+    @property
+    def max_tokens(self) -> int:
+        """``max_tokens_per_rank`` where graph-safe: no rank ever brings as many."""
+        return self.most_rows + 3
 
     def fitted(self, needs: Constraints) -> Scenario:
         """The scenario as a backend can carry it: rows made wider, bfloat16 on the wire, without gradients."""

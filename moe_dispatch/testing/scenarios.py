@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from moe_dispatch.testing.scenario import DtypeName, Scenario
 
 _DTYPES: tuple[DtypeName, ...] = ("float64", "float32", "bfloat16", "float16")
 
-SCENARIOS: tuple[Scenario, ...] = (
+_EAGER: tuple[Scenario, ...] = (
     # Where tokens go.
     Scenario(name="balanced", routing="balanced", row_counts=("agree", "static"), forms="all"),
     Scenario(name="skewed", routing="skewed"),
@@ -64,3 +66,24 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="no_grad", requires_grad=frozenset(), pad_multiple=16, inference=True),
     Scenario(name="debug", debug=True, pad_multiple=16, routing="partly_nowhere"),
 )
+
+_FORM = {False: ("bshd",), True: ("thd_with_gaps_on_device",)}
+
+
+def _graph_safe(scenario: Scenario) -> Scenario:
+    """The same with fixed sizes. There is no cutting out, so forms differ less than elsewhere.
+
+    A layout given without a plan is checked in dispatch: of one whose lengths are on the host, values are read.
+    """
+    without_plan = scenario.program in ("with_layout", "with_nothing")
+    return dataclasses.replace(
+        scenario,
+        name=f"{scenario.name}_graph_safe",
+        graph_safe=True,
+        row_counts=("static",),
+        forms=("bshd", "thd_with_gaps_on_device") if scenario.forms == "all" else _FORM[without_plan],
+    )
+
+
+# ``debug`` reads values of the device, as it says.
+SCENARIOS: tuple[Scenario, ...] = (*_EAGER, *(_graph_safe(scenario) for scenario in _EAGER if not scenario.debug))

@@ -13,6 +13,7 @@ from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.layouts import Layout
 from moe_dispatch.testing.arrival import check_arrival
 from moe_dispatch.testing.forms import Form
+from moe_dispatch.testing.host_syncs import allow_host_syncs
 from moe_dispatch.testing.scenario import Batch, Experts, Scenario
 from moe_dispatch.types import Dispatched, Plan, Routing
 
@@ -70,6 +71,7 @@ class Seat:
     rank: int
     calls: tuple[Call, ...]
 
+    @allow_host_syncs()
     def plan(self, call: Call) -> Plan:
         """Sizes of a call, settled by all ranks."""
         return self.dispatcher.plan(call.form.layout, like=call.x)
@@ -80,21 +82,25 @@ class Seat:
         self.check(sent, call.batches)
         return sent
 
+    @allow_host_syncs()
     def check(self, sent: Dispatched, batches: tuple[Batch, ...]) -> None:
         """Hold what arrived against the tokens of all ranks."""
         check_arrival(sent, batches, self.scenario, self.rank)
 
+    @allow_host_syncs()
     def run_experts(self, sent: Dispatched, experts: Experts) -> Tensor:
-        """This rank's experts on the rows that arrived, in float64 and rounded once."""
-        if self.scenario.skips_empty and len(sent.rows) == 0:
+        """This rank's experts on the rows that arrived, in float64 and rounded once; NaN in the slack behind them."""
+        counts = sent.tokens_per_expert.tolist()
+        if self.scenario.skips_empty and not sum(counts):
             return torch.zeros_like(sent.rows)
         rows, weights = sent.rows, sent.weights
         padding_R = padding_rows(sent)
         if self.scenario.poisons_padding:
             rows, weights = poison_gradient(rows, padding_R), poison_gradient(weights, padding_R)
         first = self.rank * len(sent.tokens_per_expert)
-        parts = rows.split(sent.tokens_per_expert.tolist())
-        outputs = torch.cat([experts.apply(first + i, part) for i, part in enumerate(parts)])
+        *parts, slack = rows.split([*counts, len(rows) - sum(counts)])
+        slack = torch.full_like(slack, float("nan"), dtype=torch.float64)
+        outputs = torch.cat([*(experts.apply(first + i, part) for i, part in enumerate(parts)), slack])
         if self.scenario.weights == "experts":
             outputs = outputs * weights.unsqueeze(1)
         outputs = outputs.to(rows.dtype)
@@ -156,7 +162,7 @@ def poison_gradient(rows: Tensor, padding_R: Tensor) -> Tensor:
 class _Poison(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, padding_R: Tensor) -> Tensor:
-        return rows.clone().index_fill_(0, padding_R.nonzero().squeeze(1), float("nan"))
+        return rows.masked_fill(padding_R.unsqueeze(1), float("nan"))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -171,4 +177,5 @@ class _PoisonGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.clone().index_fill_(0, ctx.padding_R.nonzero().squeeze(1), float("nan")), None
+        padding_R = ctx.padding_R.view(-1, *[1] * (grad.dim() - 1))
+        return grad.masked_fill(padding_R, float("nan")), None

@@ -17,6 +17,8 @@ from moe_dispatch.backends import (
     Sizes,
     load_backend,
 )
+from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 ROW_MULTIPLE = 64
 HIDDEN_MULTIPLE = 16
@@ -71,6 +73,12 @@ class Strict(Backend):
             exchanges_counts=False,
         )
 
+    @classmethod
+    def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
+        assert isinstance(options, StrictOptions)
+        inner = load_backend(options.inner)
+        return inner.capacity(shape, inner.Options())
+
     def open(self) -> None:
         self.inner.open()
 
@@ -90,6 +98,7 @@ class Strict(Backend):
     def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
         return self.inner.combine(rows_RD, weights_R, state, weighted=weighted)
 
+    @allow_host_syncs()  # it stands for a library that would abort
     def _check(self, rows_TD: Tensor, *tables_TK: Tensor) -> None:
         count, hidden = rows_TD.shape
         # The agreement comes first, so that every rank raises, and none waits for a rank that already has.
