@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Sizes
-from moe_dispatch.errors import InputError
+from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 
 
@@ -88,6 +88,7 @@ class Plan:
         sizes: what the ranks agreed on, if the backend needs it: ``padded_rows``, Tp, equal on all ranks, and
             ``group_max_rows``, the largest count any rank brings.
         owner: the channel it was settled on; a plan is good for dispatchers of the same config and group.
+        footprint: what ``bytes`` asks; None where sizes follow the routing.
     """
 
     layout: Layout
@@ -95,6 +96,28 @@ class Plan:
     real_rows: Tensor | None
     sizes: Sizes
     owner: str
+    footprint: Callable[[torch.dtype], dict[str, int]] | None = None
+
+    def bytes(self, dtype: torch.dtype) -> dict[str, int]:
+        """What one graph-safe dispatch of this rank allocates, by purpose; nothing is allocated to tell it.
+
+        Args:
+            dtype: of the rows, and so of what experts work on.
+
+        Returns:
+            "rows" (R, D) and "weights" (R,) that experts are given, and "index", the tables of integers: all three live
+            until the backward. "wire", what is sent and received, only lives inside a verb; on the CPU it is kept for
+            the next, with up to an eighth of slack. A vendor's library has buffers of its own beside these.
+
+        Raises:
+            StateError: the config is not graph_safe.
+        """
+        if self.footprint is None:
+            raise StateError(
+                "Plan.bytes: the config must be graph_safe, got graph_safe=False, where sizes follow the routing. "
+                "Set graph_safe, or measure a step."
+            )
+        return self.footprint(dtype)
 
 
 @final

@@ -17,6 +17,7 @@ from moe_dispatch.backends.permutation import (
     Permutation,
     StaticIndex,
     StaticTorchPermutation,
+    accumulation_dtype,
     choose_permutation,
     group_statically,
     round_up,
@@ -257,6 +258,19 @@ class Backend(ABC):
     def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
         """Room of a graph-safe dispatch, from the config's factors. Asked only where ``shape.graph_safe``."""
         return capacity_of(shape)
+
+    def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes that one graph-safe dispatch allocates, by purpose: what ``Plan.bytes`` tells.
+
+        Args:
+            sizes: of the dispatch, with a capacity.
+            rows: how many this rank brings, padded.
+            dtype: of the rows.
+        """
+        assert sizes.capacity is not None
+        grouped = sizes.capacity.buffer_rows
+        wide = accumulation_dtype(dtype).itemsize
+        return {"rows": grouped * self.context.shape.hidden_size * dtype.itemsize, "weights": grouped * wide}
 
     def open(self) -> None:  # noqa: B027 - most backends hold nothing
         """Acquire buffers; collective, in the same order on all ranks."""

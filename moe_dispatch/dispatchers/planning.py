@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
+import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Sizes
@@ -60,8 +63,20 @@ def settle_plan(channel: Channel, draft: Draft) -> Plan:
     sizes = _agreed_sizes(channel, draft.count)
     channel.backend.reserve(sizes)
     return Plan(
-        layout=draft.layout, num_rows=draft.num_rows, real_rows=draft.real_rows, sizes=sizes, owner=channel.name
+        layout=draft.layout,
+        num_rows=draft.num_rows,
+        real_rows=draft.real_rows,
+        sizes=sizes,
+        owner=channel.name,
+        footprint=None if sizes.capacity is None else _footprint(channel, draft, sizes),
     )
+
+
+def _footprint(channel: Channel, draft: Draft, sizes: Sizes) -> Callable[[torch.dtype], dict[str, int]]:
+    most = channel.config.max_tokens_per_rank if draft.count is None else draft.count
+    assert most is not None  # graph_safe asks for it
+    brought = channel.needs.padded(most) if sizes.padded_rows is None else sizes.padded_rows
+    return partial(channel.backend.footprint, sizes, brought)
 
 
 def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:

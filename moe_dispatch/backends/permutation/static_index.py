@@ -121,3 +121,13 @@ def _padding(real_L: Tensor, padded_L: Tensor, pad_multiple: int, nowhere: int) 
     step = torch.arange(pad_multiple - 1, device=real_L.device)
     at = (padded_L.cumsum(0) - padded_L + real_L).unsqueeze(1) + step
     return torch.where(step < (padded_L - real_L).unsqueeze(1), at, nowhere).view(-1)
+
+
+def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, pad_multiple: int) -> int:
+    """Bytes of all tables of a ``StaticIndex``: S, K, L and R as in ``group_statically``."""
+    pairs = num_rows * top_k
+    of_pairs = 3 * pairs  # slot_N, place_N, byrow_N
+    of_rows = num_rows + 1 + 2 * buffer_rows + 1  # cu_S, source_R, and filled_R with the row to spare
+    of_keys = num_keys + 1 + num_keys + 1  # real_L with the pairs that have none, padded_L, needed
+    of_padding = num_keys * (pad_multiple - 1)
+    return 8 * (of_pairs + of_rows + of_keys + of_padding)
