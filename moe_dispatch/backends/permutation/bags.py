@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.permutation.blocks import accumulation_dtype, blocks_of, row_blocks
+from moe_dispatch.backends.permutation.blocks import blocks_of, row_blocks
 
 
 def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
@@ -67,7 +67,7 @@ def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Ten
 
 
 def _dtype_of_sums(rows: Tensor, out: Tensor) -> torch.dtype:
-    return accumulation_dtype(torch.promote_types(rows.dtype, out.dtype))
+    return torch.float64 if torch.float64 in (rows.dtype, out.dtype) else torch.float32
 
 
 def _fits(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:

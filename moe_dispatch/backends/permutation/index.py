@@ -46,7 +46,7 @@ class SlotIndex:
 
     def to_grouped(self, values_SK: Tensor) -> Tensor:
         """One value per pair -> (R,) by grouped row, 0 on padding. Values of pairs without a key are never read."""
-        real = values_SK.reshape(-1).index_select(0, self.slot_N)
+        real = values_SK.take(self.slot_N)
         if self.place_N is None:
             return real
         return real.new_zeros(self.num_grouped).index_copy_(0, self.place_N, real)
@@ -78,7 +78,8 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -
     keys = keys_SK.bitwise_and(torch.iinfo(keys_SK.dtype).max)
     slot_N = keys.reshape(-1).sort(stable=True).indices[:real]
     source_R = slot_N.div(top_k, rounding_mode="floor")
-    byrow_N = slot_N.argsort()
+    byrow = slot_N.sort()
+    byrow_N, firsts_S = byrow.indices, torch.arange(0, (num_rows + 1) * top_k, top_k, device=device)
     place_N, padding, padded = None, None, real
     if pad_multiple > 1:
         place_N, padding, padded = _with_padding(counts, pad_multiple, device)
@@ -92,7 +93,7 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -
         slot_N=slot_N,
         place_N=place_N,
         byrow_N=byrow_N,
-        cu_S=running_total((keys < len(counts)).sum(1)),
+        cu_S=torch.searchsorted(byrow.values, firsts_S),
         padding=padding,
     )
 
