@@ -22,7 +22,7 @@ from moe_dispatch.backends.base import (
     WireDtype,
 )
 from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, count_values, group_slots, true_places
 from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
@@ -201,7 +201,7 @@ class AllToAll(Backend):
         rank_TK = ids_TK.div(shape.num_local_experts, rounding_mode="floor")
         members_PT = rank_members(rank_TK, comm.size)
         traffic, tokens_per_expert_L = self._exchange_counts(ids_TK, rank_TK, members_PT)
-        source_S = torch.nonzero_static(members_PT, size=sum(traffic.rows_out)).select(1, 1).contiguous()
+        source_S = true_places(members_PT, sum(traffic.rows_out)).select(1, 1).contiguous()
         form = packet(
             row_format(rows_TD.dtype, shape.hidden_size, self.context.shape.wire_dtype),
             shape.top_k,
@@ -275,8 +275,7 @@ class AllToAll(Backend):
         # begins with a count of rows, so expert e of rank r is counted e + r + 1 places into the second. Slots that go
         # nowhere, -1 of rank -1, are counted at the end of the first, which is overwritten.
         places = (ids_TK + rank_TK).add_(width + 1).reshape(-1)
-        table = torch.zeros(1 + 2 * comm.size, width, dtype=torch.int64, device=ids_TK.device)
-        table.view(-1).scatter_add_(0, places, torch.ones_like(places))
+        table = count_values(places, (1 + 2 * comm.size) * width).view(-1, width)
         total, outgoing, received = table[0], table[1 : 1 + comm.size], table[1 + comm.size :]
         torch.sum(members_PT, 1, out=outgoing.select(1, 0))
         self._swap(outgoing, received)

@@ -78,7 +78,8 @@ def _fits(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
 
 def _bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     """One fused gather-multiply-sum; it takes weights in the dtype of the rows only."""
-    weights = None if weights is None else weights.to(rows.dtype)
+    if weights is not None and weights.dtype != rows.dtype:
+        weights = weights.to(rows.dtype)
     return torch.embedding_bag(rows, members, offsets, False, 0, False, weights, True)[0]
 
 

@@ -98,6 +98,21 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -
     )
 
 
+def count_values(values_N: Tensor, length: int) -> Tensor:
+    """int64 (length,): how often each of ``range(length)`` stands in the int64 (N,). No host sync."""
+    if values_N.device.type == "cpu":
+        return torch.bincount(values_N, minlength=length)  # which on a GPU reads the largest value
+    counts = torch.zeros(length, dtype=torch.int64, device=values_N.device)
+    return counts.scatter_add_(0, values_N, torch.ones_like(values_N))
+
+
+def true_places(mask: Tensor, count: int) -> Tensor:
+    """int64 (count, dims), in order: where the mask is True, ``count`` times as the host knows. No host sync."""
+    if mask.device.type == "cpu":
+        return mask.nonzero()  # three times as fast here; on a GPU it reads the count
+    return torch.nonzero_static(mask, size=count)
+
+
 def running_total(counts: Tensor) -> Tensor:
     """int64 (n+1,): 0, then the inclusive sums of the (n,) counts."""
     total = torch.zeros(counts.shape[0] + 1, dtype=torch.int64, device=counts.device)
@@ -114,4 +129,4 @@ def _with_padding(counts: Sequence[int], multiple: int, device: torch.device) ->
     shift_N = shift_L.repeat_interleave(counts_L.to(device, non_blocking=True), output_size=real)
     place_N = torch.arange(real, device=device) + shift_N
     is_padding = torch.ones(total, dtype=torch.bool, device=device).index_fill_(0, place_N, 0)
-    return place_N, torch.nonzero_static(is_padding, size=total - real).view(-1), total
+    return place_N, true_places(is_padding, total - real).view(-1), total
