@@ -33,12 +33,12 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
         LayoutError: the layout is malformed or does not fit ``like``.
         InputError: too many rows, or a layout that does not know how many where the backend needs it.
     """
-    num_rows = layout.num_rows(None if like is None else like.shape)
+    num_rows, on_host = layout.num_rows(None if like is None else like.shape), layout.on_host
     real_rows = None
     if num_rows is not None:
         layout.check(num_rows, values=channel.config.debug)
-        real_rows = layout.real_rows(num_rows) if layout.on_host else None
-    count = layout.num_real(num_rows) if layout.on_host else num_rows
+        real_rows = layout.real_rows(num_rows) if on_host else None
+    count = layout.num_real(num_rows) if on_host else num_rows
     _check_count(channel, layout, count)
     if like is not None and real_rows is not None:
         real_rows = real_rows.to(like.device, non_blocking=True)

@@ -40,7 +40,8 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
     """
     width = out.shape[1]
     if _fits(rows, weights, out):
-        out.copy_(_bag(rows, members, offsets, weights)[:, :width])
+        sums = _bag(rows, members, offsets, weights)
+        out.copy_(sums if sums.shape[1] == width else sums[:, :width])
         return
     if weights is not None and rows.dtype == out.dtype == torch.bfloat16:
         sums = _bag(rows, members.repeat_interleave(3), offsets * 3, _three_parts(weights))[:, :width]
