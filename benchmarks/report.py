@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -99,11 +99,8 @@ def _ratio(value: float, base: float) -> str:
 
 def overhead_table(overheads: Mapping[str, Overhead]) -> str:
     """Milliseconds, one row per contender."""
-    rows = [
-        (name, f"{cost.median_ms:.3f}", f"{cost.fastest_ms:.3f}", f"{cost.processor_ms:.3f}")
-        for name, cost in overheads.items()
-    ]
-    return table([("", "median ms", "fastest ms", "cpu ms"), *rows])
+    rows = [(name, *("-" if ms is None else f"{ms:.3f}" for ms in astuple(cost))) for name, cost in overheads.items()]
+    return table([("", "median ms", "fastest ms", "cpu ms", "in place: median ms", "fastest ms"), *rows])
 
 
 def growth_header(names: Sequence[str]) -> tuple[str, ...]:

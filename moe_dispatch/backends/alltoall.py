@@ -24,7 +24,7 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.capacity import Capacity, Factor, capacity_of, tokens_of
 from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots, running_total
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, count_values, group_slots, true_places
 from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
@@ -67,7 +67,8 @@ class AllToAllRoute(Route):
         source_S: int64, the home row of each row sent, by destination rank, then row.
         member_S: int64, the sent rows in the order of their home rows; ``cu_T`` int64 (T+1,) where each home row
             begins.
-        home: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK`` to apply at home.
+        home: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK`` to apply at home;
+            else both None.
     """
 
     context: BackendContext
@@ -79,7 +80,7 @@ class AllToAllRoute(Route):
     member_S: Tensor
     cu_T: Tensor
     home: SlotIndex | None
-    weights_TK: Tensor
+    weights_TK: Tensor | None
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
@@ -94,10 +95,8 @@ class AllToAllRoute(Route):
     ) -> Iterator[Tensor]:
         """Gather ``rows[source]``, uint8, and exchange them; the received rows, uint8, valid inside the block."""
         space, width = self.context.workspace, rows.shape[1]
-        with space.lease(sum(splits_in) * width, rows.device) as received:
-            received = received.view(-1, width)
-            with space.lease(source.shape[0] * width, rows.device) as outgoing:
-                outgoing = outgoing.view(-1, width)
+        with space.lease((sum(splits_in), width), rows.device) as received:
+            with space.lease((source.shape[0], width), rows.device) as outgoing:
                 self.permutation.gather(rows, source, outgoing)
                 self._all_to_all(received, outgoing, splits_in, splits_out, label)
             yield received
@@ -113,17 +112,16 @@ class AllToAllRoute(Route):
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
         if self.home is not None:
-            return self._collect_exact(self.home, rows_RD, weights_R is not None, values_R, label)
+            weights_TK = None if weights_R is None else self.weights_TK
+            return self._collect_exact(self.home, rows_RD, weights_TK, values_R, label)
         form = packet(
             row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire),
             self.index.top_k,
             None if values_R is None else values_R.dtype,
         )
         space, device = self.context.workspace, rows_RD.device
-        with space.lease(self.source_S.shape[0] * form.stride, device) as received:
-            received = received.view(-1, form.stride)
-            with space.lease(self.index.num_rows * form.stride, device) as outgoing:
-                outgoing = outgoing.view(-1, form.stride)
+        with space.lease((self.source_S.shape[0], form.stride), device) as received:
+            with space.lease((self.index.num_rows, form.stride), device) as outgoing:
                 self.permutation.reduce(rows_RD, self.index, weights_R, form.row.read(form.rows(outgoing)))
                 if values_R is not None:
                     form.weights(outgoing).copy_(self.index.to_slots(values_R))
@@ -142,7 +140,7 @@ class AllToAllRoute(Route):
         return out, values
 
     def _collect_exact(
-        self, home: SlotIndex, rows_RD: Tensor, weighted: bool, values_R: Tensor | None, label: str
+        self, home: SlotIndex, rows_RD: Tensor, weights_TK: Tensor | None, values_R: Tensor | None, label: str
     ) -> tuple[Tensor, Tensor | None]:
         row = row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire)
         form = packet(row, 1, None if values_R is None else values_R.dtype)
@@ -155,7 +153,7 @@ class AllToAllRoute(Route):
         traffic = self.traffic
         with self._exchange(packets, self.index.byrow_N, traffic.slots_in, traffic.slots_out, label) as received:
             out = torch.empty(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
-            weights_N = home.in_row_order(self.weights_TK) if weighted else None
+            weights_N = None if weights_TK is None else home.in_row_order(weights_TK)
             self.permutation.sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
             values = None if values_R is None else home.to_slots(form.weights(received).reshape(-1))
         return out, values
@@ -169,9 +167,9 @@ class _Transit:
     rows_TD: Tensor
     weights_TK: Tensor
     rank_TK: Tensor
-    members_PT: Tensor
     source_S: Tensor
     traffic: Traffic
+    tokens_per_expert_L: Tensor
     form: Packet
     outgoing: Tensor
     received: Tensor
@@ -234,9 +232,7 @@ class AllToAll(Backend):
             may_overflow=pair_rows < tokens_of(shape),
         )
         form = self._form(rows_TD.dtype, weights_TK.dtype, note=True)
-        outgoing, received = (
-            space.take(comm.size * pair_rows * form.stride, rows_TD.device).view(-1, form.stride) for _ in range(2)
-        )
+        outgoing, received = (space.take((comm.size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
         lanes.fill(outgoing, form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK), form, permutation)
         splits = [pair_rows] * comm.size
         work = comm.all_to_all(received, outgoing, splits, splits, label="dispatch")
@@ -256,7 +252,7 @@ class AllToAll(Backend):
                 member_S=lanes.member_N,
                 cu_T=lanes.cu_T,
                 home=None,
-                weights_TK=weights_TK.detach(),
+                weights_TK=None,
             )
             return arrive_statically(
                 rows_TD,
@@ -278,21 +274,21 @@ class AllToAll(Backend):
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
         rank_TK = ids_TK.div(shape.num_local_experts, rounding_mode="floor")
         members_PT = rank_members(rank_TK, comm.size)
-        traffic = self._exchange_counts(ids_TK, rank_TK, members_PT)
-        source_S = torch.nonzero_static(members_PT, size=sum(traffic.rows_out))[:, 1].contiguous()
+        traffic, tokens_per_expert_L = self._exchange_counts(ids_TK, rank_TK, members_PT)
+        source_S = true_places(members_PT, sum(traffic.rows_out)).select(1, 1).contiguous()
         form = self._form(rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
-        outgoing = space.take(source_S.shape[0] * form.stride, rows_TD.device).view(-1, form.stride)
-        received = space.take(sum(traffic.rows_in) * form.stride, rows_TD.device).view(-1, form.stride)
+        outgoing = space.take((source_S.shape[0], form.stride), rows_TD.device)
+        received = space.take((sum(traffic.rows_in), form.stride), rows_TD.device)
         self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
         work = comm.all_to_all(received, outgoing, traffic.rows_in, traffic.rows_out, label="dispatch")
         return _Transit(
             rows_TD=rows_TD,
             weights_TK=weights_TK,
             rank_TK=rank_TK,
-            members_PT=members_PT,
             source_S=source_S,
             traffic=traffic,
+            tokens_per_expert_L=tokens_per_expert_L,
             form=form,
             outgoing=outgoing,
             received=received,
@@ -306,6 +302,8 @@ class AllToAll(Backend):
         self.context.workspace.give(transit.outgoing)
         first = self.context.communicator.rank * shape.num_local_experts
         keys_SK = form.ids(transit.received) - first
+        by_row = transit.source_S.sort(stable=True)
+        rows_T = torch.arange(transit.rows_TD.shape[0] + 1, device=transit.received.device)
         route = AllToAllRoute(
             context=self.context,
             permutation=self.context.permutation_on(transit.received.device),
@@ -313,14 +311,15 @@ class AllToAll(Backend):
             index=group_slots(keys_SK, traffic.tokens_per_expert, shape.pad_multiple),
             wire_dtype=self.context.shape.wire_dtype,
             source_S=transit.source_S,
-            member_S=transit.source_S.argsort(stable=True),
-            cu_T=running_total(transit.members_PT.sum(0)),
+            member_S=by_row.indices,
+            cu_T=torch.searchsorted(by_row.values, rows_T),
             home=group_slots(transit.rank_TK, traffic.slots_out) if self._exact else None,
-            weights_TK=transit.weights_TK.detach(),
+            weights_TK=transit.weights_TK.detach() if self._exact else None,
         )
         unpacked = self._unpack(form, transit.received)
         return arrive(
-            transit.rows_TD, transit.weights_TK, route, unpacked, traffic.tokens_per_expert, shape.pad_multiple
+            *(transit.rows_TD, transit.weights_TK, route, unpacked, traffic.tokens_per_expert, shape.pad_multiple),
+            real_L=transit.tokens_per_expert_L,
         )
 
     @contextmanager
@@ -333,28 +332,35 @@ class AllToAll(Backend):
         assert isinstance(self.options, AllToAllOptions)
         return self.options.reduction == "exact"
 
-    def _exchange_counts(self, ids_TK: Tensor, rank_TK: Tensor, members_PT: Tensor) -> Traffic:
-        """Tell every rank how many rows come, and how many slots for each of its experts; read both sides at once."""
+    def _exchange_counts(self, ids_TK: Tensor, rank_TK: Tensor, members_PT: Tensor) -> tuple[Traffic, Tensor]:
+        """Tell every rank how many rows come, and how many slots for each of its experts; read both sides at once.
+
+        Returns:
+            All counts, and those per local expert on the device, int64 (L,).
+        """
         comm, width = self.context.communicator, 1 + self.context.shape.num_local_experts
-        # What goes out and what comes in, a row for each rank, behind a place where slots that go nowhere are counted:
-        # expert e of rank r, whose rows begin with a count of rows, stands at e + r + 2, and -1 of rank -1 at 0.
-        places = (ids_TK + rank_TK).add_(2).reshape(-1)
-        table = torch.zeros(1 + 2 * comm.size * width, dtype=torch.int64, device=ids_TK.device)
-        both = table.scatter_add_(0, places, torch.ones_like(places))[1:].view(2, comm.size, width)
-        outgoing, received = both.unbind(0)
-        torch.sum(members_PT, 1, out=outgoing[:, 0])
+        # A row for the sums of what comes in, then a row for each rank of what goes out, then of what comes in. A row
+        # begins with a count of rows, so expert e of rank r is counted e + r + 1 places into the second. Slots that go
+        # nowhere, -1 of rank -1, are counted at the end of the first, which is overwritten.
+        places = (ids_TK + rank_TK).add_(width + 1).reshape(-1)
+        table = count_values(places, (1 + 2 * comm.size) * width).view(-1, width)
+        total, outgoing, received = table[0], table[1 : 1 + comm.size], table[1 + comm.size :]
+        torch.sum(members_PT, 1, out=outgoing.select(1, 0))
         self._swap(outgoing, received)
-        host_out, host_in = read_host(both)
+        torch.sum(received, 0, out=total)
+        host_total, *host = read_host(table)
+        host_out, host_in = host[: comm.size], host[comm.size :]
         refused = {rank: -row[0] for rank, row in enumerate(host_in) if row[0] < 0}
         if refused:
             raise PeerError(refusal(refused))
-        return Traffic(
+        traffic = Traffic(
             rows_out=[row[0] for row in host_out],
             rows_in=[row[0] for row in host_in],
             slots_out=[sum(row[1:]) for row in host_out] if self._exact else [],
             slots_in=[sum(row[1:]) for row in host_in] if self._exact else [],
-            tokens_per_expert=list(map(sum, zip(*(row[1:] for row in host_in), strict=True))),
+            tokens_per_expert=host_total[1:],
         )
+        return traffic, total[1:]
 
     def _swap(self, outgoing: Tensor, received: Tensor) -> None:
         """Row p of ``outgoing`` to rank p."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, BackendOptions, Constraints, MoEShape, Sizes, WireDtype
 from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, count_values, group_slots
 from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.wire import row_format
 
@@ -100,5 +100,4 @@ class Local(Backend):
 def count_experts(ids_TK: Tensor, num_experts: int) -> Tensor:
     """int64 (E,): how many slots name each expert; -1 is not counted. No host sync, integer sums only."""
     flat = (ids_TK + 1).reshape(-1)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_TK.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat))[1:]
+    return count_values(flat, num_experts + 1)[1:]

@@ -51,7 +51,14 @@ Received = AbstractContextManager[tuple[Tensor, Tensor]]
 
 
 def arrive(
-    rows_TD: Tensor, weights_TK: Tensor, route: Route, received: Received, counts: Sequence[int], pad_multiple: int
+    rows_TD: Tensor,
+    weights_TK: Tensor,
+    route: Route,
+    received: Received,
+    counts: Sequence[int],
+    pad_multiple: int,
+    *,
+    real_L: Tensor | None = None,
 ) -> Arrived:
     """Turn what a route delivered into expert-major rows attached to autograd.
 
@@ -62,10 +69,12 @@ def arrive(
         received: opens to rows (S, D) and their slots' weights (S, K).
         counts: real rows per local expert.
         pad_multiple: rows per expert were rounded up to this in ``route.index``.
+        real_L: ``counts`` on the device, int64 (L,), where the backend has them there.
     """
     rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, route, received)  # type: ignore[no-untyped-call]
     padded = counts if pad_multiple == 1 else [round_up(count, pad_multiple) for count in counts]
-    real_L = torch.tensor(counts, dtype=torch.int64, device="cpu").to(rows_RD.device, non_blocking=True)
+    if real_L is None:
+        real_L = torch.tensor(counts, dtype=torch.int64, device="cpu").to(rows_RD.device, non_blocking=True)
     padded_L = real_L if pad_multiple == 1 else (real_L + (-real_L % pad_multiple))
     return Arrived(
         rows=rows_RD,

@@ -124,8 +124,8 @@ class Packet:
         return packets
 
     def rows(self, packets: Tensor) -> Tensor:
-        """The bytes of the rows, uint8 (T, row.nbytes), a strided view."""
-        return packets[:, : self.row.nbytes]
+        """The bytes of the rows, uint8 (T, row.nbytes), a strided view; the packets themselves where all is row."""
+        return packets if self.row.nbytes == self.stride else packets[:, : self.row.nbytes]
 
     def weights(self, packets: Tensor) -> Tensor:
         """The weights, (T, K), a strided view."""

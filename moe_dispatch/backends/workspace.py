@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import final
 
 import torch
@@ -27,19 +26,25 @@ class Workspace:
         self._free: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """uint8 (nbytes,), contents undefined. Pass it, or any view of it, to ``give`` when done."""
+    def take(self, shape: int | tuple[int, int], device: torch.device) -> Tensor:
+        """uint8 of this shape, contents undefined. Pass it, or any view of it, to ``give`` when done."""
+        nbytes = shape if isinstance(shape, int) else shape[0] * shape[1]
         if device.type != "cpu" or nbytes < _WORTH_KEEPING:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+            return torch.empty(shape, dtype=torch.uint8, device=device)
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage(nbytes), 0, (nbytes,), (1,))
+        return flat.view(shape)
+
+    def _storage(self, nbytes: int) -> torch.UntypedStorage:
+        """The smallest free one that is large enough, or a new one."""
         with self._lock:
             sizes = {i: storage.nbytes() for i, storage in enumerate(self._free)}
             fitting = [i for i, size in sizes.items() if size >= nbytes]
             if fitting:
-                return _bytes_of(self._free.pop(min(fitting, key=sizes.__getitem__)), nbytes)
+                return self._free.pop(min(fitting, key=sizes.__getitem__))
             if sizes:  # the largest is too small: replace it rather than keep both
                 self._free.pop(max(sizes, key=sizes.__getitem__))
         # An eighth of slack, so that slowly changing sizes do not allocate every time.
-        return _bytes_of(torch.UntypedStorage(nbytes + nbytes // 8, device="cpu"), nbytes)
+        return torch.UntypedStorage(nbytes + nbytes // 8, device="cpu")
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer from ``take``; its contents may change from now on."""
@@ -47,15 +52,22 @@ class Workspace:
             with self._lock:
                 self._free.append(buffer.untyped_storage())
 
-    @contextmanager
-    def lease(self, nbytes: int, device: torch.device) -> Iterator[Tensor]:
+    def lease(self, shape: int | tuple[int, int], device: torch.device) -> AbstractContextManager[Tensor]:
         """``take`` and, at the end of the block, ``give``."""
-        buffer = self.take(nbytes, device)
-        try:
-            yield buffer
-        finally:
-            self.give(buffer)
+        return _Lease(self, self.take(shape, device))
 
 
-def _bytes_of(storage: torch.UntypedStorage, nbytes: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
+@final
+class _Lease(AbstractContextManager[Tensor]):
+    """Not a ``contextmanager``: there are two in each verb, and a generator takes three times as long."""
+
+    __slots__ = ("_buffer", "_space")
+
+    def __init__(self, space: Workspace, buffer: Tensor) -> None:
+        self._space, self._buffer = space, buffer
+
+    def __enter__(self) -> Tensor:
+        return self._buffer
+
+    def __exit__(self, *_: object) -> None:
+        self._space.give(self._buffer)

@@ -39,19 +39,23 @@ def merge_duplicates(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool = True) -
     The later slots become -1. Weights of -1 slots are never read, and come out as 0. Only ``asks`` and the CPU let it
     look whether it is needed at all, because elsewhere that would be a sync; it holds (T, K, K) at once.
     """
-    if ids_TK.shape[1] == 1 or (asks and ids_TK.device.type == "cpu" and not _has_duplicates(ids_TK)):
+    if ids_TK.shape[1] == 1:
         return ids_TK, weights_TK
     same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
+    if asks and ids_TK.device.type == "cpu" and not _has_duplicates(ids_TK, same_TKK):
+        return ids_TK, weights_TK
     slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)
     is_first = (same_TKK.to(torch.uint8).argmax(2) == slots_K) & (ids_TK >= 0)
     merged = torch.where(same_TKK, weights_TK.unsqueeze(1), 0).sum(2)
     return torch.where(is_first, ids_TK, -1), torch.where(is_first, merged, 0)
 
 
-def _has_duplicates(ids_TK: Tensor) -> bool:
-    ordered = ids_TK.sort(1).values
-    twice = ordered[:, 1:] == ordered[:, :-1]
-    return bool(twice.any()) and bool((twice & (ordered[:, 1:] >= 0)).any())
+def _has_duplicates(ids_TK: Tensor, same_TKK: Tensor) -> bool:
+    """Whether a slot that goes somewhere equals more than itself; asked of all slots first, which is cheaper."""
+    if int(same_TKK.count_nonzero()) == ids_TK.numel():
+        return False
+    real_TK = ids_TK >= 0
+    return bool((same_TKK & real_TK.unsqueeze(2)).count_nonzero() > real_TK.count_nonzero())
 
 
 def pad_rows(tensor: Tensor, rows: int, value: float) -> Tensor:

@@ -47,7 +47,7 @@ class Layout(ABC):
         num_rows, known = self.rows_of(x.shape), self.known_rows()
         if known is not None and known != num_rows:
             self.check(num_rows)
-        return x.reshape(num_rows, x.shape[-1])
+        return x if x.dim() == 2 else x.reshape(num_rows, x.shape[-1])
 
     @final
     def unflatten(self, y_TD: Tensor, like: Tensor | Sequence[int]) -> Tensor:
@@ -69,7 +69,7 @@ class Layout(ABC):
                 f"{self}.unflatten: y must be 2-D with the {self.rows_of(shape)} rows of like {tuple(shape)}, got "
                 f"{tuple(y_TD.shape)}. Return one row per row of flatten(x)."
             )
-        return y_TD.reshape(*shape[:-1], y_TD.shape[-1])
+        return y_TD if len(shape) == 2 else y_TD.reshape(*shape[:-1], y_TD.shape[-1])
 
     @final
     def num_rows(self, shape: Sequence[int] | None = None) -> int | None:

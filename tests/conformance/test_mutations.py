@@ -190,8 +190,8 @@ def _put_into_ones(rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
 
 
 def weights_of_empty_slots_read(patch: Patch) -> None:
-    def touching(rows_TD: Tensor, weights_TK: Tensor, *args: Any) -> Arrived:
-        arrived = rank_major.arrive(rows_TD, weights_TK, *args)
+    def touching(rows_TD: Tensor, weights_TK: Tensor, *args: Any, **named: Any) -> Arrived:
+        arrived = rank_major.arrive(rows_TD, weights_TK, *args, **named)
         return dataclasses.replace(arrived, weights=arrived.weights + 0 * weights_TK.sum())
 
     patch.setattr(alltoall, "arrive", touching)

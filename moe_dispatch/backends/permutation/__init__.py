@@ -4,7 +4,14 @@ from moe_dispatch.backends.permutation.bags import sum_bags
 from moe_dispatch.backends.permutation.base import Permutation
 from moe_dispatch.backends.permutation.blocks import accumulation_dtype
 from moe_dispatch.backends.permutation.choose import choose_permutation, known_permutations, probe_permutation
-from moe_dispatch.backends.permutation.index import SlotIndex, group_slots, round_up, running_total
+from moe_dispatch.backends.permutation.index import (
+    SlotIndex,
+    count_values,
+    group_slots,
+    round_up,
+    running_total,
+    true_places,
+)
 from moe_dispatch.backends.permutation.rows import TorchPermutation, expand, expand_weighted, gather, reduce
 from moe_dispatch.backends.permutation.static_index import StaticIndex, front, group_statically
 from moe_dispatch.backends.permutation.static_rows import StaticTorchPermutation
@@ -17,6 +24,7 @@ __all__ = [
     "TorchPermutation",
     "accumulation_dtype",
     "choose_permutation",
+    "count_values",
     "expand",
     "expand_weighted",
     "front",
@@ -29,4 +37,5 @@ __all__ = [
     "round_up",
     "running_total",
     "sum_bags",
+    "true_places",
 ]

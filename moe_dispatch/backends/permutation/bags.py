@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.permutation.blocks import accumulation_dtype, block_bytes, blocks_of, row_blocks
+from moe_dispatch.backends.permutation.blocks import block_bytes, blocks_of, row_blocks
 
 
 def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
@@ -40,7 +40,8 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
     """
     width = out.shape[1]
     if fits_bag(rows, weights, out):
-        out.copy_(bag(rows, members, offsets, weights)[:, :width])
+        sums = bag(rows, members, offsets, weights)
+        out.copy_(sums if sums.shape[1] == width else sums[:, :width])
         return
     if weights is not None and rows.dtype == out.dtype == torch.bfloat16:
         sums = bag(rows, members.repeat_interleave(3), offsets * 3, _three_parts(weights))[:, :width]
@@ -68,7 +69,7 @@ def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Ten
 
 def dtype_of_sums(rows: Tensor, out: Tensor) -> torch.dtype:
     """In what sums of these rows into ``out`` are accumulated."""
-    return accumulation_dtype(torch.promote_types(rows.dtype, out.dtype))
+    return torch.float64 if torch.float64 in (rows.dtype, out.dtype) else torch.float32
 
 
 def fits_bag(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
@@ -79,7 +80,8 @@ def fits_bag(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
 
 def bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
     """One fused gather-multiply-sum; it takes weights in the dtype of the rows only."""
-    weights = None if weights is None else weights.to(rows.dtype)
+    if weights is not None and weights.dtype != rows.dtype:
+        weights = weights.to(rows.dtype)
     return torch.embedding_bag(rows, members, offsets, False, 0, False, weights, True)[0]
 
 

@@ -15,7 +15,7 @@ _ELSEWHERE = 256 << 20
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """``max(float32, dtype)``: in what sums over experts are accumulated before they are rounded once."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def blocks_of(length: int, others: int, *, limit: int) -> Iterator[slice]:

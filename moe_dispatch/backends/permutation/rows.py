@@ -31,6 +31,8 @@ def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
 
 def expand(rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
     """Copy each row to all its grouped positions: (R, D), zero on padding."""
+    if rows_SD.dtype == dtype and rows_SD.device.type == "cpu" and not index.spare:
+        return _clear_padding(rows_SD.index_select(0, index.source_R), index)
     buffer, out = _grouped(index, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
     if rows_SD.dtype == dtype:
         gather(rows_SD, index.source_R, out)
@@ -72,7 +74,8 @@ def _grouped(index: SlotIndex, *width: int, dtype: torch.dtype, device: torch.de
 def reduce(rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
     """``out[s]`` = the sum of the grouped rows of row s, in slot order, each times its weight."""
     weights_N = None if weights_R is None else weights_R.index_select(0, index.byrow_N)
-    sum_bags(rows_RD, index.byrow_N, index.cu_S, weights_N, out)
+    # Rows that require grad would make embedding_bag prepare its own backward.
+    sum_bags(rows_RD.detach(), index.byrow_N, index.cu_S, weights_N, out)
 
 
 def as_words(rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
