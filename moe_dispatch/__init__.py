@@ -6,6 +6,7 @@ is a string in a config.
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.dispatchers.capture import capture
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import BSHD, SBHD, THD, Rows
 from moe_dispatch.types import Dispatched, Plan, Routing
@@ -24,4 +25,5 @@ __all__ = [
     "Routing",
     "Rows",
     "build_dispatcher",
+    "capture",
 ]

@@ -11,13 +11,14 @@ import moe_dispatch
 from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, backends, dispatchers, errors, layouts
 from moe_dispatch.backends.alltoall import AllToAllOptions
 from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape, Sizes
+from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.deepep import DeepEPOptions
 from moe_dispatch.backends.hybridep import HybridEPOptions
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.config import ConstraintOverrides
 
 PACKAGE = """
-    BSHD Dispatched Dispatcher DispatcherConfig MoEDispatchError Plan Routing Rows SBHD THD build_dispatcher
+    BSHD Dispatched Dispatcher DispatcherConfig MoEDispatchError Plan Routing Rows SBHD THD build_dispatcher capture
 """
 BACKENDS = """
     Arrived Backend BackendContext BackendOptions Communicator Constraints MoEShape PROTOCOL Rejected Sizes Usable
@@ -27,26 +28,33 @@ LAYOUTS = """
     BSHD Layout PACKING_SUPPORT Packing PackingSupport Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd
     layout_for padded_length sequence_multiple shard_for_context_parallel thd_to_bshd unshard_from_context_parallel
 """
-DISPATCHERS = "Dispatcher Metrics build_dispatcher"
-ERRORS = "BackendUnavailableError ConfigError InputError LayoutError MoEDispatchError PeerError StateError"
+DISPATCHERS = "Dispatcher Metrics RequiredCapacity build_dispatcher"
+ERRORS = (
+    "BackendUnavailableError CapacityError ConfigError InputError LayoutError MoEDispatchError PeerError StateError"
+)
 
 CONFIG_FIELDS = """
     backend num_experts top_k hidden_size pad_multiple weights wire_dtype row_counts max_tokens_per_rank graph_safe
-    permutation device debug constraints
+    capacity_factor on_overflow permutation device debug constraints
 """
 CONSTRAINTS = """
     row_multiple equal_rows group_max min_rows max_rows hidden_multiple max_hidden dtypes devices max_top_k
     group_sizes local_experts_multiple max_local_experts idle_ranks pads_experts exchanges_counts wire_dtypes
-    graph_safe graph_safe_reason compilable differentiable
+    graph_safe graph_safe_reason drop_order compilable differentiable
 """
 VALUES: dict[type, str] = {
     Routing: "topk_ids topk_weights",
-    Plan: "layout num_rows real_rows sizes owner",
+    Plan: "layout num_rows real_rows sizes owner footprint",
     Dispatched: "rows tokens_per_expert real_tokens_per_expert tokens_per_expert_list weights pad_multiple state",
-    Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list state",
+    Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list state demand",
     backends.Constraints: CONSTRAINTS,
-    MoEShape: "num_experts top_k hidden_size ep_size pad_multiple wire_dtype max_tokens_per_rank ranks_per_node",
-    Sizes: "padded_rows group_max_rows",
+    MoEShape: """
+        num_experts top_k hidden_size ep_size pad_multiple wire_dtype max_tokens_per_rank ranks_per_node graph_safe
+        capacity_factor
+    """,
+    Sizes: "padded_rows group_max_rows capacity",
+    Capacity: "rows buffer_rows pair_rows",
+    dispatchers.RequiredCapacity: "rows pair_rows capacity_factor pair_factor overflowed",
     dispatchers.Metrics: """
         backend dispatches real_tokens_per_expert imbalance rows_padded rows_skipped bytes_sent collectives
     """,
@@ -75,6 +83,7 @@ def test_errors_and_the_builtins_they_resemble() -> None:
         errors.BackendUnavailableError: ImportError,
         errors.StateError: RuntimeError,
         errors.PeerError: RuntimeError,
+        errors.CapacityError: RuntimeError,
     }
     for kind, builtin in resembles.items():
         assert issubclass(kind, builtin)
@@ -109,7 +118,8 @@ def test_config_fields() -> None:
         "ranks_per_domain",
         "emulate",
     ]
-    assert list(AllToAllOptions.model_fields) == list(LocalOptions.model_fields) == ["reduction"]
+    assert list(AllToAllOptions.model_fields) == ["reduction", "pair_rows"]
+    assert list(LocalOptions.model_fields) == ["reduction"]
     assert list(BackendOptions.model_fields) == []
 
 
@@ -126,6 +136,8 @@ def test_config_defaults() -> None:
         "row_counts": None,
         "max_tokens_per_rank": None,
         "graph_safe": False,
+        "capacity_factor": "worst",
+        "on_overflow": None,
         "permutation": "auto",
         "device": None,
         "debug": False,

@@ -24,7 +24,7 @@ from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, accumulation_dtype, group_slots
 from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
-from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
+from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 
 
 @final
@@ -77,11 +77,20 @@ class AllGather(Backend):
         # A reduce-scatter adds on the way: a narrow wire would round at every hop, so no wire_dtype is offered.
         return Constraints(equal_rows=True, min_rows=int(shape.graph_safe), graph_safe=True, drop_order="weight")
 
+    def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        assert sizes.capacity is not None
+        size = self.context.communicator.size
+        wire = (1 + size) * rows * self._form(dtype, accumulation_dtype(dtype)).stride
+        return {**self.context.grouped_bytes(sizes.capacity, dtype, size * rows), "wire": wire}
+
+    def _form(self, row_dtype: torch.dtype, weight_dtype: torch.dtype) -> Packet:
+        shape = self.context.shape
+        row = row_format(row_dtype, shape.hidden_size)
+        return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts))
+
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, comm = self.context.shape, self.context.communicator
-        form = packet(
-            row_format(rows_TD.dtype, shape.hidden_size), shape.top_k, weights_TK.dtype, id_dtype_for(shape.num_experts)
-        )
+        form = self._form(rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
         everyone = packets.new_empty(len(packets) * comm.size, form.stride)
         comm.all_gather(everyone, packets, label="dispatch")

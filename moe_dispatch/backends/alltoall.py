@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall_static import lanes_of, wanted_here
+from moe_dispatch.backends.alltoall_static import lane_bytes, lanes_of, wanted_here
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
@@ -24,7 +24,14 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.capacity import Capacity, Factor, capacity_of, tokens_of
 from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, count_values, group_slots, true_places
+from moe_dispatch.backends.permutation import (
+    Permutation,
+    SlotIndex,
+    accumulation_dtype,
+    count_values,
+    group_slots,
+    true_places,
+)
 from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
@@ -205,6 +212,15 @@ class AllToAll(Backend):
     def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
         assert isinstance(options, AllToAllOptions)
         return capacity_of(shape, pair_factor=options.pair_rows)
+
+    def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        capacity, size = sizes.capacity, self.context.communicator.size
+        assert capacity is not None
+        assert capacity.pair_rows is not None
+        places = size * capacity.pair_rows
+        found = self.context.grouped_bytes(capacity, dtype, places)
+        found["index"] += lane_bytes(size, rows, capacity.pair_rows)
+        return {**found, "wire": 2 * places * self._form(dtype, accumulation_dtype(dtype), note=True).stride}
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()

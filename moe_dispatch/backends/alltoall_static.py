@@ -92,3 +92,8 @@ def _heaviest(members_PT: Tensor, rank_TK: Tensor, weights_TK: Tensor, pair_rows
     lightness_PT = torch.where(members_PT, -heaviest_TP[:, 1:].t(), float("nan"))  # what is no member sorts last
     order = lightness_PT.sort(dim=1, stable=True).indices[:, :pair_rows]
     return torch.zeros_like(members_PT).scatter_(1, order, True) & members_PT
+
+
+def lane_bytes(size: int, rows: int, pair_rows: int) -> int:
+    """Bytes of the tables of ``Lanes`` that live until the backward: source_S, member_N and cu_T."""
+    return 8 * (size * pair_rows + (size * rows + 1) + rows + 1)

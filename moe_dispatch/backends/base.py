@@ -20,6 +20,7 @@ from moe_dispatch.backends.permutation import (
     accumulation_dtype,
     choose_permutation,
     group_statically,
+    index_bytes,
     round_up,
 )
 from moe_dispatch.backends.verdict import Rejected, Usable
@@ -197,6 +198,21 @@ class BackendContext:
         chosen = choose_permutation(self.permutation, device.type)
         return StaticTorchPermutation() if self.shape.graph_safe and chosen.name == "torch" else chosen
 
+    def grouped_bytes(self, capacity: Capacity, dtype: torch.dtype, arrived_rows: int | None = None) -> dict[str, int]:
+        """Bytes of what experts are given, and with ``arrived_rows``, S, of the ``StaticIndex`` behind it."""
+        shape, wide = self.shape, accumulation_dtype(dtype).itemsize
+        grouped = capacity.buffer_rows if arrived_rows is None else capacity.buffer_rows + StaticIndex.spare
+        found = {"rows": grouped * shape.hidden_size * dtype.itemsize, "weights": grouped * wide}
+        if arrived_rows is not None:
+            found["index"] = index_bytes(
+                arrived_rows,
+                shape.top_k,
+                shape.num_local_experts,
+                buffer_rows=capacity.buffer_rows,
+                pad_multiple=shape.pad_multiple,
+            )
+        return found
+
     def group_statically(self, local_ids_SK: Tensor, weights_SK: Tensor, capacity: Capacity) -> StaticIndex:
         """Group slots by this rank's experts, 0 to L-1, in a buffer of fixed size; by weight where not all fit."""
         return group_statically(
@@ -268,9 +284,7 @@ class Backend(ABC):
             dtype: of the rows.
         """
         assert sizes.capacity is not None
-        grouped = sizes.capacity.buffer_rows
-        wide = accumulation_dtype(dtype).itemsize
-        return {"rows": grouped * self.context.shape.hidden_size * dtype.itemsize, "weights": grouped * wide}
+        return self.context.grouped_bytes(sizes.capacity, dtype)
 
     def open(self) -> None:  # noqa: B027 - most backends hold nothing
         """Acquire buffers; collective, in the same order on all ranks."""

@@ -70,6 +70,10 @@ class Local(Backend):
             drop_order="weight",
         )
 
+    def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        assert sizes.capacity is not None
+        return self.context.grouped_bytes(sizes.capacity, dtype, rows)
+
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape = self.context.shape
         rows = row_format(rows_TD.dtype, shape.hidden_size, shape.wire_dtype).round_trip(rows_TD.detach())

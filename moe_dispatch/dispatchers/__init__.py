@@ -2,5 +2,6 @@
 
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Metrics
+from moe_dispatch.dispatchers.overflow import RequiredCapacity
 
-__all__ = ["Dispatcher", "Metrics", "build_dispatcher"]
+__all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "build_dispatcher"]

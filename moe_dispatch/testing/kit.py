@@ -178,6 +178,7 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
             needs.group_sizes is None or shape.ep_size in needs.group_sizes,
             f"group_sizes {listed_sizes(needs.group_sizes or frozenset())}",
         ),
+        (needs.graph_safe or not scenario.graph_safe, "graph_safe False"),
         (needs.devices is None or "cpu" in needs.devices, f"devices {_listed(needs.devices)}"),
         (_is_carried(scenario, needs), f"dtypes {_listed(needs.dtypes)}"),
         (scenario.wire_dtype in (None, *needs.wire_dtypes), f"wire_dtypes {_listed(needs.wire_dtypes)}"),
@@ -188,7 +189,6 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
             f"max_local_experts {needs.max_local_experts}",
         ),
         (needs.max_top_k is None or shape.top_k <= needs.max_top_k, f"max_top_k {needs.max_top_k}"),
-        (needs.graph_safe or not scenario.graph_safe, "graph_safe False"),
         (needs.idle_ranks or not _leaves_ranks_idle(scenario, shape), "idle_ranks False"),
         (needs.max_rows is None or _most_rows(scenario, needs) <= needs.max_rows, f"max_rows {needs.max_rows}"),
     )

@@ -17,6 +17,10 @@ from moe_dispatch.testing.programs import PROGRAMS
 from moe_dispatch.testing.routings import ROUTINGS
 from tests.conformance.backends import BACKENDS, IN_ONE_FORM, more_backends
 
+EVERY = {
+    frozenset(scenario.name for scenario in SCENARIOS): "every scenario",
+    frozenset(scenario.name for scenario in SCENARIOS if scenario.graph_safe): "every graph-safe scenario",
+}
 EXCUSED = Path(__file__).with_name("excused.txt")
 
 
@@ -44,8 +48,16 @@ def summary(backend: str, found: Iterable[Excuse]) -> Iterator[str]:
     for (scenario, reason), ep_sizes in sizes.items():
         scenarios[", ".join(map(str, ep_sizes)), reason].append(scenario)
     for (ep_sizes_text, reason), names in sorted(scenarios.items()):
-        which = "every scenario" if len(names) == len(SCENARIOS) else ", ".join(sorted(names))
+        which = EVERY.get(frozenset(names)) or listed(names)
         yield f"{backend} | ep_size {ep_sizes_text} | {reason} | {which}"
+
+
+def listed(names: list[str]) -> str:
+    """Once for each scenario whose graph-safe twin is excused too."""
+    eager = {name for name in names if not name.endswith("_graph_safe")}
+    if eager == {name.removesuffix("_graph_safe") for name in {*names} - eager}:
+        return f"{', '.join(sorted(eager))}; graph-safe too"
+    return ", ".join(sorted(names))
 
 
 def test_excused_list_is_reviewed() -> None:

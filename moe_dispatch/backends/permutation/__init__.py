@@ -13,7 +13,7 @@ from moe_dispatch.backends.permutation.index import (
     true_places,
 )
 from moe_dispatch.backends.permutation.rows import TorchPermutation, expand, expand_weighted, gather, reduce
-from moe_dispatch.backends.permutation.static_index import StaticIndex, front, group_statically
+from moe_dispatch.backends.permutation.static_index import StaticIndex, front, group_statically, index_bytes
 from moe_dispatch.backends.permutation.static_rows import StaticTorchPermutation
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "gather",
     "group_slots",
     "group_statically",
+    "index_bytes",
     "known_permutations",
     "probe_permutation",
     "reduce",

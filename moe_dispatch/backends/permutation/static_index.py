@@ -126,7 +126,7 @@ def _padding(real_L: Tensor, padded_L: Tensor, pad_multiple: int, nowhere: int) 
 def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, pad_multiple: int) -> int:
     """Bytes of all tables of a ``StaticIndex``: S, K, L and R as in ``group_statically``."""
     pairs = num_rows * top_k
-    of_pairs = 3 * pairs  # slot_N, place_N, byrow_N
+    of_pairs = 3 * pairs + 1  # slot_N, place_N, byrow_N with one to spare
     of_rows = num_rows + 1 + 2 * buffer_rows + 1  # cu_S, source_R, and filled_R with the row to spare
     of_keys = num_keys + 1 + num_keys + 1  # real_L with the pairs that have none, padded_L, needed
     of_padding = num_keys * (pad_multiple - 1)

@@ -1,0 +1,122 @@
+"""What ``capture`` and ``Captured.replay`` refuse. The graph is a stand-in: there is no CUDA here (see tests/gpu)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import Dispatcher, DispatcherConfig, Plan, Routing, build_dispatcher, capture
+from moe_dispatch.dispatchers import capture as capturing
+from moe_dispatch.dispatchers.capture import Captured
+from moe_dispatch.errors import InputError, StateError
+
+HIDDEN, TOKENS = 16, 6
+IDS = torch.arange(2).repeat(TOKENS, 1)
+
+
+class Replayer:
+    """Runs a step again and writes its results into those of the first run, as a CUDA graph does."""
+
+    def __init__(self, step: Callable[[], Tensor], warmup: int) -> None:
+        self.runs = warmup + 1
+        for _ in range(warmup):
+            step()
+        self.step, self.outputs = step, step()
+
+    def replay(self) -> None:
+        self.runs += 1
+        self.outputs.copy_(self.step())
+
+
+@pytest.fixture
+def replayers(monkeypatch: pytest.MonkeyPatch) -> list[Replayer]:
+    made: list[Replayer] = []
+
+    def record(step: Callable[[], Tensor], warmup: int) -> tuple[Any, Any]:
+        made.append(Replayer(step, warmup))
+        return made[-1], made[-1].outputs
+
+    monkeypatch.setattr(capturing, "_record", record)
+    monkeypatch.setattr(capturing, "_not_on_cuda", lambda inputs: [])
+    return made
+
+
+def dispatcher_of(**changes: Any) -> Dispatcher:
+    fields: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": HIDDEN, "graph_safe": True}
+    return build_dispatcher(DispatcherConfig(**{**fields, "backend": "local", "max_tokens_per_rank": 8, **changes}))
+
+
+def layer(dispatcher: Dispatcher, plan: Plan | None) -> Callable[[Tensor, Tensor], Tensor]:
+    def run(x: Tensor, weights: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(x, Routing(IDS, weights), plan)
+        return dispatcher.combine(sent.rows, sent)
+
+    return run
+
+
+def captured(dispatcher: Dispatcher, plan: Plan | None = None) -> Captured:
+    return capture(dispatcher, layer(dispatcher, plan), torch.zeros(TOKENS, HIDDEN), torch.ones(TOKENS, 2), plan=plan)
+
+
+def test_replays_with_new_values(replayers: list[Replayer]) -> None:
+    dispatcher = dispatcher_of()
+    plan = dispatcher.plan(like=torch.empty(TOKENS, HIDDEN))
+    graph = captured(dispatcher, plan)
+    first = graph.replay(torch.ones(TOKENS, HIDDEN), torch.full((TOKENS, 2), 0.5), plan=plan)
+    assert first.unique().tolist() == [1.0]
+    second = graph.replay(torch.ones(TOKENS, HIDDEN), torch.full((TOKENS, 2), 2.0))
+    assert second is first
+    assert first.unique().tolist() == [4.0]
+    assert [replayer.runs for replayer in replayers] == [3 + 1 + 2]
+
+
+def test_refuses_another_plan(replayers: list[Replayer]) -> None:
+    dispatcher = dispatcher_of()
+    x, weights = torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2)
+    plan, other = dispatcher.plan(like=x), dispatcher.plan(like=x)
+    with pytest.raises(StateError, match=r"Captured.replay: plan must be the one that was captured, got another"):
+        captured(dispatcher, plan).replay(x, weights, plan=other)
+
+
+def test_refuses_after_close(replayers: list[Replayer]) -> None:
+    dispatcher = dispatcher_of()
+    graph = captured(dispatcher)
+    dispatcher.close()
+    with pytest.raises(StateError, match=r"Dispatcher: it must be open, got a closed one"):
+        graph.replay(torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2))
+
+
+def test_refuses_after_growing(replayers: list[Replayer]) -> None:
+    dispatcher = dispatcher_of(capacity_factor=0.5, on_overflow="raise")
+    graph = captured(dispatcher)
+    dispatcher.grow()
+    with pytest.raises(StateError, match=r"the dispatcher has grown. Capture again"):
+        graph.replay(torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        (torch.ones(TOKENS, HIDDEN),),
+        (torch.ones(TOKENS + 1, HIDDEN), torch.ones(TOKENS, 2)),
+        (torch.ones(TOKENS, HIDDEN).double(), torch.ones(TOKENS, 2)),
+    ],
+)
+def test_refuses_other_inputs(inputs: tuple[Tensor, ...], replayers: list[Replayer]) -> None:
+    with pytest.raises(InputError, match=r"Captured.replay: inputs must be like those captured, .*, got "):
+        captured(dispatcher_of()).replay(*inputs)
+
+
+def test_refuses_an_eager_dispatcher() -> None:
+    dispatcher = dispatcher_of(graph_safe=False)
+    with pytest.raises(StateError, match=r"capture: the dispatcher must be graph_safe, got graph_safe=False"):
+        captured(dispatcher)
+
+
+def test_refuses_the_cpu() -> None:
+    with pytest.raises(InputError, match=r"capture: inputs must be on a CUDA device, got cpu, cpu"):
+        captured(dispatcher_of())

@@ -1,0 +1,94 @@
+"""``Plan.bytes`` says beforehand what a graph-safe dispatch then allocates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.errors import StateError
+from moe_dispatch.testing import run_ranks
+
+EXPERTS, TOP_K, HIDDEN, MAXIMUM = 8, 3, 32, 40
+# What a route holds for its way back; the rest of it is the context, which outlives the call.
+TABLES = ("index", "source_S", "member_S", "cu_T")
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name))
+
+
+def allocated(*values: Any) -> int:
+    """Bytes of the memory behind all tensors in these values, each once."""
+    storages = [tensor.untyped_storage() for value in values for tensor in tensors(value)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def config(backend: str, **changes: Any) -> DispatcherConfig:
+    fields: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "graph_safe": True}
+    return DispatcherConfig(**{**fields, "backend": backend, "max_tokens_per_rank": MAXIMUM, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("capacity", ["worst", 1.25])
+@pytest.mark.parametrize("pad_multiple", [1, 16])
+@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("alltoall", 1), ("alltoall", 2), ("allgather", 2)])
+def test_bytes_are_those_allocated(
+    backend: str, size: int, pad_multiple: int, capacity: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wires: list[int] = []
+
+    def recorded(name: str) -> Any:
+        original = getattr(Communicator, name)
+
+        def collective(self: Communicator, out: Tensor, inp: Tensor, *args: Any, label: str) -> Any:
+            if label == "dispatch" and self.rank == 0:
+                wires.append(out.nbytes + inp.nbytes)
+            return original(self, out, inp, *args, label=label)
+
+        return collective
+
+    for name in ("all_to_all", "all_gather"):
+        monkeypatch.setattr(Communicator, name, recorded(name))
+
+    def body(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
+        drops = None if capacity == "worst" else "drop"
+        given = config(backend, pad_multiple=pad_multiple, capacity_factor=capacity, on_overflow=drops)
+        dispatcher = build_dispatcher(given, group)
+        x = torch.randn(17 + group.rank(), HIDDEN).to(dtype)
+        ids = torch.randint(0, EXPERTS, (len(x), TOP_K))
+        plan = dispatcher.plan(like=x)
+        told = plan.bytes(dtype)
+        sent = dispatcher.dispatch(x, Routing(ids, torch.rand(len(x), TOP_K)), plan)
+        route = sent.state.backend
+        tables = [getattr(route, name) for name in TABLES if hasattr(route, name)]
+        return told, {"rows": allocated(sent.rows), "weights": allocated(sent.weights), "index": allocated(*tables)}
+
+    told, found = run_ranks(body, size)[0]
+    assert told == found | ({"wire": wires[0]} if wires else {})
+    assert bool(wires) == (backend != "local")
+
+
+def test_bytes_grow_with_the_factor() -> None:
+    totals = []
+    for factor in (0.5, 1.0, 2.0):
+        dispatcher = build_dispatcher(config("alltoall", capacity_factor=factor, on_overflow="raise", num_experts=16))
+        totals.append(sum(dispatcher.plan(like=torch.empty(MAXIMUM, HIDDEN)).bytes(torch.bfloat16).values()))
+    assert totals[0] < totals[1] == totals[2]  # on one rank the balanced load is the worst there is
+
+
+def test_bytes_of_an_eager_plan() -> None:
+    dispatcher = build_dispatcher(config("local", graph_safe=False))
+    with pytest.raises(StateError, match=r"Plan.bytes: the config must be graph_safe, got graph_safe=False, where"):
+        dispatcher.plan(like=torch.empty(3, HIDDEN)).bytes(torch.float32)

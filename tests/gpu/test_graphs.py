@@ -1,0 +1,128 @@
+"""CUDA graphs of graph-safe layers, and that nothing in them waits for the host. One rank, with and without NCCL."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher, capture
+from moe_dispatch.errors import StateError
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 256, 96
+BACKENDS = ("local", "alltoall", "allgather")
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[dist.ProcessGroup]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=datetime.timedelta(minutes=1))
+        group = dist.group.WORLD
+        assert group is not None
+        yield group
+        dist.destroy_process_group()
+
+
+def dispatcher_of(backend: str, group: dist.ProcessGroup, **changes: Any) -> Dispatcher:
+    fields: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "pad_multiple": 16}
+    graph_safe = {"graph_safe": True, "max_tokens_per_rank": 128}
+    config = DispatcherConfig(**{**fields, **graph_safe, "backend": backend, **changes})
+    return build_dispatcher(config, None if backend == "local" else group)
+
+
+class Step:
+    """Forward and backward of a layer with grouped experts; its leaves stay where they are, as a graph needs."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        generator = torch.Generator("cuda").manual_seed(1)
+        matrices = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator, device="cuda") * HIDDEN**-0.5
+        self.matrices = matrices.bfloat16().requires_grad_()
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        sent = self.dispatcher.dispatch(x, Routing(ids, weights))
+        rows = torch._grouped_mm(sent.rows, self.matrices, offs=sent.offs)
+        y = self.dispatcher.combine(torch.nn.functional.silu(rows), sent)
+        return (y.detach(), *torch.autograd.grad(y, (x, weights, self.matrices), torch.ones_like(y)))
+
+
+def inputs_of(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator, device="cuda")
+    weights, ids = scores.topk(TOP_K)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator, device="cuda").bfloat16()
+    return x.requires_grad_(), ids, weights.requires_grad_()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_replay_equals_eager(backend: str, nccl: dist.ProcessGroup) -> None:
+    step = Step(dispatcher_of(backend, nccl))
+    graph = capture(step.dispatcher, step, *inputs_of(0))
+    for seed in range(1, 6):
+        inputs = inputs_of(seed)
+        expected = step(*inputs)
+        for got, wanted in zip(graph.replay(*inputs), expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_waits_for_the_host(backend: str, nccl: dist.ProcessGroup) -> None:
+    step, inputs = Step(dispatcher_of(backend, nccl)), inputs_of(0)
+    step(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(*inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graphed_callable(backend: str, nccl: dist.ProcessGroup) -> None:
+    dispatcher = dispatcher_of(backend, nccl)
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(x, Routing(ids, weights))
+        return dispatcher.combine(sent.rows * 2, sent)
+
+    graphed: Any = torch.cuda.make_graphed_callables(layer, inputs_of(0))
+    results = []
+    runs: tuple[Any, ...] = (layer, graphed)
+    for run in runs:
+        x, ids, weights = inputs_of(7)
+        y: Tensor = run(x, ids, weights)
+        results.append((y.detach().clone(), *torch.autograd.grad(y, (x, weights), torch.ones_like(y))))
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_overflow_in_a_replay_is_seen(nccl: dist.ProcessGroup) -> None:
+    step = Step(dispatcher_of("alltoall", nccl, capacity_factor=0.5, on_overflow="drop"))
+    x, _, weights = inputs_of(0)
+    nowhere = torch.full((TOKENS, TOP_K), -1, device="cuda")
+    graph = capture(step.dispatcher, step, x, nowhere, weights)
+    assert not step.dispatcher.check().overflowed
+    graph.replay(*inputs_of(1))
+    assert step.dispatcher.check().overflowed
+    step.dispatcher.grow()
+    with pytest.raises(StateError, match="Capture again"):
+        graph.replay(*inputs_of(1))
+
+
+def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:
+    dispatcher = dispatcher_of("local", nccl, num_experts=16)
+    x, ids, weights = inputs_of(0)
+    with (
+        pytest.raises(StateError, match="must have run once before it is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        dispatcher.dispatch(x, Routing(ids, weights))
