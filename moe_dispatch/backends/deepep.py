@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, final
 
 import torch
@@ -21,7 +21,7 @@ from moe_dispatch.backends.base import (
     Sizes,
     WireDtype,
 )
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.capacity import Capacity, capacity_of
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
 from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.vendor import elastic, normal
@@ -147,6 +147,12 @@ class DeepEP(Backend):
             )
         return normal.constraints(library.device, shape, _ranks_per_node(shape, options))
 
+    @classmethod
+    def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
+        assert isinstance(options, DeepEPOptions)
+        capacity = capacity_of(shape)
+        return replace(capacity, buffer_rows=elastic.expanded_rows(shape)) if options.expand else capacity
+
     def open(self) -> None:
         options, shape, comm = self._options, self.context.shape, self.context.communicator
         library = openable("deepep", _library(options), comm)
@@ -246,10 +252,9 @@ class DeepEP(Backend):
             rows_TD.bfloat16().contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
         )
         real_L = sent.real_counts_L.long()
-        room = None if capacity is None else capacity.buffer_rows
         return Arrived(
-            rows=sent.rows_RD[:room].to(rows_TD.dtype),
-            weights=sent.weights_R[:room].to(weights_TK.dtype),
+            rows=sent.rows_RD.to(rows_TD.dtype),
+            weights=sent.weights_R.to(weights_TK.dtype),
             tokens_per_expert=real_L + -real_L % self.context.shape.pad_multiple,
             real_tokens_per_expert=real_L,
             tokens_per_expert_list=tuple(sent.padded_counts) if capacity is None else None,

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints, MoEShape, WireDtype
+from moe_dispatch.backends.capacity import worst_rows
 from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.backends.vendor.library import Library
 from moe_dispatch.backends.vendor.pool import BufferPool
 from moe_dispatch.backends.vendor.switch import ProcessSwitch
@@ -50,6 +52,11 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bo
             "option deterministic=False leaves out"
         ),
     )
+
+
+def expanded_rows(shape: MoEShape) -> int:
+    """Expert-major rows for the worst case, as the library counts them: up to ``pad_multiple`` more than it takes."""
+    return round_up(worst_rows(shape) + (shape.pad_multiple - 1) * shape.num_local_experts, shape.pad_multiple)
 
 
 @final
@@ -173,8 +180,8 @@ class ElasticTransport(Transport):
     def send_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Expanded:
         """Each row to every expert it names. Without a way back for gradients: its combine refuses them.
 
-        In graph-safe mode rows for the worst case, and up to ``pad_multiple`` more; those behind the last expert's hold
-        anything, and so do their weights.
+        In graph-safe mode as many as ``expanded_rows``; those behind the last expert's hold anything, and so do their
+        weights.
         """
         slot = self._pool.current
         buffer = slot.buffer

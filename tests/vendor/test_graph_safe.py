@@ -1,0 +1,179 @@
+"""The vendor backends without a host sync: the same numbers, whatever stands where nothing may be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import Dispatcher, Routing, build_dispatcher
+from moe_dispatch.errors import ConfigError
+from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
+from tests.vendor.static_layer import one_layer
+from tests.vendor.vendors import HYBRID, RAGGED, V1, V2, config, rank_of
+
+MOST = 12
+OLD = {**HYBRID, "emulate": "hybridep-34152ae"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "v1": V1,
+    "v2": V2,
+    "hybrid": HYBRID,
+    "ragged": RAGGED,
+    "old": OLD,
+    "fused": {**HYBRID, "fuse_permute": True},
+    "old fused": {**OLD, "fuse_permute": True},
+}
+# Rows by rank: the maximum, below it, unequal, none on one rank, none at all.
+ROWS = [(12, 12, 12, 12), (7, 7, 7, 7), (3, 12, 1, 8), (0, 9, 4, 0), (0, 0, 0, 0)]
+
+
+def rows_of(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
+
+
+def routing_of(rows: int, seed: int) -> Routing:
+    """Random, with slots that go nowhere, and weights of 0."""
+    routing = random_routing(rows, seed)
+    ids, weights = routing.topk_ids.clone(), routing.topk_weights.clone()
+    ids[2::5, 0], weights[1::4, 1] = -1, 0
+    return Routing(ids, weights)
+
+
+def pair(backend: dict[str, Any], group: Group, **fields: Any) -> tuple[Dispatcher, Dispatcher]:
+    """The eager and the graph-safe dispatcher."""
+    fields = {"max_tokens_per_rank": MOST, **fields}
+    return (
+        build_dispatcher(config(backend, **fields), group),
+        build_dispatcher(config(backend, graph_safe=True, **fields), group),
+    )
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 16])
+@pytest.mark.parametrize(
+    ("variant", "size"), [*((variant, 2) for variant in VARIANTS), ("v1", 4), ("v2", 4), ("hybrid", 4), ("v2", 1)]
+)
+def test_outputs_and_gradients_are_those_of_eager_mode(variant: str, size: int, pad_multiple: int) -> None:
+    def body(group: Group) -> None:
+        eager, static = pair(VARIANTS[variant], group, pad_multiple=pad_multiple)
+        for case, counts in enumerate(ROWS):
+            seed = 10 * case + rank_of(group)
+            rows = counts[rank_of(group)]
+            x, routing = rows_of(rows, seed), routing_of(rows, seed)
+            expected, found = one_layer(eager, x, routing), one_layer(static, x, routing)
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (counts, name, (found[name] - value).abs().max())
+        assert not static.check().overflowed
+        eager.close()
+        static.close()
+
+    on_ranks(body, size)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_shapes_and_places_are_fixed(variant: str) -> None:
+    def body(group: Group) -> None:
+        _, static = pair(VARIANTS[variant], group, pad_multiple=16)
+        capacity = static.plan(like=rows_of(1, 0)).sizes.capacity
+        assert capacity is not None
+        assert capacity.rows == 2 * MOST * 2
+        for rows in (0, 5, 12):
+            sent = static.dispatch(rows_of(rows, 0), routing_of(rows, 0))
+            assert sent.rows.shape == (capacity.buffer_rows, 256)
+            assert sent.weights.shape == (capacity.buffer_rows,)
+            assert sent.tokens_per_expert_list is None
+            assert sent.tokens_per_expert.dtype == sent.real_tokens_per_expert.dtype == torch.int64
+            real, padded = sent.real_tokens_per_expert, sent.tokens_per_expert
+            assert torch.equal(padded, -(-real // 16) * 16)
+            starts = padded.cumsum(0) - padded
+            for start, count, end in zip(starts.tolist(), real.tolist(), (starts + padded).tolist(), strict=True):
+                assert (sent.rows[start + count : end] == 0).all()
+                assert (sent.weights[start + count : end] == 0).all()
+        needed = static.required_capacity()
+        assert (needed.pair_rows, needed.overflowed) == (0, False)
+        routed = routing_of(12, 0).topk_ids // 4 == rank_of(group)
+        here = torch.tensor(2 * int(((routing_of(12, 0).topk_ids >= 0) & routed).sum()))
+        assert needed.rows >= here
+        static.close()
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 16])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_expanded_rows_of_v2(size: int, pad_multiple: int) -> None:
+    """Without gradients; within an expert in the order of arrival, which the sums at home do not show."""
+    backend = {**V2, "expand": True, "deterministic": False}
+
+    def body(group: Group) -> None:
+        eager, static = pair(backend, group, pad_multiple=pad_multiple)
+        for case, counts in enumerate(ROWS):
+            seed = 10 * case + rank_of(group)
+            rows = counts[rank_of(group)]
+            x, routing = rows_of(rows, seed).bfloat16().float(), routing_of(rows, seed)
+            expected, found = expanded(eager, x, routing), expanded(static, x, routing)
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-2)
+        assert not static.check().overflowed
+        eager.close()
+        static.close()
+
+    on_ranks(body, size)
+
+
+@torch.no_grad()
+def expanded(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> dict[str, Tensor]:
+    """Outputs of two calls in flight, one of them sent again; counts."""
+    from tests.vendor.static_layer import experts, poisoned
+
+    first, other = dispatcher.dispatch(x, routing), dispatcher.dispatch(-x, routing)
+    repeated = dispatcher.dispatch(2 * x, again=first)
+    sent = {"other": other, "first": first, "again": repeated, "first once more": first}
+    results = {name: dispatcher.combine(experts(poisoned(one)), poisoned(one)) for name, one in sent.items()}
+    return results | {"counts": first.tokens_per_expert, "real counts": first.real_tokens_per_expert}
+
+
+def test_what_cannot_be_graph_safe_is_refused_with_what_would_work() -> None:
+    early = {"name": "hybridep", "emulate": "hybridep-0ed15b5"}
+    refused: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
+        (
+            early,
+            2,
+            {"hidden_size": 512},
+            "reads its counts on the host, which one of 2026-04 (34152ae) or later need not",
+        ),
+        ({**V2, "expand": True}, 2, {}, "v2 reads the device while it sorts expanded rows, which the option determin"),
+        ({**V2, "ranks_per_node": 1}, 2, {}, "v2 reads the device while it sorts rows across nodes, which the option"),
+        (V1, 2, {"on_overflow": "raise"}, 'capacity_factor must be "worst", because its library cannot drop rows, got'),
+        (V2, 2, {"capacity_factor": 1.0, "on_overflow": "raise"}, 'must be "worst", because its library cannot drop'),
+        (V1, 2, {"capacity_factor": 1.0}, "on_overflow must be chosen with a finite capacity, got None"),
+        (
+            HYBRID,
+            2,
+            {"capacity_factor": 1.0, "on_overflow": "drop"},
+            "it drops rows by position, got on_overflow='drop'",
+        ),
+        (
+            VARIANTS["fused"],
+            2,
+            {"capacity_factor": 1.0, "on_overflow": "raise"},
+            'with fuse_permute, capacity_factor must be "worst", because its fused combine waits for ever',
+        ),
+    ]
+    for backend, size, fields, text in refused:
+        fields = {"max_tokens_per_rank": MOST, "graph_safe": True, **fields}
+        results = outcomes(lambda group: build_dispatcher(config(backend, **fields), group), size)
+        raises_everywhere(results, ConfigError, text)
+
+
+def test_v1_is_graph_safe_within_a_node_only() -> None:
+    from tests.vendor.test_rules import deepep, shape
+
+    assert deepep(shape(8, 8)).graph_safe
+    across = deepep(shape(16, 8))
+    assert not across.graph_safe
+    assert across.graph_safe_reason.endswith("up to 8 ranks, got 16; v2 does across nodes too")
+    across_v2 = deepep(shape(16, 8), emulate="v2-2.1.0", deterministic=False)
+    assert across_v2.graph_safe
+    assert deepep(shape(8, 8), emulate="v2-2.1.0").graph_safe
