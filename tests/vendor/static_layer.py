@@ -36,8 +36,8 @@ def _filled(rows: Tensor, dropped_R: Tensor) -> Tensor:
 def is_real(sent: Dispatched) -> Tensor:
     """bool (R,): neither padding nor behind the last expert's rows."""
     kept_R = torch.zeros(len(sent.rows), dtype=torch.bool)
-    ends = sent.tokens_per_expert.cumsum(0).tolist()
-    for end, padded, real in zip(ends, sent.tokens_per_expert.tolist(), sent.real_tokens_per_expert.tolist()):
+    counts = torch.stack([sent.tokens_per_expert.cumsum(0), sent.tokens_per_expert, sent.real_tokens_per_expert], 1)
+    for end, padded, real in counts.tolist():
         kept_R[end - padded : end - padded + real] = True
     return kept_R
 
