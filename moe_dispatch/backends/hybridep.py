@@ -218,8 +218,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, rows_TD: Tensor, weights_TK: Tensor, state: HybridState, sent: Delivery
     ) -> tuple[Tensor, Tensor]:
         ctx.state = state
-        weights_R = torch.where(state.is_real_R, sent.probs_R + 0.0, 0)  # -0.0 becomes 0.0 again
-        return sent.rows_RD.to(rows_TD.dtype), weights_R.to(weights_TK.dtype)
+        return sent.rows_RD.to(rows_TD.dtype), (sent.probs_R + 0.0).to(weights_TK.dtype)  # -0.0 becomes 0.0 again
 
     @staticmethod
     def backward(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:

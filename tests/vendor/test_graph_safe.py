@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.testing.emulation import emulated_deep_ep
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 from tests.vendor.static_layer import experts, one_layer, poisoned
 from tests.vendor.vendors import HYBRID, RAGGED, V1, V2, config, rank_of
@@ -100,6 +102,45 @@ def test_shapes_and_places_are_fixed(backend: dict[str, Any]) -> None:
     on_ranks(body, 2)
 
 
+@pytest.mark.parametrize("backend", [*VARIANTS.values(), EXPANDING], ids=[*VARIANTS, "expanding"])
+def test_the_library_is_told_not_to_wait(backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it does is seen in no result: so this looks at what it is called with, also in backwards and repeats."""
+    module = emulated_deep_ep(backend["emulate"])
+    cls, dispatch = {
+        "deepep": (getattr(module, "ElasticBuffer", None) or module.Buffer, "dispatch"),
+        "hybridep": (getattr(module, "HybridEPBuffer", None), "dispatch_with_permute"),
+    }[backend["name"]]
+    original, calls = getattr(cls, dispatch), []
+
+    @functools.wraps(original)  # the backends tell releases by their signatures
+    def spied(self: Any, *args: Any, **given: Any) -> Any:
+        calls.append(given)
+        return original(self, *args, **given)
+
+    monkeypatch.setattr(cls, dispatch, spied)
+
+    def body(group: Group) -> None:
+        static = build_dispatcher(config(backend, graph_safe=True, max_tokens_per_rank=MOST), group)
+        x, routing = rows_of(5, 0), routing_of(5, 0)
+        if backend is EXPANDING:
+            static.combine(static.dispatch(x, again=static.dispatch(x, routing)).rows, static.dispatch(x, routing))
+        else:
+            one_layer(static, x, routing)
+        static.close()
+
+    on_ranks(body, 2)
+    assert len(calls) == 2 * (3 if backend is EXPANDING else 7)
+    for given in calls:
+        is_new = given.get("handle") is None
+        if backend["name"] == "hybridep":
+            assert given["non_blocking"]
+            assert given["num_permuted_tokens"] == 2 * MOST * 2
+        elif backend is V1:
+            assert given.get("num_worst_tokens", 0) == (2 * MOST if is_new else 0)
+        else:
+            assert not is_new or given["do_cpu_sync"] is False
+
+
 @pytest.mark.parametrize("pad_multiple", [1, 16])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_expanded_rows_of_v2(size: int, pad_multiple: int) -> None:
@@ -135,8 +176,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
         {"hidden_size": 512},
-        "graph_safe is not possible: the installed version reads its counts on the host, which one of 2026-04 (34152ae) "
-        "or later need not",
+        "graph_safe is not possible: the installed version reads its counts on the host, which one of 2026-04 "
+        "(34152ae) or later need not",
     ),
     (
         {**V2, "expand": True},
@@ -150,8 +191,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         VARIANTS["fused"],
         {"capacity_factor": 1.0, "on_overflow": "raise"},
-        'with fuse_permute, capacity_factor must be "worst", because its fused combine waits for ever where all rows of '
-        "a token were dropped, got 1.0. Leave fuse_permute out",
+        'with fuse_permute, capacity_factor must be "worst", because its fused combine waits for ever where all rows '
+        "of a token were dropped, got 1.0. Leave fuse_permute out",
     ),
 ]
 
