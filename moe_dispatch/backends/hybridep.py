@@ -74,7 +74,7 @@ class HybridState:
         transport: the open library.
         way: its handle, opaque whatever its length, and the buffer it belongs to.
         ids_TK: int64, which entry of a dense gradient is whose.
-        is_real_R: bool, False on padding.
+        is_real_R: bool, False on padding; behind the last expert's rows anything.
     """
 
     transport: HybridTransport
@@ -188,8 +188,6 @@ class HybridEP(Backend):
         counts = None if capacity is not None else tuple(read_host(sent.padded_L))
         padded_L = sent.padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
         is_real_R = (sent.probs_R != 0) | torch.signbit(sent.probs_R)
-        if capacity is not None:  # behind the last expert's rows anything stands
-            is_real_R &= torch.arange(capacity.buffer_rows, device=rows_TD.device) < padded_L.sum()
         real_L = _real_counts(is_real_R, padded_L)
         state = HybridState(transport=self.transport, way=sent.way, ids_TK=ids_TK, is_real_R=is_real_R)
         rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, state, sent)  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch.testing.emulation import emulated_deep_ep, memory
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 from tests.vendor.static_layer import experts, one_layer, poisoned
 from tests.vendor.vendors import HYBRID, RAGGED, V1, V2, config, rank_of
@@ -72,6 +73,30 @@ def test_outputs_and_gradients_are_those_of_eager_mode(variant: str, size: int, 
         static.close()
 
     on_ranks(body, size)
+
+
+def test_what_stands_in_fresh_memory_may_look_like_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """v2 writes no ids behind the rows that arrived; the emulation's own fill would be told from ids."""
+    original = memory.uninitialised
+
+    def stale(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype) if dtype == torch.int64 else original(shape, dtype)
+
+    monkeypatch.setattr(memory, "uninitialised", stale)
+
+    def body(group: Group) -> None:
+        eager, static = pair(V2, group)
+        for rows in (0, 5):
+            x, routing = rows_of(rows, rank_of(group)), routing_of(rows, rank_of(group))
+            expected, found = one_layer(eager, x, routing), one_layer(static, x, routing)
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), name
+            sent = static.dispatch(x, routing, async_op=True).wait()  # sorted only where it is waited for
+            assert torch.equal(sent.real_tokens_per_expert, expected["real counts of the first call"])
+        eager.close()
+        static.close()
+
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("backend", [*VARIANTS.values(), EXPANDING], ids=[*VARIANTS, "expanding"])
