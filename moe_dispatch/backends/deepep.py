@@ -43,7 +43,8 @@ class DeepEPOptions(BackendOptions):
     Attributes:
         num_sms: streaming multiprocessors its kernels may use, an even number; None is the library's default.
         deterministic: v2: rows of a source rank in their order, which it sorts for; v1 always keeps it. False leaves
-            them in the order they happened to arrive in, another in every run.
+            them in the order they happened to arrive in, another in every run; graph-safe mode needs that with
+            ``expand`` and across nodes, where the sort reads the device.
         expand: v2: the library delivers expert-major rows itself, padded on the device. It has no backward.
         allocate_on_comm_stream: with ``async_op=True``, received tensors belong to its communication stream.
         ranks_per_node: consecutive ranks of the group that share a node; None detects it by host name. v1 needs whole
