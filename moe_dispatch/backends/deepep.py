@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, final
 
 import torch
@@ -21,8 +21,9 @@ from moe_dispatch.backends.base import (
     Sizes,
     WireDtype,
 )
+from moe_dispatch.backends.capacity import Capacity, capacity_of
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
-from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.vendor import elastic, normal
 from moe_dispatch.backends.vendor.elastic import ElasticTransport
 from moe_dispatch.backends.vendor.library import Library, find_library, never_raising, openable, report_open
@@ -42,7 +43,8 @@ class DeepEPOptions(BackendOptions):
     Attributes:
         num_sms: streaming multiprocessors its kernels may use, an even number; None is the library's default.
         deterministic: v2: rows of a source rank in their order, which it sorts for; v1 always keeps it. False leaves
-            them in the order they happened to arrive in, another in every run.
+            them in the order they happened to arrive in, another in every run; graph-safe mode needs that with
+            ``expand`` and across nodes, where the sort reads the device.
         expand: v2: the library delivers expert-major rows itself, padded on the device. It has no backward.
         allocate_on_comm_stream: with ``async_op=True``, received tensors belong to its communication stream.
         ranks_per_node: consecutive ranks of the group that share a node; None detects it by host name. v1 needs whole
@@ -104,7 +106,8 @@ class DeepEP(Backend):
 
     Rows arrive rank-major and once per rank; spreading them over experts, weighting and padding are this library's.
     Weights travel and are returned in float32. Cost: one host sync per dispatch, and none in ``again=``, combine or a
-    backward. Source: DeepEP v1.2.1 and main of 2026-07 (2.1.0).
+    backward; in graph-safe mode none at all, and rows for the worst case arrive: ``ep_size * max_tokens_per_rank``.
+    Source: DeepEP v1.2.1 and main of 2026-07 (2.1.0).
     """
 
     name = "deepep"
@@ -131,13 +134,25 @@ class DeepEP(Backend):
         if isinstance(library, Rejected):  # for tables: where it is to be used, probe has refused it
             return normal.constraints("cuda", shape, _ranks_per_node(shape, options))
         if _is_v2(library):
-            return elastic.constraints(library.device, shape, _ranks_per_node(shape, options), expand=options.expand)
+            return elastic.constraints(
+                library.device,
+                shape,
+                _ranks_per_node(shape, options),
+                expand=options.expand,
+                deterministic=options.deterministic,
+            )
         if options.expand:
             raise ConfigError(
                 f"Backend 'deepep': expand needs v2 (ElasticBuffer), got {library.version}. Leave expand out, or "
                 "install v2."
             )
         return normal.constraints(library.device, shape, _ranks_per_node(shape, options))
+
+    @classmethod
+    def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
+        assert isinstance(options, DeepEPOptions)
+        capacity = capacity_of(shape)
+        return replace(capacity, buffer_rows=elastic.expanded_rows(shape)) if options.expand else capacity
 
     def open(self) -> None:
         options, shape, comm = self._options, self.context.shape, self.context.communicator
@@ -182,8 +197,9 @@ class DeepEP(Backend):
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         if self._options.expand:
-            return self._dispatch_expanded(rows_TD, ids_TK, weights_TK)
-        return self._arrived(rows_TD, weights_TK, self._send(rows_TD, ids_TK, weights_TK, asynchronously=False))
+            return self._dispatch_expanded(rows_TD, ids_TK, weights_TK, sizes.capacity)
+        delivery = self._send(rows_TD, ids_TK, weights_TK, asynchronously=False)
+        return self._arrived(rows_TD, weights_TK, delivery, sizes.capacity)
 
     def dispatch_async(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes
@@ -191,27 +207,47 @@ class DeepEP(Backend):
         if self._options.expand:
             return super().dispatch_async(rows_TD, ids_TK, weights_TK, sizes)
         delivery = self._send(rows_TD, ids_TK, weights_TK, asynchronously=True)
-        return lambda: self._arrived(rows_TD, weights_TK, delivery)
+        return lambda: self._arrived(rows_TD, weights_TK, delivery, sizes.capacity)
 
     def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> Delivery:
         payload = pack(rows_TD.detach(), self.context.shape.wire_dtype)
         weights_TK = weights_TK.detach().float().contiguous()
-        return self.transport.send(payload, ids_TK.contiguous(), weights_TK, asynchronously=asynchronously)
+        return self.transport.send(
+            payload,
+            ids_TK.contiguous(),
+            weights_TK,
+            asynchronously=asynchronously,
+            worst_rows=self._worst_rows,
+        )
 
-    def _arrived(self, rows_TD: Tensor, weights_TK: Tensor, delivery: Delivery) -> Arrived:
-        shape = self.context.shape
+    @property
+    def _worst_rows(self) -> int | None:
+        """Rows that every rank sends to one; None where it is counted how many do."""
+        shape, most_rows = self.context.shape, self.context.most_rows
+        return shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None
+
+    def _arrived(self, rows_TD: Tensor, weights_TK: Tensor, delivery: Delivery, capacity: Capacity | None) -> Arrived:
+        pad_multiple = self.context.shape.pad_multiple
         delivery.wait()  # v2 puts its rows in order only then
-        route = DeepEPRoute(
+        received = nullcontext((unpack(delivery.payload, rows_TD.dtype), delivery.weights_SK.to(weights_TK.dtype)))
+        if capacity is not None:
+            index = self.context.group_statically(delivery.known_ids_SK, delivery.weights_SK, capacity)
+            return arrive_statically(rows_TD, weights_TK, self._route(rows_TD, delivery, index), received)
+        route = self._route(rows_TD, delivery, group_slots(delivery.ids_SK, delivery.counts, pad_multiple))
+        return arrive(rows_TD, weights_TK, route, received, delivery.counts, pad_multiple)
+
+    def _route(self, rows_TD: Tensor, delivery: Delivery, index: SlotIndex) -> DeepEPRoute:
+        return DeepEPRoute(
             transport=self.transport,
             permutation=self.context.permutation_on(rows_TD.device),
             way=delivery.way,
-            index=group_slots(delivery.ids_SK, delivery.counts, shape.pad_multiple),
-            wire_dtype=shape.wire_dtype,
+            index=index,
+            wire_dtype=self.context.shape.wire_dtype,
         )
-        received = unpack(delivery.payload, rows_TD.dtype), delivery.weights_SK.to(weights_TK.dtype)
-        return arrive(rows_TD, weights_TK, route, nullcontext(received), delivery.counts, shape.pad_multiple)
 
-    def _dispatch_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Arrived:
+    def _dispatch_expanded(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, capacity: Capacity | None
+    ) -> Arrived:
         assert isinstance(self.transport, ElasticTransport)
         sent = self.transport.send_expanded(
             rows_TD.bfloat16().contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
@@ -222,8 +258,9 @@ class DeepEP(Backend):
             weights=sent.weights_R.to(weights_TK.dtype),
             tokens_per_expert=real_L + -real_L % self.context.shape.pad_multiple,
             real_tokens_per_expert=real_L,
-            tokens_per_expert_list=tuple(sent.padded_counts),
+            tokens_per_expert_list=tuple(sent.padded_counts) if capacity is None else None,
             state=sent.way,
+            demand=None if capacity is None else torch.stack([real_L.sum(), real_L.new_zeros(())]),
         )
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:

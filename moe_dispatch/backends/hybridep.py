@@ -10,7 +10,9 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
-from moe_dispatch.backends.permutation import accumulation_dtype
+from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.collectives import read_host
+from moe_dispatch.backends.permutation import accumulation_dtype, running_total
 from moe_dispatch.backends.rank_major import profiler_range, refuse_double_backward
 from moe_dispatch.backends.vendor import hybrid
 from moe_dispatch.backends.vendor.hybrid import Delivery, HybridTransport
@@ -72,7 +74,7 @@ class HybridState:
         transport: the open library.
         way: its handle, opaque whatever its length, and the buffer it belongs to.
         ids_TK: int64, which entry of a dense gradient is whose.
-        is_real_R: bool, False on padding.
+        is_real_R: bool, False on padding; behind the last expert's rows anything.
     """
 
     transport: HybridTransport
@@ -96,11 +98,16 @@ class HybridState:
 
 @final
 class HybridEP(Backend):
-    """HybridEP (``HybridEPBuffer``), blocking: it permutes and pads per expert on the device.
+    """HybridEP (``HybridEPBuffer``): it permutes and pads per expert on the device.
 
     Rows travel in bfloat16, weights as dense float32 probabilities; outputs are weighted here, in float32, before its
-    combine, which only sums. Cost: one host sync per dispatch (the counts), none in ``again=``, combine or a backward.
+    combine, which only sums. Cost: one host sync per dispatch (the counts), none in ``again=``, combine or a backward;
+    in graph-safe mode, where it does not block, none at all.
     Source: DeepEP branch hybrid-ep, 0ed15b5 to 94a9f8f, and pull request 744.
+
+    In graph-safe mode a capacity bounds its buffer, padding included, so rows are dropped only where the padded ones do
+    not fit: with little padding a few more than asked for may arrive. It tells that it dropped rows, not how many: what
+    it reports to have needed is then the least that it can have been, and ``grow`` may take several turns.
     """
 
     name = "hybridep"
@@ -126,8 +133,9 @@ class HybridEP(Backend):
         assert isinstance(options, HybridEPOptions)
         library, domain = _library(options), hybrid.domain_of(shape, options.ranks_per_domain)
         if isinstance(library, Rejected):  # for tables: where it is to be used, probe has refused it
-            return hybrid.constraints(hybrid.NEWEST, "cuda", shape, domain)
-        return hybrid.constraints(hybrid.rules(_buffer_class(library)), library.device, shape, domain)
+            return hybrid.constraints(hybrid.NEWEST, "cuda", shape, domain, fuse_permute=options.fuse_permute)
+        found = hybrid.rules(_buffer_class(library))
+        return hybrid.constraints(found, library.device, shape, domain, fuse_permute=options.fuse_permute)
 
     def open(self) -> None:
         shape, comm, options = self.context.shape, self.context.communicator, self._options
@@ -169,19 +177,28 @@ class HybridEP(Backend):
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         map_TE, probs_TE = _dense(ids_TK, _marked(weights_TK.detach()), self.context.shape.num_experts)
+        capacity = sizes.capacity
         sent = self.transport.send(
-            rows_TD.detach().bfloat16().contiguous(), map_TE, probs_TE, group_max_rows=sizes.group_max_rows
+            rows_TD.detach().bfloat16().contiguous(),
+            map_TE,
+            probs_TE,
+            group_max_rows=sizes.group_max_rows,
+            room=None if capacity is None else capacity.buffer_rows,
         )
+        counts = None if capacity is not None else tuple(read_host(sent.padded_L))
+        padded_L = sent.padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
         is_real_R = (sent.probs_R != 0) | torch.signbit(sent.probs_R)
+        real_L = _real_counts(is_real_R, padded_L)
         state = HybridState(transport=self.transport, way=sent.way, ids_TK=ids_TK, is_real_R=is_real_R)
         rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, state, sent)  # type: ignore[no-untyped-call]
         return Arrived(
             rows=rows_RD,
             weights=weights_R,
-            tokens_per_expert=torch.tensor(sent.padded_counts, device="cpu").to(rows_TD.device, non_blocking=True),
-            real_tokens_per_expert=_real_counts(is_real_R, sent.padded_counts),
-            tokens_per_expert_list=tuple(sent.padded_counts),
+            tokens_per_expert=padded_L,
+            real_tokens_per_expert=real_L,
+            tokens_per_expert_list=counts,
             state=state,
+            demand=None if capacity is None else _demand(real_L, sent.overflowed, capacity),
         )
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
@@ -269,11 +286,20 @@ def _dense(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tuple[Tensor
     return chosen[:, :num_experts].contiguous(), probs[:, :num_experts].contiguous()
 
 
-def _real_counts(is_real_R: Tensor, padded_counts: list[int]) -> Tensor:
+def _real_counts(is_real_R: Tensor, padded_L: Tensor) -> Tensor:
     """int64 (L,), how many rows of each expert's part are real. No host sync."""
-    ends = torch.tensor([0, *padded_counts], device="cpu").cumsum(0).to(is_real_R.device, non_blocking=True)
-    seen = torch.nn.functional.pad(is_real_R.cumsum(0), (1, 0))
-    return seen.index_select(0, ends).diff()
+    return running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
+
+
+def _demand(real_L: Tensor, overflowed: Tensor | None, capacity: Capacity) -> Tensor:
+    """int64 (2,): more than ``capacity.rows`` exactly where rows were dropped; see ``Arrived.demand``.
+
+    The library counts only rows that fitted. Of those that did not there was at least one.
+    """
+    assert overflowed is not None
+    arrived = real_L.sum()
+    needed = torch.where(overflowed, (arrived + 1).clamp(min=capacity.rows + 1), arrived.clamp(max=capacity.rows))
+    return torch.stack([needed, torch.zeros_like(needed)])
 
 
 def _library(options: BackendOptions) -> Library | Rejected:

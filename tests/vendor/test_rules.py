@@ -296,3 +296,26 @@ def test_other_dtypes_are_refused_with_the_way_out(name: str, dtype: torch.dtype
     )
     assert wired.dispatch(x, routing).rows.dtype == dtype
     wired.close()
+
+
+def test_where_deepep_is_graph_safe() -> None:
+    """v1 within a node; v2 unless it has to sort what it can only find by asking the device."""
+    assert deepep(shape(8, 8)).graph_safe
+    across = deepep(shape(16, 8))
+    assert not across.graph_safe
+    assert across.graph_safe_reason == (
+        "v1 goes without a host sync within a node only, that is up to 8 ranks, got 16; v2 does across nodes too"
+    )
+    v2 = "v2-2.1.0"
+    assert deepep(shape(8, 8), emulate=v2).graph_safe
+    for where, options in [(shape(16, 8), {}), (shape(8, 8), {"expand": True})]:
+        assert not deepep(where, emulate=v2, **options).graph_safe
+        assert deepep(where, emulate=v2, deterministic=False, **options).graph_safe
+        assert "the option deterministic=False" in deepep(where, emulate=v2, **options).graph_safe_reason
+
+
+def test_which_hybridep_is_graph_safe() -> None:
+    for release, is_safe in {"0ed15b5": False, "34152ae": True, "94a9f8f": True, "744": True}.items():
+        assert hybridep(shape(4, 4), emulate=f"hybridep-{release}").graph_safe == is_safe
+    assert hybridep(shape(4, 4)).drop_order == "position"
+    assert hybridep(shape(4, 4), fuse_permute=True).drop_order is None

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints, MoEShape, WireDtype
+from moe_dispatch.backends.capacity import worst_rows
 from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.backends.vendor.library import Library
 from moe_dispatch.backends.vendor.pool import BufferPool
 from moe_dispatch.backends.vendor.switch import ProcessSwitch
@@ -25,10 +27,14 @@ _filling = ProcessSwitch(
 )
 
 
-def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bool) -> Constraints:
+def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bool, deterministic: bool) -> Constraints:
     """Needs of 2.1.0; its kernels are compiled for the group's largest row count, so ranks agree on that."""
+    within_node = ranks_per_node >= shape.ep_size
     # Across nodes the layout of a float8 dispatch need not be that of the bfloat16 gradients that follow its handle.
-    float8: set[WireDtype] = {"float8_e4m3fn"} if ranks_per_node >= shape.ep_size and not expand else set()
+    float8: set[WireDtype] = {"float8_e4m3fn"} if within_node and not expand else set()
+    # Its sort selects by masks, which asks the device how many there are: slots of expanded rows, and the lists of what
+    # is forwarded between nodes.
+    sorts_by_masks = deterministic and (expand or not within_node)
     return Constraints(
         group_max=True,
         hidden_multiple=256,
@@ -40,7 +46,17 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bo
         pads_experts=expand,
         wire_dtypes=frozenset({"bfloat16", *float8}),
         differentiable=not expand,
+        graph_safe=not sorts_by_masks,
+        graph_safe_reason=(
+            f"v2 reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}, which the "
+            "option deterministic=False leaves out"
+        ),
     )
+
+
+def expanded_rows(shape: MoEShape) -> int:
+    """Expert-major rows for the worst case, as the library counts them: up to ``pad_multiple`` more than it takes."""
+    return round_up(worst_rows(shape) + (shape.pad_multiple - 1) * shape.num_local_experts, shape.pad_multiple)
 
 
 @final
@@ -51,7 +67,7 @@ class Expanded:
     Attributes:
         rows_RD: bfloat16; each expert's rows, then zeros up to the alignment.
         weights_R: float32, 0 on those zeros.
-        padded_counts: rows per local expert with the zeros, on the host.
+        padded_counts: rows per local expert with the zeros, on the host; empty where nobody waited for them.
         real_counts_L: int32, without them, on the device.
         way: for the combine.
     """
@@ -65,7 +81,10 @@ class Expanded:
 
 @final
 class ElasticTransport(Transport):
-    """Buffers sized for the group's largest row count. Cost of ``send``: one host sync, for the counts."""
+    """Buffers sized for the group's largest row count.
+
+    Cost of ``send`` and ``send_expanded``: one host sync, for the counts, or in graph-safe mode none.
+    """
 
     def __init__(
         self,
@@ -105,7 +124,16 @@ class ElasticTransport(Transport):
     def reserve(self, rows: int) -> None:
         self._pool.reserve(max(rows, 1))
 
-    def send(self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> Delivery:
+    def send(
+        self,
+        payload: Payload,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        asynchronously: bool,
+        worst_rows: int | None = None,
+    ) -> Delivery:
+        """With ``worst_rows`` it delivers P times the rows that its buffer is for, which is as many."""
         slot = self._pool.current
         buffer = slot.buffer
         on_its_stream = asynchronously and self._on_its_stream
@@ -120,6 +148,7 @@ class ElasticTransport(Transport):
                 previous_event=buffer.capture() if on_its_stream else None,
                 async_with_compute_stream=asynchronously,
                 allocate_on_comm_stream=on_its_stream,
+                do_cpu_sync=worst_rows is None,
             )
         return Delivery(
             payload=received,
@@ -128,6 +157,7 @@ class ElasticTransport(Transport):
             counts=handle.num_recv_tokens_per_expert_list,
             way=Way(slot=slot, handle=handle),
             wait=event.current_stream_wait if asynchronously else arrived,
+            num_received=None if worst_rows is None else handle.psum_num_recv_tokens_per_scaleup_rank[-1],
         )
 
     def send_again(self, payload: Payload, way: Way) -> Payload:
@@ -148,7 +178,11 @@ class ElasticTransport(Transport):
         return rows_TD, values_TK
 
     def send_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Expanded:
-        """Each row to every expert it names. Without a way back for gradients: its combine refuses them."""
+        """Each row to every expert it names. Without a way back for gradients: its combine refuses them.
+
+        In graph-safe mode as many as ``expanded_rows``; those behind the last expert's hold anything, and so do their
+        weights.
+        """
         slot = self._pool.current
         buffer = slot.buffer
         with _filling.at(False):
@@ -160,6 +194,7 @@ class ElasticTransport(Transport):
                 num_max_tokens_per_rank=self._pool.rows,
                 expert_alignment=self._shape.pad_multiple,
                 num_sms=self._num_sms,
+                do_cpu_sync=not self._shape.graph_safe,
                 do_expand=True,
                 do_zero_padding=True,
             )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints, MoEShape
-from moe_dispatch.backends.collectives import Communicator, read_host
+from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.backends.vendor.library import Library, parameters
 from moe_dispatch.backends.vendor.pool import BufferPool
@@ -51,6 +51,7 @@ class Rules:
         spans_domains: a group may have several NVLink domains.
         detects_domain: it finds its domains itself, unless its variable says otherwise.
         idle_ranks: a rank may receive no row; before, it aborted in combine.
+        flags_overflow: it goes without a host sync, and says on the device whether it dropped rows.
     """
 
     chunks: tuple[int, int]
@@ -61,6 +62,7 @@ class Rules:
     spans_domains: bool
     detects_domain: bool
     idle_ranks: bool
+    flags_overflow: bool
 
     def row_multiple(self, domain: int) -> int:
         """Of the rows per rank, where so many ranks share an NVLink domain."""
@@ -85,6 +87,7 @@ NEWEST = Rules(
     spans_domains=True,
     detects_domain=True,
     idle_ranks=True,
+    flags_overflow=True,
 )
 
 
@@ -113,6 +116,7 @@ def rules(cls: type[Any], environment: Mapping[str, str] | None = None) -> Rules
         spans_domains=not {"nvlink_domain_size", "ib_dev_name_list"} & construct.keys(),
         detects_domain=fuses,
         idle_ranks=fuses,  # 34152ae (2026-04-09), the first with these signatures but one
+        flags_overflow=fuses,  # since a484936 (2026-01-20), but what was before these signatures has not been read
     )
 
 
@@ -123,12 +127,18 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
     return int(text)
 
 
-def constraints(found: Rules, device: str, shape: MoEShape, domain: int) -> Constraints:
+def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse_permute: bool = False) -> Constraints:
     """Needs of a version for a group whose NVLink domains hold ``domain`` consecutive ranks each.
 
     Raises:
-        ConfigError: the group has several domains, which this version cannot serve.
+        ConfigError: the group has several domains, which this version cannot serve; or its fused kernels would drop.
     """
+    if fuse_permute and shape.capacity_factor != "worst":
+        raise ConfigError(
+            "Backend 'hybridep': with fuse_permute, capacity_factor must be \"worst\", because its fused combine waits "
+            f"for ever where all rows of a token were dropped, got {shape.capacity_factor}. Leave fuse_permute out, or "
+            'use "worst".'
+        )
     several = domain < shape.ep_size
     if several and not found.spans_domains:
         raise ConfigError(
@@ -155,6 +165,11 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int) -> Cons
         idle_ranks=found.idle_ranks,
         pads_experts=True,
         wire_dtypes=frozenset({"bfloat16"}),
+        graph_safe=found.flags_overflow,
+        graph_safe_reason=(
+            "the installed version reads its counts on the host, which one of 2026-04 (34152ae) or later need not"
+        ),
+        drop_order=None if fuse_permute else "position",
     )
 
 
@@ -175,21 +190,25 @@ class Delivery:
     Attributes:
         rows_RD: bfloat16, expert-major; each expert's rows by source rank, then row, then its zero padding.
         probs_R: float32, bit for bit what was sent; +0.0 on padding.
-        padded_counts: rows per local expert with padding, on the host.
+        padded_L: int64, rows per local expert with padding and without those that were dropped: on the CPU, or with
+            ``room`` on the device, where rows and probabilities behind them hold anything.
         way: for what follows it.
+        overflowed: bool (), on the device, whether rows were dropped; None without ``room``.
     """
 
     rows_RD: Tensor
     probs_R: Tensor
-    padded_counts: list[int]
+    padded_L: Tensor
     way: Way
+    overflowed: Tensor | None
 
 
 @final
 class HybridTransport:
     """Buffers for a number of rows per rank. Raw: nothing here is differentiable.
 
-    Cost: one host sync per ``send``, for the counts; none in what follows it.
+    Cost: one host sync per ``send``, in which the library waits for the counts, or with ``room`` none; none in what
+    follows it.
     """
 
     def __init__(
@@ -218,6 +237,8 @@ class HybridTransport:
         # Always given: the default of early versions is 0, by which their kernel divides.
         self._dispatch_arguments: dict[str, Any] = {"pad_multiple": shape.pad_multiple}
         self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
+        if shape.graph_safe:
+            self._dispatch_arguments["non_blocking"] = True
         if fuse_permute:
             self._refuse_unknown({"fuse_permute_dispatch"}, parameters(cls.dispatch_with_permute))
             _check_chunks_for_fusion(found)
@@ -256,7 +277,9 @@ class HybridTransport:
         """Have room for so many rows per rank; the same number on all ranks."""
         self._pool.reserve(max(rows, 1))
 
-    def send(self, rows_TD: Tensor, map_TE: Tensor, probs_TE: Tensor, *, group_max_rows: int | None) -> Delivery:
+    def send(
+        self, rows_TD: Tensor, map_TE: Tensor, probs_TE: Tensor, *, group_max_rows: int | None, room: int | None = None
+    ) -> Delivery:
         """Each row once to each NVLink domain and rank that needs it, and there to its experts.
 
         Args:
@@ -264,11 +287,15 @@ class HybridTransport:
             map_TE: bool, which rows go to which expert of the group.
             probs_TE: float32, 0 elsewhere.
             group_max_rows: the most rows that any rank brings, for versions in which ranks share slots.
+            room: graph-safe: R, a multiple of ``pad_multiple``. Of more rows the last are dropped, so the highest
+                experts lose theirs first.
         """
         slot = self._pool.current
-        slots = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SLOT_MULTIPLE)} if self._ragged else {}
-        rows_RD, probs_R, _, counts, handle = slot.buffer.dispatch_with_permute(
-            hidden=rows_TD, routing_map=map_TE, probs=probs_TE, **slots, **self._dispatch_arguments
+        sizes = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SLOT_MULTIPLE)} if self._ragged else {}
+        if room is not None:
+            sizes["num_permuted_tokens"] = room
+        rows_RD, probs_R, _, padded_L, handle = slot.buffer.dispatch_with_permute(
+            hidden=rows_TD, routing_map=map_TE, probs=probs_TE, **sizes, **self._dispatch_arguments
         )
         if rows_RD is None:
             raise StateError(
@@ -276,7 +303,11 @@ class HybridTransport:
                 "installed version cannot combine then: install one of 2026-04 (34152ae) or later."
             )
         return Delivery(
-            rows_RD=rows_RD, probs_R=probs_R, padded_counts=read_host(counts), way=Way(slot=slot, handle=handle)
+            rows_RD=rows_RD,
+            probs_R=probs_R,
+            padded_L=padded_L,
+            way=Way(slot=slot, handle=handle),
+            overflowed=None if room is None else _overflow_flag(handle),
         )
 
     def send_again(self, rows_TD: Tensor, num_grouped: int, way: Way) -> Tensor:
@@ -299,6 +330,12 @@ class HybridTransport:
             torch.cuda.synchronize()
         self._communicator.max([0], label="close")
         self._pool.close()
+
+
+def _overflow_flag(handle: tuple[Any, ...]) -> Tensor:
+    """bool (): its last tensor, in every version that has one; written only where the dispatch did not block."""
+    flag: Tensor = [part for part in handle if isinstance(part, Tensor)][-1]
+    return flag.view(()) != 0
 
 
 def _check_chunks_for_fusion(found: Rules) -> None:

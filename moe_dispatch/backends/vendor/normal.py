@@ -54,12 +54,20 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraint
         group_sizes=_IN_NODE | _ACROSS_NODES,
         max_local_experts=128,
         wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
+        graph_safe=shape.ep_size <= _RANKS_PER_NODE,
+        graph_safe_reason=(
+            f"v1 goes without a host sync within a node only, that is up to {_RANKS_PER_NODE} ranks, got "
+            f"{shape.ep_size}; v2 does across nodes too"
+        ),
     )
 
 
 @final
 class NormalTransport(Transport):
-    """One buffer, whose size depends on hidden size and ranks only. Cost of ``send``: one host sync, for the counts."""
+    """One buffer, whose size depends on hidden size and ranks only.
+
+    Cost of ``send``: one host sync, for the counts, or with ``worst_rows`` none.
+    """
 
     def __init__(
         self, library: Library, shape: MoEShape, communicator: Communicator, *, num_sms: int | None, on_its_stream: bool
@@ -105,7 +113,15 @@ class NormalTransport(Transport):
         queues = {"num_qps_per_rank": max(24, self._num_sms or 0)} if self.rdma_bytes else {}
         return self._cls(communicator.group, self.nvl_bytes, self.rdma_bytes, explicitly_destroy=True, **queues)
 
-    def send(self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> Delivery:
+    def send(
+        self,
+        payload: Payload,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        asynchronously: bool,
+        worst_rows: int | None = None,
+    ) -> Delivery:
         slot = self._pool.current
         buffer = slot.buffer
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, self._shape.num_experts)
@@ -117,6 +133,7 @@ class NormalTransport(Transport):
             num_tokens_per_expert=per_expert,
             topk_idx=ids_TK,
             topk_weights=weights_TK,
+            num_worst_tokens=worst_rows or 0,  # ids behind the rows that arrive are -1 then
             config=self._dispatch_config,
             async_finish=asynchronously,
             # Tensors of its stream need the event that orders this stream before it.

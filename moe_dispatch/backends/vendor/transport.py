@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from moe_dispatch.backends.vendor.pool import Slot
@@ -38,9 +39,11 @@ class Delivery:
         payload: (S, D), by source rank, then source row.
         ids_SK: local expert ids, -1 for experts of other ranks and for none.
         weights_SK: float32.
-        counts: rows per local expert, on the host.
+        counts: rows per local expert, on the host; empty where nobody waited for them.
         way: for what follows it.
         wait: makes the current stream wait for the payload.
+        num_received: () or (1,), on the device, how many rows arrived; ids behind them are anything. None where they
+            are -1, or where nothing is behind them.
     """
 
     payload: Payload
@@ -49,6 +52,15 @@ class Delivery:
     counts: Sequence[int]
     way: Way
     wait: Callable[[], None]
+    num_received: Tensor | None = None
+
+    @property
+    def known_ids_SK(self) -> Tensor:
+        """``ids_SK`` with -1 behind the rows that arrived. To be asked for after ``wait``. No host sync."""
+        if self.num_received is None:
+            return self.ids_SK
+        at_S = torch.arange(len(self.ids_SK), device=self.ids_SK.device)
+        return torch.where((at_S < self.num_received).unsqueeze(1), self.ids_SK, -1)
 
 
 def arrived() -> None:
@@ -68,8 +80,25 @@ class Transport(ABC):
         """Have room for so many rows per rank; the same number on all ranks."""
 
     @abstractmethod
-    def send(self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> Delivery:
-        """Each row once to each rank that owns one of its experts. Ids int64, weights float32."""
+    def send(
+        self,
+        payload: Payload,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        asynchronously: bool,
+        worst_rows: int | None = None,
+    ) -> Delivery:
+        """Each row once to each rank that owns one of its experts.
+
+        Args:
+            payload: (T, D).
+            ids_TK: int64.
+            weights_TK: float32.
+            asynchronously: return before the payload is there; see ``Delivery.wait``.
+            worst_rows: S, the most rows that all ranks may send to one: deliver so many, whatever arrives, and wait for
+                no count. None: read on the host how many there are.
+        """
 
     @abstractmethod
     def send_again(self, payload: Payload, way: Way) -> Payload:
