@@ -2,7 +2,8 @@
 
 ``emulated_deep_ep("v1.2.1")`` is a module with the names of that release; ``imported_as_deep_ep`` puts it where
 ``import deep_ep`` finds it. Shapes, dtypes, order, handles and refusals follow the source of each release, read and
-written anew; no kernel was run for it. What the emulation lacks it refuses with NotImplementedError.
+written anew; no kernel was run for it. What the emulation lacks it refuses with NotImplementedError. Its verbs stand
+for kernels, so what they read of tensors is no host sync of their caller's (``allow_host_syncs``).
 """
 
 from moe_dispatch.testing.emulation.refusals import EmulatedAbort, EmulatedHang

@@ -15,6 +15,7 @@ from moe_dispatch.testing.emulation.elastic_runtime import ElasticRuntime
 from moe_dispatch.testing.emulation.elastic_sizes import buffer_bytes, theoretical_num_sms
 from moe_dispatch.testing.emulation.elastic_unemulated import UnemulatedParts
 from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EventHandle
+from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
@@ -144,6 +145,7 @@ class ElasticBuffer(UnemulatedParts):
         wanted = num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9)
         return min(wanted, self.num_allocated_qps)
 
+    @allow_host_syncs()
     def dispatch(
         self,
         x: X,
@@ -206,6 +208,7 @@ class ElasticBuffer(UnemulatedParts):
         recv_x = pack_rows(received.x, received.sf)
         return recv_x, received.topk_idx, received.topk_weights, received.handle, event
 
+    @allow_host_syncs()
     def combine(
         self,
         x: Tensor,

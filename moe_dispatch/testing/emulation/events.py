@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from moe_dispatch.testing.host_syncs import allow_host_syncs
+
 
 class EventHandle:
     """A recorded event of the current stream (csrc/event.hpp of v1.2.1; ``deep_ep._C.EventHandle`` in v2)."""
@@ -45,6 +47,7 @@ class ElasticEventOverlap(EventOverlap):
         self.hook_after_wait: Callable[[], None] | None = None
         self._releases = False
 
+    @allow_host_syncs()
     def current_stream_wait(self, release_handle: bool = False) -> None:
         super().current_stream_wait()
         if self.hook_after_wait is not None:

@@ -19,6 +19,7 @@ from moe_dispatch.testing.emulation.hybrid_release import DISPATCH_FIELDS
 from moe_dispatch.testing.emulation.hybrid_routing import indices_to_map
 from moe_dispatch.testing.emulation.hybrid_rows import Rows
 from moe_dispatch.testing.emulation.refusals import EmulatedAbort
+from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 _DISPATCH_HANDLE = (*DISPATCH_FIELDS, "num_of_tokens_per_rank")
 _PERMUTE_HANDLE = (*DISPATCH_FIELDS, "row_id_map", "num_of_tokens_per_rank")
@@ -128,6 +129,7 @@ class HybridEpBuffer:
         place = Place(rank=self.rank, ranks_per_node=self.num_of_ranks_per_node, nodes=self.num_of_nodes)
         self.runtime = RuntimeOf0ed15b5(self._exchange, place, self.config, self.num_of_experts)
 
+    @allow_host_syncs()
     def dispatch(
         self,
         hidden: Tensor,
@@ -154,6 +156,7 @@ class HybridEpBuffer:
         out = kept.packed(_DISPATCH_HANDLE)
         return (None, None, None, out) if rows is None else (rows.tokens, rows.probs, rows.scales, out)
 
+    @allow_host_syncs()
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -164,6 +167,7 @@ class HybridEpBuffer:
         combined = self.runtime.combine(kept, Rows(tokens=hidden, probs=probs))
         return combined.tokens, combined.probs
 
+    @allow_host_syncs()
     def dispatch_with_permute(
         self,
         *,
@@ -208,6 +212,7 @@ class HybridEpBuffer:
             return None, None, None, None, out
         return rows.tokens, rows.probs, rows.scales, kept.tokens_per_expert, out
 
+    @allow_host_syncs()
     def combine_with_unpermute(
         self,
         *,

@@ -32,6 +32,7 @@ from moe_dispatch.testing.emulation.hybrid_release import HybridRelease
 from moe_dispatch.testing.emulation.hybrid_routing import Routing, padded, ragged_routing_of, routing_of
 from moe_dispatch.testing.emulation.hybrid_rows import Rows
 from moe_dispatch.testing.emulation.hybrid_runtime import Runtime
+from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
@@ -135,6 +136,7 @@ class HybridBuffer:
         buffer.max_num_of_tokens_per_rank = max(rows, buffer.max_num_of_tokens_per_rank)
         config.max_num_of_tokens_per_rank = buffer.max_num_of_tokens_per_rank
 
+    @allow_host_syncs()
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -145,6 +147,7 @@ class HybridBuffer:
         combined = self.runtime.combine(kept, Rows(tokens=hidden, probs=probs))
         return combined.tokens, combined.probs
 
+    @allow_host_syncs()
     def combine_with_unpermute(
         self,
         *,

@@ -11,6 +11,7 @@ from moe_dispatch.testing.emulation.hybrid_buffer import HybridBuffer
 from moe_dispatch.testing.emulation.hybrid_call import Call, without_host_meta
 from moe_dispatch.testing.emulation.hybrid_release import RELEASES
 from moe_dispatch.testing.emulation.hybrid_routing import Given
+from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 
 @final
@@ -56,6 +57,7 @@ class BufferOf744(HybridBuffer):
             custom_allgather=enable_custom_allgather,
         )
 
+    @allow_host_syncs()
     def dispatch(
         self,
         hidden: Tensor,
@@ -88,6 +90,7 @@ class BufferOf744(HybridBuffer):
             )
         )
 
+    @allow_host_syncs()
     def dispatch_with_permute(
         self,
         *,

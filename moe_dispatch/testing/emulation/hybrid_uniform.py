@@ -11,11 +11,13 @@ from moe_dispatch.testing.emulation.hybrid_buffer import HybridBuffer
 from moe_dispatch.testing.emulation.hybrid_call import Call, without_host_meta
 from moe_dispatch.testing.emulation.hybrid_release import RELEASES
 from moe_dispatch.testing.emulation.hybrid_routing import Given
+from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 
 class _Uniform(HybridBuffer):
     """Every rank sends the same number of rows."""
 
+    @allow_host_syncs()
     def dispatch(
         self,
         hidden: Tensor,
@@ -46,6 +48,7 @@ class _Uniform(HybridBuffer):
             )
         )
 
+    @allow_host_syncs()
     def dispatch_with_permute(
         self,
         *,

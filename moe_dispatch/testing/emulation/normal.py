@@ -15,6 +15,7 @@ from moe_dispatch.testing.emulation.normal_internode import InternodeRuntime
 from moe_dispatch.testing.emulation.normal_intranode import IntranodeRuntime
 from moe_dispatch.testing.emulation.normal_runtime import Runtime
 from moe_dispatch.testing.emulation.normal_unemulated import UnemulatedMethods, refuse_low_latency
+from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 
 @final
@@ -91,6 +92,7 @@ class Buffer(UnemulatedMethods):
     def get_combine_config(num_ranks: int) -> Config:
         return _default_config(num_ranks, COMBINE_QUEUES)
 
+    @allow_host_syncs()
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -105,6 +107,7 @@ class Buffer(UnemulatedMethods):
         event = EventOverlap(asynchrony.event())
         return to.tokens_per_rank, to.tokens_per_rdma_rank, to.tokens_per_expert, to.is_token_in_rank, event
 
+    @allow_host_syncs()
     def dispatch(
         self,
         x: X,
@@ -158,6 +161,7 @@ class Buffer(UnemulatedMethods):
             EventOverlap(asynchrony.event()),
         )
 
+    @allow_host_syncs()
     def combine(
         self,
         x: Tensor,
