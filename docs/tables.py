@@ -1,7 +1,8 @@
-"""The tables of README.md that follow from the code. ``python docs/tables.py`` writes them; a test compares them."""
+"""The tables of pages that follow from the code. ``python docs/tables.py`` writes them; a test compares them."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -12,9 +13,10 @@ import torch
 
 from moe_dispatch.backends import Backend, Constraints, MoEShape, known_backends, load_backend
 from moe_dispatch.backends.base import WireDtype, listed_sizes
+from moe_dispatch.backends.capacity import capacity_of
 from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 # Constraints may depend on sizes; these are the table's example.
 SHAPE = MoEShape(num_experts=64, top_k=8, hidden_size=4096, ep_size=8, pad_multiple=1, ranks_per_node=8)
 
@@ -48,14 +50,39 @@ def wire_table() -> str:
     return _markdown(lines)
 
 
-def replaced(text: str) -> str:
-    """A README with its tables as they should be."""
-    for name, table in (("backends", backends_table()), ("wire", wire_table())):
+def capacity_table() -> str:
+    """What capacity factors come to, for the example sizes and several group sizes."""
+    lines = [["ranks", "factor", "rows", "R", "`pair_rows`", "rows given to experts, MB", "sent and received, MB"]]
+    for ep_size in (8, 32):
+        for factor in (1.0, 1.25, 2.0, "worst"):
+            sizes = {"ep_size": ep_size, "pad_multiple": 16, "max_tokens_per_rank": 4096, "graph_safe": True}
+            shape = dataclasses.replace(SHAPE, **sizes, capacity_factor=factor)
+            room = capacity_of(shape, pair_factor=factor)
+            assert room.pair_rows is not None
+            row = row_format(torch.bfloat16, shape.hidden_size)
+            form = packet(row, shape.top_k, torch.float32, id_dtype_for(shape.num_experts), note=True)
+            wire = 2 * ep_size * room.pair_rows * form.stride
+            numbers = [str(room.rows), str(room.buffer_rows), str(room.pair_rows)]
+            given = room.buffer_rows * row.nbytes
+            lines.append([str(ep_size), str(factor), *numbers, f"{given / 1e6:.0f}", f"{wire / 1e6:.0f}"])
+    return _markdown(lines)
+
+
+# By page, its tables.
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"backends": backends_table, "wire": wire_table},
+    "docs/graph-safe.md": {"capacity": capacity_table},
+}
+
+
+def replaced(page: str, text: str) -> str:
+    """A page with its tables as they should be."""
+    for name, table in ((name, make()) for name, make in TABLES[page].items()):
         begin, end = f"<!-- {name} table: docs/tables.py -->\n", f"<!-- end of {name} table -->"
         before, found, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found and found_end):
-            raise ValueError(f"README.md must hold {begin.strip()} and {end}, got none. Put them where the table goes.")
+            raise ValueError(f"{page} must hold {begin.strip()} and {end}, got none. Put them where the table goes.")
         text = f"{before}{begin}{table}{end}{after}"
     return text
 
@@ -127,4 +154,6 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in TABLES:
+        path = ROOT / page
+        path.write_text(replaced(page, path.read_text(encoding="utf-8")), encoding="utf-8")

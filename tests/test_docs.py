@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_dispatch.backends import Backend, Constraints, registry
 
@@ -81,6 +82,15 @@ def test_backend_of_the_page_passes_the_kit(
         exec(compile(code, str(page), "exec"), namespace)
     assert namespace["report"].passed
     assert "excused: wire_float8 on 1 ranks: wire_dtypes none" in capsys.readouterr().out
+
+
+def test_code_of_the_page_on_graph_safe_mode_runs() -> None:
+    torch.manual_seed(0)
+    page = ROOT / "docs" / "graph-safe.md"
+    namespace: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(page), "exec"), namespace)
+    assert namespace["matrices"].grad.isfinite().all()  # the blocks ran to the end
 
 
 def test_page_on_backends_names_every_member_and_constraint() -> None:
