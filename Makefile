@@ -31,7 +31,7 @@ demo: $(DEV) ## the main job: train a small MoE language model on 4 processes
 	$(PY) examples/train_packed_text.py $(ARGS)
 
 test: $(DEV) ## the tests, except tests/integration
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses auto $(ARGS)
 
 check: $(DEV) ## formatting, lint and types
 	$(PY) -m ruff format --check .
