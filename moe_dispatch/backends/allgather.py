@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,14 +22,22 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, accumulation_dtype, group_slots
-from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.permutation import (
+    Permutation,
+    SlotIndex,
+    accumulation_dtype,
+    blank_index,
+    group_slots,
+    index_from,
+)
+from moe_dispatch.backends.rank_major import arrive, bring_home, send_again
+from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
 from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AllGatherRoute(Route):
+class AllGatherRoute(TraceableRoute):
     """Out by all-gather, back by a reduce-scatter in ``max(float32, dtype)``, rounded once at home."""
 
     context: BackendContext
@@ -62,9 +70,16 @@ class AllGatherRoute(Route):
         values = None if values_R is None else mine[:, hidden:].to(values_R.dtype)
         return mine[:, :hidden].to(rows_RD.dtype).contiguous(), values
 
+    def tensors(self) -> list[Tensor]:
+        return self.index.tensors()
+
+    @property
+    def num_home_rows(self) -> int:
+        return self.index.num_rows // self.context.communicator.size
+
 
 @final
-class AllGather(Backend):
+class AllGather(TracedRoutes, Backend):
     """Simple and regular: P times the bytes, but no routing-dependent message sizes.
 
     Cost: one all-gather and one host sync (the counts) per dispatch, one reduce-scatter per combine.
@@ -75,7 +90,7 @@ class AllGather(Backend):
     @classmethod
     def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
         # A reduce-scatter adds on the way: a narrow wire would round at every hop, so no wire_dtype is offered.
-        return Constraints(equal_rows=True)
+        return Constraints(equal_rows=True, compilable=True)
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, comm = self.context.shape, self.context.communicator
@@ -87,13 +102,21 @@ class AllGather(Backend):
         comm.all_gather(everyone, packets, label="dispatch")
         ids_SK, first = form.ids(everyone), comm.rank * shape.num_local_experts
         counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[first : first + shape.num_local_experts])
-        route = AllGatherRoute(
-            context=self.context,
-            permutation=self.context.permutation_on(rows_TD.device),
-            index=group_slots(ids_SK - first, counts, shape.pad_multiple),
-        )
+        route = self._route(group_slots(ids_SK - first, counts, shape.pad_multiple), rows_TD.device)
         received = nullcontext((form.row.read(form.rows(everyone)), form.weights(everyone)))
         return arrive(rows_TD, weights_TK, route, received, counts, shape.pad_multiple)
+
+    def _route(self, index: SlotIndex, device: torch.device) -> AllGatherRoute:
+        return AllGatherRoute(context=self.context, permutation=self.context.permutation_on(device), index=index)
+
+    def restore(self, tensors: Sequence[Tensor]) -> AllGatherRoute:
+        return self._route(index_from(tensors, self.context.shape.top_k), tensors[0].device)
+
+    def blank_route(self, num_rows: int, weights_TK: Tensor, new_size: Callable[[], int]) -> AllGatherRoute:
+        everyone = num_rows * self.context.communicator.size
+        shape = self.context.shape
+        index = blank_index(everyone, shape.top_k, shape.pad_multiple, new_size=new_size, device=weights_TK.device)
+        return self._route(index, weights_TK.device)
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         return send_again(rows_TD, state)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, Literal, final
 
 import torch
@@ -22,8 +24,16 @@ from moe_dispatch.backends.base import (
     WireDtype,
 )
 from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots, running_total
-from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.permutation import (
+    Permutation,
+    SlotIndex,
+    blank_index,
+    group_slots,
+    index_from,
+    running_total,
+)
+from moe_dispatch.backends.rank_major import arrive, bring_home, send_again
+from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
 
@@ -52,17 +62,40 @@ class Traffic:
     slots_in: list[int]
     tokens_per_expert: list[int]
 
+    def tensor(self) -> Tensor:
+        """All counts in one int64 tensor on the CPU; ``traffic_from`` reads them again."""
+        parts = (self.rows_out, self.rows_in, self.slots_out, self.slots_in, self.tokens_per_expert)
+        return torch.tensor([count for part in parts for count in part], dtype=torch.int64, device="cpu")
+
+
+def traffic_from(counts: Tensor, ep_size: int, *, exact: bool) -> Traffic:
+    """The traffic whose ``tensor()`` this is. It is on the host, so reading it waits for nothing."""
+    values = iter(read_host(counts))
+
+    def part(length: int) -> list[int]:
+        return list(islice(values, length))
+
+    slots = ep_size if exact else 0
+    return Traffic(
+        rows_out=part(ep_size),
+        rows_in=part(ep_size),
+        slots_out=part(slots),
+        slots_in=part(slots),
+        tokens_per_expert=list(values),
+    )
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AllToAllRoute(Route):
+class AllToAllRoute(TraceableRoute):
     """One data collective each way.
 
     Attributes:
         source_S: int64, the home row of each row sent, by destination rank, then row.
         member_S: int64, the sent rows in the order of their home rows; ``cu_T`` int64 (T+1,) where each home row
             begins.
-        home: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK`` to apply at home.
+        home: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK`` to apply at home;
+            else both None.
     """
 
     context: BackendContext
@@ -74,7 +107,7 @@ class AllToAllRoute(Route):
     member_S: Tensor
     cu_T: Tensor
     home: SlotIndex | None
-    weights_TK: Tensor
+    weights_TK: Tensor | None
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
@@ -108,7 +141,8 @@ class AllToAllRoute(Route):
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
         if self.home is not None:
-            return self._collect_exact(self.home, rows_RD, weights_R is not None, values_R, label)
+            weights_TK = None if weights_R is None else self.weights_TK
+            return self._collect_exact(self.home, rows_RD, weights_TK, values_R, label)
         form = packet(
             row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire),
             self.index.top_k,
@@ -137,7 +171,7 @@ class AllToAllRoute(Route):
         return out, values
 
     def _collect_exact(
-        self, home: SlotIndex, rows_RD: Tensor, weighted: bool, values_R: Tensor | None, label: str
+        self, home: SlotIndex, rows_RD: Tensor, weights_TK: Tensor | None, values_R: Tensor | None, label: str
     ) -> tuple[Tensor, Tensor | None]:
         row = row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire)
         form = packet(row, 1, None if values_R is None else values_R.dtype)
@@ -150,10 +184,20 @@ class AllToAllRoute(Route):
         traffic = self.traffic
         with self._exchange(packets, self.index.byrow_N, traffic.slots_in, traffic.slots_out, label) as received:
             out = torch.empty(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
-            weights_N = home.in_row_order(self.weights_TK) if weighted else None
+            weights_N = None if weights_TK is None else home.in_row_order(weights_TK)
             self.permutation.sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
             values = None if values_R is None else home.to_slots(form.weights(received).reshape(-1))
         return out, values
+
+    def tensors(self) -> list[Tensor]:
+        ways = [self.traffic.tensor(), self.source_S, self.member_S, self.cu_T]
+        if self.home is not None and self.weights_TK is not None:
+            ways += [self.weights_TK.clone(), *self.home.tensors()]
+        return ways + self.index.tensors()
+
+    @property
+    def num_home_rows(self) -> int:
+        return self.cu_T.shape[0] - 1
 
 
 @final
@@ -174,7 +218,7 @@ class _Transit:
 
 
 @final
-class AllToAll(Backend):
+class AllToAll(TracedRoutes, Backend):
     """Cost: one host sync and two collectives (counts, data) per dispatch, one per combine, one per backward of either.
 
     Bytes to other ranks: in dispatch, per distinct (row, other rank), the row and 6 bytes per top_k slot; in combine
@@ -187,7 +231,7 @@ class AllToAll(Backend):
 
     @classmethod
     def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
-        return Constraints(exchanges_counts=True, wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}))
+        return Constraints(exchanges_counts=True, wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}), compilable=True)
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()
@@ -235,17 +279,12 @@ class AllToAll(Backend):
         self.context.workspace.give(transit.outgoing)
         first = self.context.communicator.rank * shape.num_local_experts
         keys_SK = form.ids(transit.received) - first
-        route = AllToAllRoute(
-            context=self.context,
-            permutation=self.context.permutation_on(transit.received.device),
-            traffic=traffic,
+        route = self._route(
+            traffic,
+            (transit.source_S, transit.source_S.argsort(stable=True), running_total(transit.members_PT.sum(0))),
             index=group_slots(keys_SK, traffic.tokens_per_expert, shape.pad_multiple),
-            wire_dtype=self.context.shape.wire_dtype,
-            source_S=transit.source_S,
-            member_S=transit.source_S.argsort(stable=True),
-            cu_T=running_total(transit.members_PT.sum(0)),
             home=group_slots(transit.rank_TK, traffic.slots_out) if self._exact else None,
-            weights_TK=transit.weights_TK.detach(),
+            weights_TK=transit.weights_TK.detach() if self._exact else None,
         )
         unpacked = self._unpack(transit)
         return arrive(
@@ -257,6 +296,55 @@ class AllToAll(Backend):
         form, received = transit.form, transit.received
         yield form.row.read(form.rows(received)), form.weights(received)
         self.context.workspace.give(received)
+
+    def _route(
+        self,
+        traffic: Traffic,
+        ways: Sequence[Tensor],
+        *,
+        index: SlotIndex,
+        home: SlotIndex | None,
+        weights_TK: Tensor | None,
+    ) -> AllToAllRoute:
+        source_S, member_S, cu_T = ways
+        return AllToAllRoute(
+            context=self.context,
+            permutation=self.context.permutation_on(source_S.device),
+            traffic=traffic,
+            index=index,
+            wire_dtype=self.context.shape.wire_dtype,
+            source_S=source_S,
+            member_S=member_S,
+            cu_T=cu_T,
+            home=home,
+            weights_TK=weights_TK,
+        )
+
+    def restore(self, tensors: Sequence[Tensor]) -> AllToAllRoute:
+        shape, (counts, *ways), rest = self.context.shape, tensors[:4], list(tensors[4:])
+        weights_TK = rest.pop(0) if self._exact else None
+        home = index_from([rest.pop(0) for _ in range(4)], shape.top_k) if self._exact else None
+        traffic = traffic_from(counts, shape.ep_size, exact=self._exact)
+        return self._route(traffic, ways, index=index_from(rest, shape.top_k), home=home, weights_TK=weights_TK)
+
+    def blank_route(self, num_rows: int, weights_TK: Tensor, new_size: Callable[[], int]) -> AllToAllRoute:
+        shape, sent, device = self.context.shape, new_size(), weights_TK.device
+        none, slots = [0] * shape.ep_size, [0] * (shape.ep_size if self._exact else 0)
+        table = partial(torch.empty, dtype=torch.int64, device=device)
+        index = partial(blank_index, top_k=shape.top_k, new_size=new_size, device=device)
+        return self._route(
+            Traffic(
+                rows_out=none,
+                rows_in=none,
+                slots_out=slots,
+                slots_in=slots,
+                tokens_per_expert=[0] * shape.num_local_experts,
+            ),
+            (table(sent), table(sent), table(num_rows + 1)),
+            index=index(new_size(), pad_multiple=shape.pad_multiple),
+            home=index(num_rows, pad_multiple=1) if self._exact else None,
+            weights_TK=weights_TK.new_empty(num_rows, shape.top_k) if self._exact else None,
+        )
 
     @property
     def _exact(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, BackendOptions, Constraints, MoEShape, Sizes, WireDtype
 from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
-from moe_dispatch.backends.rank_major import Route, arrive, bring_home, send_again
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, blank_index, group_slots, index_from
+from moe_dispatch.backends.rank_major import arrive, bring_home, send_again
+from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
 from moe_dispatch.backends.wire import row_format
 
 
@@ -31,7 +32,7 @@ class LocalOptions(BackendOptions):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LocalRoute(Route):
+class LocalRoute(TraceableRoute):
     """No way at all; a ``wire_dtype`` still rounds, so that a single-rank run has the numbers of a large one."""
 
     permutation: Permutation
@@ -52,9 +53,16 @@ class LocalRoute(Route):
         out = out if self.exact else row.round_trip(out)
         return out, None if values_R is None else self.index.to_slots(values_R)
 
+    def tensors(self) -> list[Tensor]:
+        return self.index.tensors()
+
+    @property
+    def num_home_rows(self) -> int:
+        return self.index.num_rows
+
 
 @final
-class Local(Backend):
+class Local(TracedRoutes, Backend):
     """All experts on this rank. Cost: one host sync per dispatch (the counts), no collective."""
 
     name = "local"
@@ -62,21 +70,33 @@ class Local(Backend):
 
     @classmethod
     def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
-        return Constraints(group_sizes=frozenset({1}), wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}))
+        return Constraints(
+            group_sizes=frozenset({1}), wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}), compilable=True
+        )
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape = self.context.shape
-        wire = shape.wire_dtype
         counts = read_host(count_experts(ids_TK, shape.num_experts))
+        route = self._route(group_slots(ids_TK, counts, shape.pad_multiple), rows_TD.device)
+        rows = row_format(rows_TD.dtype, shape.hidden_size, shape.wire_dtype).round_trip(rows_TD.detach())
+        return arrive(rows_TD, weights_TK, route, nullcontext((rows, weights_TK.detach())), counts, shape.pad_multiple)
+
+    def _route(self, index: SlotIndex, device: torch.device) -> LocalRoute:
         assert isinstance(self.options, LocalOptions)
-        route = LocalRoute(
-            permutation=self.context.permutation_on(rows_TD.device),
-            index=group_slots(ids_TK, counts, shape.pad_multiple),
-            wire_dtype=wire,
+        return LocalRoute(
+            permutation=self.context.permutation_on(device),
+            index=index,
+            wire_dtype=self.context.shape.wire_dtype,
             exact=self.options.reduction == "exact",
         )
-        rows = row_format(rows_TD.dtype, shape.hidden_size, wire).round_trip(rows_TD.detach())
-        return arrive(rows_TD, weights_TK, route, nullcontext((rows, weights_TK.detach())), counts, shape.pad_multiple)
+
+    def restore(self, tensors: Sequence[Tensor]) -> LocalRoute:
+        return self._route(index_from(tensors, self.context.shape.top_k), tensors[0].device)
+
+    def blank_route(self, num_rows: int, weights_TK: Tensor, new_size: Callable[[], int]) -> LocalRoute:
+        shape = self.context.shape
+        index = blank_index(num_rows, shape.top_k, shape.pad_multiple, new_size=new_size, device=weights_TK.device)
+        return self._route(index, weights_TK.device)
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         return send_again(rows_TD, state)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Sizes
+from moe_dispatch.backends.collectives import device_of
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError, reason_code, refusal
@@ -88,6 +91,28 @@ def agrees_on_rows(channel: Channel) -> bool:
 def refuse_agreement(channel: Channel, error: BaseException) -> None:
     """Join the agreement its peers are about to enter, with a mark."""
     _exchange(channel, 0, reason_code(error))
+
+
+def refuse_dispatch(find: Callable[[], Channel], error: Exception, device: torch.device, *, settled: bool) -> None:
+    """Join the first exchange the peers of a dispatch are about to enter, with a mark, so that they raise too.
+
+    Args:
+        find: gives the channel, or raises where it is closed.
+        error: what this rank raises next; gets a note where the peers could not be told.
+        device: of x.
+        settled: sizes were settled before the call, by a plan.
+    """
+    try:
+        channel = find()
+        if not settled and agrees_on_rows(channel):
+            refuse_agreement(channel, error)
+        elif channel.config.debug:
+            exchange_mark(channel, reason_code(error))
+        elif channel.needs.exchanges_counts:
+            preferred = torch.device(channel.config.device or device)
+            channel.backend.refuse(reason_code(error), device_of(channel.communicator.group, preferred))
+    except Exception as failure:  # a closed dispatcher, a broken group: the error itself matters more
+        error.add_note(f"The other ranks were not told: {failure}")
 
 
 def exchange_mark(channel: Channel, code: int = 0) -> None:

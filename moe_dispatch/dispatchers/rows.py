@@ -36,10 +36,11 @@ class Home:
 def merge_duplicates(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Give an expert that a row names twice one slot with the sum of the weights; the gradient reaches each.
 
-    The later slots become -1. Weights of -1 slots are never read, and come out as 0. On a GPU this always runs, because
-    asking whether it is needed would be a sync; it holds (T, K, K) at once.
+    The later slots become -1. Weights of -1 slots are never read, and come out as 0. On a GPU, and where it is traced,
+    this always runs, because asking whether it is needed would be a sync; it holds (T, K, K) at once.
     """
-    if ids_TK.shape[1] == 1 or (ids_TK.device.type == "cpu" and not _has_duplicates(ids_TK)):
+    known = ids_TK.device.type == "cpu" and not torch.compiler.is_compiling()
+    if ids_TK.shape[1] == 1 or (known and not _has_duplicates(ids_TK)):
         return ids_TK, weights_TK
     same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
     slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -57,6 +57,11 @@ class SlotIndex:
         slots = real.new_zeros(self.num_rows * self.top_k)
         return slots.index_copy_(0, self.slot_N, real).view(self.num_rows, self.top_k)
 
+    def tensors(self) -> list[Tensor]:
+        """All of it as tensors, for an operator to return; ``index_from`` puts them together again."""
+        tables = [self.source_R, self.slot_N, self.byrow_N, self.cu_S]
+        return tables if self.place_N is None or self.padding is None else [*tables, self.place_N, self.padding]
+
     def in_row_order(self, values_SK: Tensor) -> Tensor:
         """One value per pair -> (N,) in (row, slot) order, without the pairs that have no key."""
         return self.to_grouped(values_SK).index_select(0, self.byrow_N)
@@ -95,6 +100,34 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -
         cu_S=running_total((keys < len(counts)).sum(1)),
         padding=padding,
     )
+
+
+def index_from(tensors: Sequence[Tensor], top_k: int) -> SlotIndex:
+    """The index whose ``tensors()`` these are."""
+    source_R, slot_N, byrow_N, cu_S = tensors[:4]
+    place_N, padding = tensors[4:] if len(tensors) > 4 else (None, None)
+    return SlotIndex(
+        num_rows=cu_S.shape[0] - 1,
+        top_k=top_k,
+        num_grouped=source_R.shape[0],
+        source_R=source_R,
+        slot_N=slot_N,
+        place_N=place_N,
+        byrow_N=byrow_N,
+        cu_S=cu_S,
+        padding=padding,
+    )
+
+
+def blank_index(
+    num_rows: int, top_k: int, pad_multiple: int, *, new_size: Callable[[], int], device: torch.device
+) -> SlotIndex:
+    """What ``group_slots`` gives, without its values: for tracing, where ``new_size`` makes symbols for sizes."""
+    real = new_size()
+    lengths = [real, real, real, num_rows + 1]
+    if pad_multiple > 1:
+        lengths = [new_size(), *lengths[1:], real, new_size()]
+    return index_from([torch.empty(length, dtype=torch.int64, device=device) for length in lengths], top_k)
 
 
 def running_total(counts: Tensor) -> Tensor:

@@ -1,0 +1,337 @@
+"""Both verbs, and their backwards, as operators of ``torch.ops.moe_dispatch``: what ``torch.compile`` can trace.
+
+Each body runs the code of the eager path. Only tensors and numbers go in and out: a channel goes by its name, the state of
+a dispatch as the tensors that its backend makes of it. Rows go in and come out as the model has them, so cutting, padding
+and trimming, and the settling of sizes where no plan did it, are inside; no size that only running tells leaves an operator
+but the rows that the experts see, and sizes of the state.
+
+Whatever a call has wrong is refused when it runs, by the bodies, with the errors of the eager path; the fake kernels that
+tracing calls refuse nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op, get_ctx
+
+from moe_dispatch.backends.base import Arrived, Sizes
+from moe_dispatch.backends.rank_major import profiler_range
+from moe_dispatch.backends.traceable import Traceable
+from moe_dispatch.dispatchers.channel import Channel, named_channel
+from moe_dispatch.dispatchers.planning import agrees_on_rows, draft_plan, exchange_mark, refuse_dispatch, settle_plan
+from moe_dispatch.dispatchers.requirements import check_combine, check_dtype, check_tensors, check_values
+from moe_dispatch.dispatchers.rows import pad_rows, put_rows, take_rows
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.layouts import Rows
+from moe_dispatch.types import Routing
+
+
+@custom_op(
+    "moe_dispatch::dispatch",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, str channel, "
+    "SymInt? padded_rows, SymInt? group_max_rows) -> Tensor[]",
+)
+def dispatch(
+    rows: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    real_rows: Tensor | None,
+    valid: Tensor | None,
+    channel: str,
+    padded_rows: int | None,
+    group_max_rows: int | None,
+) -> list[Tensor]:
+    """Send rows to their experts.
+
+    Args:
+        rows: (T, D), as the model has them.
+        ids: int64 (T, K), no expert twice in a row.
+        weights: (T, K), in the accumulation dtype.
+        real_rows: int64, the rows to send; None for all.
+        valid: bool (T,), which rows are tokens, where others are not cut; None for all.
+        channel: name of the channel.
+        padded_rows: of the plan's sizes; with ``group_max_rows`` None where sizes are to be settled here.
+        group_max_rows: likewise.
+
+    Returns:
+        (R, D) expert-major rows, (R,) their weights, int64 (L,) real rows per expert, and the backend's state.
+    """
+    link = named_channel(channel)
+    sizes = Sizes(padded_rows=padded_rows, group_max_rows=group_max_rows)
+    settled = sizes != Sizes()
+    with torch.no_grad(), profiler_range("dispatch"):
+        backend = traceable(link)
+        try:
+            _check_call(link, rows, Routing(ids, weights), valid)
+            draft = draft_plan(link, Rows(), rows if real_rows is None else real_rows)
+        except Exception as error:
+            refuse_dispatch(lambda: link, error, rows.device, settled=settled)
+            raise
+        if link.config.debug and (settled or not agrees_on_rows(link)):
+            exchange_mark(link)
+        if not settled:
+            sizes = settle_plan(link, draft).sizes
+        if valid is not None:
+            ids = torch.where(valid.unsqueeze(1), ids, -1)
+            link.meter.record_masked(valid)
+        count = rows.shape[0] if real_rows is None else real_rows.shape[0]
+        padded = link.needs.padded(count) if sizes.padded_rows is None else sizes.padded_rows
+        arrived = link.backend.dispatch(
+            _bring(rows, real_rows, padded),
+            _bring(ids, real_rows, padded, -1),
+            _bring(weights, real_rows, padded),
+            sizes,
+        )
+        link.meter.record(arrived, padded=padded - count, cut=rows.shape[0] - count)
+    state = backend.flatten(arrived.state)
+    return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *state)
+
+
+@dispatch.register_fake
+def _(
+    rows: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    real_rows: Tensor | None,
+    valid: Tensor | None,
+    channel: str,
+    padded_rows: int | None,
+    group_max_rows: int | None,
+) -> list[Tensor]:
+    link, new_size = named_channel(channel), get_ctx().new_dynamic_size
+    count = rows.shape[0] if real_rows is None else real_rows.shape[0]
+    if padded_rows is None:
+        padded_rows = new_size() if link.needs.equal_rows or link.needs.row_multiple > 1 else count
+    if not isinstance(link.backend, Traceable):  # the body says so
+        size = new_size()
+        return [
+            rows.new_empty(size, rows.shape[1]),
+            weights.new_empty(size),
+            ids.new_empty(link.shape.num_local_experts),
+        ]
+    arrived: Arrived = link.backend.blank(rows, weights, padded_rows, new_size)
+    return [arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *link.backend.flatten(arrived.state)]
+
+
+@custom_op(
+    "moe_dispatch::dispatch_again",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor[] state, Tensor? real_rows, str channel, SymInt num_grouped) -> Tensor",
+)
+def dispatch_again(
+    rows: Tensor, state: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_grouped: int
+) -> Tensor:
+    """Send other rows, (T, D), the way of a dispatch that gave ``num_grouped``; its state and ``real_rows``."""
+    link = named_channel(channel)
+    with torch.no_grad(), profiler_range("dispatch"):
+        route = traceable(link).restore(state)
+        check_dtype("Dispatcher.dispatch", "x", rows, link.config, link.needs)
+        padded = traceable(link).rows_brought(route)
+        (sent,) = _own(link.backend.dispatch_again(_bring(rows, real_rows, padded), route))
+    return sent
+
+
+@dispatch_again.register_fake
+def _(rows: Tensor, state: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_grouped: int) -> Tensor:
+    return rows.new_empty(num_grouped, rows.shape[1])
+
+
+@custom_op(
+    "moe_dispatch::dispatch_backward",
+    mutates_args=(),
+    schema="(Tensor grad_rows, Tensor? grad_weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_rows) "
+    "-> Tensor[]",
+)
+def dispatch_backward(
+    grad_rows: Tensor,
+    grad_weights: Tensor | None,
+    state: Sequence[Tensor],
+    real_rows: Tensor | None,
+    channel: str,
+    num_rows: int,
+) -> list[Tensor]:
+    """Gradients of dispatched rows, (T, D), and where ``grad_weights`` is given of weights, (T, K); T = num_rows."""
+    backend = traceable(named_channel(channel))
+    with torch.no_grad():
+        found = backend.dispatch_backward(grad_rows, grad_weights, backend.restore(state))
+        return _own(*(_home(grad, real_rows, num_rows) for grad in found if grad is not None))
+
+
+@dispatch_backward.register_fake
+def _(
+    grad_rows: Tensor,
+    grad_weights: Tensor | None,
+    state: Sequence[Tensor],
+    real_rows: Tensor | None,
+    channel: str,
+    num_rows: int,
+) -> list[Tensor]:
+    rows = grad_rows.new_empty(num_rows, grad_rows.shape[1])
+    if grad_weights is None:
+        return [rows]
+    return [rows, grad_weights.new_empty(num_rows, named_channel(channel).shape.top_k)]
+
+
+@custom_op(
+    "moe_dispatch::combine",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_rows) -> Tensor",
+)
+def combine(
+    rows: Tensor, weights: Tensor, state: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int
+) -> Tensor:
+    """Bring expert rows, (R, D), home: (T, D), weighted by the dispatch's weights where the config says so."""
+    link = named_channel(channel)
+    with torch.no_grad(), profiler_range("combine"):
+        route = traceable(link).restore(state)
+        check_combine(rows, weights.unsqueeze(1).expand(-1, link.shape.hidden_size), link.config, link.needs)
+        y_TD = link.backend.combine(rows, weights, route, weighted=_weighted(link))
+        (home,) = _own(_home(y_TD, real_rows, num_rows))
+    return home
+
+
+@combine.register_fake
+def _(
+    rows: Tensor, weights: Tensor, state: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int
+) -> Tensor:
+    return rows.new_empty(num_rows, rows.shape[1])
+
+
+@custom_op(
+    "moe_dispatch::combine_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel) -> Tensor[]",
+)
+def combine_backward(
+    grad: Tensor,
+    rows: Tensor | None,
+    weights: Tensor,
+    state: Sequence[Tensor],
+    real_rows: Tensor | None,
+    channel: str,
+) -> list[Tensor]:
+    """Gradients of the expert rows, (R, D), and where ``rows`` is given, what was combined, of the weights, (R,)."""
+    link = named_channel(channel)
+    backend = traceable(link)
+    with torch.no_grad():
+        route = backend.restore(state)
+        grad = _bring(grad, real_rows, backend.rows_brought(route))
+        found = backend.combine_backward(grad, rows, weights, route, weighted=_weighted(link))
+        return _own(*(tensor for tensor in found if tensor is not None))
+
+
+@combine_backward.register_fake
+def _(
+    grad: Tensor,
+    rows: Tensor | None,
+    weights: Tensor,
+    state: Sequence[Tensor],
+    real_rows: Tensor | None,
+    channel: str,
+) -> list[Tensor]:
+    grad_rows = grad.new_empty(weights.shape[0], grad.shape[1])
+    return [grad_rows] if rows is None else [grad_rows, torch.empty_like(weights)]
+
+
+def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    rows, _, _, real_rows, _, ctx.channel, *_ = inputs
+    ctx.num_rows = rows.shape[0]
+    ctx.save_for_backward(real_rows, *output[3:])
+
+
+def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    real_rows, *state = ctx.saved_tensors
+    # Always with the gradient of the weights: what travels must not depend on what one rank needs.
+    grad_rows, grad_weights = dispatch_backward(grads[0], grads[1], state, real_rows, ctx.channel, ctx.num_rows)
+    return grad_rows, None, grad_weights, None, None, None, None, None
+
+
+def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, state, real_rows, ctx.channel, _ = inputs
+    ctx.num_rows = rows.shape[0]
+    ctx.save_for_backward(real_rows, *state)
+
+
+def _again_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    real_rows, *state = ctx.saved_tensors
+    (grad_rows,) = dispatch_backward(grad, None, state, real_rows, ctx.channel, ctx.num_rows)
+    return grad_rows, [None] * len(state), None, None, None
+
+
+def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weights, state, real_rows, ctx.channel, _ = inputs
+    wants_dots = _weighted(named_channel(ctx.channel)) and ctx.needs_input_grad[1]
+    ctx.save_for_backward(rows if wants_dots else None, weights, real_rows, *state)
+
+
+def _combine_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, weights, real_rows, *state = ctx.saved_tensors
+    found = combine_backward(grad, rows, weights, state, real_rows, ctx.channel)
+    return found[0], None if rows is None else found[1], [None] * len(state), None, None, None
+
+
+dispatch.register_autograd(_dispatch_gradients, setup_context=_keep_dispatch)
+dispatch_again.register_autograd(_again_gradients, setup_context=_keep_again)
+combine.register_autograd(_combine_gradients, setup_context=_keep_combine)
+
+
+def _once_only(ctx: Any, *grads: Any) -> Any:
+    raise StateError(
+        "Dispatcher: double backward is not supported, got a backward with create_graph=True. "
+        "Use create_graph=False, or keep gradient penalties out of the MoE layer."
+    )
+
+
+dispatch_backward.register_autograd(_once_only)
+combine_backward.register_autograd(_once_only)
+
+
+def traceable(link: Channel) -> Traceable:
+    """The channel's backend, which operators can run.
+
+    Raises:
+        ConfigError: they cannot, because its state is more than tensors.
+    """
+    if not isinstance(link.backend, Traceable):
+        raise ConfigError(
+            f"Dispatcher: torch.compile needs a backend whose state is tensors, got {link.backend_name!r}. Keep dispatch "
+            "and combine out of the compiled region with torch.compiler.disable and compile the experts, or use "
+            'backend "alltoall".'
+        )
+    return link.backend
+
+
+def _check_call(link: Channel, rows: Tensor, routing: Routing, valid: Tensor | None) -> None:
+    check_tensors(rows, routing, link.config, link.needs)
+    if link.config.debug:
+        check_values(routing, valid, link.config.num_experts)
+
+
+def _weighted(link: Channel) -> bool:
+    return link.config.weights == "combine"
+
+
+def _bring(tensor: Tensor, real_rows: Tensor | None, padded: int, value: float = 0) -> Tensor:
+    """What goes to the backend: the real rows, padded."""
+    return pad_rows(tensor if real_rows is None else take_rows(tensor, real_rows), padded, value)
+
+
+def _home(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
+    """The way back: trimmed, and zero where rows were cut."""
+    tensor = tensor[: num_rows if real_rows is None else real_rows.shape[0]]
+    return tensor if real_rows is None else put_rows(tensor, real_rows, num_rows)
+
+
+def _own(*tensors: Tensor) -> list[Tensor]:
+    """The tensors as their fake kernels say they are: contiguous from the start of their memory, which no other uses."""
+    return [
+        tensor
+        if tensor.is_contiguous() and tensor.storage_offset() == 0
+        else tensor.clone(memory_format=torch.contiguous_format)
+        for tensor in tensors
+    ]
