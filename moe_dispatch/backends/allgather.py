@@ -112,10 +112,10 @@ class AllGather(TracedRoutes, Backend):
     def restore(self, tensors: Sequence[Tensor]) -> AllGatherRoute:
         return self._route(index_from(tensors, self.context.shape.top_k), tensors[0].device)
 
-    def blank_route(self, num_rows: int, weights_TK: Tensor, new_size: Callable[[], int]) -> AllGatherRoute:
-        everyone = num_rows * self.context.communicator.size
+    def blank_route(self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int]) -> AllGatherRoute:
         shape = self.context.shape
-        index = blank_index(everyone, shape.top_k, shape.pad_multiple, new_size=new_size, device=weights_TK.device)
+        edges = new_size() if num_rows is None else num_rows * shape.ep_size + 1
+        index = blank_index(edges, shape.top_k, shape.pad_multiple, new_size=new_size, device=weights_TK.device)
         return self._route(index, weights_TK.device)
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:

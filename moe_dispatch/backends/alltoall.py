@@ -327,8 +327,10 @@ class AllToAll(TracedRoutes, Backend):
         traffic = traffic_from(counts, shape.ep_size, exact=self._exact)
         return self._route(traffic, ways, index=index_from(rest, shape.top_k), home=home, weights_TK=weights_TK)
 
-    def blank_route(self, num_rows: int, weights_TK: Tensor, new_size: Callable[[], int]) -> AllToAllRoute:
-        shape, sent, device = self.context.shape, new_size(), weights_TK.device
+    def blank_route(self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int]) -> AllToAllRoute:
+        shape, device = self.context.shape, weights_TK.device
+        sent = new_size()
+        edges = new_size() if num_rows is None else num_rows + 1
         none, slots = [0] * shape.ep_size, [0] * (shape.ep_size if self._exact else 0)
         table = partial(torch.empty, dtype=torch.int64, device=device)
         index = partial(blank_index, top_k=shape.top_k, new_size=new_size, device=device)
@@ -340,10 +342,12 @@ class AllToAll(TracedRoutes, Backend):
                 slots_in=slots,
                 tokens_per_expert=[0] * shape.num_local_experts,
             ),
-            (table(sent), table(sent), table(num_rows + 1)),
+            (table(sent), table(sent), table(edges)),
             index=index(new_size(), pad_multiple=shape.pad_multiple),
-            home=index(num_rows, pad_multiple=1) if self._exact else None,
-            weights_TK=weights_TK.new_empty(num_rows, shape.top_k) if self._exact else None,
+            home=index(edges, pad_multiple=1) if self._exact else None,
+            weights_TK=weights_TK.new_empty(new_size() if num_rows is None else num_rows, shape.top_k)
+            if self._exact
+            else None,
         )
 
     @property

@@ -93,9 +93,9 @@ class Local(TracedRoutes, Backend):
     def restore(self, tensors: Sequence[Tensor]) -> LocalRoute:
         return self._route(index_from(tensors, self.context.shape.top_k), tensors[0].device)
 
-    def blank_route(self, num_rows: int, weights_TK: Tensor, new_size: Callable[[], int]) -> LocalRoute:
-        shape = self.context.shape
-        index = blank_index(num_rows, shape.top_k, shape.pad_multiple, new_size=new_size, device=weights_TK.device)
+    def blank_route(self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int]) -> LocalRoute:
+        shape, edges = self.context.shape, new_size() if num_rows is None else num_rows + 1
+        index = blank_index(edges, shape.top_k, shape.pad_multiple, new_size=new_size, device=weights_TK.device)
         return self._route(index, weights_TK.device)
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:

@@ -35,14 +35,15 @@ class Traceable(ABC):
         """The state whose ``flatten`` these are; no device is read."""
 
     @abstractmethod
-    def blank(self, rows_TD: Tensor, weights_TK: Tensor, num_rows: int, new_size: Callable[[], int]) -> Arrived:
+    def blank(self, rows_TD: Tensor, weights_TK: Tensor, num_rows: int | None, new_size: Callable[[], int]) -> Arrived:
         """What a dispatch gives, as tensors without values: shapes, dtypes and devices, for fake kernels.
 
         Args:
             rows_TD: what is dispatched, not yet padded: its dtype, device and hidden size count.
             weights_TK: likewise.
-            num_rows: how many rows the rank brings, padded; it may be a symbol.
-            new_size: makes a symbol for a size that only running tells; not called for sizes that are static.
+            num_rows: how many rows the rank brings, padded; None where only running tells.
+            new_size: makes a symbol for a size that only running tells. Each must be the length of some tensor of the
+                state or of the rows; sizes that are static need none.
         """
 
     @abstractmethod
@@ -87,7 +88,7 @@ class TracedRoutes(Traceable):
     context: BackendContext
 
     @abstractmethod
-    def blank_route(self, num_rows: int, weights_TK: Tensor, new_size: Callable[[], int]) -> TraceableRoute:
+    def blank_route(self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int]) -> TraceableRoute:
         """The route of a dispatch of so many rows, with tensors that have no values; see ``Traceable.blank``."""
 
     def flatten(self, state: Any) -> list[Tensor]:
@@ -100,7 +101,7 @@ class TracedRoutes(Traceable):
         count: int = state.num_home_rows
         return count
 
-    def blank(self, rows_TD: Tensor, weights_TK: Tensor, num_rows: int, new_size: Callable[[], int]) -> Arrived:
+    def blank(self, rows_TD: Tensor, weights_TK: Tensor, num_rows: int | None, new_size: Callable[[], int]) -> Arrived:
         """The sizes of the blank route."""
         route = self.blank_route(num_rows, weights_TK, new_size)
         counts_L = torch.empty(self.context.shape.num_local_experts, dtype=torch.int64, device=rows_TD.device)

@@ -1,18 +1,18 @@
 """Both verbs, and their backwards, as operators of ``torch.ops.moe_dispatch``: what ``torch.compile`` can trace.
 
-Each body runs the code of the eager path. Only tensors and numbers go in and out: a channel goes by its name, the state of
-a dispatch as the tensors that its backend makes of it. Rows go in and come out as the model has them, so cutting, padding
-and trimming, and the settling of sizes where no plan did it, are inside; no size that only running tells leaves an operator
-but the rows that the experts see, and sizes of the state.
+Each body runs the code of the eager path. Only tensors and numbers go in and out: a channel goes by its name, the state
+of a dispatch as the tensors that its backend makes of it. Rows go in and come out as the model has them: cutting,
+padding and trimming are inside, and so is the settling of sizes where no plan did it. So the only sizes that tracing
+cannot know are that of the rows the experts see, and some of the state.
 
-Whatever a call has wrong is refused when it runs, by the bodies, with the errors of the eager path; the fake kernels that
-tracing calls refuse nothing.
+What is wrong with a call is refused when it runs, by the bodies, with the errors of the eager path; the fake kernels,
+which tracing calls, refuse nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -103,10 +103,10 @@ def _(
     padded_rows: int | None,
     group_max_rows: int | None,
 ) -> list[Tensor]:
-    link, new_size = named_channel(channel), get_ctx().new_dynamic_size
-    count = rows.shape[0] if real_rows is None else real_rows.shape[0]
-    if padded_rows is None:
-        padded_rows = new_size() if link.needs.equal_rows or link.needs.row_multiple > 1 else count
+    link = named_channel(channel)
+    new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
+    if padded_rows is None and not link.needs.equal_rows and link.needs.row_multiple == 1:
+        padded_rows = rows.shape[0] if real_rows is None else real_rows.shape[0]
     if not isinstance(link.backend, Traceable):  # the body says so
         size = new_size()
         return [
@@ -299,8 +299,8 @@ def traceable(link: Channel) -> Traceable:
     """
     if not isinstance(link.backend, Traceable):
         raise ConfigError(
-            f"Dispatcher: torch.compile needs a backend whose state is tensors, got {link.backend_name!r}. Keep dispatch "
-            "and combine out of the compiled region with torch.compiler.disable and compile the experts, or use "
+            f"Dispatcher: torch.compile needs a backend whose state is tensors, got {link.backend_name!r}. Keep both "
+            "verbs out of the compiled region with torch.compiler.disable and compile the experts alone, or use "
             'backend "alltoall".'
         )
     return link.backend
@@ -328,10 +328,10 @@ def _home(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
 
 
 def _own(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as their fake kernels say they are: contiguous from the start of their memory, which no other uses."""
-    return [
-        tensor
-        if tensor.is_contiguous() and tensor.storage_offset() == 0
-        else tensor.clone(memory_format=torch.contiguous_format)
-        for tensor in tensors
-    ]
+    """The tensors as fake kernels say they are: contiguous, from the start of memory that is theirs alone."""
+
+    def own(tensor: Tensor) -> Tensor:
+        as_told = tensor.is_contiguous() and tensor.storage_offset() == 0
+        return tensor if as_told else tensor.clone(memory_format=torch.contiguous_format)
+
+    return list(map(own, tensors))

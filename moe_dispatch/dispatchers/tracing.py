@@ -145,7 +145,6 @@ def refuse_tracing(verb: str) -> None:
     """
     if torch.compiler.is_compiling():
         raise StateError(
-            f"Dispatcher.{verb}: inside a compiled region plans, and what an eager dispatch gave, must come ready made, "
-            "got a call that would make or take them apart. Call plan() outside and pass it in; compile both verbs of a "
-            "layer, or neither."
+            f"Dispatcher.{verb}: a plan must be made, and a Dispatched of eager mode be used, outside of compiled "
+            "regions, got a call that is being traced. Pass the plan in; compile both verbs of a layer, or neither."
         )

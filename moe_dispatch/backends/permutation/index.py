@@ -120,11 +120,11 @@ def index_from(tensors: Sequence[Tensor], top_k: int) -> SlotIndex:
 
 
 def blank_index(
-    num_rows: int, top_k: int, pad_multiple: int, *, new_size: Callable[[], int], device: torch.device
+    num_edges: int, top_k: int, pad_multiple: int, *, new_size: Callable[[], int], device: torch.device
 ) -> SlotIndex:
-    """What ``group_slots`` gives, without its values: for tracing, where ``new_size`` makes symbols for sizes."""
+    """What ``group_slots`` gives for ``num_edges - 1`` rows, without values; ``new_size`` makes symbols, for tracing."""
     real = new_size()
-    lengths = [real, real, real, num_rows + 1]
+    lengths = [real, real, real, num_edges]
     if pad_multiple > 1:
         lengths = [new_size(), *lengths[1:], real, new_size()]
     return index_from([torch.empty(length, dtype=torch.int64, device=device) for length in lengths], top_k)
