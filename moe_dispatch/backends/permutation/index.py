@@ -122,7 +122,7 @@ def index_from(tensors: Sequence[Tensor], top_k: int) -> SlotIndex:
 def blank_index(
     num_edges: int, top_k: int, pad_multiple: int, *, new_size: Callable[[], int], device: torch.device
 ) -> SlotIndex:
-    """What ``group_slots`` gives for ``num_edges - 1`` rows, without values; ``new_size`` makes symbols, for tracing."""
+    """What ``group_slots`` gives for ``num_edges - 1`` rows, without values: for tracing, by ``new_size`` symbols."""
     real = new_size()
     lengths = [real, real, real, num_edges]
     if pad_multiple > 1:
