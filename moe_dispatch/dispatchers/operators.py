@@ -297,7 +297,7 @@ def traceable(link: Channel) -> Traceable:
     Raises:
         ConfigError: they cannot, because its state is more than tensors.
     """
-    if not isinstance(link.backend, Traceable):
+    if not link.needs.compilable or not isinstance(link.backend, Traceable):
         raise ConfigError(
             f"Dispatcher: torch.compile needs a backend whose state is tensors, got {link.backend_name!r}. Keep both "
             "verbs out of the compiled region with torch.compiler.disable and compile the experts alone, or use "

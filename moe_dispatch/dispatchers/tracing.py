@@ -10,13 +10,11 @@ from typing import final
 
 import torch
 from torch import Size, Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.permutation import accumulation_dtype
-from moe_dispatch.backends.traceable import Traceable
 from moe_dispatch.dispatchers import operators
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.planning import check_plan
@@ -48,7 +46,7 @@ def uses_operators(lease: Lease) -> bool:
         return True
     if not torch._C._len_torch_dispatch_stack():
         return False
-    return isinstance(lease.channel.backend, Traceable) and any(
+    return lease.channel.needs.compilable and any(
         isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) or _traces(mode)
         for mode in _get_current_dispatch_mode_stack()
     )
@@ -130,11 +128,12 @@ def _merged(ids_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> tuple[Ten
     if not weights_TK.is_floating_point():
         return ids_TK, weights_TK
     weights_TK = weights_TK.to(dtype)
-    shapes = ids_TK.shape, weights_TK.shape
-    fit = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][1] == shapes[1][1]
-    if not fit or not guard_or_true(shapes[0][0] == shapes[1][0]):
-        return ids_TK, weights_TK
-    return merge_duplicates(ids_TK, weights_TK)
+    # Here, because it brings sympy, which an eager layer never needs.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # noqa: PLC0415
+
+    fit = ids_TK.dim() == weights_TK.dim() == 2 and ids_TK.shape[1] == weights_TK.shape[1]
+    fit = fit and guard_or_true(ids_TK.shape[0] == weights_TK.shape[0])
+    return merge_duplicates(ids_TK, weights_TK) if fit else (ids_TK, weights_TK)
 
 
 def refuse_tracing(verb: str) -> None:
