@@ -39,7 +39,8 @@ class Traceable(ABC):
         """What a dispatch gives, as tensors without values: shapes, dtypes and devices, for fake kernels.
 
         Args:
-            rows_TD: what is dispatched, not yet padded: its dtype, device and hidden size count.
+            rows_TD: what is dispatched, not yet padded: its dtype and device count. It may be wrong in all else, which
+                running it refuses.
             weights_TK: likewise.
             num_rows: how many rows the rank brings, padded; None where only running tells.
             new_size: makes a symbol for a size that only running tells. Each must be the length of some tensor of the
@@ -106,7 +107,7 @@ class TracedRoutes(Traceable):
         route = self.blank_route(num_rows, weights_TK, new_size)
         counts_L = torch.empty(self.context.shape.num_local_experts, dtype=torch.int64, device=rows_TD.device)
         return Arrived(
-            rows=rows_TD.new_empty(route.index.num_grouped, rows_TD.shape[1]),
+            rows=rows_TD.new_empty(route.index.num_grouped, self.context.shape.hidden_size),
             weights=weights_TK.new_empty(route.index.num_grouped),
             tokens_per_expert=counts_L,
             real_tokens_per_expert=counts_L,

@@ -105,12 +105,12 @@ def _(
 ) -> list[Tensor]:
     link = named_channel(channel)
     new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
-    if padded_rows is None and not link.needs.equal_rows and link.needs.row_multiple == 1:
-        padded_rows = rows.shape[0] if real_rows is None else real_rows.shape[0]
+    if padded_rows is None:
+        padded_rows = _foreseen_rows(link, rows if real_rows is None else real_rows)
     if not isinstance(link.backend, Traceable):  # the body says so
         size = new_size()
         return [
-            rows.new_empty(size, rows.shape[1]),
+            rows.new_empty(size, link.shape.hidden_size),
             weights.new_empty(size),
             ids.new_empty(link.shape.num_local_experts),
         ]
@@ -310,6 +310,14 @@ def _check_call(link: Channel, rows: Tensor, routing: Routing, valid: Tensor | N
     check_tensors(rows, routing, link.config, link.needs)
     if link.config.debug:
         check_values(routing, valid, link.config.num_experts)
+
+
+def _foreseen_rows(link: Channel, brought: Tensor) -> int | None:
+    """How many rows, padded, go to the backend, where tracing can tell without a plan."""
+    if link.needs.equal_rows:
+        largest = link.config.max_tokens_per_rank
+        return link.needs.padded(largest) if link.row_counts == "static" and largest is not None else None
+    return brought.shape[0] if link.needs.row_multiple == 1 else None
 
 
 def _weighted(link: Channel) -> bool:

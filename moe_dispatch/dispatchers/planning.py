@@ -69,11 +69,7 @@ def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> Non
         StateError: it was made by a dispatcher of another config or group.
         LayoutError: it is for another number of tokens, or does not fit ``like``.
     """
-    if plan.owner != channel.name:
-        raise StateError(
-            "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
-            f"{plan.owner} on {channel.name}. Make it with this dispatcher's plan()."
-        )
+    check_owner(channel, plan)
     if plan.num_rows not in (None, num_rows):
         raise LayoutError(
             f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
@@ -81,6 +77,15 @@ def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> Non
         )
     if plan.num_rows is None:  # what the plan could not check without a tensor
         draft_plan(channel, plan.layout, like)
+
+
+def check_owner(channel: Channel, plan: Plan) -> None:
+    """Refuse a plan that was made by a dispatcher of another config or group, with a StateError."""
+    if plan.owner != channel.name:
+        raise StateError(
+            "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
+            f"{plan.owner} on {channel.name}. Make it with this dispatcher's plan()."
+        )
 
 
 def agrees_on_rows(channel: Channel) -> bool:

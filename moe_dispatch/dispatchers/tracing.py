@@ -17,7 +17,7 @@ from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.dispatchers import operators
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.planning import check_plan
+from moe_dispatch.dispatchers.planning import check_owner
 from moe_dispatch.dispatchers.rows import anchor, merge_duplicates, tie
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
@@ -64,7 +64,7 @@ def dispatch_traced(
     channel, x_TD = lease.channel, layout.flatten(x)
     pad_multiple, num_rows, sizes, real_rows = channel.shape.pad_multiple, x_TD.shape[0], Sizes(), None
     if isinstance(plan, Plan):
-        check_plan(channel, plan, x, num_rows)
+        _check_plan(channel, plan, num_rows)
         sizes, real_rows = plan.sizes, plan.real_rows
     # Without a plan, rows that are no tokens are masked, not cut: how many they are would be read on the host.
     valid_T = layout.valid_T(num_rows, x.device) if real_rows is None else None
@@ -116,6 +116,20 @@ def combine_traced(rows: Tensor, sent: Dispatched) -> Tensor:
     weights_R = _anchored(sent.weights, channel)
     y_TD = operators.combine(rows, weights_R, list(state.tensors), state.real_rows, channel.name, state.num_rows)
     return state.layout.unflatten(y_TD, state.shape)
+
+
+def _check_plan(channel: Channel, plan: Plan, num_rows: int) -> None:
+    """``check_plan``, as far as it can be traced: the number of rows may be a symbol, compared when it runs."""
+    check_owner(channel, plan)
+    if plan.num_rows is not None:
+        torch._check(
+            plan.num_rows == num_rows, lambda: "Dispatcher.dispatch: the plan is for another number of tokens."
+        )
+    elif plan.layout.on_host and not plan.layout.all_real:  # which rows to cut would be found out here, on the host
+        raise StateError(
+            f"Dispatcher.dispatch: in a compiled region a plan of {plan.layout} must know the rows of x, got one that "
+            "was made without like. Make it with plan(layout, like=x)."
+        )
 
 
 def _anchored(tensor: Tensor, channel: Channel) -> Tensor:
