@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, get_ctx
+from torch.library import CustomOpDef, custom_op, get_ctx
 
 from moe_dispatch.backends.base import Arrived, Sizes
 from moe_dispatch.backends.rank_major import profiler_range
@@ -29,12 +29,24 @@ from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Routing
 
+NAMESPACE = "moe_dispatch"
+# What each operator runs, by its name; for those who want to watch the inside of one.
+BODIES: dict[str, Callable[..., Any]] = {}
 
-@custom_op(
-    "moe_dispatch::dispatch",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, str channel, "
-    "SymInt? padded_rows, SymInt? group_max_rows) -> Tensor[]",
+
+def _operator(schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Register a function under its own name."""
+
+    def register(body: Callable[..., Any]) -> CustomOpDef:
+        BODIES[body.__name__] = body
+        return custom_op(f"{NAMESPACE}::{body.__name__}", body, mutates_args=(), schema=schema)
+
+    return register
+
+
+@_operator(
+    "(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, str channel, "
+    "SymInt? padded_rows, SymInt? group_max_rows) -> Tensor[]"
 )
 def dispatch(
     rows: Tensor,
@@ -118,11 +130,7 @@ def _(
     return [arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *link.backend.flatten(arrived.state)]
 
 
-@custom_op(
-    "moe_dispatch::dispatch_again",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor[] state, Tensor? real_rows, str channel, SymInt num_grouped) -> Tensor",
-)
+@_operator("(Tensor rows, Tensor[] state, Tensor? real_rows, str channel, SymInt num_grouped) -> Tensor")
 def dispatch_again(
     rows: Tensor, state: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_grouped: int
 ) -> Tensor:
@@ -141,11 +149,9 @@ def _(rows: Tensor, state: Sequence[Tensor], real_rows: Tensor | None, channel: 
     return rows.new_empty(num_grouped, rows.shape[1])
 
 
-@custom_op(
-    "moe_dispatch::dispatch_backward",
-    mutates_args=(),
-    schema="(Tensor grad_rows, Tensor? grad_weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_rows) "
-    "-> Tensor[]",
+@_operator(
+    "(Tensor grad_rows, Tensor? grad_weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_rows) "
+    "-> Tensor[]"
 )
 def dispatch_backward(
     grad_rows: Tensor,
@@ -177,11 +183,7 @@ def _(
     return [rows, grad_weights.new_empty(num_rows, named_channel(channel).shape.top_k)]
 
 
-@custom_op(
-    "moe_dispatch::combine",
-    mutates_args=(),
-    schema="(Tensor rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_rows) -> Tensor",
-)
+@_operator("(Tensor rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_rows) -> Tensor")
 def combine(
     rows: Tensor, weights: Tensor, state: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int
 ) -> Tensor:
@@ -202,11 +204,7 @@ def _(
     return rows.new_empty(num_rows, rows.shape[1])
 
 
-@custom_op(
-    "moe_dispatch::combine_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor? rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel) -> Tensor[]",
-)
+@_operator("(Tensor grad, Tensor? rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel) -> Tensor[]")
 def combine_backward(
     grad: Tensor,
     rows: Tensor | None,

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_dispatch.dispatchers import operators
+
 _HOST_READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -52,7 +54,8 @@ class Collectives:
 def count_collectives() -> Iterator[Collectives]:
     """See every collective that this thread starts, backward included, below any library: as operators of torch.
 
-    Names are without namespace and decoration, so ``c10d::alltoall_base_`` is "alltoall_base" and its functional twin
+    Those inside this library's own operators are seen too. Names are without
+    namespace and decoration, so ``c10d::alltoall_base_`` is "alltoall_base" and its functional twin
     "all_to_all_single". Cost: some tens of microseconds per operator of any kind.
 
     With torch 2.13 such a mode leaks references to the process group: its threads may outlive it and abort the process
@@ -71,6 +74,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
+        if namespace == operators.NAMESPACE:  # a mode does not see what an operator calls, unless it calls it itself
+            with self:
+                return operators.BODIES[name](*args, **kwargs)
         if namespace in _SIZES:
             values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
             nbytes = _SIZES[namespace](name, values | kwargs)
