@@ -150,8 +150,8 @@ def _(rows: Tensor, state: Sequence[Tensor], real_rows: Tensor | None, channel: 
 
 
 @_operator(
-    "(Tensor grad_rows, Tensor? grad_weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_rows) "
-    "-> Tensor[]"
+    "(Tensor grad_rows, Tensor? grad_weights, Tensor[] state, Tensor? real_rows, str channel, SymInt[] rows_shape, "
+    "SymInt[] weights_shape) -> Tensor[]"
 )
 def dispatch_backward(
     grad_rows: Tensor,
@@ -159,13 +159,14 @@ def dispatch_backward(
     state: Sequence[Tensor],
     real_rows: Tensor | None,
     channel: str,
-    num_rows: int,
+    rows_shape: Sequence[int],
+    weights_shape: Sequence[int],
 ) -> list[Tensor]:
-    """Gradients of dispatched rows, (T, D), and where ``grad_weights`` is given of weights, (T, K); T = num_rows."""
+    """Gradients of dispatched rows, (T, D), and where ``grad_weights`` is given of weights, (T, K): the two shapes."""
     backend = traceable(named_channel(channel))
     with torch.no_grad():
         found = backend.dispatch_backward(grad_rows, grad_weights, backend.restore(state))
-        return _own(*(_home(grad, real_rows, num_rows) for grad in found if grad is not None))
+        return _own(*(_home(grad, real_rows, rows_shape[0]) for grad in found if grad is not None))
 
 
 @dispatch_backward.register_fake
@@ -175,12 +176,11 @@ def _(
     state: Sequence[Tensor],
     real_rows: Tensor | None,
     channel: str,
-    num_rows: int,
+    rows_shape: Sequence[int],
+    weights_shape: Sequence[int],
 ) -> list[Tensor]:
-    rows = grad_rows.new_empty(num_rows, grad_rows.shape[1])
-    if grad_weights is None:
-        return [rows]
-    return [rows, grad_weights.new_empty(num_rows, named_channel(channel).shape.top_k)]
+    rows = grad_rows.new_empty(rows_shape)
+    return [rows] if grad_weights is None else [rows, grad_weights.new_empty(weights_shape)]
 
 
 @_operator("(Tensor rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_rows) -> Tensor")
@@ -204,7 +204,10 @@ def _(
     return rows.new_empty(num_rows, rows.shape[1])
 
 
-@_operator("(Tensor grad, Tensor? rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel) -> Tensor[]")
+@_operator(
+    "(Tensor grad, Tensor? rows, Tensor weights, Tensor[] state, Tensor? real_rows, str channel, SymInt num_grouped) "
+    "-> Tensor[]"
+)
 def combine_backward(
     grad: Tensor,
     rows: Tensor | None,
@@ -212,8 +215,9 @@ def combine_backward(
     state: Sequence[Tensor],
     real_rows: Tensor | None,
     channel: str,
+    num_grouped: int,
 ) -> list[Tensor]:
-    """Gradients of the expert rows, (R, D), and where ``rows`` is given, what was combined, of the weights, (R,)."""
+    """Gradients of expert rows, (num_grouped, D), and where ``rows``, what was combined, is given, of their weights."""
     link = named_channel(channel)
     backend = traceable(link)
     with torch.no_grad():
@@ -231,45 +235,47 @@ def _(
     state: Sequence[Tensor],
     real_rows: Tensor | None,
     channel: str,
+    num_grouped: int,
 ) -> list[Tensor]:
-    grad_rows = grad.new_empty(weights.shape[0], grad.shape[1])
+    grad_rows = grad.new_empty(num_grouped, grad.shape[1])
     return [grad_rows] if rows is None else [grad_rows, torch.empty_like(weights)]
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, _, _, real_rows, _, ctx.channel, *_ = inputs
-    ctx.num_rows = rows.shape[0]
+    rows, _, weights, real_rows, _, ctx.channel, *_ = inputs
+    ctx.shapes = list(rows.shape), list(weights.shape)
     ctx.save_for_backward(real_rows, *output[3:])
 
 
 def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     real_rows, *state = ctx.saved_tensors
     # Always with the gradient of the weights: what travels must not depend on what one rank needs.
-    grad_rows, grad_weights = dispatch_backward(grads[0], grads[1], state, real_rows, ctx.channel, ctx.num_rows)
+    grad_rows, grad_weights = dispatch_backward(*grads[:2], state, real_rows, ctx.channel, *ctx.shapes)
     return grad_rows, None, grad_weights, None, None, None, None, None
 
 
 def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, state, real_rows, ctx.channel, _ = inputs
-    ctx.num_rows = rows.shape[0]
+    ctx.shape = list(rows.shape)
     ctx.save_for_backward(real_rows, *state)
 
 
 def _again_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     real_rows, *state = ctx.saved_tensors
-    (grad_rows,) = dispatch_backward(grad, None, state, real_rows, ctx.channel, ctx.num_rows)
+    (grad_rows,) = dispatch_backward(grad, None, state, real_rows, ctx.channel, ctx.shape, [])
     return grad_rows, [None] * len(state), None, None, None
 
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, weights, state, real_rows, ctx.channel, _ = inputs
+    ctx.num_grouped = rows.shape[0]
     wants_dots = _weighted(named_channel(ctx.channel)) and ctx.needs_input_grad[1]
     ctx.save_for_backward(rows if wants_dots else None, weights, real_rows, *state)
 
 
 def _combine_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, weights, real_rows, *state = ctx.saved_tensors
-    found = combine_backward(grad, rows, weights, state, real_rows, ctx.channel)
+    found = combine_backward(grad, rows, weights, state, real_rows, ctx.channel, ctx.num_grouped)
     return found[0], None if rows is None else found[1], [None] * len(state), None, None, None
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def expect_same(
 
     got, wanted = step(run, layer, tuple(marked), plan), step(layer, layer, inputs, plan)
     for name, one, other in zip(("y", "x", "weights", "experts"), got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=partial("{}: {}".format, name))
 
 
 @contextmanager

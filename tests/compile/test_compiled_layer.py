@@ -105,10 +105,10 @@ def test_layout_made_inside() -> None:
     layer = Layer(dispatcher_for(), torch.float32)
 
     def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return layer(x, ids, weights, THD(ends))
+        return layer.forward(x, ids, weights, THD(ends))
 
     inputs = tensors(10, 0, torch.float32)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(run, fullgraph=True, backend="aot_eager")
     for ends in ([0, 4, 10], [0, 9, 10]):
         torch.testing.assert_close(compiled(*inputs, torch.tensor(ends)), layer(*inputs), rtol=0, atol=0)
     assert graphs() == 1
