@@ -80,7 +80,7 @@ def dispatch(
         backend = traceable(link)
         try:
             _check_call(link, rows, Routing(ids, weights), valid)
-            draft = draft_plan(link, Rows(), rows if real_rows is None else real_rows)
+            draft = draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
         except Exception as error:
             refuse_dispatch(lambda: link, error, rows.device, settled=settled)
             raise
