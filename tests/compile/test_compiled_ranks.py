@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import tempfile
 from typing import Any
 
 import pytest
@@ -25,26 +24,23 @@ def _layer(rank: int, backend: str, **fields: Any) -> Layer:
     return Layer(dispatcher, torch.bfloat16, rank=rank, size=RANKS)
 
 
-def _train(rank: int, backend: str, cache: str) -> int:
+def _train(rank: int, backend: str) -> int:
     """20 steps of changing routing, and of changing rows that differ between ranks, also 0 and 1 of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(dir=cache))
-        layer = _layer(rank, backend)
-        compiled = torch.compile(layer, fullgraph=True)
-        expect_same(compiled, layer, tensors(7 + rank, rank, torch.bfloat16), unbacked=True)
-        with no_recompilation():
-            for turn in range(20):
-                rows = (turn * (3 + rank)) % 11
-                expect_same(compiled, layer, tensors(rows, 2 * turn + rank, torch.bfloat16), unbacked=True)
-        layer.dispatcher.close()
-        return graphs()
+    layer = _layer(rank, backend)
+    compiled = torch.compile(layer, fullgraph=True)
+    expect_same(compiled, layer, tensors(7 + rank, rank, torch.bfloat16), unbacked=True)
+    with no_recompilation():
+        for turn in range(20):
+            rows = (turn * (3 + rank)) % 11
+            expect_same(compiled, layer, tensors(rows, 2 * turn + rank, torch.bfloat16), unbacked=True)
+    layer.dispatcher.close()
+    return graphs()
 
 
 @needs_compiler
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
-def test_ranks_train_as_in_eager_mode_and_compile_once(backend: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    cache = str(tmp_path_factory.mktemp("ranks"))
-    assert run_processes(_train, RANKS, backend, cache, timeout=TIMEOUT) == [1] * RANKS
+def test_ranks_train_as_in_eager_mode_and_compile_once(backend: str) -> None:
+    assert run_processes(_train, RANKS, backend, timeout=TIMEOUT) == [1] * RANKS
 
 
 def _refuse(rank: int, backend: str) -> str:
@@ -62,8 +58,8 @@ def _refuse(rank: int, backend: str) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
-def test_peers_of_a_refused_call_hear_of_it() -> None:
-    for backend in ("alltoall", "allgather"):
-        told = run_processes(_refuse, RANKS, backend, timeout=TIMEOUT)
-        assert told[0].startswith("PeerError: rank 1 refused: its tensors do not fit"), backend
-        assert told[1].startswith("InputError: Dispatcher.dispatch: x has 6 tokens but routing has 5"), backend
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_peers_of_a_refused_call_hear_of_it(backend: str) -> None:
+    told = run_processes(_refuse, RANKS, backend, timeout=TIMEOUT)
+    assert told[0].startswith("PeerError: rank 1 refused: its tensors do not fit")
+    assert told[1].startswith("InputError: Dispatcher.dispatch: x has 6 tokens but routing has 5")
