@@ -55,8 +55,13 @@ def capacity_table() -> str:
     lines = [["ranks", "factor", "rows", "R", "`pair_rows`", "rows given to experts, MB", "sent and received, MB"]]
     for ep_size in (8, 32):
         for factor in (1.0, 1.25, 2.0, "worst"):
-            sizes: dict[str, Any] = {"ep_size": ep_size, "pad_multiple": 16, "max_tokens_per_rank": 4096, "graph_safe": True}
-            shape = dataclasses.replace(SHAPE, **sizes, capacity_factor=factor)
+            sizes: dict[str, Any] = {
+                "ep_size": ep_size,
+                "pad_multiple": 16,
+                "max_tokens_per_rank": 4096,
+                "graph_safe": True,
+            }
+            shape = dataclasses.replace(SHAPE, **sizes, max_tokens_per_rank=4096, capacity_factor=factor)
             room = capacity_of(shape, pair_factor=factor)
             assert room.pair_rows is not None
             row = row_format(torch.bfloat16, shape.hidden_size)

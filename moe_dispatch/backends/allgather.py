@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -20,16 +20,18 @@ from moe_dispatch.backends.base import (
     Sizes,
     WireDtype,
 )
+from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, accumulation_dtype, group_slots
-from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
+from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, send_again
+from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AllGatherRoute(Route):
+class AllGatherRoute(TraceableRoute):
     """Out by all-gather, back by a reduce-scatter in ``max(float32, dtype)``, rounded once at home."""
 
     context: BackendContext
@@ -62,9 +64,16 @@ class AllGatherRoute(Route):
         values = None if values_R is None else mine[:, hidden:].to(values_R.dtype)
         return mine[:, :hidden].to(rows_RD.dtype).contiguous(), values
 
+    def tensors(self) -> list[Tensor]:
+        return self.index.tensors()
+
+    @property
+    def num_home_rows(self) -> int:
+        return self.index.num_rows // self.context.communicator.size
+
 
 @final
-class AllGather(Backend):
+class AllGather(TracedRoutes, Backend):
     """Simple and regular: P times the bytes, but no routing-dependent message sizes.
 
     Cost: one all-gather and one host sync (the counts) per dispatch, one reduce-scatter per combine.
@@ -75,7 +84,9 @@ class AllGather(Backend):
     @classmethod
     def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
         # A reduce-scatter adds on the way: a narrow wire would round at every hop, so no wire_dtype is offered.
-        return Constraints(equal_rows=True, min_rows=int(shape.graph_safe), graph_safe=True, drop_order="weight")
+        return Constraints(
+            equal_rows=True, min_rows=int(shape.graph_safe), graph_safe=True, drop_order="weight", compilable=True
+        )
 
     def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
         assert sizes.capacity is not None
@@ -105,6 +116,16 @@ class AllGather(Backend):
 
     def _route(self, index: SlotIndex, device: torch.device) -> AllGatherRoute:
         return AllGatherRoute(context=self.context, permutation=self.context.permutation_on(device), index=index)
+
+    def restore(self, tensors: Sequence[Tensor]) -> AllGatherRoute:
+        return self._route(self.context.index_from(tensors), tensors[0].device)
+
+    def blank_route(
+        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
+    ) -> AllGatherRoute:
+        everyone = None if num_rows is None else num_rows * self.context.shape.ep_size
+        index = self.context.blank_index(everyone, new_size, capacity=capacity, device=weights_TK.device)
+        return self._route(index, weights_TK.device)
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         return send_again(rows_TD, state)

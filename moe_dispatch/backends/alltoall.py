@@ -5,34 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.backends.alltoall_route import AllToAllRoute, Traffic, even_traffic, traffic_from
 from moe_dispatch.backends.alltoall_static import lane_bytes, lanes_of, wanted_here
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
-    BackendContext,
     BackendOptions,
     Constraints,
     MoEShape,
     Sizes,
-    WireDtype,
 )
 from moe_dispatch.backends.capacity import Capacity, Factor, capacity_of, tokens_of
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.permutation import (
-    Permutation,
     SlotIndex,
     accumulation_dtype,
+    blank_index,
     count_values,
     group_slots,
+    index_from,
     true_places,
 )
-from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
+from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, send_again
+from moe_dispatch.backends.traceable import TracedRoutes
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
 
@@ -54,119 +56,6 @@ class AllToAllOptions(BackendOptions):
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Host counts of one dispatch: rows to and from each rank, slots too where exact, rows per local expert."""
-
-    rows_out: list[int]
-    rows_in: list[int]
-    slots_out: list[int]
-    slots_in: list[int]
-    tokens_per_expert: list[int]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AllToAllRoute(Route):
-    """One data collective each way.
-
-    Attributes:
-        source_S: int64, the home row of each row sent, by destination rank, then row.
-        member_S: int64, the sent rows in the order of their home rows; ``cu_T`` int64 (T+1,) where each home row
-            begins.
-        home: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK`` to apply at home;
-            else both None.
-    """
-
-    context: BackendContext
-    permutation: Permutation
-    traffic: Traffic
-    index: SlotIndex
-    wire_dtype: WireDtype | None
-    source_S: Tensor
-    member_S: Tensor
-    cu_T: Tensor
-    home: SlotIndex | None
-    weights_TK: Tensor | None
-
-    @contextmanager
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
-        encoded = row.encode(rows_TD)
-        with self._exchange(encoded, self.source_S, self.traffic.rows_out, self.traffic.rows_in, label) as received:
-            yield row.read(received)
-
-    @contextmanager
-    def _exchange(
-        self, rows: Tensor, source: Tensor, splits_out: Sequence[int], splits_in: Sequence[int], label: str
-    ) -> Iterator[Tensor]:
-        """Gather ``rows[source]``, uint8, and exchange them; the received rows, uint8, valid inside the block."""
-        space, width = self.context.workspace, rows.shape[1]
-        with space.lease((sum(splits_in), width), rows.device) as received:
-            with space.lease((source.shape[0], width), rows.device) as outgoing:
-                self.permutation.gather(rows, source, outgoing)
-                self._all_to_all(received, outgoing, splits_in, splits_out, label)
-            yield received
-
-    def _all_to_all(
-        self, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], label: str
-    ) -> None:
-        work = self.context.communicator.all_to_all(out, inp, out_splits, in_splits, label=label)
-        if work is not None:
-            work.wait()
-
-    def collect(
-        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.home is not None:
-            weights_TK = None if weights_R is None else self.weights_TK
-            return self._collect_exact(self.home, rows_RD, weights_TK, values_R, label)
-        form = packet(
-            row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire),
-            self.index.top_k,
-            None if values_R is None else values_R.dtype,
-        )
-        space, device = self.context.workspace, rows_RD.device
-        with space.lease((self.source_S.shape[0], form.stride), device) as received:
-            with space.lease((self.index.num_rows, form.stride), device) as outgoing:
-                self.permutation.reduce(rows_RD, self.index, weights_R, form.row.read(form.rows(outgoing)))
-                if values_R is not None:
-                    form.weights(outgoing).copy_(self.index.to_slots(values_R))
-                self._all_to_all(received, outgoing, self.traffic.rows_out, self.traffic.rows_in, label)
-            return self._sum_at_home(form, received, rows_RD.dtype)
-
-    def _sum_at_home(self, form: Packet, received: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        num_rows = self.cu_T.shape[0] - 1
-        out = torch.empty(num_rows, form.row.hidden, dtype=dtype, device=received.device)
-        # The whole packets are summed, as numbers of the row's dtype: sums over what is behind the row are not kept.
-        self.permutation.sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
-        if form.weight_dtype is None:
-            return out, None
-        values = torch.empty(num_rows, form.top_k, dtype=form.weight_dtype, device=received.device)
-        self.permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
-        return out, values
-
-    def _collect_exact(
-        self, home: SlotIndex, rows_RD: Tensor, weights_TK: Tensor | None, values_R: Tensor | None, label: str
-    ) -> tuple[Tensor, Tensor | None]:
-        row = row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire)
-        form = packet(row, 1, None if values_R is None else values_R.dtype)
-        if values_R is None:
-            packets = row.encode(rows_RD)
-        else:
-            packets = torch.empty(rows_RD.shape[0], form.stride, dtype=torch.uint8, device=rows_RD.device)
-            row.write(rows_RD, form.rows(packets))
-            form.weights(packets).copy_(values_R.unsqueeze(1))
-        traffic = self.traffic
-        with self._exchange(packets, self.index.byrow_N, traffic.slots_in, traffic.slots_out, label) as received:
-            out = torch.empty(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
-            weights_N = None if weights_TK is None else home.in_row_order(weights_TK)
-            self.permutation.sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
-            values = None if values_R is None else home.to_slots(form.weights(received).reshape(-1))
-        return out, values
-
-
-@final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Transit:
     """A dispatch between sending and receiving; its two buffers are the workspace's."""
@@ -184,7 +73,7 @@ class _Transit:
 
 
 @final
-class AllToAll(Backend):
+class AllToAll(TracedRoutes, Backend):
     """Cost: one host sync and two collectives (counts, data) per dispatch, one per combine, one per backward of either.
 
     Bytes to other ranks: in dispatch, per distinct (row, other rank), the row and 6 bytes per top_k slot; in combine
@@ -206,6 +95,7 @@ class AllToAll(Backend):
             graph_safe_reason='reduction="exact" brings back one row for each slot, as many as the routing says; '
             'reduction="fast" would work',
             drop_order="weight",
+            compilable=True,
         )
 
     @classmethod
@@ -258,17 +148,10 @@ class AllToAll(Backend):
                 work.wait()
             space.give(outgoing)
             keys_SK = form.ids(received) - comm.rank * shape.num_local_experts
-            route = AllToAllRoute(
-                context=self.context,
-                permutation=permutation,
-                traffic=Traffic(rows_out=splits, rows_in=splits, slots_out=[], slots_in=[], tokens_per_expert=[]),
+            route = self._route(
+                even_traffic(pair_rows, comm.size),
+                (lanes.source_S, lanes.member_N, lanes.cu_T),
                 index=self.context.group_statically(keys_SK, form.weights(received), capacity),
-                wire_dtype=shape.wire_dtype,
-                source_S=lanes.source_S,
-                member_S=lanes.member_N,
-                cu_T=lanes.cu_T,
-                home=None,
-                weights_TK=None,
             )
             return arrive_statically(
                 rows_TD,
@@ -320,15 +203,10 @@ class AllToAll(Backend):
         keys_SK = form.ids(transit.received) - first
         by_row = transit.source_S.sort(stable=True)
         rows_T = torch.arange(transit.rows_TD.shape[0] + 1, device=transit.received.device)
-        route = AllToAllRoute(
-            context=self.context,
-            permutation=self.context.permutation_on(transit.received.device),
-            traffic=traffic,
+        route = self._route(
+            traffic,
+            (transit.source_S, by_row.indices, torch.searchsorted(by_row.values, rows_T)),
             index=group_slots(keys_SK, traffic.tokens_per_expert, shape.pad_multiple),
-            wire_dtype=self.context.shape.wire_dtype,
-            source_S=transit.source_S,
-            member_S=by_row.indices,
-            cu_T=torch.searchsorted(by_row.values, rows_T),
             home=group_slots(transit.rank_TK, traffic.slots_out) if self._exact else None,
             weights_TK=transit.weights_TK.detach() if self._exact else None,
         )
@@ -342,6 +220,63 @@ class AllToAll(Backend):
     def _unpack(self, form: Packet, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield form.row.read(form.rows(received)), form.weights(received)
         self.context.workspace.give(received)
+
+    def _route(
+        self,
+        traffic: Traffic,
+        ways: Sequence[Tensor],
+        *,
+        index: SlotIndex,
+        home: SlotIndex | None = None,
+        weights_TK: Tensor | None = None,
+    ) -> AllToAllRoute:
+        source_S, member_S, cu_T = ways
+        return AllToAllRoute(
+            context=self.context,
+            permutation=self.context.permutation_on(source_S.device),
+            traffic=traffic,
+            index=index,
+            wire_dtype=self.context.shape.wire_dtype,
+            source_S=source_S,
+            member_S=member_S,
+            cu_T=cu_T,
+            home=home,
+            weights_TK=weights_TK,
+        )
+
+    def restore(self, tensors: Sequence[Tensor]) -> AllToAllRoute:
+        shape = self.context.shape
+        if shape.graph_safe:
+            traffic = even_traffic(tensors[0].shape[0] // shape.ep_size, shape.ep_size)
+            return self._route(traffic, tensors[:3], index=self.context.index_from(tensors[3:]))
+        (counts, *ways), rest = tensors[:4], list(tensors[4:])
+        weights_TK = rest.pop(0) if self._exact else None
+        home = index_from([rest.pop(0) for _ in range(4)], shape.top_k) if self._exact else None
+        traffic = traffic_from(counts, shape.ep_size, exact=self._exact)
+        return self._route(traffic, ways, index=index_from(rest, shape.top_k), home=home, weights_TK=weights_TK)
+
+    def blank_route(
+        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
+    ) -> AllToAllRoute:
+        shape, device = self.context.shape, weights_TK.device
+        table = partial(torch.empty, dtype=torch.int64, device=device)
+        index = partial(self.context.blank_index, new_size=new_size, capacity=capacity, device=device)
+        if capacity is not None:
+            assert num_rows is not None
+            assert capacity.pair_rows is not None
+            places = capacity.pair_rows * shape.ep_size
+            ways = table(places), table(num_rows * shape.ep_size), table(num_rows + 1)
+            return self._route(even_traffic(capacity.pair_rows, shape.ep_size), ways, index=index(places))
+        sent, edges = new_size(), new_size() if num_rows is None else num_rows + 1
+        none, slots = [0] * shape.ep_size, [0] * (shape.ep_size if self._exact else 0)
+        counts = [0] * shape.num_local_experts
+        traffic = Traffic(rows_out=none, rows_in=none, slots_out=slots, slots_in=slots, tokens_per_expert=counts)
+        ways = table(sent), table(sent), table(edges)
+        if not self._exact:
+            return self._route(traffic, ways, index=index(None))
+        home = blank_index(edges, shape.top_k, 1, new_size=new_size, device=device)
+        weights_TK = weights_TK.new_empty(new_size() if num_rows is None else num_rows, shape.top_k)
+        return self._route(traffic, ways, index=index(None), home=home, weights_TK=weights_TK)
 
     @property
     def _exact(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, final
 
@@ -15,13 +15,18 @@ from moe_dispatch.backends.capacity import Capacity, CapacityFactor, capacity_of
 from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.permutation import (
     Permutation,
+    SlotIndex,
     StaticIndex,
     StaticTorchPermutation,
     accumulation_dtype,
+    blank_index,
+    blank_static_index,
     choose_permutation,
     group_statically,
     index_bytes,
+    index_from,
     round_up,
+    static_index_from,
 )
 from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.backends.workspace import Workspace
@@ -212,6 +217,29 @@ class BackendContext:
                 pad_multiple=shape.pad_multiple,
             )
         return found
+
+    def index_from(self, tensors: Sequence[Tensor]) -> SlotIndex:
+        """The index of a dispatch, whose ``tensors()`` these are."""
+        return (static_index_from if self.shape.graph_safe else index_from)(tensors, self.shape.top_k)
+
+    def blank_index(
+        self, rows: int | None, new_size: Callable[[], int], *, capacity: Capacity | None, device: torch.device
+    ) -> SlotIndex:
+        """The index of a dispatch that delivers so many rows, without values: for tracing, by symbols of sizes.
+
+        Args:
+            rows: S; None where only running tells.
+            new_size: makes a symbol for a size that only running tells.
+            capacity: of a graph-safe dispatch, whose sizes are all known.
+            device: of the tables.
+        """
+        shape = self.shape
+        if capacity is None:
+            edges = new_size() if rows is None else rows + 1
+            return blank_index(edges, shape.top_k, shape.pad_multiple, new_size=new_size, device=device)
+        assert rows is not None
+        sizes = {"buffer_rows": capacity.buffer_rows, "pad_multiple": shape.pad_multiple}
+        return blank_static_index(rows, shape.top_k, shape.num_local_experts, **sizes, device=device)
 
     def group_statically(self, local_ids_SK: Tensor, weights_SK: Tensor, capacity: Capacity) -> StaticIndex:
         """Group slots by this rank's experts, 0 to L-1, in a buffer of fixed size; by weight where not all fit."""

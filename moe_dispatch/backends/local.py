@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, BackendOptions, Constraints, MoEShape, Sizes, WireDtype
+from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, count_values, group_slots
-from moe_dispatch.backends.rank_major import Route, arrive, arrive_statically, bring_home, send_again
+from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, send_again
+from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
 from moe_dispatch.backends.wire import row_format
 
 
@@ -31,7 +33,7 @@ class LocalOptions(BackendOptions):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LocalRoute(Route):
+class LocalRoute(TraceableRoute):
     """No way at all; a ``wire_dtype`` still rounds, so that a single-rank run has the numbers of a large one."""
 
     permutation: Permutation
@@ -52,9 +54,16 @@ class LocalRoute(Route):
         out = out if self.exact else row.round_trip(out)
         return out, None if values_R is None else self.index.to_slots(values_R)
 
+    def tensors(self) -> list[Tensor]:
+        return self.index.tensors()
+
+    @property
+    def num_home_rows(self) -> int:
+        return self.index.num_rows
+
 
 @final
-class Local(Backend):
+class Local(TracedRoutes, Backend):
     """All experts on this rank. Cost: one host sync per dispatch (the counts), no collective."""
 
     name = "local"
@@ -68,6 +77,7 @@ class Local(Backend):
             min_rows=int(shape.graph_safe),  # a buffer of fixed size is filled from some row
             graph_safe=True,
             drop_order="weight",
+            compilable=True,
         )
 
     def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
@@ -93,6 +103,15 @@ class Local(Backend):
             wire_dtype=self.context.shape.wire_dtype,
             exact=self.options.reduction == "exact",
         )
+
+    def restore(self, tensors: Sequence[Tensor]) -> LocalRoute:
+        return self._route(self.context.index_from(tensors), tensors[0].device)
+
+    def blank_route(
+        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
+    ) -> LocalRoute:
+        index = self.context.blank_index(num_rows, new_size, capacity=capacity, device=weights_TK.device)
+        return self._route(index, weights_TK.device)
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         return send_again(rows_TD, state)

@@ -154,10 +154,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:
         refuse_double_backward("dispatch")
-        with profiler_range("dispatch.backward"):
-            # Always with the gradient of the weights: what travels must not depend on what one rank needs.
-            grad_TD, grad_TK = ctx.route.collect(grad_rows_RD, None, grad_weights_R, label="dispatch.backward")
-        return grad_TD, grad_TK, None, None
+        # Always with the gradient of the weights: what travels must not depend on what one rank needs.
+        return *dispatch_backward(grad_rows_RD, grad_weights_R, ctx.route), None, None
 
 
 class _DispatchAgain(torch.autograd.Function):
@@ -170,9 +168,7 @@ class _DispatchAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_rows_RD: Tensor) -> Any:
         refuse_double_backward("dispatch")
-        with profiler_range("dispatch.backward"):
-            grad_TD, _ = ctx.route.collect(grad_rows_RD, None, None, label="dispatch.backward")
-        return grad_TD, None
+        return dispatch_backward(grad_rows_RD, None, ctx.route)
 
 
 class _Combine(torch.autograd.Function):
@@ -180,7 +176,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, route: Route, weighted: bool) -> Tensor:
-        ctx.route, ctx.weighted, ctx.dtype = route, weighted, rows_RD.dtype
+        ctx.route, ctx.weighted = route, weighted
         wants_dots = weighted and ctx.needs_input_grad[1]
         ctx.save_for_backward(weights_R, rows_RD if wants_dots else None)
         return route.collect(rows_RD, weights_R if weighted else None, None, label="combine")[0]
@@ -188,15 +184,25 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
         refuse_double_backward("combine")
-        route: Route = ctx.route
         weights_R, rows_RD = ctx.saved_tensors
-        with (
-            profiler_range("combine.backward"),
-            route.spread(grad_TD, route.gradient_wire, label="combine.backward") as grad_SD,
-        ):
-            weights = weights_R if ctx.weighted else None
-            grad_RD, grad_R = route.permutation.expand_weighted(grad_SD, route.index, weights, rows_RD, ctx.dtype)
-        return grad_RD, grad_R, None, None
+        return *combine_backward(grad_TD, rows_RD, weights_R if ctx.weighted else None, ctx.route), None, None
+
+
+def dispatch_backward(grad_RD: Tensor, grad_R: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the rows sent, (T, D), and of their weights, (T, K), where those of the arrived ones are given."""
+    with profiler_range("dispatch.backward"):
+        return route.collect(grad_RD, None, grad_R, label="dispatch.backward")
+
+
+def combine_backward(
+    grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None, route: Route
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the expert rows, (R, D), in the dtype of ``grad_TD``; of their weights, (R,), if given the rows."""
+    with (
+        profiler_range("combine.backward"),
+        route.spread(grad_TD, route.gradient_wire, label="combine.backward") as grad_SD,
+    ):
+        return route.permutation.expand_weighted(grad_SD, route.index, weights_R, rows_RD, grad_TD.dtype)
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:

@@ -10,6 +10,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
+
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.collectives import Communicator
@@ -108,7 +110,8 @@ class Lease:
         Raises:
             StateError: the share was given back.
         """
-        if not self._collected.alive:
+        # A traced call does not ask: the operators do, each time they run.
+        if not torch.compiler.is_compiling() and not self._collected.alive:
             raise StateError(
                 f"Dispatcher: it must be open, got a closed one of backend {self._channel.backend_name!r} on channel "
                 f"{self._channel.name}. Build another with build_dispatcher."
@@ -141,6 +144,7 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
 _lock = threading.RLock()
 _serial = itertools.count()
 _channels: dict[ChannelKey, Channel] = {}
+_by_name: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
 # Kept on purpose, so that no destructor frees on one rank what its peers have mapped.
 _abandoned: list[Channel] = []
 
@@ -154,5 +158,20 @@ def find_channel(key: ChannelKey) -> Lease | None:
 def keep_channel(key: ChannelKey, channel: Channel) -> Lease:
     """The first share of a channel just opened. It holds its groups, so their ids stay theirs while it lives."""
     with _lock:
-        _channels[key] = channel
+        _channels[key] = _by_name[channel.name] = channel
         return Lease(channel)
+
+
+def named_channel(name: str) -> Channel:
+    """The open channel of this name: operators are given names, because they cannot be given process groups.
+
+    Raises:
+        StateError: it was closed, or never opened in this process.
+    """
+    channel = _by_name.get(name)
+    if channel is None or not channel.users:
+        raise StateError(
+            f"moe_dispatch operators: channel {name!r} must be open in this process, got none of that name. Keep the "
+            "dispatcher open while what was compiled with it, or a backward of it, still runs."
+        )
+    return channel

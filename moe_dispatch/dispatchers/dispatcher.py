@@ -27,6 +27,7 @@ from moe_dispatch.dispatchers.planning import (
     draft_plan,
     exchange_mark,
     refuse_agreement,
+    refuse_dispatch,
     settle_plan,
 )
 from moe_dispatch.dispatchers.requirements import (
@@ -39,6 +40,14 @@ from moe_dispatch.dispatchers.requirements import (
 )
 from moe_dispatch.dispatchers.rows import Home, anchor, merge_duplicates, pad_rows, take_rows, tie
 from moe_dispatch.dispatchers.self_test import run_self_test
+from moe_dispatch.dispatchers.tracing import (
+    TracedState,
+    combine_traced,
+    dispatch_traced,
+    refuse_tracing,
+    send_traced_again,
+    uses_operators,
+)
 from moe_dispatch.errors import InputError, StateError, reason_code
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
@@ -130,6 +139,7 @@ class Dispatcher(nn.Module):
         "check", one all-reduce of three integers on the control group and one host sync. A backend with buffers may
         grow them here, which is collective.
         """
+        refuse_tracing("plan")
         channel = self._lease.channel
         try:
             if layout is None and like is None:
@@ -197,24 +207,26 @@ class Dispatcher(nn.Module):
 
         Cost: that of the backend, and of ``plan`` where none is given.
         """
+        if again is not None:
+            return self._dispatch_again(x, routing, plan, again)
+        if uses_operators(self._lease):
+            return dispatch_traced(self._lease, x, _checked_routing(routing), plan, self._layout(x, plan))
         with profiler_range("dispatch"):
-            if again is not None:
-                return self._dispatch_again(x, routing, plan, again)
             settled = plan if isinstance(plan, Plan) else None
             try:
                 channel, layout = self._lease.channel, self._layout(x, plan)
-                x_TD, routing = self._checked(channel, x, routing, layout), cast(Routing, routing)
+                x_TD = self._checked(channel, x, routing, layout)
                 if settled is None:
                     draft = draft_plan(channel, layout, x)
                 else:
                     check_plan(channel, settled, x, x_TD.shape[0])
             except Exception as error:
-                self._refuse(error, x, settled)
+                refuse_dispatch(lambda: self._lease.channel, error, x.device, settled=settled is not None)
                 raise
             if self.config.debug and (settled is not None or not agrees_on_rows(channel)):
                 exchange_mark(channel)  # before settling, which may make buffers: also a collective
             settled = settled or settle_plan(channel, draft)
-            return self._send(channel, x, x_TD, routing, settled, async_op=async_op)
+            return self._send(channel, x, x_TD, cast(Routing, routing), settled, async_op=async_op)
 
     def _layout(self, x: Tensor, plan: Plan | Layout | None) -> Layout:
         if isinstance(plan, Plan):
@@ -229,31 +241,12 @@ class Dispatcher(nn.Module):
 
     def _checked(self, channel: Channel, x: Tensor, routing: Routing | None, layout: Layout) -> Tensor:
         """x as rows, if it and the routing are right; nothing is exchanged here."""
-        if not isinstance(routing, Routing):
-            raise InputError(
-                f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
-                "Pass Routing(topk_ids, topk_weights), or again=sent."
-            )
-        x_TD = layout.flatten(x)
+        routing, x_TD = _checked_routing(routing), layout.flatten(x)
         check_tensors(x_TD, routing, self.config, channel.needs)
         if self.config.debug:
             layout.check(x_TD.shape[0], values=True)
             check_values(routing, layout.valid_T(x_TD.shape[0], x.device), self.config.num_experts)
         return x_TD
-
-    def _refuse(self, error: Exception, x: Tensor, plan: Plan | None) -> None:
-        """Join the first exchange the peers of this call are about to enter, with a mark, so that they raise too."""
-        try:
-            channel = self._lease.channel
-            if plan is None and agrees_on_rows(channel):
-                refuse_agreement(channel, error)
-            elif self.config.debug:
-                exchange_mark(channel, reason_code(error))
-            elif channel.needs.exchanges_counts:
-                preferred = torch.device(self.config.device or x.device)
-                channel.backend.refuse(reason_code(error), device_of(channel.communicator.group, preferred))
-        except Exception as failure:  # a closed dispatcher, a broken group: the error itself matters more
-            error.add_note(f"The other ranks were not told: {failure}")
 
     def _send(
         self, channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan, *, async_op: bool
@@ -314,7 +307,13 @@ class Dispatcher(nn.Module):
             raise InputError(
                 "Dispatcher.dispatch: again=sent already has routing and plan, got more. Pass x and again=sent only."
             )
-        home: Home = state.home
+        if isinstance(state, TracedState):
+            return send_traced_again(x, again)
+        with profiler_range("dispatch"):
+            return self._send_again(x, state, again)
+
+    def _send_again(self, x: Tensor, state: _State, again: Dispatched) -> Dispatched:
+        home = state.home
         x_TD = home.layout.flatten(x)
         check_again(x_TD, home.num_rows, again.rows.device, self.config)
         channel = self._lease.channel
@@ -343,7 +342,7 @@ class Dispatcher(nn.Module):
         if rows.grad_fn is not None:
             cast(dict[str, Any], rows.grad_fn.metadata)["moe_dispatch"] = self._lease
 
-    def _state(self, sent: Dispatched, verb: str) -> _State:
+    def _state(self, sent: Dispatched, verb: str) -> _State | TracedState:
         channel = self._lease.channel  # raises where closed
         if not isinstance(sent, Dispatched):
             raise InputError(
@@ -355,7 +354,9 @@ class Dispatcher(nn.Module):
                 f"Dispatcher.{verb}: sent must come from this dispatcher, got that of another one "
                 f"(this is on channel {channel.name}). Combine with the dispatcher that dispatched."
             )
-        state: _State = sent.state
+        state: _State | TracedState = sent.state
+        if not isinstance(state, TracedState):
+            refuse_tracing(verb)
         return state
 
     @final
@@ -375,8 +376,10 @@ class Dispatcher(nn.Module):
 
         Cost: that of the backend; no host sync.
         """
+        state = self._state(sent, "combine")
+        if isinstance(state, TracedState):
+            return combine_traced(rows, sent)
         with profiler_range("combine"):
-            state = self._state(sent, "combine")
             channel = self._lease.channel
             check_combine(rows, sent.rows, self.config, channel.needs)
             y_TD = channel.backend.combine(
@@ -450,6 +453,15 @@ class Dispatcher(nn.Module):
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""
         self._lease.release()
+
+
+def _checked_routing(routing: Routing | None) -> Routing:
+    if not isinstance(routing, Routing):
+        raise InputError(
+            f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
+            "Pass Routing(topk_ids, topk_weights), or again=sent."
+        )
+    return routing
 
 
 def build_dispatcher(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Sizes
+from moe_dispatch.backends.collectives import device_of
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError, reason_code, refusal
@@ -86,6 +87,18 @@ def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> Non
         StateError: it was made by a dispatcher of another config or group.
         LayoutError: it is for another number of tokens, or does not fit ``like``.
     """
+    check_owner(channel, plan)
+    if plan.num_rows not in (None, num_rows):
+        raise LayoutError(
+            f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
+            "Make a plan per micro-batch."
+        )
+    if plan.num_rows is None:  # what the plan could not check without a tensor
+        draft_plan(channel, plan.layout, like)
+
+
+def check_owner(channel: Channel, plan: Plan) -> None:
+    """Refuse a plan of a dispatcher of another config or group, or of before it has grown, with a StateError."""
     if plan.owner != channel.name:
         raise StateError(
             "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
@@ -96,13 +109,6 @@ def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> Non
             f"Dispatcher.dispatch: the plan must be made for the capacity in force, got one for {plan.sizes.capacity} "
             f"on {channel.capacity}: it has grown since. Make the plan again."
         )
-    if plan.num_rows not in (None, num_rows):
-        raise LayoutError(
-            f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
-            "Make a plan per micro-batch."
-        )
-    if plan.num_rows is None:  # what the plan could not check without a tensor
-        draft_plan(channel, plan.layout, like)
 
 
 def agrees_on_rows(channel: Channel) -> bool:
@@ -113,6 +119,28 @@ def agrees_on_rows(channel: Channel) -> bool:
 def refuse_agreement(channel: Channel, error: BaseException) -> None:
     """Join the agreement its peers are about to enter, with a mark."""
     _exchange(channel, 0, reason_code(error))
+
+
+def refuse_dispatch(find: Callable[[], Channel], error: Exception, device: torch.device, *, settled: bool) -> None:
+    """Join the first exchange the peers of a dispatch are about to enter, with a mark, so that they raise too.
+
+    Args:
+        find: gives the channel, or raises where it is closed.
+        error: what this rank raises next; gets a note where the peers could not be told.
+        device: of x.
+        settled: sizes were settled before the call, by a plan.
+    """
+    try:
+        channel = find()
+        if not settled and agrees_on_rows(channel):
+            refuse_agreement(channel, error)
+        elif channel.config.debug:
+            exchange_mark(channel, reason_code(error))
+        elif channel.needs.exchanges_counts:
+            preferred = torch.device(channel.config.device or device)
+            channel.backend.refuse(reason_code(error), device_of(channel.communicator.group, preferred))
+    except Exception as failure:  # a closed dispatcher, a broken group: the error itself matters more
+        error.add_note(f"The other ranks were not told: {failure}")
 
 
 def exchange_mark(channel: Channel, code: int = 0) -> None:

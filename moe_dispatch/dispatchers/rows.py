@@ -36,13 +36,15 @@ class Home:
 def merge_duplicates(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool = True) -> tuple[Tensor, Tensor]:
     """Give an expert that a row names twice one slot with the sum of the weights; the gradient reaches each.
 
-    The later slots become -1. Weights of -1 slots are never read, and come out as 0. Only ``asks`` and the CPU let it
-    look whether it is needed at all, because elsewhere that would be a sync; it holds (T, K, K) at once.
+    The later slots become -1. Weights of -1 slots are never read, and come out as 0. Only ``asks``, the CPU and a call
+    that is not traced let it look whether it is needed at all, because elsewhere that would be a sync; it holds
+    (T, K, K) at once.
     """
     if ids_TK.shape[1] == 1:
         return ids_TK, weights_TK
     same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
-    if asks and ids_TK.device.type == "cpu" and not _has_duplicates(ids_TK, same_TKK):
+    known = asks and ids_TK.device.type == "cpu" and not torch.compiler.is_compiling()
+    if known and not _has_duplicates(ids_TK, same_TKK):
         return ids_TK, weights_TK
     slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)
     is_first = (same_TKK.to(torch.uint8).argmax(2) == slots_K) & (ids_TK >= 0)

@@ -45,7 +45,11 @@ class Layout(ABC):
             LayoutError: the shape of ``x`` does not fit, or its row count is not the one the layout knows.
         """
         num_rows, known = self.rows_of(x.shape), self.known_rows()
-        if known is not None and known != num_rows:
+        if known is not None and torch.compiler.is_compiling():  # either may be a symbol, compared when it runs
+            torch._check(
+                known == num_rows, lambda: "Layout.flatten: the layout must describe all rows of x. Use x's own."
+            )
+        elif known is not None and known != num_rows:
             self.check(num_rows)
         return x if x.dim() == 2 else x.reshape(num_rows, x.shape[-1])
 

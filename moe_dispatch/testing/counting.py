@@ -50,7 +50,8 @@ class Collectives:
 def count_collectives() -> Iterator[Collectives]:
     """See every collective that this thread starts, backward included, below any library: as operators of torch.
 
-    Names are without namespace and decoration, so ``c10d::alltoall_base_`` is "alltoall_base" and its functional twin
+    Those inside this library's own operators are seen too. Names are without
+    namespace and decoration, so ``c10d::alltoall_base_`` is "alltoall_base" and its functional twin
     "all_to_all_single". Cost: some tens of microseconds per operator of any kind.
 
     With torch 2.13 such a mode leaks references to the process group: its threads may outlive it and abort the process

@@ -70,6 +70,7 @@ class Strict(Backend):
             equal_rows=True,
             max_rows=options.max_rows,
             hidden_multiple=HIDDEN_MULTIPLE,
+            compilable=False,
             exchanges_counts=False,
         )
 

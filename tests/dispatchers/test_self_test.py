@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, build_dispatcher
 from moe_dispatch.backends import Constraints
-from moe_dispatch.backends.alltoall import AllToAllRoute
+from moe_dispatch.backends.alltoall_route import AllToAllRoute
 from moe_dispatch.backends.local import Local, LocalRoute
 from moe_dispatch.backends.permutation import TorchPermutation, expand
 from moe_dispatch.errors import StateError

@@ -6,14 +6,23 @@ from moe_dispatch.backends.permutation.blocks import accumulation_dtype
 from moe_dispatch.backends.permutation.choose import choose_permutation, known_permutations, probe_permutation
 from moe_dispatch.backends.permutation.index import (
     SlotIndex,
+    blank_index,
     count_values,
     group_slots,
+    index_from,
     round_up,
     running_total,
     true_places,
 )
 from moe_dispatch.backends.permutation.rows import TorchPermutation, expand, expand_weighted, gather, reduce
-from moe_dispatch.backends.permutation.static_index import StaticIndex, front, group_statically, index_bytes
+from moe_dispatch.backends.permutation.static_index import (
+    StaticIndex,
+    blank_static_index,
+    front,
+    group_statically,
+    index_bytes,
+    static_index_from,
+)
 from moe_dispatch.backends.permutation.static_rows import StaticTorchPermutation
 
 __all__ = [
@@ -23,6 +32,8 @@ __all__ = [
     "StaticTorchPermutation",
     "TorchPermutation",
     "accumulation_dtype",
+    "blank_index",
+    "blank_static_index",
     "choose_permutation",
     "count_values",
     "expand",
@@ -32,11 +43,13 @@ __all__ = [
     "group_slots",
     "group_statically",
     "index_bytes",
+    "index_from",
     "known_permutations",
     "probe_permutation",
     "reduce",
     "round_up",
     "running_total",
+    "static_index_from",
     "sum_bags",
     "true_places",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,6 +62,11 @@ class SlotIndex:
         """int64 (R,): the row that a grouped row is a copy of, -1 on padding."""
         return self.source_R if self.padding is None else self.source_R.index_fill(0, self.padding, -1)
 
+    def tensors(self) -> list[Tensor]:
+        """All of it as tensors, for an operator to return; ``index_from`` puts them together again."""
+        tables = [self.source_R, self.slot_N, self.byrow_N, self.cu_S]
+        return tables if self.place_N is None or self.padding is None else [*tables, self.place_N, self.padding]
+
     def in_row_order(self, values_SK: Tensor) -> Tensor:
         """One value per pair -> (N,) in (row, slot) order, without the pairs that have no key."""
         return self.to_grouped(values_SK).index_select(0, self.byrow_N)
@@ -116,6 +121,34 @@ def true_places(mask: Tensor, count: int) -> Tensor:
     if mask.device.type == "cpu":
         return mask.nonzero()  # three times as fast here; on a GPU it reads the count
     return torch.nonzero_static(mask, size=count)
+
+
+def index_from(tensors: Sequence[Tensor], top_k: int) -> SlotIndex:
+    """The index whose ``tensors()`` these are."""
+    source_R, slot_N, byrow_N, cu_S = tensors[:4]
+    place_N, padding = tensors[4:] if len(tensors) > 4 else (None, None)
+    return SlotIndex(
+        num_rows=cu_S.shape[0] - 1,
+        top_k=top_k,
+        num_grouped=source_R.shape[0],
+        source_R=source_R,
+        slot_N=slot_N,
+        place_N=place_N,
+        byrow_N=byrow_N,
+        cu_S=cu_S,
+        padding=padding,
+    )
+
+
+def blank_index(
+    num_edges: int, top_k: int, pad_multiple: int, *, new_size: Callable[[], int], device: torch.device
+) -> SlotIndex:
+    """What ``group_slots`` gives for ``num_edges - 1`` rows, without values: for tracing, by ``new_size`` symbols."""
+    real = new_size()
+    lengths = [real, real, real, num_edges]
+    if pad_multiple > 1:
+        lengths = [new_size(), *lengths[1:], real, new_size()]
+    return index_from([torch.empty(length, dtype=torch.int64, device=device) for length in lengths], top_k)
 
 
 def running_total(counts: Tensor) -> Tensor:

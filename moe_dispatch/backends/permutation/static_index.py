@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -35,6 +36,13 @@ class StaticIndex(SlotIndex):
 
     def source_or_none(self) -> Tensor:
         return self.filled_R
+
+    def tensors(self) -> list[Tensor]:
+        """All of it as tensors, for an operator to return; ``static_index_from`` puts them together again."""
+        assert self.place_N is not None
+        tables = [self.source_R, self.slot_N, self.byrow_N, self.cu_S, self.place_N, self.filled_R]
+        counts = [self.real_L.clone(), self.padded_L, self.needed]  # real_L is returned beside them
+        return [*tables, *counts] if self.padding is None else [*tables, *counts, self.padding]
 
     def to_grouped(self, values_SK: Tensor) -> Tensor:
         assert self.place_N is not None
@@ -96,6 +104,36 @@ def group_statically(
         padded_L=padded_L,
         needed=needed,
     )
+
+
+def static_index_from(tensors: Sequence[Tensor], top_k: int) -> StaticIndex:
+    """The index whose ``tensors()`` these are."""
+    source_R, slot_N, byrow_N, cu_S, place_N, filled_R, real_L, padded_L, needed, *padding = tensors
+    return StaticIndex(
+        num_rows=cu_S.shape[0] - 1,
+        top_k=top_k,
+        num_grouped=source_R.shape[0],
+        source_R=source_R,
+        filled_R=filled_R,
+        slot_N=slot_N,
+        place_N=place_N,
+        byrow_N=byrow_N,
+        cu_S=cu_S,
+        padding=padding[0] if padding else None,
+        real_L=real_L,
+        padded_L=padded_L,
+        needed=needed,
+    )
+
+
+def blank_static_index(
+    num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, pad_multiple: int, device: torch.device
+) -> StaticIndex:
+    """What ``group_statically`` gives for so many rows, without values: for tracing."""
+    pairs, padding = num_rows * top_k, num_keys * (pad_multiple - 1)
+    tables = [(buffer_rows,), (pairs,), (pairs,), (num_rows + 1,), (pairs,), (buffer_rows,)]
+    shapes = [*tables, (num_keys,), (num_keys,), (), *[(padding,)] * (pad_multiple > 1)]
+    return static_index_from([torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes], top_k)
 
 
 def heaviest(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:

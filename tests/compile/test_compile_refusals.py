@@ -1,0 +1,129 @@
+"""What a compiled call refuses: its operators, when they run, with eager's errors; tracing, what cannot be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from moe_dispatch import BSHD, Dispatcher, Routing, Rows
+from moe_dispatch.backends import registry
+from moe_dispatch.errors import ConfigError, InputError, StateError
+from moe_dispatch.testing import Strict
+from tests.compile.layer import Layer, dispatcher_for, tensors
+
+compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
+
+
+def _through(dispatcher: Dispatcher, change: Callable[[Tensor], Tensor] = lambda rows: rows) -> Callable[..., Tensor]:
+    def run(x: Tensor, ids: Tensor, weights: Tensor, plan: Any = None) -> Tensor:
+        sent = dispatcher.dispatch(x, Routing(ids, weights), plan)
+        return dispatcher.combine(change(sent.rows), sent)
+
+    return run
+
+
+WRONG: dict[str, tuple[Callable[..., tuple[Tensor, ...]], str]] = {
+    "hidden": (lambda x, ids, w: (x[:, :8], ids, w), "x has hidden size 8, hidden_size is 16"),
+    "rows": (lambda x, ids, w: (x[:9], ids, w), "x has 9 tokens but routing has 10"),
+    "ids": (lambda x, ids, w: (x, ids.int(), w), "topk_ids must be torch.int64"),
+    "weights": (lambda x, ids, w: (x, ids, w.detach().long()), "topk_weights must be a floating dtype"),
+    "lengths": (lambda x, ids, w: (x, ids, w[:5]), r"must be \(T, top_k=2\), got \(10, 2\) and \(5, 2\)"),
+    "slots": (lambda x, ids, w: (x, ids[:, :1], w[:, :1]), r"must be \(T, top_k=2\), got \(10, 1\)"),
+    "dtype": (lambda x, ids, w: (x.detach().long(), ids, w), "x must be torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_tensors_are_refused_as_in_eager_mode(what: str) -> None:
+    wrong, text = WRONG[what]
+    run = _through(dispatcher_for())
+    for function in (run, compiled(run)):
+        given = [x.detach().requires_grad_(x.requires_grad) for x in wrong(*tensors(10, 0, torch.float32))]
+        with pytest.raises(InputError, match=text):
+            function(*given)
+
+
+def test_wrong_expert_rows_are_refused() -> None:
+    run = compiled(_through(dispatcher_for(), lambda rows: rows[:3]))
+    with pytest.raises(InputError, match=r"Dispatcher.combine: rows must be floating \(\d+, 16\)"):
+        run(*tensors(10, 0, torch.float32))
+
+
+def test_backend_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    registry.register_backend(Strict)
+    run = _through(dispatcher_for(Strict.name))
+    run(*tensors(10, 0, torch.float32))
+    with pytest.raises(ConfigError, match=r"torch\.compile needs a backend whose state is tensors, got 'strict'"):
+        compiled(run)(*tensors(10, 0, torch.float32))
+
+
+def test_backend_that_cannot_be_compiled_runs_where_compiling_is_disabled() -> None:
+    dispatcher = dispatcher_for("alltoall")
+    inputs = [tensor.detach() for tensor in tensors(10, 0, torch.float32)]
+    run = torch.compiler.disable(_through(dispatcher))
+    assert torch.equal(torch.compile(lambda *args: run(*args) * 2, backend="eager")(*inputs), run(*inputs) * 2)
+
+
+def test_closed_dispatcher() -> None:
+    dispatcher = dispatcher_for("local", max_tokens_per_rank=77)  # a channel of its own
+    run, inputs = compiled(_through(dispatcher)), tensors(10, 0, torch.float32)
+    y = run(*inputs)
+    dispatcher.close()
+    with pytest.raises(StateError, match=r"channel 'local-.*' must be open in this process"):
+        run(*inputs)
+    with pytest.raises(StateError, match="must be open in this process"):
+        y.sum().backward()
+
+
+def test_double_backward_of_operators() -> None:
+    layer = Layer(dispatcher_for(), torch.float32)
+    x, ids, weights = tensors(10, 0, torch.float32)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.moe_dispatch.dispatch.default])
+    y = checkpoint(layer, x, ids, weights, use_reentrant=False, context_fn=contexts)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(StateError, match="double backward is not supported"):
+        gradient.sum().backward()
+
+
+UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {
+    "plan": (lambda d, sent, x, r: d.dispatch(x, r, d.plan(like=x)).rows, "Dispatcher.plan: a plan must be made"),
+    "eager": (
+        lambda d, sent, x, r: d.combine(sent.rows, sent),
+        "Dispatcher.combine: a plan must be made, and a Dispatched",
+    ),
+    "again": (
+        lambda d, sent, x, r: d.dispatch(x, again=sent).rows,
+        "Dispatcher.dispatch: a plan must be made, and a Disp",
+    ),
+    "routing": (lambda d, sent, x, r: d.dispatch(x, x).rows, "routing must be a Routing"),
+    "layout": (lambda d, sent, x, r: d.dispatch(x, r, BSHD()).rows, r"x must be \[B, S, D\]"),
+}
+
+
+@pytest.mark.parametrize("what", UNTRACEABLE)
+def test_what_cannot_be_traced_says_what_to_do(what: str) -> None:
+    dispatcher, (call, text) = dispatcher_for(), UNTRACEABLE[what]
+    x, ids, weights = tensors(10, 0, torch.float32)
+    sent = dispatcher.dispatch(x, Routing(ids, weights))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
+        compiled(lambda *args: call(dispatcher, sent, args[0], Routing(*args[1:])))(x, ids, weights)
+
+
+def test_plans_that_do_not_fit() -> None:
+    dispatcher, inputs = dispatcher_for(), tensors(10, 0, torch.float32)
+    run = _through(dispatcher)
+    for plan, text in (
+        (dispatcher_for("alltoall").plan(like=inputs[0]), "made by a dispatcher of the same config and group"),
+        (dispatcher.plan(like=inputs[0][:5]), "the plan is for another number of tokens"),
+        (dispatcher.plan(Rows(5)), "must know the rows of x, got one that was made without like"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
+            compiled(run)(*inputs, plan)

@@ -1,0 +1,166 @@
+"""A whole layer under torch.compile(fullgraph=True): the results of eager, and when it compiles again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch import BSHD, SBHD, THD, Routing, Rows
+from moe_dispatch.config import ConstraintOverrides
+from moe_dispatch.layouts import Layout
+from tests.compile.layer import (
+    Layer,
+    apply_experts,
+    dispatcher_for,
+    expect_same,
+    graphs,
+    needs_compiler,
+    no_recompilation,
+    step,
+    tensors,
+)
+
+BACKENDS = ["local", "allgather", "alltoall"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str) -> None:
+    layer = Layer(dispatcher_for(backend, pad_multiple=8), torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True)
+    expect_same(compiled, layer, tensors(10, 0, torch.bfloat16))
+    with no_recompilation():
+        for seed in range(1, 20):
+            expect_same(compiled, layer, tensors(10, seed, torch.bfloat16))
+    assert graphs() == 1
+
+
+@needs_compiler
+def test_unbacked_rows_never_compile_again() -> None:
+    layer = Layer(dispatcher_for("alltoall"), torch.float32)
+    compiled = torch.compile(layer, fullgraph=True)
+    for rows in (6, 1, 0, 2, 33, 0):
+        expect_same(compiled, layer, tensors(rows, rows, torch.float32), unbacked=True)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("backend", ["allgather", "alltoall"])
+def test_changing_rows_compile_once_more_and_for_0_and_1(backend: str) -> None:
+    layer = Layer(dispatcher_for(backend), torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows, so_far in ((6, 1), (8, 2), (33, 2), (0, 3), (1, 4), (7, 4), (1, 4), (0, 4)):
+        expect_same(compiled, layer, tensors(rows, rows, torch.float32))
+        assert graphs() == so_far, f"{rows} rows"
+
+
+EXACT = {"name": "alltoall", "reduction": "exact"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "padded": {"backend": "alltoall", "pad_multiple": 4},
+    "weighed_by_experts": {"backend": "allgather", "weights": "experts"},
+    "static": {"backend": "allgather", "row_counts": "static", "max_tokens_per_rank": 12},
+    "checked": {"backend": "allgather", "row_counts": "check"},
+    "debug": {"backend": "alltoall", "debug": True},
+    "aligned": {"backend": "local", "constraints": ConstraintOverrides(row_multiple=8)},
+    "exact": {"backend": EXACT},
+    "exact_aligned": {"backend": EXACT, "constraints": ConstraintOverrides(row_multiple=8)},
+    "bfloat16_wire": {"backend": "alltoall", "wire_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config(name: str) -> None:
+    dtype = torch.float64 if "exact" in name else torch.float32
+    layer = Layer(dispatcher_for(**CONFIGS[name]), dtype)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        expect_same(compiled, layer, tensors(10, seed, dtype))
+
+
+LAYOUTS: dict[str, tuple[Callable[[int], Layout], tuple[int, ...]]] = {
+    "bshd": (lambda turn: BSHD(), (2, 5)),
+    "sbhd": (lambda turn: SBHD(), (5, 2)),
+    "lengths": (lambda turn: BSHD([2 + turn, 4]), (2, 5)),
+    "rows": (lambda turn: Rows(4 + turn), (10,)),
+    "thd": (lambda turn: THD([0, 3 + turn, 10]), (10,)),
+    "gaps": (lambda turn: THD([0, 2 + turn, 7 + turn], [0, 5, 10]), (10,)),
+}
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_and_plans_from_outside(name: str, planned: bool) -> None:
+    make, shape = LAYOUTS[name]
+    layer = Layer(dispatcher_for("allgather"), torch.float32)  # the one whose plans hold sizes
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for turn in range(3):
+        inputs, layout = tensors(10, turn, torch.float32, shape), make(turn)
+        expect_same(compiled, layer, inputs, layer.dispatcher.plan(layout, like=inputs[0]) if planned else layout)
+    assert graphs() <= 2  # host integers of a layout become symbols once they change
+
+
+def test_layout_made_inside() -> None:
+    layer = Layer(dispatcher_for(), torch.float32)
+
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return layer.forward(x, ids, weights, THD(ends))
+
+    inputs = tensors(10, 0, torch.float32)
+    compiled: Any = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for ends in ([0, 4, 10], [0, 9, 10]):
+        torch.testing.assert_close(compiled(*inputs, torch.tensor(ends)), layer(*inputs), rtol=0, atol=0)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize(("backend", "cut"), [("local", True), ("allgather", True), ("alltoall", False)])
+def test_other_rows_the_same_way(backend: str, cut: bool) -> None:
+    layer = Layer(dispatcher_for(backend, pad_multiple=4), torch.float32)
+    dispatcher = layer.dispatcher
+
+    def run(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, plan: Any) -> torch.Tensor:
+        sent = dispatcher.dispatch(x, Routing(ids, weights), plan)
+        other = dispatcher.dispatch(x * 2, again=sent)
+        return dispatcher.combine(apply_experts(sent.rows * other.rows, sent.offs, layer.matrices), other)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        inputs = tensors(10, seed, torch.float32)
+        plan = dispatcher.plan(Rows(7 - seed) if cut else None, like=inputs[0])
+        got, wanted = step(compiled, layer, inputs, plan), step(run, layer, inputs, plan)
+        assert all(map(torch.equal, got, wanted))
+
+
+def test_compiled_dispatch_is_combined_in_eager_mode() -> None:
+    dispatcher = dispatcher_for("alltoall")
+    x, ids, weights = tensors(10, 0, torch.float32)
+    compiled = torch.compile(
+        lambda *args: dispatcher.dispatch(args[0], Routing(*args[1:])), fullgraph=True, backend="aot_eager"
+    )
+    sent = compiled(x, ids, weights)
+    assert sent.tokens_per_expert_list is None
+    wanted = dispatcher.dispatch(x, Routing(ids, weights))
+    assert torch.equal(dispatcher.combine(sent.rows, sent), dispatcher.combine(wanted.rows, wanted))
+
+
+def test_compiled_calls_are_counted_like_eager_ones() -> None:
+    inputs, found = tensors(10, 0, torch.float32), []
+    for traced in (True, False):
+        # A channel of its own, because others may still be open here.
+        layer = Layer(dispatcher_for("alltoall", pad_multiple=4, max_tokens_per_rank=20 + traced), torch.float32)
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if traced else layer
+        for plan in (None, layer.dispatcher.plan(Rows(7), like=inputs[0])):
+            step(run, layer, inputs, plan)
+        found.append(layer.dispatcher.metrics())
+    assert found[0].dispatches == found[1].dispatches == 2
+    assert found[0].rows_skipped == found[1].rows_skipped == {"cut": 3, "masked": 0}
+    assert torch.equal(found[0].real_tokens_per_expert, found[1].real_tokens_per_expert)
+    assert found[0].rows_padded == found[1].rows_padded
+    assert found[0].collectives == found[1].collectives
+
+
+def test_rows_masked_on_the_way_are_counted() -> None:
+    layer = Layer(dispatcher_for("local", max_tokens_per_rank=99), torch.float32)
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(*tensors(10, 0, torch.float32), Rows(6))
+    assert layer.dispatcher.metrics().rows_skipped == {"cut": 0, "masked": 4}

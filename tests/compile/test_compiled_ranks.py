@@ -1,0 +1,65 @@
+"""A compiled layer on several ranks, which are processes: dynamo does not take ranks that are threads."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dispatch import Routing
+from moe_dispatch.errors import InputError, PeerError
+from moe_dispatch.testing import run_processes
+from tests.compile.layer import Layer, dispatcher_for, expect_same, graphs, needs_compiler, no_recompilation, tensors
+
+RANKS = 2
+TIMEOUT = datetime.timedelta(seconds=100)  # a rank that compiles keeps the others waiting
+
+
+def _layer(rank: int, backend: str, **fields: Any) -> Layer:
+    torch._inductor.config.compile_threads = 1
+    dispatcher = dispatcher_for(backend, dist.group.WORLD, pad_multiple=4, **fields)
+    return Layer(dispatcher, torch.bfloat16, rank=rank, size=RANKS)
+
+
+def _train(rank: int, backend: str) -> int:
+    """20 steps of changing routing, and of changing rows that differ between ranks, also 0 and 1 of them."""
+    layer = _layer(rank, backend)
+    compiled = torch.compile(layer, fullgraph=True)
+    expect_same(compiled, layer, tensors(7 + rank, rank, torch.bfloat16), unbacked=True)
+    with no_recompilation():
+        for turn in range(20):
+            rows = (turn * (3 + rank)) % 11
+            expect_same(compiled, layer, tensors(rows, 2 * turn + rank, torch.bfloat16), unbacked=True)
+    layer.dispatcher.close()
+    return graphs()
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_ranks_train_as_in_eager_mode_and_compile_once(backend: str) -> None:
+    assert run_processes(_train, RANKS, backend, timeout=TIMEOUT) == [1] * RANKS
+
+
+def _refuse(rank: int, backend: str) -> str:
+    layer = _layer(rank, backend)
+    compiled = torch.compile(
+        lambda x, ids, weights: layer.dispatcher.dispatch(x, Routing(ids, weights)).rows,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    x, ids, weights = tensors(6, rank, torch.bfloat16)
+    with pytest.raises((InputError, PeerError)) as caught:
+        compiled(x, ids[: 6 - rank], weights[: 6 - rank])
+    compiled(x, ids, weights)  # the group is still in step
+    layer.dispatcher.close()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_peers_of_a_refused_call_hear_of_it(backend: str) -> None:
+    told = run_processes(_refuse, RANKS, backend, timeout=TIMEOUT)
+    assert told[0].startswith("PeerError: rank 1 refused: its tensors do not fit")
+    assert told[1].startswith("InputError: Dispatcher.dispatch: x has 6 tokens but routing has 5")

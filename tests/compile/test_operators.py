@@ -1,0 +1,87 @@
+"""The operators themselves: torch's own checks of schemas, fake kernels and gradients; their names; their channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends import known_backends, load_backend
+from moe_dispatch.backends.base import MoEShape
+from moe_dispatch.backends.traceable import Traceable
+from moe_dispatch.dispatchers import operators
+from moe_dispatch.dispatchers.operators import BODIES, NAMESPACE
+from moe_dispatch.errors import StateError
+from tests.compile.layer import NUM_EXPERTS, dispatcher_for, tensors
+
+Arguments = tuple[Any, ...]
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "local": {"pad_multiple": 4},
+    "allgather": {},
+    "alltoall": {"pad_multiple": 4},
+    "exact": {"backend": {"name": "alltoall", "reduction": "exact"}},
+}
+
+
+def _calls(channel: str, real_rows: Tensor | None) -> dict[str, Arguments]:
+    """Arguments of each operator, in the order of one layer."""
+    x, ids, weights = tensors(10, 0, torch.float32)
+    ids[ids[:, 0] == ids[:, 1], 1] = -1  # what comes to an operator has no duplicates
+    calls: dict[str, Arguments] = {"dispatch": (x, ids, weights, real_rows, None, channel, None, None, [])}
+    with torch.no_grad():
+        rows, weights_R, _, *state = torch.ops.moe_dispatch.dispatch(*calls["dispatch"])
+    rows, weights_R = rows.requires_grad_(), weights_R.requires_grad_()
+    grad = torch.ones_like(rows)
+    calls["dispatch_again"] = (x, state, real_rows, channel, len(rows))
+    calls["combine"] = (rows, weights_R, state, real_rows, channel, 10)
+    calls["combine_backward"] = (
+        torch.ones(10, 16),
+        rows.detach(),
+        weights_R.detach(),
+        state,
+        real_rows,
+        channel,
+        len(rows),
+    )
+    calls["dispatch_backward"] = (grad, grad[:, 0].clone(), state, real_rows, channel, [10, 16], [10, 2])
+    return calls
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_torch_finds_nothing_wrong(name: str, cut: bool) -> None:
+    dispatcher = dispatcher_for(**{"backend": name, **BACKENDS[name]})
+    calls = _calls(dispatcher.plan(like=torch.empty(10, 16)).owner, torch.tensor([0, 2, 3, 7]) if cut else None)
+    assert set(calls) == set(BODIES)
+    for operator, arguments in calls.items():
+        overload = getattr(torch.ops.moe_dispatch, operator).default
+        torch.library.opcheck(overload, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_bodies_are_what_operators_run() -> None:
+    dispatcher = dispatcher_for("alltoall")
+    arguments = _calls(dispatcher.plan(like=torch.empty(10, 16)).owner, None)["dispatch"]
+    with torch.no_grad():
+        for one, other in zip(BODIES["dispatch"](*arguments), operators.dispatch(*arguments), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_channel_that_is_not_there() -> None:
+    x, ids, weights = tensors(10, 0, torch.float32)
+    with pytest.raises(StateError, match=r"channel 'alltoall-0-0' must be open in this process, got none of that name"):
+        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, "alltoall-0-0", None, None, [])
+
+
+def test_compilable_is_what_can_be_traced() -> None:
+    shape = MoEShape(num_experts=NUM_EXPERTS, top_k=2, hidden_size=128, ep_size=2, pad_multiple=1)
+    for name in known_backends():
+        backend = load_backend(name)
+        assert backend.constraints(shape, backend.Options()).compilable == issubclass(backend, Traceable), name
+
+
+def test_operators_of_other_libraries_are_not_in_the_namespace() -> None:
+    assert NAMESPACE == "moe_dispatch"
+    assert sorted(BODIES) == ["combine", "combine_backward", "dispatch", "dispatch_again", "dispatch_backward"]
