@@ -61,7 +61,7 @@ def capacity_table() -> str:
                 "max_tokens_per_rank": 4096,
                 "graph_safe": True,
             }
-            shape = dataclasses.replace(SHAPE, **sizes, max_tokens_per_rank=4096, capacity_factor=factor)
+            shape = dataclasses.replace(SHAPE, **sizes, capacity_factor=factor)
             room = capacity_of(shape, pair_factor=factor)
             assert room.pair_rows is not None
             row = row_format(torch.bfloat16, shape.hidden_size)

@@ -47,7 +47,8 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 @_operator(
     "(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, str channel, "
-    "SymInt? padded_rows, SymInt? group_max_rows, SymInt[] room) -> Tensor[]"
+    "SymInt? padded_rows, SymInt? group_max_rows, SymInt? fitting_rows, "
+    "SymInt? buffer_rows, SymInt? pair_rows) -> Tensor[]"
 )
 def dispatch(
     rows: Tensor,
@@ -58,7 +59,9 @@ def dispatch(
     channel: str,
     padded_rows: int | None,
     group_max_rows: int | None,
-    room: Sequence[int],
+    fitting_rows: int | None,
+    buffer_rows: int | None,
+    pair_rows: int | None,
 ) -> list[Tensor]:
     """Send rows to their experts.
 
@@ -71,14 +74,20 @@ def dispatch(
         channel: name of the channel.
         padded_rows: of the plan's sizes; with ``group_max_rows`` None where sizes are to be settled here.
         group_max_rows: likewise.
-        room: the capacity, from ``room_of``.
+        fitting_rows: ``rows`` of the capacity; None where sizes follow the routing.
+        buffer_rows: of the capacity.
+        pair_rows: of the capacity.
 
     Returns:
         (R, D) expert-major rows, (R,) their weights, int64 (L,) real rows per expert, and the backend's state.
     """
     link = named_channel(channel)
     settled = (padded_rows, group_max_rows) != (None, None)
-    sizes = Sizes(padded_rows=padded_rows, group_max_rows=group_max_rows, capacity=_capacity_from(room))
+    sizes = Sizes(
+        padded_rows=padded_rows,
+        group_max_rows=group_max_rows,
+        capacity=_capacity_from(fitting_rows, buffer_rows, pair_rows),
+    )
     with torch.no_grad(), profiler_range("dispatch"):
         backend = traceable(link)
         try:
@@ -120,7 +129,9 @@ def _(
     channel: str,
     padded_rows: int | None,
     group_max_rows: int | None,
-    room: Sequence[int],
+    fitting_rows: int | None,
+    buffer_rows: int | None,
+    pair_rows: int | None,
 ) -> list[Tensor]:
     link = named_channel(channel)
     new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
@@ -133,7 +144,9 @@ def _(
             weights.new_empty(size),
             ids.new_empty(link.shape.num_local_experts),
         ]
-    arrived: Arrived = link.backend.blank(rows, weights, padded_rows, new_size, _capacity_from(room))
+    arrived: Arrived = link.backend.blank(
+        rows, weights, padded_rows, new_size, _capacity_from(fitting_rows, buffer_rows, pair_rows)
+    )
     return [arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *link.backend.flatten(arrived.state)]
 
 
@@ -249,8 +262,7 @@ def _(
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, _, weights, real_rows, _, ctx.channel, *_, room = inputs
-    ctx.room = [None] * len(room)
+    rows, _, weights, real_rows, _, ctx.channel, *_ = inputs
     ctx.shapes = list(rows.shape), list(weights.shape)
     ctx.save_for_backward(real_rows, *output[3:])
 
@@ -259,7 +271,7 @@ def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     real_rows, *state = ctx.saved_tensors
     # Always with the gradient of the weights: what travels must not depend on what one rank needs.
     grad_rows, grad_weights = dispatch_backward(*grads[:2], state, real_rows, ctx.channel, *ctx.shapes)
-    return grad_rows, None, grad_weights, None, None, None, None, None, ctx.room
+    return grad_rows, None, grad_weights, *[None] * 8
 
 
 def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -324,14 +336,10 @@ def _check_call(link: Channel, rows: Tensor, routing: Routing, valid: Tensor | N
         check_values(routing, valid, link.config.num_experts)
 
 
-def room_of(link: Channel) -> list[int]:
-    """The capacity in force as numbers, none where sizes follow the routing."""
-    capacity = link.capacity
-    return [] if capacity is None else [capacity.rows, capacity.buffer_rows, capacity.pair_rows or 0]
-
-
-def _capacity_from(room: Sequence[int]) -> Capacity | None:
-    return Capacity(rows=room[0], buffer_rows=room[1], pair_rows=room[2] or None) if room else None
+def _capacity_from(rows: int | None, buffer_rows: int | None, pair_rows: int | None) -> Capacity | None:
+    if rows is None or buffer_rows is None:
+        return None
+    return Capacity(rows=rows, buffer_rows=buffer_rows, pair_rows=pair_rows)
 
 
 def _foreseen_rows(link: Channel, brought: int) -> int | None:

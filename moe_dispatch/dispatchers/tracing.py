@@ -68,7 +68,10 @@ def dispatch_traced(
         sizes, real_rows = plan.sizes, plan.real_rows
     # Without a plan, rows that are no tokens are masked, not cut: how many they are would be read on the host.
     valid_T = layout.valid_T(num_rows, x.device) if real_rows is None else None
-    ids_TK, weights_TK = _merged(routing.topk_ids, routing.topk_weights, accumulation_dtype(x.dtype))
+    capacity = channel.capacity
+    ids_TK, weights_TK = _merged(
+        routing.topk_ids, routing.topk_weights, accumulation_dtype(x.dtype), asks=capacity is None
+    )
     rows_RD, weights_R, real_L, *state = operators.dispatch(
         x_TD,
         ids_TK,
@@ -78,7 +81,7 @@ def dispatch_traced(
         channel.name,
         sizes.padded_rows,
         sizes.group_max_rows,
-        operators.room_of(channel),
+        *((None,) * 3 if capacity is None else (capacity.rows, capacity.buffer_rows, capacity.pair_rows)),
     )
     return Dispatched(
         rows=rows_RD,
@@ -138,7 +141,7 @@ def _anchored(tensor: Tensor, channel: Channel) -> Tensor:
     return tensor if torch.compiler.is_compiling() or channel.communicator.size == 1 else anchor(tensor)
 
 
-def _merged(ids_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _merged(ids_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype, *, asks: bool) -> tuple[Tensor, Tensor]:
     """Ids and weights without duplicates; as they are where they do not fit each other, for the operator to refuse."""
     if not weights_TK.is_floating_point():
         return ids_TK, weights_TK
@@ -148,7 +151,7 @@ def _merged(ids_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> tuple[Ten
 
     fit = ids_TK.dim() == weights_TK.dim() == 2 and ids_TK.shape[1] == weights_TK.shape[1]
     fit = fit and guard_or_true(ids_TK.shape[0] == weights_TK.shape[0])
-    return merge_duplicates(ids_TK, weights_TK) if fit else (ids_TK, weights_TK)
+    return merge_duplicates(ids_TK, weights_TK, asks=asks) if fit else (ids_TK, weights_TK)
 
 
 def refuse_tracing(verb: str) -> None:

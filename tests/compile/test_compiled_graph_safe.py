@@ -1,0 +1,120 @@
+"""A compiled layer of a graph-safe dispatcher: static sizes, nothing compiled again, and no host sync inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import Rows
+from moe_dispatch.dispatchers import Dispatcher
+from moe_dispatch.dispatchers import dispatcher as verbs
+from moe_dispatch.testing import HostSyncError, refuse_host_syncs
+from tests.compile.layer import (
+    HIDDEN,
+    Layer,
+    dispatcher_for,
+    expect_same,
+    graphs,
+    needs_compiler,
+    no_recompilation,
+    step,
+    tensors,
+)
+
+BACKENDS = ["local", "allgather", "alltoall"]
+MAXIMUM = 12
+
+
+def graph_safe(backend: Any, **fields: Any) -> Dispatcher:
+    return dispatcher_for(backend, graph_safe=True, max_tokens_per_rank=MAXIMUM, **fields)
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str) -> None:
+    layer = Layer(graph_safe(backend, pad_multiple=8), torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True)
+    expect_same(compiled, layer, tensors(MAXIMUM, 0, torch.bfloat16))
+    with no_recompilation():
+        for seed in range(1, 20):
+            expect_same(compiled, layer, tensors(MAXIMUM, seed, torch.bfloat16))
+    assert graphs() == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_unbacked_rows_never_compile_again(backend: str) -> None:
+    layer = Layer(graph_safe(backend), torch.float32)
+    compiled = torch.compile(layer, fullgraph=True)
+    for rows in (6, 1, 0, 2, MAXIMUM, 0):
+        expect_same(compiled, layer, tensors(rows, rows, torch.float32), unbacked=True)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_changing_rows_compile_once_more_and_for_0_and_1(backend: str) -> None:
+    layer = Layer(graph_safe(backend), torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows, so_far in ((6, 1), (8, 2), (MAXIMUM, 2), (0, 3), (1, 4), (7, 4), (1, 4), (0, 4)):
+        expect_same(compiled, layer, tensors(rows, rows, torch.float32))
+        assert graphs() == so_far, f"{rows} rows"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shapes_do_not_depend_on_the_routing(backend: str) -> None:
+    """Seen by the compiler: the experts' rows have a number for a size, not a symbol."""
+    seen: list[torch.Size] = []
+    layer = Layer(graph_safe(backend), torch.float32)
+
+    def compiler(module: torch.fx.GraphModule, examples: Any) -> Any:
+        sizes = [node.meta["example_value"] for node in module.graph.nodes if "dispatch" in str(node.target)]
+        seen.extend(value.shape for values in sizes for value in values)
+        return module
+
+    torch.compile(layer, fullgraph=True, backend=compiler)(*tensors(6, 0, torch.float32))
+    assert seen
+    assert all(type(size) is int for shape in seen for size in shape)
+    assert seen[0][1] == HIDDEN
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_finite_capacity_drops_alike_and_growing_compiles_again(backend: str) -> None:
+    layer = Layer(graph_safe(backend, capacity_factor=0.5, on_overflow="drop"), torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    inputs = tensors(MAXIMUM, 1, torch.float32)
+    expect_same(compiled, layer, inputs)
+    dropped = step(compiled, layer, inputs)[0]
+    assert layer.dispatcher.grow().overflowed
+    expect_same(compiled, layer, inputs)
+    assert not torch.equal(step(compiled, layer, inputs)[0], dropped)
+    assert graphs() == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overflow_inside_a_compiled_layer_is_seen(backend: str) -> None:
+    layer = Layer(graph_safe(backend, capacity_factor=0.5, on_overflow="drop"), torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    step(compiled, layer, tensors(MAXIMUM, 1, torch.float32))
+    assert layer.dispatcher.check().overflowed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operators_do_not_wait_for_the_host(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo does not run under a mode, so the verbs are told to use operators, whose bodies the checker looks into."""
+    monkeypatch.setattr(verbs, "uses_operators", lambda lease: True)
+    layer = Layer(graph_safe(backend, pad_multiple=8), torch.float32)
+    x, ids, weights = tensors(7, 0, torch.float32)
+    plan = layer.dispatcher.plan(Rows(num_real=torch.tensor([5])), like=x)
+    with refuse_host_syncs():
+        layer(x, ids, weights, plan).sum().backward()
+    assert x.grad is not None
+
+
+def test_operators_of_an_eager_dispatcher_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verbs, "uses_operators", lambda lease: True)
+    layer = Layer(dispatcher_for("local"), torch.float32)
+    with pytest.raises(HostSyncError, match=r"__int__ at .*rows\.py"), refuse_host_syncs():
+        layer(*tensors(7, 0, torch.float32))
