@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_dispatch import Rows
 from moe_dispatch.dispatchers import Dispatcher
