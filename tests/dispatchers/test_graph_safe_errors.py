@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -106,10 +105,9 @@ class Eager(Backend):
 
 
 @pytest.fixture
-def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _eager_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     register_backend(Eager)
-    return
 
 
 HUGE = 1 << 30
@@ -141,7 +139,7 @@ BUILDING: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.usefixtures("eager_backend")
+@pytest.mark.usefixtures("_eager_backend")
 @pytest.mark.parametrize("name", BUILDING)
 def test_refused_when_built(name: str) -> None:
     fields, texts = BUILDING[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -146,7 +147,7 @@ def planted_counts(patch: pytest.MonkeyPatch) -> None:
         index = static_index.group_statically(keys_SK, num_keys, **options)
         keys = keys_SK.reshape(-1)
         real = torch.bincount(keys[(keys >= 0) & (keys < num_keys)].long(), minlength=num_keys)
-        return static_index.StaticIndex(**{name: getattr(index, name) for name in _FIELDS} | {"real_L": real})
+        return dataclasses.replace(index, real_L=real)
 
     patch.setattr(base, "group_statically", before)
 
@@ -176,10 +177,6 @@ def planted_gradient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(static_index.StaticIndex, "to_slots", unmasked)
 
 
-_FIELDS = (
-    *("num_rows", "top_k", "num_grouped", "source_R", "slot_N", "place_N", "byrow_N", "cu_S", "padding"),
-    *("filled_R", "real_L", "padded_L", "needed"),
-)
 PLANTS = {
     "counts": (planted_counts, {"rows": 9}),
     "order": (planted_order, {"rows": 9}),
