@@ -77,13 +77,14 @@ class Load:
 
 
 def load(tokens: Sequence[int], kind: str = "skewed", *, seed: int = 0, top_k: int = TOP_K) -> Load:
-    """Random loads: "skewed" to the first experts, "ties" with two weights, "holes" with -1, NaN and duplicates."""
+    """Random loads, skewed: also "ties" of two weights, "signs" of both, "holes" of -1, NaN and duplicates."""
     generator = torch.Generator().manual_seed(seed)
     odds = torch.arange(1, NUM_EXPERTS + 1).double().pow(-1.5)
     ids, weights = [], []
     for count in tokens:
         drawn = torch.multinomial(odds.expand(max(count, 1), -1), top_k, generator=generator)[:count]
-        values = torch.randint(1, 3 if kind == "ties" else 64, (count, top_k), generator=generator) / 64
+        low, high = {"ties": (1, 3), "signs": (-16, 16)}.get(kind, (1, 64))
+        values = torch.randint(low, high, (count, top_k), generator=generator) / 64
         if kind == "holes":
             drawn[::3] = drawn[::3, :1]
             drawn[torch.rand(count, top_k, generator=generator) < 0.25] = -1

@@ -201,3 +201,23 @@ def test_the_mark_counts_a_dispatch_once(backend: str, size: int, use_reentrant:
 
     rows, pair_rows = mine.demand()
     assert on_ranks(body, size) == [[(rows, pair_rows if backend == "alltoall" else 0)] * 5] * size
+
+
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
+def test_the_mark_is_raised_in_evaluation_and_in_training(modes: tuple[bool, bool]) -> None:
+    dispatcher = build_dispatcher(safe_config("local", rows=9))
+    for inference, tokens in zip(modes, (3, 5), strict=True):
+        with torch.inference_mode(inference):
+            dispatcher.dispatch(random_rows(tokens), random_routing(tokens))
+        assert dispatcher.required_capacity().rows == 2 * tokens
+    assert dispatcher.check().overflowed
+
+
+def test_layers_that_share_a_channel_share_the_mark_and_the_room() -> None:
+    first, second = (build_dispatcher(safe_config("local", rows=9)) for _ in range(2))
+    first.dispatch(random_rows(6), random_routing(6))
+    assert second.check().rows == 12
+    second.grow(headroom=1)
+    assert not first.check().overflowed
+    sent = first.dispatch(random_rows(6), random_routing(6))
+    assert int(sent.real_tokens_per_expert.sum()) == 12

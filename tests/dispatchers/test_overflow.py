@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import build_dispatcher
+from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import base
 from moe_dispatch.backends.permutation import static_index
 from moe_dispatch.errors import CapacityError
 from moe_dispatch.testing import Ranks
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
-from tests.dispatchers.layer import Group, expert_weights, raises_everywhere
+from tests.dispatchers.layer import Group, expert_weights, raises_everywhere, random_rows
 
 RANKS = Ranks()
 WEIGHTS = expert_weights(dtype=torch.float64)
@@ -67,12 +67,29 @@ def run_dropping(backend: str, mine: Load, room: dict[str, int], **fields: Any) 
         assert required.pair_rows == (pair_rows if backend == "alltoall" else 0)
 
 
-@pytest.mark.parametrize("kind", ["skewed", "ties", "holes"])
+@pytest.mark.parametrize("kind", ["skewed", "ties", "signs", "holes"])
 @pytest.mark.parametrize("how_far", HOW_FAR)
 @pytest.mark.parametrize(("backend", "size", "bound"), BOUNDS)
 def test_the_lightest_are_dropped(backend: str, size: int, bound: str, how_far: str, kind: str) -> None:
     mine = load(TOKENS[size], kind)
     run_dropping(backend, mine, room(mine.demand(), bound, how_far), pad_multiple=4 if kind == "holes" else 1)
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_who_is_dropped_does_not_depend_on_the_wire(wire_dtype: str) -> None:
+    """Weights travel whole, whatever rows travel in."""
+    mine, hidden = load(TOKENS[4]), 128
+    config = safe_config("alltoall", size=4, rows=9, pair_rows=4, wire_dtype=wire_dtype, hidden_size=hidden)
+
+    def body(group: Group) -> Tensor:
+        assert group is not None
+        rank = group.rank()
+        dispatcher = build_dispatcher(config, group)
+        sent = dispatcher.dispatch(random_rows(TOKENS[4][rank], hidden), Routing(mine.ids[rank], mine.weights[rank]))
+        dispatcher.close()
+        return sent.real_tokens_per_expert
+
+    assert torch.cat(on_kept_ranks(body, 4)).tolist() == kept_counts(mine, mine.kept(9, 4))
 
 
 @pytest.mark.parametrize("how_far", HOW_FAR)
