@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 CapacityFactor = Literal["worst"] | float
 # As a config takes it. Beyond 1024 times the balanced load lies a typing error: the worst case is P times that load.
-Factor = Literal["worst"] | Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False, strict=False)]
+Factor = Literal["worst"] | Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 
 
 @final

@@ -18,6 +18,7 @@ from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.overflow import HighWaterMark
+from moe_dispatch.dispatchers.requirements import check_buffers
 from moe_dispatch.errors import StateError
 
 logger = logging.getLogger("moe_dispatch")
@@ -69,7 +70,12 @@ class Channel:
         return self._capacity
 
     def set_capacity(self, capacity: Capacity) -> None:
-        """Have another room from now on. Collective."""
+        """Have another room from now on. Collective.
+
+        Raises:
+            ConfigError: more rows than can be counted; on every rank alike, before anything changes.
+        """
+        check_buffers(self.backend_name, capacity)
         self._capacity = capacity
         assert self.config.max_tokens_per_rank is not None  # graph_safe asks for it
         self.backend.reserve(self.sizes(self.config.max_tokens_per_rank))

@@ -19,7 +19,7 @@ from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.verdict import Rejected
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Blueprint, Channel, ChannelKey, Lease, find_channel, keep_channel
-from moe_dispatch.dispatchers.requirements import check_group, check_usable, probe_backend, shape_of
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, probe_backend, shape_of
 from moe_dispatch.dispatchers.topology import detect_ranks_per_node
 from moe_dispatch.errors import ConfigError, MoEDispatchError, PeerError
 
@@ -114,6 +114,8 @@ def _draw(config: DispatcherConfig, communicator: Communicator, ranks_per_node: 
     check_usable(backend, options)
     needs = dataclasses.replace(backend.constraints(shape, options), **config.constraints.given())
     check_group(config, backend.name, shape, needs)
+    if config.graph_safe:
+        check_buffers(backend.name, backend.capacity(shape, options))
     _check_permutation(config, backend.name, needs, communicator)
     return Blueprint(backend=backend, options=options, shape=shape, needs=needs)
 
@@ -128,6 +130,11 @@ def _check_permutation(config: DispatcherConfig, name: str, needs: Constraints, 
             f"{config.permutation!r}. Leave permutation out."
         )
     kinds = {config.device} if config.device is not None else needs.devices or device_types(communicator.group)
+    if config.graph_safe and config.permutation == "te":
+        raise ConfigError(
+            f'Backend {name!r}: permutation must be "auto", "torch" or "triton" with graph_safe=True, because '
+            "transformer-engine's kernels are not yet used on buffers of fixed size, got 'te'. Leave permutation out."
+        )
     if len(kinds) == 1:
         choose_permutation(config.permutation, *kinds)
 

@@ -29,8 +29,8 @@ class RequiredCapacity:
     Attributes:
         rows: real rows of one rank's experts, without expert padding.
         pair_rows: rows from one rank to one rank; 0 where the backend has no bound of pairs.
-        capacity_factor: the ``capacity_factor`` that gives so many rows.
-        pair_factor: the ``pair_rows`` of ``alltoall`` that gives so many.
+        capacity_factor: the ``capacity_factor`` that gives so many rows, and at least one.
+        pair_factor: the ``pair_rows`` of ``alltoall`` that gives so many, and at least one; 0 where it has no bound.
         overflowed: whether there was room for less, so that rows were dropped.
     """
 
@@ -78,8 +78,8 @@ def required(channel: Channel) -> RequiredCapacity:
     return RequiredCapacity(
         rows=rows,
         pair_rows=pair_rows,
-        capacity_factor=rows / balanced_rows(channel.shape),
-        pair_factor=pair_rows / balanced_pair_rows(channel.shape),
+        capacity_factor=max(rows, 1) / balanced_rows(channel.shape),
+        pair_factor=0 if capacity.pair_rows is None else max(pair_rows, 1) / balanced_pair_rows(channel.shape),
         overflowed=not capacity.holds(rows, pair_rows),
     )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Backend, BackendOptions, Constraints, MoEShape, listed_sizes
+from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.config import DispatcherConfig
@@ -137,6 +138,20 @@ def _check_drop_order(config: DispatcherConfig, where: str, needs: Constraints) 
         raise ConfigError(
             f"{where}: it drops rows by {needs.drop_order}, got on_overflow={config.on_overflow!r}. "
             f'Use on_overflow="{allowed}" or "raise".'
+        )
+
+
+def check_buffers(name: str, capacity: Capacity) -> None:
+    """Refuse graph-safe buffers with more rows than ``offs`` can count.
+
+    Raises:
+        ConfigError: naming both numbers and the way out.
+    """
+    most = torch.iinfo(torch.int32).max
+    if capacity.buffer_rows > most:
+        raise ConfigError(
+            f"Backend {name!r}: a graph-safe buffer must have at most {most} rows, because offs is int32, got "
+            f"{capacity.buffer_rows}. Lower max_tokens_per_rank or capacity_factor."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, group_slots
+from moe_dispatch.backends.permutation import Permutation, SlotIndex, StaticIndex, group_slots, group_statically
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -74,3 +74,25 @@ def reduced(permutation: Permutation, rows_RD: Tensor, index: SlotIndex, weights
     out = torch.full((index.num_rows, rows_RD.shape[1]), float("nan"), dtype=rows_RD.dtype)
     permutation.reduce(rows_RD, index, weights_R, out)
     return out
+
+
+def static_index(
+    table: Table,
+    *,
+    rows: int | None = None,
+    weights: Tensor | None = None,
+    dtype: torch.dtype = torch.int64,
+    slack: int = 0,
+) -> StaticIndex:
+    """The table's index of fixed size: room for what it needs and ``slack``, or for any ``rows`` of it."""
+    size = max(len(table.grouped()) + slack, 1)
+    if rows is not None:
+        size = rows + min(table.num_keys, rows) * (table.multiple - 1)
+    return group_statically(
+        table.tensor.to(dtype),
+        table.num_keys,
+        rows=table.tensor.numel() if rows is None else rows,
+        buffer_rows=size,
+        pad_multiple=table.multiple,
+        weights_SK=weights,
+    )

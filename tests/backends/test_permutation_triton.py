@@ -40,7 +40,7 @@ def test_interpreter_passes_the_suite() -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets or compiles."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton"]
     finished = subprocess.run(
-        [*command, "tests/backends/test_permutation_rows.py"],
+        [*command, "tests/backends/test_permutation_rows.py", "tests/backends/test_static_rows.py"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -65,22 +65,22 @@ def weights_not_applied(patch: Patch) -> None:
 
 
 def weights_rounded_to_bfloat16(patch: Patch) -> None:
-    def rounded(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK)
+    def rounded(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK, asks=asks)
         return ids_TK, weights_TK.bfloat16().to(weights_TK.dtype)
 
     patch.setattr(dispatcher, "merge_duplicates", rounded)
 
 
 def gradient_of_weights_dropped(patch: Patch) -> None:
-    def detached(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        return merge_duplicates(ids_TK, weights_TK.detach())
+    def detached(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
+        return merge_duplicates(ids_TK, weights_TK.detach(), asks=asks)
 
     patch.setattr(dispatcher, "merge_duplicates", detached)
 
 
 def duplicates_not_merged(patch: Patch) -> None:
-    patch.setattr(dispatcher, "merge_duplicates", lambda ids_TK, weights_TK: (ids_TK, weights_TK))
+    patch.setattr(dispatcher, "merge_duplicates", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
 
 
 def experts_in_reverse_order(patch: Patch) -> None:
@@ -92,7 +92,7 @@ def experts_in_reverse_order(patch: Patch) -> None:
     patch.setattr(alltoall, "group_slots", reverse)
 
 
-def _arriving(patch: Patch, change: Callable[[Arrived], dict[str, Any]]) -> None:
+def arriving(patch: Patch, change: Callable[[Arrived], dict[str, Any]]) -> None:
     dispatch = AllToAll.dispatch_async
 
     def changed(self: AllToAll, *args: Any) -> Callable[[], Arrived]:
@@ -114,11 +114,11 @@ def rows_of_an_expert_in_reverse(patch: Patch) -> None:
         )
         return {"rows": torch.cat([torch.cat((part[:real].flip(0), part[real:])) for part, real in parts])}
 
-    _arriving(patch, reverse)
+    arriving(patch, reverse)
 
 
 def counts_without_padding(patch: Patch) -> None:
-    _arriving(patch, lambda arrived: {"tokens_per_expert": arrived.real_tokens_per_expert})
+    arriving(patch, lambda arrived: {"tokens_per_expert": arrived.real_tokens_per_expert})
 
 
 def padding_not_cleared(patch: Patch) -> None:
@@ -141,7 +141,7 @@ def outputs_of_padding_read(patch: Patch) -> None:
 def state_kept_on_the_backend(patch: Patch) -> None:
     combine = AllToAll.combine
     latest: dict[int, Any] = {}
-    _arriving(patch, lambda arrived: latest.update({id(arrived.state.context): arrived.state}) or {})
+    arriving(patch, lambda arrived: latest.update({id(arrived.state.context): arrived.state}) or {})
 
     def with_latest(self: AllToAll, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
         return combine(self, rows_RD, weights_R, latest[id(self.context)], weighted=weighted)
@@ -152,7 +152,7 @@ def state_kept_on_the_backend(patch: Patch) -> None:
 def state_of_the_latest_call_in_backward(patch: Patch) -> None:
     backward = rank_major._Combine.backward
     latest: dict[int, Any] = {}
-    _arriving(patch, lambda arrived: latest.update({id(arrived.state.context): arrived.state}) or {})
+    arriving(patch, lambda arrived: latest.update({id(arrived.state.context): arrived.state}) or {})
 
     def with_latest(ctx: Any, grad_TD: Tensor) -> Any:
         ctx.route = latest[id(ctx.route.context)]
@@ -172,7 +172,7 @@ def buffer_shared_by_all_calls(patch: Patch) -> None:
         shared[id(arrived.state.context)] = arrived.rows
         return {}
 
-    _arriving(patch, share)
+    arriving(patch, share)
 
 
 def rows_that_are_no_tokens_sent(patch: Patch) -> None:

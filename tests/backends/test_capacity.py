@@ -1,0 +1,120 @@
+"""Sizes of graph-safe buffers against counting by hand: enough for every routing, and not a row more."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from moe_dispatch.backends import MoEShape
+from moe_dispatch.backends.capacity import (
+    Capacity,
+    balanced_pair_rows,
+    balanced_rows,
+    capacity_of,
+    grown,
+    sized,
+    worst_rows,
+)
+from moe_dispatch.backends.permutation import round_up
+
+
+def shape(experts: int, ranks: int, top_k: int, tokens: int, pad_multiple: int = 1, factor: float = 0) -> MoEShape:
+    return MoEShape(
+        num_experts=experts,
+        top_k=top_k,
+        hidden_size=8,
+        ep_size=ranks,
+        pad_multiple=pad_multiple,
+        max_tokens_per_rank=tokens,
+        graph_safe=True,
+        capacity_factor=factor or "worst",
+    )
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 2, 3, 4])
+@pytest.mark.parametrize("local", [1, 2, 3])
+def test_buffer_rows_are_enough_and_tight(local: int, pad_multiple: int) -> None:
+    """Every way to put up to so many rows into L groups, each padded; the largest fills the buffer."""
+    for rows in range(1, 8):
+        ways = (counts for counts in itertools.product(range(rows + 1), repeat=local) if sum(counts) <= rows)
+        most = max(sum(round_up(count, pad_multiple) for count in counts) for counts in ways)
+        assert sized(shape(local, 1, 1, 8, pad_multiple), rows, None).buffer_rows == most
+
+
+SMALL = [(4, 2, 1), (4, 2, 2), (4, 2, 3), (4, 4, 2), (6, 2, 4), (6, 3, 2), (5, 1, 2), (8, 2, 3)]
+
+
+@pytest.mark.parametrize(("experts", "ranks", "top_k"), SMALL)
+def test_balanced_numbers_by_enumeration(experts: int, ranks: int, top_k: int) -> None:
+    """All choices of K experts alike: rows that a pair exchanges, and rows that a rank's experts take."""
+    local, tokens = experts // ranks, 7
+    choices = list(itertools.combinations(range(experts), top_k))
+    here = [sum(expert < local for expert in chosen) for chosen in choices]
+    mine = shape(experts, ranks, top_k, tokens)
+    assert balanced_pair_rows(mine) == pytest.approx(tokens * sum(map(bool, here)) / len(choices))
+    assert balanced_rows(mine) == pytest.approx(ranks * tokens * sum(here) / len(choices))
+
+
+@pytest.mark.parametrize(("experts", "ranks", "top_k"), SMALL)
+def test_the_worst_case_is_reached_and_never_exceeded(experts: int, ranks: int, top_k: int) -> None:
+    """One token a rank; each may choose up to K experts, all ranks alike at worst."""
+    local = experts // ranks
+    choices = [chosen for size in range(top_k + 1) for chosen in itertools.combinations(range(experts), size)]
+    most = max(ranks * sum(expert < local for expert in chosen) for chosen in choices)
+    mine = shape(experts, ranks, top_k, 1)
+    assert worst_rows(mine) == most
+    assert capacity_of(mine).rows == most
+    assert capacity_of(mine, pair_factor="worst").pair_rows == 1
+    assert capacity_of(mine).pair_rows is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "rows"), [(1, 20), (1.01, 21), (1.25, 25), (0.01, 1), (1e-9, 1), (3.99, 40), (4, 40), (1024, 40)]
+)
+def test_capacity_factor_is_over_the_balanced_load(factor: float, rows: int) -> None:
+    """Tmax 10, K 2: 20 rows balanced, 40 at worst on two ranks."""
+    assert capacity_of(shape(8, 2, 2, 10, factor=factor)).rows == rows
+
+
+@pytest.mark.parametrize(("factor", "rows"), [(1, 8), (1.2, 10), (1.27, 10), (0.5, 4), (1e-9, 1), (1024, 10)])
+def test_pair_rows_are_over_the_expected_distinct_rows(factor: float, rows: int) -> None:
+    """8 experts, 4 here, K 2: of 28 pairs 6 lie elsewhere, so 10 * 22/28 = 7.86 of 10 rows are expected."""
+    capacity = capacity_of(shape(8, 2, 2, 10), pair_factor=factor)
+    assert (capacity.pair_rows, capacity.rows) == (rows, 40)
+
+
+def test_numbers_of_other_libraries() -> None:
+    """A rank factor of 1.5 as in Megatron, for 256 experts on 64 ranks, top-8, 4096 tokens; 2/64 of the worst case."""
+    mine = shape(256, 64, 8, 4096, pad_multiple=16, factor=1.5)
+    assert worst_rows(mine) == 64 * 4096 * 4
+    assert capacity_of(mine).rows == 1.5 * 4096 * 8
+    assert capacity_of(mine).buffer_rows == 1.5 * 4096 * 8 + 4 * 15 // 16 * 16
+    assert balanced_pair_rows(mine) == pytest.approx(4096 * (1 - math.comb(252, 8) / math.comb(256, 8)))
+    assert capacity_of(mine, pair_factor=1.0).pair_rows == 492
+
+
+@pytest.mark.parametrize(
+    ("rows", "pair_rows", "bound", "holds"),
+    [(4, 2, 2, True), (5, 2, 2, False), (4, 3, 2, False), (4, 99, None, True), (0, 0, 2, True)],
+)
+def test_holds(rows: int, pair_rows: int, bound: int | None, holds: bool) -> None:
+    assert Capacity(rows=4, buffer_rows=4, pair_rows=bound).holds(rows, pair_rows) == holds
+
+
+@pytest.mark.parametrize(
+    ("rows", "pair_rows", "headroom", "wanted"),
+    [
+        (4, 2, 8, (4, 2)),  # nothing was short
+        (5, 2, 1, (5, 2)),
+        (5, 3, 1.5, (8, 5)),
+        (5, 3, 100, (40, 10)),  # never beyond the worst case
+        (1, 3, 1, (4, 3)),  # never less
+    ],
+)
+def test_grown(rows: int, pair_rows: int, headroom: float, wanted: tuple[int, int]) -> None:
+    mine = shape(8, 2, 2, 10)
+    after = grown(mine, sized(mine, 4, 2), rows=rows, pair_rows=pair_rows, headroom=headroom)
+    assert (after.rows, after.pair_rows) == wanted
+    assert grown(mine, sized(mine, 4, None), rows=5, pair_rows=0, headroom=1).pair_rows is None

@@ -1,0 +1,168 @@
+"""The passes over rows of a buffer of fixed size: the rows of the eager ones, whatever stands in the slack."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_dispatch import build_dispatcher
+from moe_dispatch.backends.permutation import Permutation, StaticTorchPermutation, TorchPermutation, blocks
+from moe_dispatch.backends.permutation.bags import bag
+from moe_dispatch.backends.permutation.static_rows import in_bfloat16_parts
+from moe_dispatch.testing.seat import padding_rows
+from tests.backends.permutations import INTERPRETED, implementations
+from tests.backends.tables import FLOATS, Table, reduced, rows_of, static_index, tables
+from tests.dispatchers.layer import random_routing, random_rows, small_config
+
+NAN, INF = float("nan"), float("inf")
+FIXED = settings(max_examples=15 if INTERPRETED else 60, deadline=None, derandomize=True)
+EAGER = TorchPermutation()
+STATIC: dict[str, Permutation] = {"torch": StaticTorchPermutation()}
+if INTERPRETED:
+    STATIC["triton"] = implementations()["triton"]
+every = pytest.mark.parametrize("permutation", STATIC.values(), ids=STATIC)
+SLACK = 3
+
+
+def padded_with_nan(rows_R: Tensor, table: Table, size: int) -> Tensor:
+    """Grouped rows of the eager index, longer, with NaN in padding and slack."""
+    is_padding = [pair is None for pair in table.grouped()] + [True] * (size - len(rows_R))
+    more = rows_R.new_zeros(size - len(rows_R), *rows_R.shape[1:])
+    mask = torch.tensor(is_padding).view(-1, *[1] * (rows_R.dim() - 1))
+    return torch.cat([rows_R, more]).masked_fill(mask, NAN)
+
+
+@every
+@FIXED
+@given(tables())
+def test_expand(permutation: Permutation, table: Table) -> None:
+    assume(table.keys)
+    rows_SD, index = rows_of(len(table.keys)), static_index(table, slack=SLACK)
+    wanted = EAGER.expand(rows_SD, table.index, torch.float32)
+    assert torch.equal(permutation.expand(rows_SD, index, torch.float32)[: len(wanted)], wanted)
+
+
+@every
+@pytest.mark.parametrize("weighted", [True, False])
+@FIXED
+@given(tables())
+def test_expand_weighted(permutation: Permutation, weighted: bool, table: Table) -> None:
+    assume(table.keys)
+    rows_SD, index, size = rows_of(len(table.keys)), static_index(table, slack=SLACK), len(table.grouped())
+    partners_R, weights_R = rows_of(size, seed=1), rows_of(size, 1, seed=2).squeeze(1)
+    wanted, dots = EAGER.expand_weighted(
+        rows_SD, table.index, weights_R if weighted else None, partners_R if weighted else None, torch.float32
+    )
+    long = [
+        padded_with_nan(values, table, index.num_grouped) if weighted else None for values in (weights_R, partners_R)
+    ]
+    got, got_dots = permutation.expand_weighted(rows_SD, index, long[0], long[1], torch.float32)
+    assert torch.equal(got[:size], wanted)
+    assert (got_dots is None) == (dots is None)
+    if got_dots is not None and dots is not None:
+        torch.testing.assert_close(got_dots[:size], dots)
+
+
+@every
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("weighted", [True, False])
+@FIXED
+@given(tables())
+def test_reduce(permutation: Permutation, dtype: torch.dtype, weighted: bool, table: Table) -> None:
+    assume(table.keys)
+    index, size = static_index(table, slack=SLACK), len(table.grouped())
+    weight_dtype = torch.promote_types(dtype, torch.float32)
+    rows_R, weights_R = rows_of(size, dtype=dtype), rows_of(size, 1, weight_dtype, seed=1).squeeze(1)
+    wanted = reduced(EAGER, rows_R, table.index, weights_R if weighted else None)
+    rows, weights = (padded_with_nan(values, table, index.num_grouped) for values in (rows_R, weights_R))
+    got = reduced(permutation, rows, index, weights if weighted else None)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_blocks_change_no_bit(dtype: torch.dtype, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table([[1, 0, 3], [-1, -1, -1], [2, -1, 3], [0, 1, 2], [3, -1, 1]] * 5, 3, 4, 4)
+    index = static_index(table, slack=SLACK)
+    rows = padded_with_nan(rows_of(len(table.grouped()), dtype=dtype), table, index.num_grouped)
+    weights = rows_of(index.num_grouped, 1, torch.promote_types(dtype, torch.float32), seed=1).squeeze(1)
+    wanted = reduced(STATIC["torch"], rows, index, weights if weighted else None)
+    for nbytes in (1, 7 * 6 * 4):  # one row in a block, and seven: the last block is short
+        monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", nbytes)
+        assert torch.equal(reduced(STATIC["torch"], rows, index, weights if weighted else None), wanted)
+
+
+def bags(counts: list[int], seed: int) -> tuple[Tensor, Tensor]:
+    """Members and edges of bags, with members behind the last that belong to nobody."""
+    generator = torch.Generator().manual_seed(seed)
+    edges = torch.tensor([0, *counts]).cumsum(0)
+    return torch.randint(0, 9, (int(edges[-1]) + 4,), generator=generator), edges
+
+
+# bfloat16 has float32's range, but behind the least of its numbers it has no bits for a second and third part.
+NUMBERS = st.floats(-(2.0**66), 2.0**66, width=32).filter(lambda value: value == 0 or abs(value) > 1e-20)
+
+
+@FIXED
+@given(st.lists(NUMBERS, min_size=1, max_size=12))
+def test_three_parts_are_the_weight_exactly(weights: list[float]) -> None:
+    weights_N, members_N = torch.tensor(weights), torch.arange(len(weights))
+    members, edges, parts = in_bfloat16_parts(members_N, torch.arange(len(weights) + 1), weights_N)
+    sums = [parts[begin:end].double().sum().item() for begin, end in itertools.pairwise(edges)]
+    assert sums == weights_N.double().tolist()
+    counts = edges.diff()
+    assert members[: int(edges[-1])].tolist() == members_N.repeat_interleave(counts).tolist()
+    assert counts.min() >= 1
+    assert counts.max() <= 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sums_of_parts_are_the_exact_sum_rounded(seed: int) -> None:
+    """To a bfloat16 or its neighbour where the exact sum lies in the middle of two, up to the float32 of the sums."""
+    counts = torch.randint(0, 5, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+    members_N, cu_S = bags(counts, seed)
+    rows, weights_N = rows_of(9, dtype=torch.bfloat16), rows_of(len(members_N), 1, seed=seed).squeeze(1)
+    got = bag(rows, *in_bfloat16_parts(members_N, cu_S, weights_N))
+    terms = rows.double().index_select(0, members_N) * weights_N.double().unsqueeze(1)
+    exact = torch.stack([terms[begin:end].sum(0) for begin, end in itertools.pairwise(cu_S)])
+    wrong = got[:12] != exact.bfloat16()
+    near = torch.stack([(exact * (1 + sign * 1e-6)).bfloat16() for sign in (-1, 1)])
+    assert (~wrong | (got[:12] == near).any(0)).all()
+    assert wrong.double().mean() < 0.01
+
+
+WEIGHTS = [1.0, 0.5, 1 + 2**-12, -0.3, 1e-6, 0.0, INF, NAN]
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN, 3e38, 1.5])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_what_is_infinite_stays_so(value: float, weight: float) -> None:
+    """As the eager sums have it: parts that are 0 must not make NaN of an infinite row."""
+    table = Table([[0, 1]], 2, 2, 1)
+    rows = torch.tensor([[value] * 6, [1.0] * 6], dtype=torch.bfloat16)
+    weights = torch.tensor([weight, 0.25])
+    wanted = reduced(EAGER, rows, table.index, weights)
+    got = reduced(STATIC["torch"], rows, static_index(table), weights)
+    torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize("backend", ["local", "alltoall"])
+def test_a_graph_safe_dispatcher_with_this_permutation(name: str, backend: str) -> None:
+    routing = random_routing(6)
+    config = small_config(backend, graph_safe=True, max_tokens_per_rank=9, pad_multiple=4, permutation=name)
+    x = random_rows(6).requires_grad_()
+    dispatcher = build_dispatcher(config)
+    assert dispatcher._lease.channel.backend.context.permutation_on(x.device).name == name
+    sent = dispatcher.dispatch(x, routing)
+    rows = sent.rows.masked_fill(padding_rows(sent).unsqueeze(1), NAN)
+    y = dispatcher.combine(rows, sent)
+    scale = routing.topk_weights.sum(1, keepdim=True)
+    torch.testing.assert_close(y, x * scale)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, scale.expand_as(x))

@@ -1,0 +1,212 @@
+"""At capacity, one above and far above: what is dropped, in both directions, and who hears of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch.backends import base
+from moe_dispatch.backends.permutation import static_index
+from moe_dispatch.errors import CapacityError
+from moe_dispatch.testing import Ranks
+from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
+from tests.dispatchers.layer import Group, expert_weights, raises_everywhere, random_rows
+
+RANKS = Ranks()
+WEIGHTS = expert_weights(dtype=torch.float64)
+TOKENS = {1: (8,), 4: (8, 5, 0, 3), 8: (8, 1, 0, 6, 8, 2, 0, 3)}
+# A backend, the ranks, and which of its two bounds are finite.
+BOUNDS = [
+    ("local", 1, "rows"),
+    ("alltoall", 1, "both"),
+    *((backend, size, "rows") for backend in ("allgather", "alltoall") for size in (4, 8)),
+    *(("alltoall", size, bound) for bound in ("pair", "both") for size in (4, 8)),
+]
+HOW_FAR = {"at": lambda needed: needed, "one above": lambda needed: needed - 1, "far above": lambda needed: needed // 3}
+
+
+def on_kept_ranks(body: Callable[[Group], Any], size: int) -> list[Any]:
+    return RANKS.run(body, size) if size > 1 else [body(None)]
+
+
+def room(demand: tuple[int, int], bound: str, how_far: str) -> dict[str, int]:
+    rows, pair_rows = (max(HOW_FAR[how_far](needed), 1) for needed in demand)
+    return {**({} if bound == "pair" else {"rows": rows}), **({} if bound == "rows" else {"pair_rows": pair_rows})}
+
+
+def kept_counts(mine: Load, kept: set[Any]) -> list[int]:
+    return [sum(slot[2] == expert for slot in kept) for expert in range(8)]
+
+
+def run_dropping(backend: str, mine: Load, room: dict[str, int], **fields: Any) -> None:
+    """Dispatch with so much room, and hold everything against the reference."""
+    config = safe_config(backend, size=mine.size, **room, **fields)
+
+    def body(group: Group) -> tuple[Any, ...]:
+        dispatcher = build_dispatcher(config, group)
+        result = run_layer(dispatcher, mine, WEIGHTS, group)
+        needed = dispatcher.check()
+        dispatcher.close()  # groups are used again, and with them the channel would be
+        return *result, needed
+
+    results = on_kept_ranks(body, mine.size)
+    rows, pair_rows = mine.demand()
+    kept = mine.kept(room.get("rows", rows), room.get("pair_rows"))
+    assert torch.cat([result[4] for result in results]).tolist() == kept_counts(mine, kept)
+    expect_same(collected([result[:5] for result in results]), expected(mine, kept, WEIGHTS))
+    overflowed = len(kept) < len(mine.slots())
+    for result in results:
+        required = result[5]
+        assert (required.rows, required.overflowed) == (rows, overflowed)
+        assert required.pair_rows == (pair_rows if backend == "alltoall" else 0)
+
+
+@pytest.mark.parametrize("kind", ["skewed", "ties", "signs", "holes"])
+@pytest.mark.parametrize("how_far", HOW_FAR)
+@pytest.mark.parametrize(("backend", "size", "bound"), BOUNDS)
+def test_the_lightest_are_dropped(backend: str, size: int, bound: str, how_far: str, kind: str) -> None:
+    mine = load(TOKENS[size], kind)
+    run_dropping(backend, mine, room(mine.demand(), bound, how_far), pad_multiple=4 if kind == "holes" else 1)
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_who_is_dropped_does_not_depend_on_the_wire(wire_dtype: str) -> None:
+    """Weights travel whole, whatever rows travel in."""
+    mine, hidden = load(TOKENS[4]), 128
+    config = safe_config("alltoall", size=4, rows=9, pair_rows=4, wire_dtype=wire_dtype, hidden_size=hidden)
+
+    def body(group: Group) -> Tensor:
+        assert group is not None
+        rank = group.rank()
+        dispatcher = build_dispatcher(config, group)
+        sent = dispatcher.dispatch(random_rows(TOKENS[4][rank], hidden), Routing(mine.ids[rank], mine.weights[rank]))
+        dispatcher.close()
+        return sent.real_tokens_per_expert
+
+    assert torch.cat(on_kept_ranks(body, 4)).tolist() == kept_counts(mine, mine.kept(9, 4))
+
+
+@pytest.mark.parametrize("how_far", HOW_FAR)
+@pytest.mark.parametrize(("backend", "size", "bound"), BOUNDS)
+def test_raise_is_heard_on_all_ranks_alike(backend: str, size: int, bound: str, how_far: str) -> None:
+    """``load`` overflows the first ranks only, and on allgather and alltoall the others must hear of it."""
+    mine = load(TOKENS[size])
+    fits = room(mine.demand(), bound, how_far)
+    config = safe_config(backend, size=size, on_overflow="raise", **fits)
+
+    def body(group: Group) -> Any:
+        dispatcher = build_dispatcher(config, group)
+        run_layer(dispatcher, mine, WEIGHTS, group)
+        try:
+            return dispatcher.check()
+        except CapacityError as error:
+            return error
+        finally:
+            dispatcher.close()
+
+    results = on_kept_ranks(body, size)
+    rows, pair_rows = mine.demand()
+    if how_far == "at":
+        assert [result.overflowed for result in results] == [False] * size
+        return
+    raises_everywhere(
+        results, CapacityError, "Dispatcher.check: a dispatch must need at most", f"got {rows} (capacity_factor "
+    )
+    texts = [f"at most {fits['rows']} rows"] if "rows" in fits else []
+    texts += [f"and {fits['pair_rows']} rows to each rank", f" and {pair_rows} (pair_rows "] if bound != "rows" else []
+    raises_everywhere(results, CapacityError, *texts, "Call grow(), or raise these. Results since then lack rows.")
+    assert len(set(map(str, results))) == 1
+
+
+def test_one_rank_overflows_alone() -> None:
+    """Only rank 2 has tokens, all for the experts of rank 3."""
+    nothing = torch.empty(0, 2, dtype=torch.int64)
+    ids, weights = torch.tensor([[6, 7]] * 8), torch.arange(16).view(8, 2) / 64
+    mine = Load((nothing, nothing, ids, nothing), (nothing.float(), nothing.float(), weights, nothing.float()))
+    assert mine.demand() == (16, 8)
+    for backend in ("allgather", "alltoall"):
+        run_dropping(backend, mine, {"rows": 5})
+    run_dropping("alltoall", mine, {"pair_rows": 3})
+
+
+def test_equal_weights_are_dropped_from_the_end() -> None:
+    ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
+    mine = Load((ids, ids), (torch.full((3, 2), 0.5),) * 2)
+    assert mine.kept(7) == set(list(mine.slots())[:7])
+    assert mine.kept(12, 2) == {slot for slot in mine.slots() if slot[1] < 2}
+    for backend in ("allgather", "alltoall"):
+        run_dropping(backend, mine, {"rows": 7})
+    run_dropping("alltoall", mine, {"pair_rows": 2})
+
+
+def test_a_weight_that_is_no_number_is_seen_rather_than_dropped() -> None:
+    ids, weights = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[0.5, 0.75], [float("nan"), 0.25]])
+    config = safe_config("local", rows=1)
+
+    def body(group: Group) -> tuple[Tensor, ...]:
+        return run_layer(build_dispatcher(config, group), Load((ids,), (weights,)), WEIGHTS, group)
+
+    y = body(None)[0]
+    assert y[1].isnan().all()
+    assert not y[0].any()
+
+
+def planted_counts(patch: pytest.MonkeyPatch) -> None:
+    """Real rows counted before the lightest are dropped."""
+
+    def before(keys_SK: Tensor, num_keys: int, **options: Any) -> Any:
+        index = static_index.group_statically(keys_SK, num_keys, **options)
+        keys = keys_SK.reshape(-1)
+        real = torch.bincount(keys[(keys >= 0) & (keys < num_keys)].long(), minlength=num_keys)
+        return dataclasses.replace(index, real_L=real)
+
+    patch.setattr(base, "group_statically", before)
+
+
+def planted_order(patch: pytest.MonkeyPatch) -> None:
+    """Of equal weights the first are dropped."""
+    heaviest = static_index.heaviest
+
+    def last(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
+        return heaviest(weights_N.flip(0), is_real_N.flip(0), room).flip(0)
+
+    patch.setattr(static_index, "heaviest", last)
+
+
+def planted_demand(patch: pytest.MonkeyPatch) -> None:
+    """What stays behind is not counted."""
+    patch.setattr("moe_dispatch.backends.alltoall.wanted_here", lambda *_: None)
+
+
+def planted_gradient(patch: pytest.MonkeyPatch) -> None:
+    """Dropped slots get the gradient of the last row."""
+
+    def unmasked(self: Any, values_R: Tensor) -> Tensor:
+        values_N = values_R.index_select(0, self.place_N.clamp(max=self.num_grouped - 1))
+        return torch.empty_like(values_N).index_copy_(0, self.slot_N, values_N).view(self.num_rows, self.top_k)
+
+    patch.setattr(static_index.StaticIndex, "to_slots", unmasked)
+
+
+PLANTS = {
+    "counts": (planted_counts, {"rows": 9}),
+    "order": (planted_order, {"rows": 9}),
+    "demand": (planted_demand, {"pair_rows": 2}),
+    "gradient": (planted_gradient, {"rows": 9}),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_planted_bugs_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, fits = PLANTS[name]
+    mine = load(TOKENS[4], "ties")
+    run_dropping("alltoall", mine, fits)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        run_dropping("alltoall", mine, fits)

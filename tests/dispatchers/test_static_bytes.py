@@ -1,0 +1,121 @@
+"""What graph-safe ``alltoall`` really sends: ``pair_rows`` rows to each rank, whatever the routing, and no counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.backends.permutation import round_up
+from moe_dispatch.testing import Collective, allow_host_syncs, count_collectives, refuse_host_syncs
+from moe_dispatch.testing.routings import ROUTINGS
+from tests.dispatchers.dropping import safe_config
+from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, on_ranks, random_rows
+
+SIZE, TOKENS, HIDDEN = 4, 8, 128
+KINDS = ["balanced", "skewed", "last_expert", "duplicates", "nowhere", "partly_nowhere"]
+
+
+def step(
+    kind: str, *, backend: str = "alltoall", dtype: torch.dtype = torch.float32, **fields: Any
+) -> Callable[[Group], list[Collective]]:
+    """Dispatch, combine and their backwards; the collectives of a rank, in order."""
+    config = safe_config(backend, size=SIZE, hidden_size=HIDDEN, **fields)
+
+    def body(group: Group) -> list[Collective]:
+        assert group is not None
+        with allow_host_syncs():
+            dispatcher = build_dispatcher(config, group)
+            tokens = TOKENS - 2 * group.rank()
+            generator = torch.Generator().manual_seed(group.rank())
+            ids = ROUTINGS[kind](tokens, TOP_K, NUM_EXPERTS, generator)
+            weights = torch.rand(tokens, TOP_K, generator=generator).requires_grad_()
+            x = random_rows(tokens, HIDDEN, dtype=dtype).requires_grad_()
+        with count_collectives() as seen:
+            sent = dispatcher.dispatch(x, Routing(ids, weights))
+            dispatcher.combine(sent.rows, sent).sum().backward()
+        return seen.calls
+
+    return body
+
+
+# dtype, wire; bytes of a row there and back
+WIRES: list[tuple[torch.dtype, str | None, int, int]] = [
+    (torch.float32, None, 4 * HIDDEN, 4 * HIDDEN),
+    (torch.bfloat16, None, 2 * HIDDEN, 2 * HIDDEN),
+    (torch.float32, "bfloat16", 2 * HIDDEN, 2 * HIDDEN),
+    (torch.bfloat16, "float8_e4m3fn", HIDDEN + 4, 2 * HIDDEN),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pair_rows", [1, 3, None])
+@pytest.mark.parametrize(("dtype", "wire", "row", "row_back"), WIRES)
+def test_bytes_are_those_of_the_pairs(
+    dtype: torch.dtype, wire: str | None, row: int, row_back: int, pair_rows: int | None, kind: str
+) -> None:
+    others = (SIZE - 1) * (pair_rows or TOKENS)
+    slots = TOP_K * (4 + 2)  # a float32 weight and an int16 id
+    packet = round_up(row + slots + 4, 4)  # and how many slots were wanted
+    packet_back = round_up(row_back + TOP_K * 4, 4)
+    wanted = [others * nbytes for nbytes in (packet, row_back, row_back, packet_back)]
+    for calls in on_ranks(step(kind, dtype=dtype, wire_dtype=wire, pair_rows=pair_rows), SIZE):
+        assert [call.op for call in calls] == ["alltoall_base"] * 4
+        assert [call.nbytes for call in calls] == wanted
+
+
+def test_an_all_gather_sends_more() -> None:
+    """The measure tells the two apart, at a bound of the balanced load and where everything could be sent."""
+    alltoall = on_ranks(step("balanced", pair_rows=4), SIZE)[0]
+    allgather = on_ranks(step("balanced", backend="allgather", rows=16), SIZE)[0]
+    assert [call.op for call in allgather] == ["allgather_base", "reduce_scatter_base"] * 2
+    assert sum(call.nbytes for call in allgather) > 1.9 * sum(call.nbytes for call in alltoall)
+
+
+def test_an_all_gather_in_disguise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the exchange of rows is done by gathering everyone's buffers."""
+
+    def gathered(
+        self: Communicator, out: torch.Tensor, inp: torch.Tensor, out_splits: Any, in_splits: Any, *, label: str
+    ) -> None:
+        assert self.group is not None
+        everyone = inp.new_empty(self.size * inp.numel())
+        self.group._allgather_base(everyone, inp.reshape(-1)).wait()
+        part = inp.numel() // self.size
+        out.view(-1).copy_(everyone.view(self.size, self.size, part)[:, self.rank].reshape(-1))
+
+    right = on_ranks(step("skewed", pair_rows=3), SIZE)
+    monkeypatch.setattr(Communicator, "all_to_all", gathered)
+    disguised = on_ranks(step("skewed", pair_rows=3), SIZE)
+    for mine, other in zip(disguised, right, strict=True):
+        assert sum(call.nbytes for call in mine) == SIZE * sum(call.nbytes for call in other)
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_no_host_reads_anything(backend: str) -> None:
+    room: dict[str, Any] = {"pair_rows": 3, "rows": 9} if backend == "alltoall" else {"rows": 9}
+    with refuse_host_syncs() as found:
+        calls = on_ranks(step("partly_nowhere", backend=backend, **room), SIZE)
+    assert found == []
+    assert [len(of_rank) for of_rank in calls] == [4] * SIZE
+
+
+@pytest.mark.parametrize("pair_rows", [2, None])
+def test_metrics_have_the_same_bytes(pair_rows: int | None) -> None:
+    """``bytes_sent`` is counted on the host; it equals what was measured."""
+
+    def body(group: dist.ProcessGroup | None) -> tuple[int, int]:
+        assert group is not None
+        dispatcher = build_dispatcher(safe_config("alltoall", size=SIZE, pair_rows=pair_rows), group)
+        before = dispatcher._lease.channel.communicator.bytes_sent["dispatch"]
+        with count_collectives() as seen:
+            dispatcher.dispatch(random_rows(5), Routing(torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)))
+        return seen.nbytes, dispatcher._lease.channel.communicator.bytes_sent["dispatch"] - before
+
+    for measured, counted in on_ranks(body, SIZE):
+        assert measured == counted > 0
