@@ -102,12 +102,13 @@ def grow(channel: Channel, headroom: float) -> RequiredCapacity:
         raise StateError(f"Dispatcher.grow: headroom must lie in 1..1024, got {headroom}. Use 1.0 for what was needed.")
     needed, before = required(channel), _capacity(channel, "grow")
     if needed.overflowed:
+        told = _told(channel.name, channel, needed)
         after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
         channel.set_capacity(after)
         if channel.control.rank == 0:
             logger.warning(
                 "%s Growing it to %d rows%s; plans and CUDA graphs made before must be made again.",
-                _told(channel.name, channel, needed),
+                told,
                 after.rows,
                 "" if after.pair_rows is None else f" and {after.pair_rows} rows to each rank",
             )

@@ -210,7 +210,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "v2 reads the device while it sorts expanded rows, which the option deterministic=False",
     ),
     ({**V2, "ranks_per_node": 1}, {}, "v2 reads the device while it sorts rows across nodes, which the option determi"),
-    (V1, {"on_overflow": "raise"}, 'capacity_factor must be "worst", because its library cannot drop rows, got'),
+    (
+        V1,
+        {"on_overflow": "raise"},
+        'capacity_factor must be "worst", without on_overflow, because its library cannot drop rows, got',
+    ),
     (V2, {"capacity_factor": 1.0, "on_overflow": "raise"}, 'must be "worst", because its library cannot drop'),
     (HYBRID, {"capacity_factor": 1.0, "on_overflow": "drop"}, "it drops rows by position, got on_overflow='drop'. Use"),
     (
