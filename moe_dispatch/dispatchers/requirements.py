@@ -129,8 +129,8 @@ def _check_drop_order(config: DispatcherConfig, where: str, needs: Constraints) 
     if needs.drop_order is None:
         raise ConfigError(
             f'{where}: capacity_factor must be "worst", without on_overflow, because its library cannot drop rows, '
-            f"got capacity_factor={config.capacity_factor!r} and on_overflow={config.on_overflow!r}. Leave both out, or use "
-            "another backend."
+            f"got capacity_factor={config.capacity_factor!r} and on_overflow={config.on_overflow!r}. "
+            "Leave both out, or use another backend."
         )
     chosen = {"drop": "weight", "drop_by_position": "position"}.get(config.on_overflow, needs.drop_order)
     if chosen != needs.drop_order:
