@@ -136,12 +136,29 @@ def test_only_what_was_short_grows() -> None:
         assert (capacity.rows, capacity.pair_rows) == (rows + 3, pair_rows)
 
 
-def test_without_an_overflow_nothing_changes() -> None:
+def test_without_an_overflow_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
     dispatcher = build_dispatcher(safe_config("local", rows=16))
     plan = dispatcher.plan(like=random_rows(8))
     dispatcher.dispatch(random_rows(8), random_routing(8), plan)
     assert not dispatcher.grow().overflowed
     dispatcher.dispatch(random_rows(8), random_routing(8), plan)
+    assert caplog.text == ""
+
+
+def test_growing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By rank 0, with what was needed and what there is now."""
+    mine = loads(4)
+    rows, pair_rows = mine.demand()
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_room("alltoall", 4), group)
+        run_layer(dispatcher, mine, WEIGHTS, group)
+        dispatcher.grow(headroom=1)
+
+    on_ranks(body, 4)
+    (told,) = caplog.messages
+    assert "a dispatch must need at most 2 rows of a rank's experts and 1 rows to each rank, got " in told
+    assert f"Growing it to {rows} rows and {pair_rows} rows to each rank; plans and CUDA graphs made before " in told
 
 
 @pytest.mark.parametrize("headroom", [0.999, 0, -1, 1025, math.nan, math.inf])
