@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, final
@@ -103,11 +104,12 @@ def grow(channel: Channel, headroom: float) -> RequiredCapacity:
     needed, before = required(channel), _capacity(channel, "grow")
     if needed.overflowed:
         after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
+        told = _told(channel.name, channel, needed)  # of the room that was too small
         channel.set_capacity(after)
         if channel.control.rank == 0:
             logger.warning(
                 "%s Growing it to %d rows%s; plans and CUDA graphs made before must be made again.",
-                _told(channel.name, channel, needed),
+                told,
                 after.rows,
                 "" if after.pair_rows is None else f" and {after.pair_rows} rows to each rank",
             )
@@ -140,8 +142,13 @@ def _capacity(channel: Channel, verb: str) -> Capacity:
 def _told(where: str, channel: Channel, needed: RequiredCapacity) -> str:
     capacity = _capacity(channel, "check")
     pair = "" if capacity.pair_rows is None else f" and {capacity.pair_rows} rows to each rank"
-    wanted = "" if capacity.pair_rows is None else f" and {needed.pair_rows} (pair_rows {needed.pair_factor:.3f})"
+    wanted = "" if capacity.pair_rows is None else f" and {needed.pair_rows} (pair_rows {_upwards(needed.pair_factor)})"
     return (
         f"{where}: a dispatch must need at most {capacity.rows} rows of a rank's experts{pair}, got {needed.rows} "
-        f"(capacity_factor {needed.capacity_factor:.3f}){wanted}. Call grow(), or raise these."
+        f"(capacity_factor {_upwards(needed.capacity_factor)}){wanted}. Call grow(), or raise these."
     )
+
+
+def _upwards(factor: float) -> str:
+    """With three decimals, and no less: whoever copies it has enough."""
+    return f"{math.ceil(factor * 1000) / 1000:.3f}"

@@ -14,7 +14,7 @@ from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends import MoEShape
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows
 from moe_dispatch.dispatchers.overflow import HighWaterMark
-from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.errors import CapacityError, ConfigError, StateError
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import (
     Group,
@@ -89,6 +89,18 @@ def test_factors_survive_rounding() -> None:
                 assert rows <= got <= rows + 1
                 exact += got == rows
     assert exact > 5_000
+
+
+@pytest.mark.parametrize("backend", ["local", "alltoall"])
+def test_factors_of_the_text_are_enough(backend: str) -> None:
+    """They are rounded up: 0.6664 told as 0.666 would give four rows too few."""
+    room = {"rows": 6000, **({"pair_rows": 3000} if backend == "alltoall" else {})}
+    dispatcher = build_dispatcher(safe_config(backend, max_tokens_per_rank=5000, on_overflow="raise", **room))
+    dispatcher.dispatch(random_rows(3332), random_routing(3332))
+    with pytest.raises(CapacityError) as caught:
+        dispatcher.check()
+    assert "got 6664 (capacity_factor 0.667)" in str(caught.value)
+    assert (" and 3332 (pair_rows 0.667)" in str(caught.value)) == (backend == "alltoall")
 
 
 @pytest.mark.parametrize("headroom", [1, 1.125, 1000])
