@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, final
@@ -104,6 +105,7 @@ def grow(channel: Channel, headroom: float) -> RequiredCapacity:
     if needed.overflowed:
         told = _told(channel.name, channel, needed)
         after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
+        told = _told(channel.name, channel, needed)  # of the room that was too small
         channel.set_capacity(after)
         if channel.control.rank == 0:
             logger.warning(
@@ -141,8 +143,13 @@ def _capacity(channel: Channel, verb: str) -> Capacity:
 def _told(where: str, channel: Channel, needed: RequiredCapacity) -> str:
     capacity = _capacity(channel, "check")
     pair = "" if capacity.pair_rows is None else f" and {capacity.pair_rows} rows to each rank"
-    wanted = "" if capacity.pair_rows is None else f" and {needed.pair_rows} (pair_rows {needed.pair_factor:.3f})"
+    wanted = "" if capacity.pair_rows is None else f" and {needed.pair_rows} (pair_rows {_upwards(needed.pair_factor)})"
     return (
         f"{where}: a dispatch must need at most {capacity.rows} rows of a rank's experts{pair}, got {needed.rows} "
-        f"(capacity_factor {needed.capacity_factor:.3f}){wanted}. Call grow(), or raise these."
+        f"(capacity_factor {_upwards(needed.capacity_factor)}){wanted}. Call grow(), or raise these."
     )
+
+
+def _upwards(factor: float) -> str:
+    """With three decimals, and no less: whoever copies it has enough."""
+    return f"{math.ceil(factor * 1000) / 1000:.3f}"

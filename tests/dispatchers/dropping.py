@@ -22,7 +22,7 @@ Slot = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Load:
-    """Ids and weights of all ranks. Weights are multiples of 1/64, so that sums of two are exact and ties are ties."""
+    """Ids and weights of all ranks. Weights have few bits, so that sums of two are exact and ties are ties."""
 
     ids: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
@@ -77,7 +77,7 @@ class Load:
 
 
 def load(tokens: Sequence[int], kind: str = "skewed", *, seed: int = 0, top_k: int = TOP_K) -> Load:
-    """Random loads, skewed: also "ties" of two weights, "signs" of both, "holes" of -1, NaN and duplicates."""
+    """Random loads, skewed; weights also "ties" of two, "close", or of both "signs"; "holes" are -1 and duplicates."""
     generator = torch.Generator().manual_seed(seed)
     odds = torch.arange(1, NUM_EXPERTS + 1).double().pow(-1.5)
     ids, weights = [], []
@@ -85,6 +85,8 @@ def load(tokens: Sequence[int], kind: str = "skewed", *, seed: int = 0, top_k: i
         drawn = torch.multinomial(odds.expand(max(count, 1), -1), top_k, generator=generator)[:count]
         low, high = {"ties": (1, 3), "signs": (-16, 16)}.get(kind, (1, 64))
         values = torch.randint(low, high, (count, top_k), generator=generator) / 64
+        if kind == "close":
+            values = 0.5 + values / 1024
         if kind == "holes":
             drawn[::3] = drawn[::3, :1]
             drawn[torch.rand(count, top_k, generator=generator) < 0.25] = -1

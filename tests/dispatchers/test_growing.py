@@ -14,7 +14,7 @@ from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends import MoEShape
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows
 from moe_dispatch.dispatchers.overflow import HighWaterMark
-from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.errors import CapacityError, ConfigError, StateError
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import (
     Group,
@@ -91,6 +91,18 @@ def test_factors_survive_rounding() -> None:
     assert exact > 5_000
 
 
+@pytest.mark.parametrize("backend", ["local", "alltoall"])
+def test_factors_of_the_text_are_enough(backend: str) -> None:
+    """They are rounded up: 0.6664 told as 0.666 would give four rows too few."""
+    room = {"rows": 6000, **({"pair_rows": 3000} if backend == "alltoall" else {})}
+    dispatcher = build_dispatcher(safe_config(backend, max_tokens_per_rank=5000, on_overflow="raise", **room))
+    dispatcher.dispatch(random_rows(3332), random_routing(3332))
+    with pytest.raises(CapacityError) as caught:
+        dispatcher.check()
+    assert "got 6664 (capacity_factor 0.667)" in str(caught.value)
+    assert (" and 3332 (pair_rows 0.667)" in str(caught.value)) == (backend == "alltoall")
+
+
 @pytest.mark.parametrize("headroom", [1, 1.125, 1000])
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
 def test_after_growing_the_same_data_fit(backend: str, size: int, headroom: float) -> None:
@@ -136,12 +148,29 @@ def test_only_what_was_short_grows() -> None:
         assert (capacity.rows, capacity.pair_rows) == (rows + 3, pair_rows)
 
 
-def test_without_an_overflow_nothing_changes() -> None:
+def test_without_an_overflow_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
     dispatcher = build_dispatcher(safe_config("local", rows=16))
     plan = dispatcher.plan(like=random_rows(8))
     dispatcher.dispatch(random_rows(8), random_routing(8), plan)
     assert not dispatcher.grow().overflowed
     dispatcher.dispatch(random_rows(8), random_routing(8), plan)
+    assert caplog.text == ""
+
+
+def test_growing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By rank 0, with what was needed and what there is now."""
+    mine = loads(4)
+    rows, pair_rows = mine.demand()
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_room("alltoall", 4), group)
+        run_layer(dispatcher, mine, WEIGHTS, group)
+        dispatcher.grow(headroom=1)
+
+    on_ranks(body, 4)
+    (told,) = caplog.messages
+    assert "a dispatch must need at most 2 rows of a rank's experts and 1 rows to each rank, got " in told
+    assert f"Growing it to {rows} rows and {pair_rows} rows to each rank; plans and CUDA graphs made before " in told
 
 
 @pytest.mark.parametrize("headroom", [0.999, 0, -1, 1025, math.nan, math.inf])
