@@ -249,7 +249,7 @@ class BackendContext:
             rows=capacity.rows,
             buffer_rows=capacity.buffer_rows,
             pad_multiple=self.shape.pad_multiple,
-            weights_SK=weights_SK if capacity.rows < worst_rows(self.shape) else None,
+            weights_SK=weights_SK if capacity.rows < worst_rows(self.shape, capacity.pair_rows) else None,
         )
 
 

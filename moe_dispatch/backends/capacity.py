@@ -44,13 +44,14 @@ def capacity_of(shape: MoEShape, *, pair_factor: CapacityFactor | None = None) -
         pair_factor: over the rows that a pair of ranks exchanges where experts are chosen evenly, or "worst"; None
             for backends without a bound of pairs.
     """
-    rows, pair = worst_rows(shape), None
-    if shape.capacity_factor != "worst":
-        rows = min(rows, math.ceil(shape.capacity_factor * balanced_rows(shape)))
+    pair = None
     if pair_factor is not None:
         pair = tokens_of(shape)
         if pair_factor != "worst":
             pair = min(pair, math.ceil(pair_factor * balanced_pair_rows(shape)))
+    rows = worst_rows(shape, pair)
+    if shape.capacity_factor != "worst":
+        rows = min(rows, math.ceil(shape.capacity_factor * balanced_rows(shape)))
     return sized(shape, rows, pair)
 
 
@@ -68,9 +69,10 @@ def tokens_of(shape: MoEShape) -> int:
     return shape.max_tokens_per_rank
 
 
-def worst_rows(shape: MoEShape) -> int:
-    """Every slot of the group that can go to one rank does: ``P * Tmax * min(K, L)``."""
-    return shape.ep_size * tokens_of(shape) * min(shape.top_k, shape.num_local_experts)
+def worst_rows(shape: MoEShape, pair_rows: int | None = None) -> int:
+    """Every slot of the group that can go to one rank does: ``P * Tmax * min(K, L)``, or ``pair_rows`` for Tmax."""
+    from_each = tokens_of(shape) if pair_rows is None else pair_rows
+    return shape.ep_size * from_each * min(shape.top_k, shape.num_local_experts)
 
 
 def balanced_rows(shape: MoEShape) -> int:
@@ -87,9 +89,11 @@ def balanced_pair_rows(shape: MoEShape) -> float:
 
 def grown(shape: MoEShape, capacity: Capacity, *, rows: int, pair_rows: int, headroom: float) -> Capacity:
     """Room for what was needed, times ``headroom`` where it was short; never beyond the worst case, never less."""
-    pair = capacity.pair_rows
-    if rows > capacity.rows:
-        rows = min(math.ceil(rows * headroom), worst_rows(shape))
+    pair, was_worst = capacity.pair_rows, capacity.rows == worst_rows(shape, capacity.pair_rows)
     if pair is not None and pair_rows > pair:
         pair = min(math.ceil(pair_rows * headroom), tokens_of(shape))
+    if was_worst:  # only the pairs bounded the rows: what is asked for is still room for whatever they let through
+        rows = worst_rows(shape, pair)
+    elif rows > capacity.rows:
+        rows = min(math.ceil(rows * headroom), worst_rows(shape, pair))
     return sized(shape, max(rows, capacity.rows), pair)

@@ -427,6 +427,9 @@ class Dispatcher(nn.Module):
 
         Returns:
             What was needed, and whether it had overflowed; without an overflow nothing changes.
+
+        Raises:
+            InputError: ``headroom`` outside 1..1024. StateError: the config is not graph_safe.
         """
         return overflow.grow(self._lease.channel, headroom)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.capacity import Capacity, balanced_pair_rows, balanced_rows, grown
-from moe_dispatch.errors import CapacityError, StateError
+from moe_dispatch.errors import CapacityError, InputError, StateError
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers.channel import Channel
@@ -99,8 +99,7 @@ def check(channel: Channel) -> RequiredCapacity:
 
 def grow(channel: Channel, headroom: float) -> RequiredCapacity:
     """Make room for what was needed. Collective."""
-    if not 1 <= headroom <= 1024:
-        raise StateError(f"Dispatcher.grow: headroom must lie in 1..1024, got {headroom}. Use 1.0 for what was needed.")
+    check_headroom("grow", headroom)
     needed, before = required(channel), _capacity(channel, "grow")
     if needed.overflowed:
         told = _told(channel.name, channel, needed)
@@ -119,6 +118,9 @@ def grow(channel: Channel, headroom: float) -> RequiredCapacity:
 
 def retry_on_overflow(channels: Sequence[Channel], step: Callable[[], Result], headroom: float) -> Result:
     """Run a step until nothing overflows. Collective."""
+    check_headroom("retry_on_overflow", headroom)
+    for channel in channels:
+        _capacity(channel, "retry_on_overflow")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     while True:
@@ -129,6 +131,14 @@ def retry_on_overflow(channels: Sequence[Channel], step: Callable[[], Result], h
         torch.set_rng_state(before[0])
         for device, state in zip(devices, before[1], strict=True):
             torch.cuda.set_rng_state(state, device)
+
+
+def check_headroom(verb: str, headroom: float) -> None:
+    """Refuse a factor that would shrink, or make no sense, with an InputError."""
+    if not 1 <= headroom <= 1024:
+        raise InputError(
+            f"Dispatcher.{verb}: headroom must lie in 1..1024, got {headroom}. Use 1.0 for what was needed."
+        )
 
 
 def _capacity(channel: Channel, verb: str) -> Capacity:

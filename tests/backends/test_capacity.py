@@ -80,9 +80,29 @@ def test_capacity_factor_is_over_the_balanced_load(factor: float, rows: int) -> 
 
 @pytest.mark.parametrize(("factor", "rows"), [(1, 8), (1.2, 10), (1.27, 10), (0.5, 4), (1e-9, 1), (1024, 10)])
 def test_pair_rows_are_over_the_expected_distinct_rows(factor: float, rows: int) -> None:
-    """8 experts, 4 here, K 2: of 28 pairs 6 lie elsewhere, so 10 * 22/28 = 7.86 of 10 rows are expected."""
+    """8 experts, 4 here, K 2: of 28 pairs 6 lie elsewhere, so 10 * 22/28 = 7.86 of 10 rows are expected.
+
+    Two ranks can then send two slots of each.
+    """
     capacity = capacity_of(shape(8, 2, 2, 10), pair_factor=factor)
-    assert (capacity.pair_rows, capacity.rows) == (rows, 40)
+    assert (capacity.pair_rows, capacity.rows) == (rows, 2 * 2 * rows)
+
+
+@pytest.mark.parametrize(
+    ("before", "rows", "pair_rows", "wanted"),
+    [
+        ((12, 3), 20, 5, (20, 5)),  # only pairs bounded the rows: 2 * 2 of each, and so they do afterwards
+        ((12, 3), 12, 3, (12, 3)),
+        ((11, 3), 20, 5, (20, 5)),  # rows had a bound of their own, and grow by what was needed
+        ((11, 3), 14, 4, (14, 4)),
+    ],
+)
+def test_rows_bounded_by_pairs_grow_with_them(
+    before: tuple[int, int], rows: int, pair_rows: int, wanted: tuple[int, int]
+) -> None:
+    mine = shape(8, 2, 2, 10)
+    after = grown(mine, sized(mine, *before), rows=rows, pair_rows=pair_rows, headroom=1)
+    assert (after.rows, after.pair_rows) == wanted
 
 
 def test_numbers_of_other_libraries() -> None:

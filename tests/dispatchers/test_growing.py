@@ -14,7 +14,7 @@ from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends import MoEShape
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows
 from moe_dispatch.dispatchers.overflow import HighWaterMark
-from moe_dispatch.errors import CapacityError, ConfigError, StateError
+from moe_dispatch.errors import CapacityError, ConfigError, InputError, StateError
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import (
     Group,
@@ -176,7 +176,7 @@ def test_growing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("headroom", [0.999, 0, -1, 1025, math.nan, math.inf])
 def test_headroom_out_of_range(headroom: float) -> None:
     dispatcher = build_dispatcher(safe_config("local"))
-    with pytest.raises(StateError, match=r"Dispatcher.grow: headroom must lie in 1..1024, got .*Use 1.0 for what was"):
+    with pytest.raises(InputError, match=r"Dispatcher.grow: headroom must lie in 1..1024, got .*Use 1.0 for what was"):
         dispatcher.grow(headroom=headroom)
 
 
