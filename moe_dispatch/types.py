@@ -85,6 +85,7 @@ class Plan:
         layout: how the model's tensor holds tokens.
         num_rows: T, or None while no tensor and no host-known length told it.
         real_rows: int64 (real,) index of the rows that are cut out before padding, or None when none are cut.
+        valid_T: bool (T,), where real_rows would be on the host but no row is cut (graph-safe); else None.
         sizes: what the ranks agreed on, if the backend needs it: ``padded_rows``, Tp, equal on all ranks, and
             ``group_max_rows``, the largest count any rank brings.
         owner: the channel it was settled on; a plan is good for dispatchers of the same config and group.
@@ -94,6 +95,7 @@ class Plan:
     layout: Layout
     num_rows: int | None
     real_rows: Tensor | None
+    valid_T: Tensor | None = None
     sizes: Sizes
     owner: str
     footprint: Callable[[torch.dtype], dict[str, int]] | None = None
@@ -107,7 +109,8 @@ class Plan:
         Returns:
             "rows" (R, D) and "weights" (R,) that experts are given, and "index", the tables of integers: all three live
             until the backward. "wire", what is sent and received, only lives inside a verb; on the CPU it is kept for
-            the next, with up to an eighth of slack. A vendor's library has buffers of its own beside these.
+            the next, with up to an eighth of slack. A vendor's library has buffers of its own beside these. Inside
+            torch.compile every rank brings ``max_tokens_per_rank`` rows, padded.
 
         Raises:
             StateError: the config is not graph_safe.

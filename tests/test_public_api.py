@@ -44,7 +44,7 @@ CONSTRAINTS = """
 """
 VALUES: dict[type, str] = {
     Routing: "topk_ids topk_weights",
-    Plan: "layout num_rows real_rows sizes owner footprint",
+    Plan: "layout num_rows real_rows valid_T sizes owner footprint",
     Dispatched: "rows tokens_per_expert real_tokens_per_expert tokens_per_expert_list weights pad_multiple state",
     Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list state demand",
     backends.Constraints: CONSTRAINTS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -22,20 +22,18 @@ class Captured:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        capacities: Sequence[tuple[Dispatcher, Capacity | None]],
         graph: Any,
         *,
         inputs: tuple[Tensor, ...],
         outputs: Any,
         plan: Plan | None,
-        capacity: Capacity | None,
     ) -> None:
-        self._dispatcher = dispatcher
+        self._capacities = capacities
         self._graph = graph
         self._inputs = inputs
         self._outputs = outputs
         self._plan = plan
-        self._capacity = capacity
 
     def replay(self, *inputs: Tensor, plan: Plan | None = None) -> Any:
         """Run the graph on other values.
@@ -49,15 +47,16 @@ class Captured:
             What the captured function returned: the same tensors in every replay, with new values.
 
         Raises:
-            StateError: the dispatcher is closed or has grown, or the plan is another.
+            StateError: a dispatcher is closed or has grown, or the plan is another.
             InputError: inputs of another number, shape, dtype or device.
         """
-        channel = self._dispatcher._lease.channel  # raises where closed
-        if channel.capacity != self._capacity:
-            raise StateError(
-                f"Captured.replay: the graph was captured with room for {self._capacity}, got {channel.capacity}: the "
-                "dispatcher has grown. Capture again."
-            )
+        for dispatcher, captured in self._capacities:
+            capacity = dispatcher._lease.channel.capacity  # raises where closed
+            if capacity != captured:
+                raise StateError(
+                    f"Captured.replay: the graph was captured with room for {captured}, got {capacity}: the dispatcher "
+                    "has grown. Capture again."
+                )
         if plan is not None and plan is not self._plan:
             raise StateError(
                 "Captured.replay: plan must be the one that was captured, got another: its sizes and host-known "
@@ -76,6 +75,7 @@ def capture(
     function: Callable[..., Any],
     *inputs: Tensor,
     plan: Plan | None = None,
+    others: Sequence[Dispatcher] = (),
     warmup: int = 3,
 ) -> Captured:
     """Capture ``function(*inputs)`` in a CUDA graph. Collective: every rank captures, and replays, alike.
@@ -84,28 +84,42 @@ def capture(
     outside. They cannot see that a dispatcher was closed, has grown or got another plan, and replay all the same.
 
     Args:
-        dispatcher: graph-safe; of all that the function uses, one of each config and group is enough to name.
+        dispatcher: graph-safe.
         function: forward, or forward and backward, without host syncs. It reads ``inputs``, and gives back tensors.
         *inputs: CUDA tensors with the shapes of every replay. The graph reads copies of its own.
-        plan: what the function passes to ``dispatch``, if it does.
+        plan: what the function passes to ``dispatch``, if it does. A layout whose lengths are on the host needs one
+            made with ``like=x``: without it each dispatch copies them to the device, which cannot be captured.
+        others: further dispatchers that the function uses, one of each config and group.
         warmup: runs before the capture, on a side stream: they open libraries and make what persists.
 
     Raises:
-        StateError: the dispatcher is not graph_safe, or closed. InputError: an input is not on a CUDA device.
+        StateError: a dispatcher is not graph_safe, or closed, or reads values because of ``debug``.
+        InputError: an input is not on a CUDA device.
 
     Cost: ``warmup`` runs and the graph's own memory pool.
     """
-    channel = dispatcher._lease.channel
-    if channel.capacity is None:
-        raise StateError(
-            "capture: the dispatcher must be graph_safe, got graph_safe=False, which waits for the host in every "
-            "dispatch. Set graph_safe and max_tokens_per_rank."
-        )
+    dispatchers = (dispatcher, *others)
+    for each in dispatchers:
+        _check_dispatcher(each)
     if elsewhere := _not_on_cuda(inputs):
         raise InputError(f"capture: inputs must be on a CUDA device, got {', '.join(elsewhere)}. Move them.")
     inside = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
     graph, outputs = _record(lambda: function(*inside), warmup)
-    return Captured(dispatcher, graph, inputs=inside, outputs=outputs, plan=plan, capacity=channel.capacity)
+    capacities = [(each, each._lease.channel.capacity) for each in dispatchers]
+    return Captured(capacities, graph, inputs=inside, outputs=outputs, plan=plan)
+
+
+def _check_dispatcher(dispatcher: Dispatcher) -> None:
+    if dispatcher._lease.channel.capacity is None:
+        raise StateError(
+            "capture: the dispatcher must be graph_safe, got graph_safe=False, which waits for the host in every "
+            "dispatch. Set graph_safe and max_tokens_per_rank."
+        )
+    if dispatcher.config.debug:
+        raise StateError(
+            "capture: the dispatcher must not have debug=True, which reads values in every dispatch, got it. Leave "
+            "debug out."
+        )
 
 
 def _not_on_cuda(inputs: tuple[Tensor, ...]) -> list[str]:

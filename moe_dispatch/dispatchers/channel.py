@@ -80,6 +80,15 @@ class Channel:
         assert self.config.max_tokens_per_rank is not None  # graph_safe asks for it
         self.backend.reserve(self.sizes(self.config.max_tokens_per_rank))
 
+    def prepare_counters(self, device: torch.device) -> None:
+        """Have what graph-safe dispatches write to on a device.
+
+        Raises:
+            StateError: the first call there is being captured in a CUDA graph.
+        """
+        self.high_water.prepare(device)
+        self.meter.prepare(device)
+
     def sizes(self, largest: int) -> Sizes:
         """What follows from the largest count of any rank."""
         return dataclasses.replace(self.needs.sizes(largest), capacity=self._capacity)

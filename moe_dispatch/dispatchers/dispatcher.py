@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.backends.collectives import device_of
+from moe_dispatch.backends.collectives import Communicator, device_of
 from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.backends.rank_major import profiler_range
 from moe_dispatch.config import DispatcherConfig
@@ -253,7 +253,9 @@ class Dispatcher(nn.Module):
     ) -> Dispatched | InFlight:
         layout, num_rows = plan.layout, x_TD.shape[0]
         ids_TK, weights_TK = routing.topk_ids, self._anchored(routing.topk_weights.to(accumulation_dtype(x.dtype)))
-        real_rows = plan.real_rows
+        if self.config.graph_safe:
+            channel.prepare_counters(x.device)
+        real_rows, valid_T = plan.real_rows, plan.valid_T
         cuts = cuts_rows(channel, layout)
         if plan.num_rows is None and cuts:
             real_rows = layout.real_rows(num_rows)
@@ -261,7 +263,9 @@ class Dispatcher(nn.Module):
             real_rows = real_rows.to(x.device, non_blocking=True)
             x_TD, weights_TK = take_rows(x_TD, real_rows), take_rows(weights_TK, real_rows)
             ids_TK = ids_TK.index_select(0, real_rows)
-        elif not cuts and (valid_T := layout.valid_T(num_rows, x.device)) is not None:
+        elif not cuts and valid_T is None:
+            valid_T = layout.valid_T(num_rows, x.device)
+        if valid_T is not None:
             ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
             channel.meter.record_masked(valid_T)
         count = x_TD.shape[0]
@@ -423,7 +427,8 @@ class Dispatcher(nn.Module):
         """Make room for what was needed so far, times ``headroom`` where it was short, up to the worst case.
 
         Plans made before are refused from now on, and CUDA graphs captured before still have the old room: capture
-        them again. Graph-safe; collective; a host sync.
+        them again. Not between a forward and a backward that recomputes it. Graph-safe; collective; a host sync. Where
+        ranks give other headrooms, the largest counts.
 
         Returns:
             What was needed, and whether it had overflowed; without an overflow nothing changes.
@@ -433,7 +438,13 @@ class Dispatcher(nn.Module):
         """
         return overflow.grow(self._lease.channel, headroom)
 
-    def retry_on_overflow(self, step: Callable[[], Result], *others: Dispatcher, headroom: float = 1.125) -> Result:
+    def retry_on_overflow(
+        self,
+        step: Callable[[], Result],
+        *others: Dispatcher,
+        group: dist.ProcessGroup | None = None,
+        headroom: float = 1.125,
+    ) -> Result:
         """Run a step, and again with more room as long as it overflowed.
 
         Args:
@@ -441,17 +452,20 @@ class Dispatcher(nn.Module):
                 its own ``zero_grad`` and leaves the optimizer alone; the random number generators of the CPU and of
                 the current CUDA device are put back before each run. What it returns is returned.
             *others: dispatchers of other configs or groups that it uses; those that share a channel need no naming.
+            group: all ranks that run the step together, where these are more than the expert-parallel group: with data
+                parallelism around it, an overflow in one expert-parallel group must rerun the step in all.
             headroom: as for ``grow``.
 
         Returns:
             The result of the run that had room from its start to its end: bit for bit that of a run with as much room
             from the start.
 
-        Cost: one all-reduce of two integers and one host sync a run. Graph-safe; collective. Not for replays of a CUDA
-        graph: those keep the room they were captured with.
+        Cost: one all-reduce of three integers and one host sync a run, and one more of each with ``group``. Graph-safe;
+        collective. Not for replays of a CUDA graph: those keep the room they were captured with.
         """
         channels = {dispatcher._lease.channel.name: dispatcher._lease.channel for dispatcher in (self, *others)}
-        return overflow.retry_on_overflow(list(channels.values()), step, headroom)
+        everyone = None if group is None else Communicator(group)
+        return overflow.retry_on_overflow(list(channels.values()), step, everyone=everyone, headroom=headroom)
 
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class Metrics:
     """Totals since the channel was opened.
 
+    What the device counts (tokens, padding of experts, masked rows) goes on in replays of a CUDA graph; what the host
+    counts (dispatches, rows padded for ranks or cut, bytes, collectives) stays as the capture left it.
+
     Attributes:
         backend: name of the backend in use.
         dispatches: calls of dispatch, counted per rank.
@@ -53,13 +56,18 @@ class Meter:
         self._masked: dict[torch.device, Tensor] = {}
         self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
 
-    def record(self, arrived: Arrived, *, padded: int, cut: int) -> None:
-        """Count one dispatch. No sync."""
-        device = arrived.rows.device
+    def prepare(self, device: torch.device) -> None:
+        """Make the counters of a device, where there are none yet. A captured graph then counts in the same ones."""
         if device not in self._tokens:
             with torch.inference_mode(False):  # counters made in an evaluation are written in training too
                 zeros = torch.zeros(self._num_local_experts, dtype=torch.int64, device=device)
                 self._tokens[device] = zeros, zeros.clone()
+                self._masked[device] = torch.zeros((), dtype=torch.int64, device=device)
+
+    def record(self, arrived: Arrived, *, padded: int, cut: int) -> None:
+        """Count one dispatch. No sync."""
+        device = arrived.rows.device
+        self.prepare(device)
         real, padding = self._tokens[device]
         real.add_(arrived.real_tokens_per_expert)
         if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
@@ -70,11 +78,8 @@ class Meter:
 
     def record_masked(self, valid_T: Tensor) -> None:
         """Count rows whose ids became -1. No sync."""
-        device = valid_T.device
-        if device not in self._masked:
-            with torch.inference_mode(False):
-                self._masked[device] = torch.zeros((), dtype=torch.int64, device=device)
-        self._masked[device].add_(len(valid_T) - valid_T.sum())  # in place, so that a captured graph counts here too
+        self.prepare(valid_T.device)
+        self._masked[valid_T.device].add_(len(valid_T) - valid_T.sum())
 
     @property
     def masked(self) -> int:

@@ -11,6 +11,7 @@ which tracing calls, refuse nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -83,11 +84,8 @@ def dispatch(
     """
     link = named_channel(channel)
     settled = (padded_rows, group_max_rows) != (None, None)
-    sizes = Sizes(
-        padded_rows=padded_rows,
-        group_max_rows=group_max_rows,
-        capacity=_capacity_from(fitting_rows, buffer_rows, pair_rows),
-    )
+    capacity = _capacity_from(fitting_rows, buffer_rows, pair_rows)
+    sizes = Sizes(padded_rows=padded_rows, group_max_rows=group_max_rows, capacity=capacity)
     with torch.no_grad(), profiler_range("dispatch"):
         backend = traceable(link)
         try:
@@ -99,12 +97,15 @@ def dispatch(
         if link.config.debug and (settled or not agrees_on_rows(link)):
             exchange_mark(link)
         if not settled:
-            sizes = settle_plan(link, draft).sizes
+            # With the room that was traced: a recomputation may come after the dispatcher has grown.
+            sizes = dataclasses.replace(settle_plan(link, draft).sizes, capacity=capacity)
+        if capacity is not None:
+            link.prepare_counters(rows.device)
         if valid is not None:
             ids = torch.where(valid.unsqueeze(1), ids, -1)
             link.meter.record_masked(valid)
         count = rows.shape[0] if real_rows is None else real_rows.shape[0]
-        padded = _foreseen_rows(link, count) if sizes.capacity is not None else sizes.padded_rows
+        padded = _foreseen_rows(link, count) if capacity is not None else sizes.padded_rows
         padded = link.needs.padded(count) if padded is None else padded
         arrived = link.backend.dispatch(
             _bring(rows, real_rows, padded),

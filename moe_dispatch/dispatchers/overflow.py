@@ -15,6 +15,7 @@ from moe_dispatch.backends.capacity import Capacity, balanced_pair_rows, balance
 from moe_dispatch.errors import CapacityError, InputError, StateError
 
 if TYPE_CHECKING:
+    from moe_dispatch.backends.collectives import Communicator
     from moe_dispatch.dispatchers.channel import Channel
 
 Result = TypeVar("Result")
@@ -49,20 +50,23 @@ class HighWaterMark:
     def __init__(self) -> None:
         self._marks: dict[torch.device, Tensor] = {}
 
-    def record(self, demand: Tensor) -> None:
-        """Raise the mark to an int64 (2,). No sync; in place, so that a captured graph raises the same mark.
+    def prepare(self, device: torch.device) -> None:
+        """Make the mark of a device, before anything else of a dispatch is allocated.
 
         Raises:
-            StateError: the first call on a device is being captured: its mark would be made again by every replay.
+            StateError: the first call on the device is being captured: its mark would be made again by every replay.
         """
-        if demand.device not in self._marks:
-            if demand.is_cuda and torch.cuda.is_current_stream_capturing():
+        if device not in self._marks:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise StateError(
                     "Dispatcher.dispatch: it must have run once before it is captured in a CUDA graph, got a capture "
                     "of its first call. Run the step once, or use moe_dispatch.capture, which warms up."
                 )
             with torch.inference_mode(False):  # a mark made in an evaluation is raised in training too
-                self._marks[demand.device] = torch.zeros(2, dtype=torch.int64, device=demand.device)
+                self._marks[device] = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def record(self, demand: Tensor) -> None:
+        """Raise the mark to an int64 (2,). No sync; in place, so that a captured graph raises the same mark."""
         mark = self._marks[demand.device]
         torch.maximum(mark, demand, out=mark)
 
@@ -74,15 +78,22 @@ class HighWaterMark:
 
 def required(channel: Channel) -> RequiredCapacity:
     """What all ranks needed. Collective; a host sync."""
-    capacity = _capacity(channel, "required_capacity")
-    rows, pair_rows = channel.control.max(channel.high_water.read(), label="capacity")
-    return RequiredCapacity(
+    return _agree(channel, 1.0, "required_capacity")[0]
+
+
+def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapacity, float]:
+    """What all ranks needed, and the largest headroom of any, to a thousandth."""
+    capacity = _capacity(channel, verb)
+    mine = [*channel.high_water.read(), math.ceil(1000 * headroom)]
+    rows, pair_rows, thousandths = channel.control.max(mine, label="capacity")
+    needed = RequiredCapacity(
         rows=rows,
         pair_rows=pair_rows,
         capacity_factor=max(rows, 1) / balanced_rows(channel.shape),
         pair_factor=0 if capacity.pair_rows is None else max(pair_rows, 1) / balanced_pair_rows(channel.shape),
         overflowed=not capacity.holds(rows, pair_rows),
     )
+    return needed, thousandths / 1000
 
 
 def check(channel: Channel) -> RequiredCapacity:
@@ -100,7 +111,8 @@ def check(channel: Channel) -> RequiredCapacity:
 def grow(channel: Channel, headroom: float) -> RequiredCapacity:
     """Make room for what was needed. Collective."""
     check_headroom("grow", headroom)
-    needed, before = required(channel), _capacity(channel, "grow")
+    before = _capacity(channel, "grow")
+    needed, headroom = _agree(channel, headroom, "grow")
     if needed.overflowed:
         told = _told(channel.name, channel, needed)
         after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
@@ -116,8 +128,10 @@ def grow(channel: Channel, headroom: float) -> RequiredCapacity:
     return needed
 
 
-def retry_on_overflow(channels: Sequence[Channel], step: Callable[[], Result], headroom: float) -> Result:
-    """Run a step until nothing overflows. Collective."""
+def retry_on_overflow(
+    channels: Sequence[Channel], step: Callable[[], Result], *, everyone: Communicator | None, headroom: float
+) -> Result:
+    """Run a step until nothing overflows on any of the ranks that run it. Collective."""
     check_headroom("retry_on_overflow", headroom)
     for channel in channels:
         _capacity(channel, "retry_on_overflow")
@@ -126,7 +140,10 @@ def retry_on_overflow(channels: Sequence[Channel], step: Callable[[], Result], h
     while True:
         result = step()
         overflowed = [grow(channel, headroom).overflowed for channel in channels]  # all of them, and on all ranks alike
-        if not any(overflowed):
+        again = any(overflowed)
+        if everyone is not None:
+            again = bool(everyone.max([int(again)], label="capacity")[0])
+        if not again:
             return result
         torch.set_rng_state(before[0])
         for device, state in zip(devices, before[1], strict=True):

@@ -27,6 +27,7 @@ class Draft:
     layout: Layout
     num_rows: int | None
     real_rows: Tensor | None
+    valid_T: Tensor | None
     count: int | None
 
 
@@ -42,11 +43,15 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
     if num_rows is not None:
         layout.check(num_rows, values=channel.config.debug)
         real_rows = layout.real_rows(num_rows) if cuts else None
+    valid_T = None
+    if like is not None and num_rows is not None and channel.config.graph_safe and layout.on_host:
+        # Here, because a copy from the host has no place in a captured graph.
+        valid_T = layout.valid_T(num_rows, like.device)
     count = layout.num_real(num_rows) if cuts else num_rows
     _check_count(channel, layout, count)
     if like is not None and real_rows is not None:
         real_rows = real_rows.to(like.device, non_blocking=True)
-    return Draft(layout=layout, num_rows=num_rows, real_rows=real_rows, count=count)
+    return Draft(layout=layout, num_rows=num_rows, real_rows=real_rows, valid_T=valid_T, count=count)
 
 
 def cuts_rows(channel: Channel, layout: Layout) -> bool:
@@ -67,6 +72,7 @@ def settle_plan(channel: Channel, draft: Draft) -> Plan:
         layout=draft.layout,
         num_rows=draft.num_rows,
         real_rows=draft.real_rows,
+        valid_T=draft.valid_T,
         sizes=sizes,
         owner=channel.name,
         footprint=None if sizes.capacity is None else _footprint(channel, draft, sizes),

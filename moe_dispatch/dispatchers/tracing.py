@@ -63,11 +63,13 @@ def dispatch_traced(
     """``Dispatcher.dispatch`` by an operator."""
     channel, x_TD = lease.channel, layout.flatten(x)
     pad_multiple, num_rows, sizes, real_rows = channel.shape.pad_multiple, x_TD.shape[0], Sizes(), None
+    valid_T: Tensor | None = None
     if isinstance(plan, Plan):
         _check_plan(channel, plan, num_rows)
-        sizes, real_rows = plan.sizes, plan.real_rows
+        sizes, real_rows, valid_T = plan.sizes, plan.real_rows, plan.valid_T
     # Without a plan, rows that are no tokens are masked, not cut: how many they are would be read on the host.
-    valid_T = layout.valid_T(num_rows, x.device) if real_rows is None else None
+    if real_rows is None and valid_T is None:
+        valid_T = layout.valid_T(num_rows, x.device)
     capacity = channel.capacity
     ids_TK, weights_TK = _merged(
         routing.topk_ids, routing.topk_weights, accumulation_dtype(x.dtype), asks=capacity is None

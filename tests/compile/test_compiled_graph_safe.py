@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Rows
 from moe_dispatch.dispatchers import Dispatcher
@@ -117,3 +119,19 @@ def test_operators_of_an_eager_dispatcher_do(monkeypatch: pytest.MonkeyPatch) ->
     layer = Layer(dispatcher_for("local"), torch.float32)
     with pytest.raises(HostSyncError, match=r"__int__ at .*rows\.py"), refuse_host_syncs():
         layer(*tensors(7, 0, torch.float32))
+
+
+def test_growing_before_a_backward_that_recomputes() -> None:
+    """The recomputation has the room that the forward had."""
+    layer = Layer(graph_safe("alltoall", capacity_factor=0.5, on_overflow="drop"), torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    inputs = tensors(MAXIMUM, 1, torch.float32)
+    wanted = step(layer, layer, inputs)
+
+    def run(*arguments: Any) -> Tensor:
+        y: Tensor = checkpoint(compiled, *arguments, use_reentrant=False)
+        layer.dispatcher.grow()
+        return y
+
+    for one, other in zip(step(run, layer, inputs), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -120,3 +120,18 @@ def test_refuses_an_eager_dispatcher() -> None:
 def test_refuses_the_cpu() -> None:
     with pytest.raises(InputError, match=r"capture: inputs must be on a CUDA device, got cpu, cpu"):
         captured(dispatcher_of())
+
+
+def test_refuses_debug(replayers: list[Replayer]) -> None:
+    with pytest.raises(StateError, match=r"capture: the dispatcher must not have debug=True, which reads values"):
+        captured(dispatcher_of(debug=True))
+
+
+def test_watches_every_dispatcher_named(replayers: list[Replayer]) -> None:
+    first, second = dispatcher_of(), dispatcher_of(pad_multiple=4)
+    x, weights = torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2)
+    graph = capture(first, layer(first, None), x, weights, others=[second])
+    graph.replay(x, weights)
+    second.close()
+    with pytest.raises(StateError, match=r"Dispatcher: it must be open, got a closed one"):
+        graph.replay(x, weights)

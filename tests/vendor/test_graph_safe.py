@@ -215,7 +215,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"on_overflow": "raise"},
         'capacity_factor must be "worst", without on_overflow, because its library cannot drop rows, got',
     ),
-    (V2, {"capacity_factor": 1.0, "on_overflow": "raise"}, 'must be "worst", because its library cannot drop'),
+    (V2, {"capacity_factor": 1.0, "on_overflow": "raise"}, 'must be "worst", without on_overflow, because its library'),
     (HYBRID, {"capacity_factor": 1.0, "on_overflow": "drop"}, "it drops rows by position, got on_overflow='drop'. Use"),
     (
         VARIANTS["fused"],

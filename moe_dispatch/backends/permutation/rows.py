@@ -39,8 +39,7 @@ def expand(rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
     else:  # converted on the way, so in blocks
         for block in row_blocks(out):
             gather(rows_SD, index.source_R[block], out[block])
-    _clear_padding(buffer, index)
-    return out
+    return _trimmed(buffer, index)
 
 
 def expand_weighted(
@@ -58,11 +57,7 @@ def expand_weighted(
         if dots is not None and partners_RD is not None:
             torch.linalg.vecdot(gradient, partners_RD[block].to(accumulate), out=dots[block])
         out[block].copy_(torch.mul(gradient, weights[block], out=gradient))
-    _clear_padding(buffer, index)
-    if all_dots is None or dots is None:
-        return out, None
-    _clear_padding(all_dots, index)
-    return out, dots.to(weights_R.dtype)
+    return _trimmed(buffer, index), None if all_dots is None else _trimmed(all_dots, index).to(weights_R.dtype)
 
 
 def _grouped(index: SlotIndex, *width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,6 +85,12 @@ def _is_made_of(rows: Tensor, nbytes: int) -> bool:
     size = rows.element_size()
     counts = (rows.shape[1], rows.stride(0), rows.storage_offset())
     return rows.stride(1) == 1 and size <= nbytes and all(count * size % nbytes == 0 for count in counts)
+
+
+def _trimmed(buffer: Tensor, index: SlotIndex) -> Tensor:
+    """The rows, zero on padding: cut off in place, because what is given out must be no view; it may be written to."""
+    _clear_padding(buffer, index)
+    return buffer.resize_(index.num_grouped, *buffer.shape[1:]) if index.spare else buffer
 
 
 def _clear_padding(buffer: Tensor, index: SlotIndex) -> Tensor:

@@ -47,7 +47,8 @@ class StaticIndex(SlotIndex):
     def to_grouped(self, values_SK: Tensor) -> Tensor:
         assert self.place_N is not None
         values_N = values_SK.reshape(-1).index_select(0, self.slot_N)
-        return values_N.new_zeros(self.num_grouped + 1).index_copy_(0, self.place_N, values_N)[: self.num_grouped]
+        grouped = values_N.new_zeros(self.num_grouped + 1).index_copy_(0, self.place_N, values_N)
+        return grouped.resize_(self.num_grouped)  # not a view: it may be written to
 
     def to_slots(self, values_R: Tensor) -> Tensor:
         assert self.place_N is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.permutation.bags import bag, dtype_of_sums, fits_bag
-from moe_dispatch.backends.permutation.blocks import row_blocks
+from moe_dispatch.backends.permutation.blocks import block_bytes, blocks_of
 from moe_dispatch.backends.permutation.index import SlotIndex, running_total
 from moe_dispatch.backends.permutation.rows import TorchPermutation
 from moe_dispatch.backends.permutation.static_index import front
@@ -32,7 +32,9 @@ class StaticTorchPermutation(TorchPermutation):
 
         Members behind the last edge are not summed, and must be valid all the same.
         """
-        for block in row_blocks(out):
+        # A window may hold as many rows as there is room for: the bound on temporary memory is meant for those.
+        most = 1 if out.device.type == "cpu" else len(members_N) // max(1, len(out))
+        for block in blocks_of(len(out), most * out.shape[1], limit=block_bytes(out.device)):
             members, edges, weights = _window(members_N, cu_S, weights_N, block)
             _sum_block(rows, members, edges, weights, out[block])
 
@@ -62,10 +64,10 @@ def _sum_block(rows: Tensor, members: Tensor, edges: Tensor, weights: Tensor | N
 
 
 def _bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None) -> Tensor:
-    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.bfloat16):
+    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.bfloat16) and rows.stride(1) == 1:
         return bag(rows, members_N, cu_S, weights_N)
-    # Elsewhere the last bag reaches to the last member, whatever its edge says. So bags of nobody take the tail: many,
-    # because a GPU adds up one bag in sequence.
+    # Off this fast path the last bag reaches to the last member, whatever its edge says. So bags of nobody take the
+    # tail: many, because a GPU adds up one bag in sequence.
     count = len(members_N)
     steps = torch.arange(1, _TAIL_BAGS + 1, device=cu_S.device) * -(-count // _TAIL_BAGS)
     edges = torch.cat([cu_S, (cu_S[-1] + steps).clamp(max=count)])

@@ -1,0 +1,160 @@
+"""What users may do with a buffer of fixed size, and what ranks and groups must agree on around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch import BSHD, Dispatched, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.dispatchers.metrics import Meter
+from moe_dispatch.dispatchers.overflow import HighWaterMark
+from moe_dispatch.errors import StateError
+from moe_dispatch.testing import run_ranks
+from tests.dispatchers.layer import Group
+
+EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 16, 12
+BACKENDS = [("local", 1), ("allgather", 2), ("alltoall", 2)]
+
+
+def config(backend: str, *, graph_safe: bool = True, **fields: Any) -> DispatcherConfig:
+    sizes: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
+    maximum: dict[str, Any] = {"max_tokens_per_rank": TOKENS} if graph_safe else {}
+    return DispatcherConfig(backend=backend, graph_safe=graph_safe, **maximum, **sizes, **fields)
+
+
+def inputs(rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """As many rows as fit, so the last of them is real; a few slots go nowhere, so there is slack."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=generator)
+    ids[:3, 0] = -1
+    return x, ids, torch.rand(TOKENS, TOP_K, generator=generator).requires_grad_()
+
+
+# Expert outputs, and through them gradients, whose rows are not one after another in memory.
+STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "column-major": lambda rows: (2 * rows.t()).contiguous().t(),
+    "every second": lambda rows: torch.stack([rows, rows], -1)[..., 0],
+    "one column": lambda rows: rows[:, :1].expand(-1, HIDDEN),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("strided", STRIDED)
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_strided_outputs_and_gradients(backend: str, size: int, strided: str, dtype: torch.dtype) -> None:
+    def body(group: Group, *, graph_safe: bool) -> list[Tensor]:
+        x, ids, weights = inputs(0 if group is None else group.rank(), dtype)
+        dispatcher = build_dispatcher(config(backend, graph_safe=graph_safe), group)
+        sent = dispatcher.dispatch(x, Routing(ids, weights))
+        y = dispatcher.combine(STRIDED[strided](sent.rows), sent)
+        real = sent.rows[: int(sent.real_tokens_per_expert.sum())]
+        (y.sum() + real.sum()).backward()  # the gradient of a sum has strides of 0
+        assert x.grad is not None
+        assert weights.grad is not None
+        return [y.detach(), x.grad, weights.grad]
+
+    eager = run_ranks(lambda group: body(group, graph_safe=False), size)
+    for rank, static in enumerate(run_ranks(lambda group: body(group, graph_safe=True), size)):
+        for one, other in zip(static, eager[rank], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 8])
+@pytest.mark.parametrize("backend", ["local", "allgather", "alltoall"])
+def test_what_experts_are_given_may_be_written_to(backend: str, pad_multiple: int) -> None:
+    """An expert that begins with an in-place activation is ordinary code."""
+
+    def layer(graph_safe: bool) -> Tensor:
+        x, ids, weights = inputs(0)
+        dispatcher = build_dispatcher(config(backend, graph_safe=graph_safe, pad_multiple=pad_multiple))
+        sent = dispatcher.dispatch(x, Routing(ids, weights))
+        rows = torch.relu_(sent.rows) * sent.weights.mul_(2).unsqueeze(1)
+        dispatcher.combine(rows, sent).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.testing.assert_close(layer(graph_safe=True), layer(graph_safe=False))
+
+
+def test_lengths_on_the_host_are_put_on_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from the host could not be captured."""
+    dispatcher = build_dispatcher(config("local"))
+    x, ids, weights = inputs(0)
+    layout = BSHD(lengths=[5, 2])
+    plan = dispatcher.plan(layout, like=x.view(2, 6, HIDDEN))
+    monkeypatch.setattr(BSHD, "mask", lambda *_: pytest.fail("asked again"))
+    sent = dispatcher.dispatch(x.view(2, 6, HIDDEN), Routing(ids, weights), plan)
+    taken = torch.tensor([0, 1, 2, 3, 4, 6, 7])
+    assert int(sent.real_tokens_per_expert.sum()) == int((ids[taken] >= 0).sum())
+
+
+def test_a_step_of_two_expert_parallel_groups_is_rerun_by_both() -> None:
+    """Rank 0 overflows; rank 1, a group of its own, does not. Each step ends in an all-reduce of both."""
+
+    def body(world: dist.ProcessGroup) -> tuple[list[float], float]:
+        dispatcher = build_dispatcher(config("local", capacity_factor=0.5, on_overflow="raise"))
+        x, ids, weights = inputs(0)
+        ids = ids if world.rank() == 0 else torch.full_like(ids, -1)
+        totals: list[float] = []
+
+        def step() -> float:
+            sent = dispatcher.dispatch(x.detach(), Routing(ids, weights.detach()))
+            total = dispatcher.combine(sent.rows, sent).sum()
+            world.allreduce([total]).wait()
+            totals.append(float(total))
+            return totals[-1]
+
+        return totals, dispatcher.retry_on_overflow(step, group=world, headroom=1)
+
+    first, second = run_ranks(body, 2)
+    assert first == second
+    totals, last = first
+    assert len(totals) == 2
+    assert totals[0] != totals[1] == last
+
+
+def test_the_largest_headroom_counts() -> None:
+    def body(group: dist.ProcessGroup) -> Any:
+        dispatcher = build_dispatcher(config("alltoall", capacity_factor=0.25, on_overflow="drop"), group)
+        x, ids, weights = inputs(group.rank())
+        dispatcher.dispatch(x, Routing(ids, weights))
+        dispatcher.grow(headroom=1 + group.rank())
+        return dispatcher.plan(like=x).sizes.capacity
+
+    first, second = run_ranks(body, 2)
+    assert first == second
+    assert first.rows > 0.25 * TOKENS * TOP_K
+
+
+def test_the_first_call_is_refused_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is allocated that would belong to the graph."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(StateError, match=r"it must have run once before it is captured in a CUDA graph"):
+        HighWaterMark().prepare(torch.device("cuda"))
+
+
+def test_counters_stay_where_they_are() -> None:
+    """A graph writes to the tensors that it was captured with."""
+    meter, mark = Meter(2), HighWaterMark()
+    for counters in (meter, mark):
+        counters.prepare(torch.device("cpu"))
+    before = [meter._masked[torch.device("cpu")], mark._marks[torch.device("cpu")]]
+    meter.record_masked(torch.tensor([True, False]))
+    mark.record(torch.tensor([4, 1]))
+    assert [tensor.tolist() for tensor in before] == [1, [4, 1]]
+    assert (meter.masked, mark.read()) == (1, [4, 1])
+
+
+def test_sent_is_what_it_says() -> None:
+    x, ids, weights = inputs(0)
+    sent = build_dispatcher(config("local")).dispatch(x, Routing(ids, weights))
+    assert isinstance(sent, Dispatched)
+    assert sent.rows.shape == (TOKENS * TOP_K, HIDDEN)
+    assert sent.rows._base is None
+    assert sent.weights._base is None
