@@ -122,15 +122,19 @@ def test_operators_of_an_eager_dispatcher_do(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_growing_before_a_backward_that_recomputes() -> None:
-    """The recomputation has the room that the forward had."""
+    """The recomputation, part of the graph, has the room that was traced."""
     layer = Layer(graph_safe("alltoall", capacity_factor=0.5, on_overflow="drop"), torch.float32)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     inputs = tensors(MAXIMUM, 1, torch.float32)
     wanted = step(layer, layer, inputs)
 
+    def recomputing(*arguments: Any) -> Any:
+        return checkpoint(layer, *arguments, use_reentrant=False)
+
+    compiled = torch.compile(recomputing, fullgraph=True, backend="aot_eager")
+
     def run(*arguments: Any) -> Tensor:
-        y: Tensor = checkpoint(compiled, *arguments, use_reentrant=False)
-        layer.dispatcher.grow()
+        y: Tensor = compiled(*arguments)
+        assert layer.dispatcher.grow().overflowed
         return y
 
     for one, other in zip(step(run, layer, inputs), wanted, strict=True):
