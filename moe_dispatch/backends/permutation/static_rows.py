@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.permutation.bags import bag, dtype_of_sums, fits_bag
-from moe_dispatch.backends.permutation.blocks import block_bytes, blocks_of
+from moe_dispatch.backends.permutation.blocks import blocks_of, row_blocks
 from moe_dispatch.backends.permutation.index import SlotIndex, running_total
 from moe_dispatch.backends.permutation.rows import TorchPermutation
 from moe_dispatch.backends.permutation.static_index import front
 
 _TAIL_BAGS = 256
+_CONVERTED_BYTES = 24 << 20
 
 
 @final
@@ -32,11 +33,26 @@ class StaticTorchPermutation(TorchPermutation):
 
         Members behind the last edge are not summed, and must be valid all the same.
         """
-        # A window may hold as many rows as there is room for: the bound on temporary memory is meant for those.
-        most = 1 if out.device.type == "cpu" else len(members_N) // max(1, len(out))
-        for block in blocks_of(len(out), most * out.shape[1], limit=block_bytes(out.device)):
-            members, edges, weights = _window(members_N, cu_S, weights_N, block)
-            _sum_block(rows, members, edges, weights, out[block])
+        if _goes_directly(rows, weights_N, out):
+            _sum_blocks(rows, members_N, cu_S, weights_N, out)
+            return
+        # Converted by columns, once each: windows of members would be converted again and again, with all that is dead.
+        for columns in blocks_of(out.shape[1], len(rows), limit=_CONVERTED_BYTES):
+            wide = rows[:, columns].to(dtype_of_sums(rows, out)).contiguous()
+            _sum_blocks(wide, members_N, cu_S, weights_N, out[:, columns])
+
+
+def _goes_directly(rows: Tensor, weights_N: Tensor | None, out: Tensor) -> bool:
+    in_parts = rows.dtype == out.dtype == torch.bfloat16
+    return rows.stride(1) == 1 and (in_parts or fits_bag(rows, weights_N, out))
+
+
+def _sum_blocks(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
+    for block in row_blocks(out):
+        members, edges, weights = _window(members_N, cu_S, weights_N, block)
+        if weights is not None and rows.dtype == torch.bfloat16:
+            members, edges, weights = in_bfloat16_parts(members, edges, weights)
+        out[block].copy_(_bags(rows, members, edges, weights)[:, : out.shape[1]])
 
 
 def _window(
@@ -53,21 +69,11 @@ def _window(
     return members_N.index_select(0, at), cu_S[block.start : block.stop + 1] - begin, weights
 
 
-def _sum_block(rows: Tensor, members: Tensor, edges: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    width = out.shape[1]
-    if weights is not None and rows.dtype == out.dtype == torch.bfloat16:
-        members, edges, weights = in_bfloat16_parts(members, edges, weights)
-    elif not fits_bag(rows, weights, out):
-        rows = rows[:, :width].index_select(0, members).to(dtype_of_sums(rows, out))
-        members = torch.arange(len(members), device=members.device)
-    out.copy_(_bags(rows, members, edges, weights)[:, :width])
-
-
 def _bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None) -> Tensor:
-    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.bfloat16) and rows.stride(1) == 1:
-        return bag(rows, members_N, cu_S, weights_N)
-    # Off this fast path the last bag reaches to the last member, whatever its edge says. So bags of nobody take the
-    # tail: many, because a GPU adds up one bag in sequence.
+    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.bfloat16):
+        return bag(rows, members_N, cu_S, weights_N)  # the fast path, for rows without strides of their own
+    # Elsewhere the last bag reaches to the last member, whatever its edge says. So bags of nobody take the tail: many,
+    # because a GPU adds up one bag in sequence.
     count = len(members_N)
     steps = torch.arange(1, _TAIL_BAGS + 1, device=cu_S.device) * -(-count // _TAIL_BAGS)
     edges = torch.cat([cu_S, (cu_S[-1] + steps).clamp(max=count)])
