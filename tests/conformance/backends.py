@@ -29,7 +29,7 @@ VARIANTS: tuple[BackendSpec, ...] = (
     {"name": "hybridep", "emulate": "hybridep-744"},
 )
 # Forms are the dispatcher's business. One release of each library and every way of ours runs in all of them; what
-# differs from those in the backend only runs in one.
+# differs from those in the backend only runs in one, and graph-safe on two ranks only.
 IN_ALL_FORMS = ("v1.2.1", "hybridep-94a9f8f")
 IN_ONE_FORM: tuple[BackendSpec, ...] = (
     "ring",
