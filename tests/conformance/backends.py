@@ -28,20 +28,10 @@ VARIANTS: tuple[BackendSpec, ...] = (
     {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
     {"name": "hybridep", "emulate": "hybridep-744"},
 )
-# Forms are the dispatcher's business. One release of each library and every way of ours runs in all of them; what
-# differs from those in the backend only runs in one, and graph-safe on two ranks only.
-IN_ALL_FORMS = ("v1.2.1", "hybridep-94a9f8f")
-IN_ONE_FORM: tuple[BackendSpec, ...] = (
-    "ring",
-    {"name": "strict", "inner": "allgather"},
-    *(
-        variant
-        for variant in VARIANTS
-        if isinstance(variant, dict)
-        and "emulate" in variant
-        and (len(variant) > 2 or variant["emulate"] not in IN_ALL_FORMS)
-    ),
-)
+# Forms are the dispatcher's business: our backends run in all of them, and of the libraries one that wants equal rows.
+# What differs from those in the backend only runs in one, and graph-safe on two ranks only.
+IN_ALL_FORMS: BackendSpec = {"name": "hybridep", "emulate": "hybridep-94a9f8f"}
+IN_ONE_FORM: tuple[BackendSpec, ...] = ("ring", *(variant for variant in VARIANTS if variant != IN_ALL_FORMS))
 
 
 @contextmanager
