@@ -110,7 +110,7 @@ def test_raise_tells_all_ranks_alike(case: str) -> None:
         if case == "at capacity":
             assert not dispatcher.check().overflowed
         else:
-            text = r"must need at most 16 rows of a rank's experts, got 17 \(capacity_factor 1.062\). Call grow\(\)"
+            text = r"must need at most 16 rows of a rank's experts, got 17 \(capacity_factor 1.063\). Call grow\(\)"
             with pytest.raises(CapacityError, match=text):
                 dispatcher.check()
         dispatcher.close()
