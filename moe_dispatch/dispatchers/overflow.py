@@ -114,7 +114,6 @@ def grow(channel: Channel, headroom: float) -> RequiredCapacity:
     before = _capacity(channel, "grow")
     needed, headroom = _agree(channel, headroom, "grow")
     if needed.overflowed:
-        told = _told(channel.name, channel, needed)
         after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
         told = _told(channel.name, channel, needed)  # of the room that was too small
         channel.set_capacity(after)
