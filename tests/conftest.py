@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moe_dispatch.dispatchers import channel
+
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Ranks are threads or processes here: intra-op threads on top of them only compete for cores.
@@ -22,6 +24,13 @@ def deterministic_algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@pytest.fixture(autouse=True)
+def channels_of_its_own() -> Iterator[None]:
+    """What a test leaves behind, in a traceback or a compiler's cache, must not share its channel with the next."""
+    yield
+    channel._channels.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

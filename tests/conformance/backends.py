@@ -28,10 +28,9 @@ VARIANTS: tuple[BackendSpec, ...] = (
     {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
     {"name": "hybridep", "emulate": "hybridep-744"},
 )
-# Forms are the dispatcher's business: our backends run in all of them, and of the libraries one that wants equal rows.
-# What differs from those in the backend only runs in one, and graph-safe on two ranks only.
-IN_ALL_FORMS: BackendSpec = {"name": "hybridep", "emulate": "hybridep-94a9f8f"}
-IN_ONE_FORM: tuple[BackendSpec, ...] = ("ring", *(variant for variant in VARIANTS if variant != IN_ALL_FORMS))
+# Forms are the dispatcher's business: our backends run in all of them, and ``strict`` for whoever wants equal, aligned
+# rows. Variants and the emulated libraries run in one, and graph-safe on two ranks only.
+IN_ONE_FORM: tuple[BackendSpec, ...] = ("ring", *VARIANTS)
 
 
 @contextmanager
