@@ -15,8 +15,9 @@ from packed_text.training import Run, Task
 
 MAX_DIFFERENCE = 1e-4
 # Where rows travel in bfloat16: it keeps 8 bits, so rows and gradients are off by up to 2^-9 of themselves. The first
-# loss shows just that. Later routers choose other experts for some bytes, and a step's loss moves by some percent.
-MAX_WIRE_DIFFERENCE = 5e-2
+# loss shows just that. Later routers choose other experts for some bytes, and a step's loss moves by some percent, by
+# how many depends on how the machine rounds its products: 3% to 5% at the worst step have been seen.
+MAX_WIRE_DIFFERENCE = 1e-1
 MAX_FIRST_WIRE_DIFFERENCE = 1e-3
 MIN_FALL = 0.30
 # The warm-up alone takes 10 steps: a shorter run shows whether things work, not whether they learn.
