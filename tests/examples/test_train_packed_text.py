@@ -273,8 +273,8 @@ def test_check_sees_one_step_of_another_curve(factor: float) -> None:
 def test_a_bfloat16_wire_may_differ_more_but_not_at_the_start() -> None:
     reference = run_like("local", FALLING)
     for step, factor, claims in (
-        (7, 1.03, []),
-        (7, 1.06, ["deepep on 2 ranks has the losses of local"]),
+        (7, 1.06, []),
+        (7, 1.12, ["deepep on 2 ranks has the losses of local"]),
         (0, 1.002, ["deepep starts with the loss of local"]),
     ):
         other = [*FALLING[:step], FALLING[step] * factor, *FALLING[step + 1 :]]
