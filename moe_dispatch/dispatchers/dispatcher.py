@@ -37,6 +37,7 @@ from moe_dispatch.dispatchers.requirements import (
     check_gradients,
     check_tensors,
     check_values,
+    checked_routing,
 )
 from moe_dispatch.dispatchers.rows import Home, anchor, merge_duplicates, pad_rows, take_rows, tie
 from moe_dispatch.dispatchers.self_test import run_self_test
@@ -210,7 +211,7 @@ class Dispatcher(nn.Module):
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
         if uses_operators(self._lease):
-            return dispatch_traced(self._lease, x, _checked_routing(routing), plan, self._layout(x, plan))
+            return dispatch_traced(self._lease, x, checked_routing(routing), plan, self._layout(x, plan))
         with profiler_range("dispatch"):
             settled = plan if isinstance(plan, Plan) else None
             try:
@@ -241,7 +242,7 @@ class Dispatcher(nn.Module):
 
     def _checked(self, channel: Channel, x: Tensor, routing: Routing | None, layout: Layout) -> Tensor:
         """x as rows, if it and the routing are right; nothing is exchanged here."""
-        routing, x_TD = _checked_routing(routing), layout.flatten(x)
+        routing, x_TD = checked_routing(routing), layout.flatten(x)
         check_tensors(x_TD, routing, self.config, channel.needs)
         if self.config.debug:
             layout.check(x_TD.shape[0], values=True)
@@ -470,15 +471,6 @@ class Dispatcher(nn.Module):
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""
         self._lease.release()
-
-
-def _checked_routing(routing: Routing | None) -> Routing:
-    if not isinstance(routing, Routing):
-        raise InputError(
-            f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
-            "Pass Routing(topk_ids, topk_weights), or again=sent."
-        )
-    return routing
 
 
 def build_dispatcher(

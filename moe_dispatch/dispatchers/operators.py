@@ -83,22 +83,11 @@ def dispatch(
         (R, D) expert-major rows, (R,) their weights, int64 (L,) real rows per expert, and the backend's state.
     """
     link = named_channel(channel)
-    settled = (padded_rows, group_max_rows) != (None, None)
     capacity = _capacity_from(fitting_rows, buffer_rows, pair_rows)
-    sizes = Sizes(padded_rows=padded_rows, group_max_rows=group_max_rows, capacity=capacity)
     with torch.no_grad(), profiler_range("dispatch"):
         backend = traceable(link)
-        try:
-            _check_call(link, rows, Routing(ids, weights), valid)
-            draft = draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
-        except Exception as error:
-            refuse_dispatch(lambda: link, error, rows.device, settled=settled)
-            raise
-        if link.config.debug and (settled or not agrees_on_rows(link)):
-            exchange_mark(link)
-        if not settled:
-            # With the room that was traced: a recomputation may come after the dispatcher has grown.
-            sizes = dataclasses.replace(settle_plan(link, draft).sizes, capacity=capacity)
+        given = Sizes(padded_rows=padded_rows, group_max_rows=group_max_rows, capacity=capacity)
+        sizes = _settled(link, rows, Routing(ids, weights), real_rows, valid=valid, given=given)
         if capacity is not None:
             link.prepare_counters(rows.device)
         if valid is not None:
@@ -331,10 +320,25 @@ def traceable(link: Channel) -> Traceable:
     return link.backend
 
 
-def _check_call(link: Channel, rows: Tensor, routing: Routing, valid: Tensor | None) -> None:
-    check_tensors(rows, routing, link.config, link.needs)
-    if link.config.debug:
-        check_values(routing, valid, link.config.num_experts)
+def _settled(
+    link: Channel, rows: Tensor, routing: Routing, real_rows: Tensor | None, *, valid: Tensor | None, given: Sizes
+) -> Sizes:
+    """The sizes of a call: those of its plan, or settled now; peers hear where this rank refuses the call."""
+    settled = (given.padded_rows, given.group_max_rows) != (None, None)
+    try:
+        check_tensors(rows, routing, link.config, link.needs)
+        if link.config.debug:
+            check_values(routing, valid, link.config.num_experts)
+        draft = draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
+    except Exception as error:
+        refuse_dispatch(lambda: link, error, rows.device, settled=settled)
+        raise
+    if link.config.debug and (settled or not agrees_on_rows(link)):
+        exchange_mark(link)
+    if settled:
+        return given
+    # With the room that was traced: a recomputation may come after the dispatcher has grown.
+    return dataclasses.replace(settle_plan(link, draft).sizes, capacity=given.capacity)
 
 
 def _capacity_from(rows: int | None, buffer_rows: int | None, pair_rows: int | None) -> Capacity | None:

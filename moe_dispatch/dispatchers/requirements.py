@@ -173,6 +173,20 @@ def check_max_rows(where: str, rows: int, needs: Constraints) -> None:
         )
 
 
+def checked_routing(routing: Routing | None) -> Routing:
+    """The routing of a call.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(routing, Routing):
+        raise InputError(
+            f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
+            "Pass Routing(topk_ids, topk_weights), or again=sent."
+        )
+    return routing
+
+
 def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, needs: Constraints) -> None:
     """Shapes, dtypes and devices of one call.
 
