@@ -66,6 +66,8 @@ class DispatcherConfig(BaseModel):
             all-reduce and a host sync), "assume" (the caller promises equality), "check" (assume, verify, raise),
             "static" (``max_tokens_per_rank``). None: "agree", in graph-safe mode "static".
         max_tokens_per_rank: upper bound of the rows a rank brings.
+        infer_layout: a call without a layout takes that of ``layout_of(x)``. False refuses it: for packed data, where
+            a rank that never received the layout would otherwise take its rows for a plain batch.
         graph_safe: no host sync and no data-dependent shape in either verb, forward and backward.
         capacity_factor: graph-safe room of a rank's experts: a float over the balanced load, ``ceil(factor *
             max_tokens_per_rank * top_k)`` rows before expert padding, or "worst", which no routing overflows.
@@ -93,6 +95,7 @@ class DispatcherConfig(BaseModel):
     wire_dtype: WireDtype | None = None
     row_counts: RowCounts | None = None
     max_tokens_per_rank: _Count | None = None
+    infer_layout: bool = True
     graph_safe: bool = False
     capacity_factor: Factor = "worst"
     on_overflow: Literal["raise", "drop", "drop_by_position"] | None = None

@@ -13,6 +13,10 @@ class BackendUnavailableError(MoEDispatchError, ImportError):
     """A backend that exists but cannot be used on this machine."""
 
 
+class IntegrationError(MoEDispatchError, ImportError):
+    """A framework that is missing here, or of a version whose hooks this package does not know."""
+
+
 class InputError(MoEDispatchError, ValueError):
     """A call with tensors that do not fit the configuration, the routing or each other."""
 

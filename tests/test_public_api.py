@@ -30,12 +30,13 @@ LAYOUTS = """
 """
 DISPATCHERS = "Dispatcher Metrics RequiredCapacity build_dispatcher"
 ERRORS = (
-    "BackendUnavailableError CapacityError ConfigError InputError LayoutError MoEDispatchError PeerError StateError"
+    "BackendUnavailableError CapacityError ConfigError InputError IntegrationError LayoutError MoEDispatchError "
+    "PeerError StateError"
 )
 
 CONFIG_FIELDS = """
-    backend num_experts top_k hidden_size pad_multiple weights wire_dtype row_counts max_tokens_per_rank graph_safe
-    capacity_factor on_overflow permutation device debug constraints
+    backend num_experts top_k hidden_size pad_multiple weights wire_dtype row_counts max_tokens_per_rank infer_layout
+    graph_safe capacity_factor on_overflow permutation device debug constraints
 """
 CONSTRAINTS = """
     row_multiple equal_rows group_max min_rows max_rows hidden_multiple max_hidden dtypes devices max_top_k
@@ -81,6 +82,7 @@ def test_errors_and_the_builtins_they_resemble() -> None:
         errors.InputError: ValueError,
         errors.LayoutError: errors.InputError,
         errors.BackendUnavailableError: ImportError,
+        errors.IntegrationError: ImportError,
         errors.StateError: RuntimeError,
         errors.PeerError: RuntimeError,
         errors.CapacityError: RuntimeError,
@@ -135,6 +137,7 @@ def test_config_defaults() -> None:
         "wire_dtype": None,
         "row_counts": None,
         "max_tokens_per_rank": None,
+        "infer_layout": True,
         "graph_safe": False,
         "capacity_factor": "worst",
         "on_overflow": None,

@@ -49,7 +49,7 @@ from moe_dispatch.dispatchers.tracing import (
     send_traced_again,
     uses_operators,
 )
-from moe_dispatch.errors import InputError, StateError, reason_code
+from moe_dispatch.errors import InputError, LayoutError, StateError, reason_code
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
@@ -66,6 +66,21 @@ class _State:
     backend: Any
 
 
+@final
+class _Naming:
+    """While entered, errors are told which dispatcher they come from; free of cost as long as there are none."""
+
+    def __init__(self, name: str) -> None:
+        self._note = f"In the dispatcher {name!r}." if name else ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._note:
+            error.add_note(self._note)
+
+
 class Dispatcher(nn.Module):
     """Sends a model's rows to their experts and brings the results back in the shape that came in.
 
@@ -78,6 +93,7 @@ class Dispatcher(nn.Module):
         group: the expert-parallel group, a one-dimensional DeviceMesh, or None for one rank without torch.distributed.
         control_group: a CPU group of the same ranks for size agreement, so that it neither makes a GPU wait nor
             interleaves with other collectives on ``group``.
+        name: where it sits in the model, as "stage 2, layers.7.mlp"; errors of its verbs say it. Ranks may differ.
 
     Raises:
         ConfigError: a rule the config breaks on this group, or ranks whose configs differ; on every rank alike.
@@ -89,10 +105,17 @@ class Dispatcher(nn.Module):
     """
 
     def __init__(
-        self, config: DispatcherConfig, group: Group = None, *, control_group: dist.ProcessGroup | None = None
+        self,
+        config: DispatcherConfig,
+        group: Group = None,
+        *,
+        control_group: dist.ProcessGroup | None = None,
+        name: str = "",
     ) -> None:
         super().__init__()
         self.config = config
+        self.name = name
+        self._naming = _Naming(name)
         self._lease = lease_channel(config, group, control_group)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -141,22 +164,23 @@ class Dispatcher(nn.Module):
         grow them here, which is collective.
         """
         refuse_tracing("plan")
-        channel = self._lease.channel
-        try:
-            if layout is None and like is None:
-                raise InputError(
-                    "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
-                )
-            draft = draft_plan(channel, layout or self.layout_of(cast(Tensor, like)), like)
-        except Exception as error:
-            if agrees_on_rows(channel):
-                refuse_agreement(channel, error)
-            elif self.config.debug:
-                exchange_mark(channel, reason_code(error))
-            raise
-        if self.config.debug and not agrees_on_rows(channel):
-            exchange_mark(channel)
-        return settle_plan(channel, draft)
+        with self._naming:
+            channel = self._lease.channel
+            try:
+                if layout is None and like is None and self.config.infer_layout:
+                    raise InputError(
+                        "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
+                    )
+                draft = draft_plan(channel, layout or self._inferred("plan", like), like)
+            except Exception as error:
+                if agrees_on_rows(channel):
+                    refuse_agreement(channel, error)
+                elif self.config.debug:
+                    exchange_mark(channel, reason_code(error))
+                raise
+            if self.config.debug and not agrees_on_rows(channel):
+                exchange_mark(channel)
+            return settle_plan(channel, draft)
 
     @overload
     def dispatch(
@@ -212,7 +236,7 @@ class Dispatcher(nn.Module):
             return self._dispatch_again(x, routing, plan, again)
         if uses_operators(self._lease):
             return dispatch_traced(self._lease, x, checked_routing(routing), plan, self._layout(x, plan))
-        with profiler_range("dispatch"):
+        with self._naming, profiler_range("dispatch"):
             settled = plan if isinstance(plan, Plan) else None
             try:
                 channel, layout = self._lease.channel, self._layout(x, plan)
@@ -232,13 +256,21 @@ class Dispatcher(nn.Module):
     def _layout(self, x: Tensor, plan: Plan | Layout | None) -> Layout:
         if isinstance(plan, Plan):
             return plan.layout
-        layout = self.layout_of(x) if plan is None else plan
+        layout = self._inferred("dispatch", x) if plan is None else plan
         if not isinstance(layout, Layout):
             raise InputError(
                 f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, got {type(layout).__name__}. "
                 "Pass dispatcher.plan(layout)."
             )
         return layout
+
+    def _inferred(self, verb: str, x: Tensor | None) -> Layout:
+        if not self.config.infer_layout:
+            raise LayoutError(
+                f"Dispatcher.{verb}: a plan or a layout must be given with infer_layout=False, got None. Bring the "
+                "layout of the micro-batch to every rank of every pipeline stage, as broadcast_layout does."
+            )
+        return self.layout_of(cast(Tensor, x))
 
     def _checked(self, channel: Channel, x: Tensor, routing: Routing | None, layout: Layout) -> Tensor:
         """x as rows, if it and the routing are right; nothing is exchanged here."""
@@ -314,7 +346,7 @@ class Dispatcher(nn.Module):
             )
         if isinstance(state, TracedState):
             return send_traced_again(x, again)
-        with profiler_range("dispatch"):
+        with self._naming, profiler_range("dispatch"):
             return self._send_again(x, state, again)
 
     def _send_again(self, x: Tensor, state: _State, again: Dispatched) -> Dispatched:
@@ -384,7 +416,7 @@ class Dispatcher(nn.Module):
         state = self._state(sent, "combine")
         if isinstance(state, TracedState):
             return combine_traced(rows, sent)
-        with profiler_range("combine"):
+        with self._naming, profiler_range("combine"):
             channel = self._lease.channel
             check_combine(rows, sent.rows, self.config, channel.needs)
             y_TD = channel.backend.combine(
@@ -474,7 +506,11 @@ class Dispatcher(nn.Module):
 
 
 def build_dispatcher(
-    config: DispatcherConfig, group: Group = None, *, control_group: dist.ProcessGroup | None = None
+    config: DispatcherConfig,
+    group: Group = None,
+    *,
+    control_group: dist.ProcessGroup | None = None,
+    name: str = "",
 ) -> Dispatcher:
     """A Dispatcher to call ``dispatch`` and ``combine`` on; arguments and errors as for the class."""
-    return Dispatcher(config, group, control_group=control_group)
+    return Dispatcher(config, group, control_group=control_group, name=name)
