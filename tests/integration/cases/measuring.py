@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parents[3]
@@ -18,6 +20,11 @@ def relative(got: Tensor | None, want: Tensor | None) -> float:
     assert got.shape == want.shape, f"got shape {tuple(got.shape)}, want {tuple(want.shape)}"
     difference: float = ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-300)).item()
     return difference
+
+
+def flat(gradients: Mapping[str, Tensor]) -> Tensor:
+    """All of them in one vector, by name."""
+    return torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
 
 
 def python_of(page: str) -> str:

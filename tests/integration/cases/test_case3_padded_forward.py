@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import layout_for
 from moe_dispatch.testing import run_processes
-from tests.integration.cases.measuring import relative, run_page
+from tests.integration.cases.measuring import flat, relative, run_page
 from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, TOP_K, rank_body
 
 pytestmark = [
@@ -32,11 +31,6 @@ TOLERANCES = {torch.float32: 3e-6, torch.float64: 1e-13}
 @functools.cache
 def results() -> list[dict[str, Any]]:
     return run_processes(rank_body, RANKS, timeout=timedelta(seconds=300))
-
-
-def flat(gradients: dict[str, Tensor]) -> Tensor:
-    """All of them in one vector."""
-    return torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
 
 
 def test_by_hand_packed_rows_are_refused_or_mixed() -> None:
