@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from itertools import count, islice, product
@@ -41,7 +42,7 @@ OLD_RULES = pytest.mark.parametrize(
 )
 EXPERTS, TOP_K, HIDDEN = 16, 4, 512  # 512: a rule of the first releases
 
-on_ranks = partial(Ranks().run, size=EP_SIZE)
+on_ranks = partial(Ranks(timedelta(seconds=60)).run, size=EP_SIZE)
 
 
 @pytest.fixture(autouse=True)
