@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
@@ -142,13 +141,15 @@ def _config(job: Job) -> Any:
 def _sharded(job: Job, rank: int) -> Outcome:
     """Through torchtitan's own ``parallelize``: meshes, DTensors, local_map and sequence parallelism are its."""
     import spmd_types as spmd
+    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 
     config, dims = _config(job), _dims(job.dp, job.tp, job.ep, job.spmd)
     layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
     set_moe_sharding_config(config, enable_ep=True, enable_sp=True, expert_param_layout=layout)
     moe = built(config, job.dtype)
-    with _spmd(job.spmd, dims):
+    set_spmd_backend(job.spmd)
+    with get_spmd_context(parallel_dims=dims)():  # as torchtitan's trainer does
         moe.parallelize(dims)
         outcome = _run(moe, job, rank)
     for name in EXPERT_WEIGHTS:
@@ -192,22 +193,6 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@contextlib.contextmanager
-def _spmd(backend: str, dims: Any) -> Iterator[None]:
-    """What torchtitan's trainer sets up around building and running a model."""
-    from torchtitan.distributed.spmd_types import set_current_spmd_mesh, set_spmd_meshes
-    from torchtitan.distributed.utils import set_spmd_backend
-
-    set_spmd_backend(backend)
-    if backend == "partial_dtensor":
-        yield
-        return
-    sparse = dims.get_optional_mesh(["dp_replicate", "efsdp", "ep"], include_singleton_axes=True)
-    set_spmd_meshes(dense_mesh=dims.spmd_dense_mesh(), sparse_mesh=sparse)
-    with set_current_spmd_mesh(dims.spmd_dense_mesh()):
-        yield
 
 
 @cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
 
+PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "torchtitan.md"
 MODULE = "moe_dispatch.integrations.torchtitan"
 OVERRIDE = f"{MODULE}.moe_dispatch_override"
 
@@ -212,10 +215,33 @@ def test_a_call_with_another_number_of_experts_or_slots_is_refused() -> None:
     assert raised.value.__notes__ == ["In the dispatcher 'moe.routed_experts'."]
 
 
+def test_code_of_the_page_runs_in_order() -> None:
+    from torchtitan.config.override import apply_overrides
+
+    namespace: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(PAGE), "exec"), namespace)
+    assert namespace["layers"][0] == "layers.0.moe"
+    config = moe_config()
+    apply_overrides(namespace["override"], config)
+    assert config.routed_experts.token_dispatcher.options == {"pad_multiple": "fp8"}
+
+
+def test_page_is_right_about_what_torchtitan_refuses() -> None:
+    from torchtitan.components.quantization.utils import swap_token_dispatcher
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+
+    config = moe_config()
+    experts = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
+    with pytest.raises(ValueError, match="an ancestor of"):
+        apply_overrides(OverrideConfig(imports=[(OVERRIDE, {}), experts]), config)
+    use(config)
+    with pytest.raises(ValueError, match="requires a token dispatcher that supports padding"):
+        swap_token_dispatcher(config.routed_experts, 16)
+
+
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> Callable[[], Any]:
     """Imports the integration anew, as where this version of torchtitan is installed."""
-    from torchtitan.config.override import clear_overrides
-
     def answer(package: str) -> str:
         if version is None:
             raise PackageNotFoundError(package)
@@ -223,7 +249,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> Callable[
 
     monkeypatch.setattr(versions, "version", answer)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    clear_overrides()
+    monkeypatch.setattr(import_module("torchtitan.config.override"), "_REGISTRY", {})
     return lambda: import_module(MODULE)
 
 
