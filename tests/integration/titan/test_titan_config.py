@@ -242,6 +242,7 @@ def test_page_is_right_about_what_torchtitan_refuses() -> None:
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> Callable[[], Any]:
     """Imports the integration anew, as where this version of torchtitan is installed."""
+
     def answer(package: str) -> str:
         if version is None:
             raise PackageNotFoundError(package)
