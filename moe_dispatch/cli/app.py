@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 import typer
 
 import moe_dispatch
-from moe_dispatch.cli import conformance, console, diagnosis, doctor
+from moe_dispatch.cli import compare, conformance, console, diagnosis, doctor
+from moe_dispatch.cli.comparison import MODES
 from moe_dispatch.cli.names import parse_backend
 from moe_dispatch.cli.ranks import PeerFailed, RankFailed, this_rank
+from moe_dispatch.cli.workload import Workload
 from moe_dispatch.errors import ConfigError, MoEDispatchError
+from moe_dispatch.testing.scenario import DtypeName
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -158,3 +162,43 @@ def _sizes(text: str) -> list[int]:
     if not all(size.isdecimal() and int(size) > 0 for size in text.split(",")):
         raise ConfigError(f"--ep must be whole numbers from 1 on with commas between, got {text!r}. Write --ep 1,2,4.")
     return [int(size) for size in text.split(",")]
+
+
+@app.command("compare")
+@answering
+def compare_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A DispatcherConfig, YAML or JSON.")],
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            "--backends",
+            "-b",
+            metavar="NAMES",
+            help="With commas between; +OPTION=VALUE for a backend's options. By default the config's, or for "
+            '"auto" all that are known.',
+        ),
+    ] = None,
+    mode: Annotated[str, typer.Option(metavar="MODES", help="Of eager and graph-safe.")] = ",".join(MODES),
+    ranks: Annotated[int, typer.Option(min=1, help="Processes to start; torchrun knows its own.")] = 4,
+    tokens: Annotated[int, typer.Option(min=0, help="Of the rank with most.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Batches, each with a routing of its own.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
+    routing: Annotated[str, typer.Option(help="uniform, balanced, skewed, partly_nowhere, ...")] = "uniform",
+    seed: Annotated[int, typer.Option(min=0, help="Of all data.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> int:
+    """Send the same tokens through several backends, forward and backward, and hold them against a reference.
+
+    Tells how far each is from a dense float64 computation and from the first, and what a call costs: bytes, padding,
+    host syncs, time. Ends with 1 if one differs more than its dtype allows, or if a backend that was named cannot run.
+
+    \b
+    moe-dispatch compare experiment.yaml
+    moe-dispatch compare -b alltoall,allgather experiment.yaml --dtype float32
+    moe-dispatch compare -b alltoall,hybridep+emulate=true experiment.yaml --routing skewed
+    moe-dispatch compare -b alltoall,my_package:MyBackend experiment.yaml --mode eager
+    torchrun --nproc-per-node 8 --no-python moe-dispatch compare -b alltoall,deepep experiment.yaml
+    """  # noqa: D301
+    workload = Workload(tokens=tokens, steps=steps, dtype=cast(DtypeName, dtype), routing=routing, seed=seed)
+    task = compare.make_task(config, backends, mode.split(","), workload)
+    return compare.run(task, ranks, as_json=as_json)
