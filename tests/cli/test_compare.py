@@ -140,6 +140,13 @@ def test_config_is_honoured(command: Command, tmp_path: Path) -> None:
     assert options == {"reduction": "exact"}
 
 
+def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: Path) -> None:
+    room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
+    report = compared(command, "-b", "alltoall", written(tmp_path, **room), "--routing", "skewed")
+    assert [one["refused"] for one in report["outcomes"]] == [None, None]
+    assert report["agree"], "nothing is dropped"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -156,7 +163,7 @@ def test_wrong_requests_are_refused(arguments: list[str], told: str, command: Co
 
 
 def test_reference_in_parts_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Workload(tokens=9, dtype="float64").scenario(DispatcherConfig(**FIELDS), 2)
+    scenario = Workload(tokens=9, dtype="float64").scenario(DispatcherConfig(num_experts=8, top_k=2, hidden_size=64), 2)
     batch, experts = scenario.batches(2)[0], scenario.experts()
     monkeypatch.setattr(workload, "_REFERENCE_NUMBERS", 3 * experts.bias_ED.numel())
     parts, whole = workload.expect_in_parts(batch, experts, None), reference(batch, experts)
