@@ -15,7 +15,7 @@ import moe_dispatch
 from moe_dispatch.cli import compare, conformance, console, diagnosis, doctor
 from moe_dispatch.cli.comparison import MODES
 from moe_dispatch.cli.names import parse_backend
-from moe_dispatch.cli.ranks import PeerFailed, RankFailed, this_rank
+from moe_dispatch.cli.ranks import PeerFailed, RankFailed, let_others_speak, this_rank
 from moe_dispatch.cli.workload import Workload
 from moe_dispatch.errors import ConfigError, MoEDispatchError
 from moe_dispatch.testing.scenario import DtypeName
@@ -57,6 +57,8 @@ def _status(command: Callable[[], int]) -> int:
     except MoEDispatchError as wrong:
         if this_rank() == 0:  # what is wrong before ranks meet is wrong on all of them
             console.error(str(wrong))
+        else:
+            let_others_speak()
     except KeyboardInterrupt:
         console.error("interrupted, all ranks are ended.")
         return 130

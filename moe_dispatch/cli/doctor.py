@@ -18,13 +18,13 @@ def run(request: Request, *, as_json: bool) -> int:
     first = this_rank() == 0
     with console.progress("self-tests", visible=first) as show:
         diagnosis = diagnose(request, show)
-    answer = diagnosis.self_tests_pass
-    if request.backend is not None:
-        answer = diagnosis.backends[0].works
-    if first and as_json:
+    if not first:  # rank 0 heard of the results, and answers
+        return 0
+    if as_json:
         console.document(dataclasses.asdict(diagnosis))
-    elif first:
+    else:
         _show(diagnosis)
+    answer = diagnosis.self_tests_pass if request.backend is None else diagnosis.backends[0].works
     return 0 if answer else 1
 
 

@@ -97,6 +97,15 @@ def test_wrong_backend_is_seen(command: Command, config: str) -> None:
     assert f"failed further from the reference than 0.02: {halved}, eager" in answer.out
 
 
+def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(
+    command: Command, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = command("compare", "-b", "tests.cli.planted:Halved", config, "--ranks", "2", "--mode", "eager")
+    assert (answer.status, answer.out, answer.error) == (0, "", "")
+
+
 def test_rank_that_fails_is_an_error(command: Command, config: str) -> None:
     answer = command("compare", "-b", "tests.cli.planted:Raising", config, "--ranks", "1", "--mode", "eager")
     assert (answer.status, answer.error) == (2, "Error: a rank of 1: planted in dispatch\n")
