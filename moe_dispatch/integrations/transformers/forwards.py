@@ -40,7 +40,7 @@ def plan_in_force(config: DispatcherConfig) -> Plan | None:
     if not plans and not config.infer_layout:
         raise StateError(
             "moe_dispatch experts: they must be called in a forward of a model that was given to attach, got a call "
-            "outside one. Call attach(model) once it is loaded; recompute with model.gradient_checkpointing_enable()."
+            "outside one. Call attach(model) once it is loaded; checkpoint layers with transformers' own switch."
         )
     return plans[-1][1] if plans else None
 

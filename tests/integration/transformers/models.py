@@ -97,10 +97,12 @@ def draw_batch(seed: int, lengths: list[int], width: int, side: Literal["left", 
     real = positions >= width - lengths_B1 if side == "left" else positions < lengths_B1
     if side == "holes":
         real &= positions % 3 != 1
+    # A label behind padding would be predicted from a row that is none.
+    predicted = real & torch.nn.functional.pad(real[:, :-1], (1, 0))
     return Batch(
         input_ids=torch.where(real, ids, 0),
         attention_mask=real.long(),
-        labels=torch.where(real, ids, -100),
+        labels=torch.where(predicted, ids, -100),
     )
 
 
