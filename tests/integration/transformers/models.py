@@ -113,3 +113,5 @@ BATCHES = (
     draw_batch(2, [0, 0], 4, "right"),
     draw_batch(3, [11, 6], 12, "holes"),
 )
+# New tokens follow the last position, so prompts are padded on the left.
+PROMPTS = (draw_batch(4, [5, 2, 6], 6, "left"), BATCHES[1])

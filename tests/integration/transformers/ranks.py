@@ -11,7 +11,7 @@ from typing import Any, final
 import torch.distributed as dist
 
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
-from tests.integration.transformers.models import BATCHES, Batch, build
+from tests.integration.transformers.models import BATCHES, PROMPTS, Batch, build
 from tests.integration.transformers.wiring import (
     Gradients,
     gradients,
@@ -88,6 +88,7 @@ def train(case: Case, rank: int) -> dict[str, float]:
     """Errors of loss and gradients, and what was not dispatched."""
     batches = BATCHES[: case.mesh.fsdp]
     model = load(case).train()
+    before = _counts(case, model)
     if case.checkpoint:
         model.activation_checkpointing_enable()
     batch = batches[case.mesh.batch_of(rank)]
@@ -99,7 +100,7 @@ def train(case: Case, rank: int) -> dict[str, float]:
     return {
         "loss": abs(float(total) / case.mesh.tp / wanted - 1),
         "gradients": largest_error(gradients(model), wanted_gradients),
-        **_skipped(case, model),
+        **_difference(_counts(case, model), before),
     }
 
 
@@ -108,7 +109,8 @@ def _unsharded(family: str, batches: tuple[Batch, ...]) -> tuple[float, Gradient
     return unsharded(family, batches)
 
 
-def _skipped(case: Case, model: Any) -> dict[str, float]:
+def _counts(case: Case, model: Any) -> dict[str, float]:
+    """Of the channel, which jobs of one config share."""
     if case.implementation != OURS:
         return {}
     metrics = next(iter(dispatchers_of(model).values())).metrics(gather=True)
@@ -119,9 +121,13 @@ def _skipped(case: Case, model: Any) -> dict[str, float]:
     }
 
 
+def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {name: after[name] - before[name] for name in after}
+
+
 def generate(case: Case, rank: int) -> list[list[int]]:
     """Tokens of this rank's prompt, and those of the unsharded model; ranks stop after different numbers."""
-    batch = BATCHES[case.mesh.batch_of(rank) % 2]
+    batch = PROMPTS[case.mesh.batch_of(rank) % 2]
     arguments = {
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,
@@ -142,11 +148,12 @@ def without_registry(case: Case, rank: int) -> dict[str, float]:
     register(config_for(model.config, backend=case.backend), group=dist.group.WORLD, name="function")
     model.set_experts_implementation("function")
     attach(model)
+    before = _counts(case, model)
     loss_of(model, BATCHES[rank], targets(*BATCHES)).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     wanted = _unsharded(case.family, BATCHES)[1]
-    return {"gradients": largest_error(gradients(model), wanted), **_skipped(case, model)}
+    return {"gradients": largest_error(gradients(model), wanted), **_difference(_counts(case, model), before)}
 
 
 def round_trip(case: Case, rank: int) -> dict[str, Any]:
