@@ -17,7 +17,7 @@ from moe_dispatch.integrations.transformers.experts import WIRED, ExpertParallel
 from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, end_plan
 from moe_dispatch.integrations.versions import check_version
 
-TESTED = ("5.0.0", "5.23.0")
+TESTED = ("5.7.0", "5.22.2", "5.23.0")
 
 
 @final

@@ -62,7 +62,7 @@ def config_of(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **changes})
 
 
-def build(family: str, **changes: Any) -> Any:
+def build(family: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """An unsharded model, the same on every rank."""
     from transformers import AutoModelForCausalLM
 
@@ -71,7 +71,7 @@ def build(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():  # as initialised, outputs of experts would vanish beside the rest
             parameter.normal_(0, 0.2)
-    return model
+    return model.to(dtype)
 
 
 @final

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
@@ -50,6 +51,7 @@ class Case:
     fields: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 def run_cases(rank: int, jobs: Mapping[str, tuple[Callable[[Case, int], Any], Case]]) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def load(case: Case) -> Any:
     """The model as ``from_pretrained(distributed_config=...)`` shards it, from weights that are here already."""
     from transformers.distributed import DistributedConfig
 
-    model = build(case.family, **case.changes)
+    model = build(case.family, dtype=case.dtype, **case.changes)
     name = case.implementation
     if name == OURS:
         config = config_for(model.config, backend=case.backend, **case.fields)
@@ -96,7 +98,7 @@ def train(case: Case, rank: int) -> dict[str, float]:
     (loss * case.mesh.fsdp).backward()  # FSDP takes the mean over batches
     total = loss.detach().clone()
     dist.all_reduce(total)
-    wanted, wanted_gradients = _unsharded(case.family, batches)
+    wanted, wanted_gradients = _unsharded(case.family, batches, case.dtype)
     return {
         "loss": abs(float(total) / case.mesh.tp / wanted - 1),
         "gradients": largest_error(gradients(model), wanted_gradients),
@@ -105,8 +107,8 @@ def train(case: Case, rank: int) -> dict[str, float]:
 
 
 @cache
-def _unsharded(family: str, batches: tuple[Batch, ...]) -> tuple[float, Gradients]:
-    return unsharded(family, batches)
+def _unsharded(family: str, batches: tuple[Batch, ...], dtype: torch.dtype) -> tuple[float, Gradients]:
+    return unsharded(family, batches, dtype=dtype)
 
 
 def _counts(case: Case, model: Any) -> dict[str, float]:
@@ -152,7 +154,7 @@ def without_registry(case: Case, rank: int) -> dict[str, float]:
     loss_of(model, BATCHES[rank], targets(*BATCHES)).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-    wanted = _unsharded(case.family, BATCHES)[1]
+    wanted = _unsharded(case.family, BATCHES, case.dtype)[1]
     return {"gradients": largest_error(gradients(model), wanted), **_difference(_counts(case, model), before)}
 
 

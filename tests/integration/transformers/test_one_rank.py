@@ -25,7 +25,7 @@ from tests.integration.transformers.wiring import (
 )
 
 FAMILY = "qwen3_moe"
-RIGHT, LEFT, _, HOLES = BATCHES
+RIGHT, LEFT, EMPTY, HOLES = BATCHES
 PADDING = {id(batch): batch.attention_mask.numel() - batch.num_real for batch in BATCHES}
 
 
@@ -91,6 +91,16 @@ def test_one_plan_serves_all_layers_of_a_forward(mesh: DeviceMesh, monkeypatch: 
     model.model(LEFT.input_ids, LEFT.attention_mask)  # what some trainers call: the model without its head
     assert len(made) == 2
     assert rows_cut(model) == 2 * LAYERS * PADDING[id(LEFT)]
+
+
+def test_experts_that_no_row_reaches_get_a_gradient(mesh: DeviceMesh) -> None:
+    """FSDP on other ranks waits for it."""
+    model = ready(FAMILY, mesh, name="no-rows").train()
+    model(input_ids=EMPTY.input_ids, attention_mask=EMPTY.attention_mask).logits.sum().backward()
+    of_experts = {name: grad for name, grad in gradients(model).items() if ".experts." in name}
+    assert len(of_experts) == 2 * LAYERS
+    assert all(not grad.any() for grad in of_experts.values())
+    assert rows_real(model, TOP_K) == 0
 
 
 def test_generate_dispatches_new_tokens_and_no_padding(mesh: DeviceMesh) -> None:

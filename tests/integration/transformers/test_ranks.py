@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from moe_dispatch.testing.ranks import run_processes
 from tests.integration.transformers.models import BATCHES, FAMILIES, LAYERS, TOP_K
@@ -42,6 +43,7 @@ TRAIN = {
     "allgather": Case(mesh=PLAIN, backend="allgather"),
     "allgather, tp 2": Case(mesh=BOTH, backend="allgather"),
     "checkpoint": Case(mesh=PLAIN, checkpoint=True),
+    "hybridep": Case(mesh=PLAIN, backend={"name": "hybridep", "emulate": True}, dtype=torch.bfloat16),
     "checkpoint, ep 2": Case(mesh=MESHES["fsdp 4, ep 2"], checkpoint=True),
 }
 THEIR_TRAIN = {f"theirs, {family}": Case(family=family, mesh=PLAIN, implementation=THEIRS) for family in FAMILIES}
@@ -91,8 +93,8 @@ def test_loss_and_gradients_are_those_of_the_unsharded_model(ranks: list[dict[st
     groups = RANKS // case.mesh.ep
     seen = results(ranks, name)
     for result in seen:
-        assert result["loss"] < 1e-5
-        assert result["gradients"] < 1e-4
+        assert result["loss"] < (1e-5 if case.dtype == torch.float32 else 1e-3)
+        assert result["gradients"] < (1e-4 if case.dtype == torch.float32 else 0.05)
     firsts = [seen[group * case.mesh.ep] for group in range(groups)]
     assert sum(result["skipped"] for result in firsts) == runs * padding
     assert sum(result["slots"] for result in firsts) == runs * real * TOP_K

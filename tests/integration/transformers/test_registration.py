@@ -170,13 +170,13 @@ def test_experts_function_refuses_a_share_that_is_not_one(mesh: DeviceMesh) -> N
 
 def test_a_version_nobody_tested_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", lambda package: "6.1.0")
-    with pytest.warns(UserWarning, match=r"not run with transformers 6\.1\.0\. Tested are 5\.0\.0, 5\.23\.0"):
+    with pytest.warns(UserWarning, match=r"not run with transformers 6\.1\.0\. Tested are 5\.7\.0, 5\.22\.2, 5\.23\.0"):
         register(config(), name="newer")
 
 
 def test_a_version_without_any_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", lambda package: "4.57.1")
-    with pytest.raises(IntegrationError, match=r"transformers must be 5\.0\.0 or later, got 4\.57\.1"):
+    with pytest.raises(IntegrationError, match=r"transformers must be 5\.7\.0 or later, got 4\.57\.1"):
         register(config(), name="older")
 
 
