@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_dispatch import Dispatcher, DispatcherConfig, MoEDispatchError, Routing
-from packed_text.place import Place, alone, describe, joined
-from packed_text.ranks import RankFailed, run_ranks
+from moe_dispatch.cli.place import Place, alone, describe, joined
+from moe_dispatch.cli.ranks import RankFailed, run_ranks
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 64, 128, 8, 2
 COMPARED = ("alltoall", "allgather", "local")

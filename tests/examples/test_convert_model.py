@@ -17,8 +17,8 @@ from torch import Tensor
 
 import convert_model
 from convert_model import ExpertParallelMoE, PlainMoE
+from moe_dispatch.cli.place import Place
 from moe_dispatch.testing import run_processes
-from packed_text.place import Place
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "convert_model.py"
