@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from moe_dispatch.cli.picks import block_picks, draw_ids
 from moe_dispatch.cli.tails import any_above, deviation, largest, padding_odds, sum_range
 
 Bound = Literal["expected", "low", "high"]
+BOUNDS: tuple[Bound, ...] = get_args(Bound)
 
 # For the one number that is not computed exactly, how much ranks vary in the pairs they send, and what that allows for.
 _DRAWN_TOKENS, _DRAWN_MARGIN = 4096, 1.1
@@ -34,7 +35,7 @@ class Range:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Loads:
-    """One dispatch of all ranks, or each of several. A rank is an entry of every tensor, float64 (P,).
+    """One dispatch of all ranks. A rank is an entry of every tensor, float64 (P,).
 
     Attributes:
         tokens: rows that a rank brings.
@@ -157,37 +158,6 @@ def expected_loads(odds_E: Tensor, tokens: int, shape: MoEShape, *, seed: int = 
         },
         between_nodes=between[0],
         once_per_node=between[1],
-        overflow=overflow,
-    )
-
-
-def merged_loads(several: Sequence[Loads]) -> Loads:
-    """Of several dispatches: means, the least and the most, and the share of them that overflows."""
-
-    def over(ranges: Sequence[Range]) -> Range:
-        return Range(
-            expected=torch.stack([one.expected for one in ranges]).mean(0),
-            low=torch.stack([one.low for one in ranges]).amin(0),
-            high=torch.stack([one.high for one in ranges]).amax(0),
-        )
-
-    def mean(values: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(values)).mean(0)
-
-    def overflow(capacity: Capacity) -> tuple[float, float]:
-        low, high = zip(*(loads.overflow(capacity) for loads in several), strict=True)
-        return sum(low) / len(low), sum(high) / len(high)
-
-    names = several[0].exchanged
-    return Loads(
-        tokens=mean([loads.tokens for loads in several]),
-        received=over([loads.received for loads in several]),
-        padding=over([loads.padding for loads in several]),
-        busiest_rank=over([loads.busiest_rank for loads in several]),
-        busiest_expert=over([loads.busiest_expert for loads in several]),
-        exchanged={name: over([loads.exchanged[name] for loads in several]) for name in names},
-        between_nodes={name: mean([loads.between_nodes[name] for loads in several]) for name in names},
-        once_per_node={name: mean([loads.once_per_node[name] for loads in several]) for name in names},
         overflow=overflow,
     )
 

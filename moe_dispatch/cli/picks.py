@@ -42,6 +42,9 @@ def block_picks(odds_E: Tensor, top_k: int, num_blocks: int) -> Tensor:
     found = torch.zeros(num_blocks, top_k + 1, dtype=torch.float64, device="cpu")
     for start in range(0, _STEPS, _WINDOW):
         found += _integral(odds_E, top_k, num_blocks, times[start : start + _WINDOW + 1])
+    count, size = torch.arange(top_k + 1, device="cpu"), len(odds_E) // num_blocks
+    possible = (count <= size) & (top_k - count <= len(odds_E) - size)
+    found = torch.where(possible, found.clamp(min=0), 0)  # what rounding left of the rest would count in far tails
     return found / found.sum(1, keepdim=True)
 
 
