@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -28,7 +29,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: st
     """Print a table; the first ``text_columns`` columns are aligned to the left, the others are numbers."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption or None, caption_justify="left")
     for index, heading in enumerate(headings):
-        shown.add_column(heading, justify="left" if index < text_columns else "right", vertical="bottom")
+        justify: Literal["left", "right"] = "left" if index < text_columns else "right"
+        shown.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
         shown.add_row(*map(escape, row))
     _stdout().print(shown, highlight=False)
@@ -55,5 +57,5 @@ def progress(label: str, *, visible: bool = True) -> Iterator[Callable[[int, int
 
 
 def _stdout() -> Console:
-    """A new one each time: it keeps the stdout it is made with."""
-    return Console()
+    """A new one each time: it keeps the stdout it is made with. A file is as wide as the longest table needs."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
