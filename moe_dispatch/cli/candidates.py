@@ -10,12 +10,12 @@ import torch
 
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.collectives import Communicator
-from moe_dispatch.backends.registry import load_backend
 from moe_dispatch.backends.verdict import Usable
 from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.cli.names import NamedBackend
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows
-from moe_dispatch.errors import BackendUnavailableError, MoEDispatchError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
 
 # What is planned where deep_ep is not installed: the releases whose rules this package knows and emulates.
 _RELEASES = {"deepep": ("v1.2.1", "v2-2.1.0"), "hybridep": ("hybridep-94a9f8f",)}
@@ -67,42 +67,42 @@ class Candidate:
         return 2 * _AGREED_BYTES * (ep_size - 1) // ep_size
 
 
-def candidates(name: str, config: DispatcherConfig, shape: MoEShape, rows: int) -> list[Candidate]:
-    """A backend of this name, or the releases of it that can be planned without it.
+def candidates(named: NamedBackend, config: DispatcherConfig, shape: MoEShape, rows: int) -> list[Candidate]:
+    """A backend, or the releases of it that can be planned without it.
 
     Args:
-        name: a known backend.
-        config: what is asked of it; options are the config's where it names this backend.
+        named: a name and options.
+        config: what is asked of it, but for its backend.
         shape: of the group.
         rows: the most that a rank brings.
 
     Raises:
-        ConfigError: there is no backend of this name.
+        ConfigError: there is no such backend, or no such option.
     """
     try:
-        cls = load_backend(name)
+        cls = named.load()
     except BackendUnavailableError as error:  # a third party's package
-        return [_unknown(name, None, BackendOptions(), str(error))]
-    options = config.backend_options if config.backend_name == name else cls.Options()
+        return [_unknown(named.label, None, BackendOptions(), str(error))]
+    spec = named.spec()
+    options = cls.Options.model_validate(named.options)
+    try:
+        config = config.replace(backend=spec)
+    except ConfigError as error:  # an option that does not fit the config
+        return [_unknown(named.label, cls, options, str(error))]
     verdict = cls.probe(options)
     if isinstance(verdict, Usable):
-        return [_known(name, verdict.version, cls, options, config, shape, rows)]
+        return [_known(named.label, verdict.version, cls, options, config, shape, rows)]
     absent = f"not usable here: {verdict.reason}"
     planned = [
         _known(
-            f"{name} {release.removeprefix(name + '-')}",
-            f"as emulated; {absent}",
-            cls,
-            given,
-            config,
-            shape,
-            rows,
+            f"{named.label} {release.removeprefix(cls.name + '-')}",
+            f"rules of {release}; {absent}",
+            *(cls, options.model_copy(update={"emulate": release}), config, shape, rows),
             device="cuda",
         )
-        for release in _RELEASES.get(name, ())
-        for given in [options.model_copy(update={"emulate": release})]
+        for release in _RELEASES.get(cls.name, ())
     ]
-    return planned or [_unknown(name, cls, options, absent)]
+    return planned or [_unknown(named.label, cls, options, absent)]
 
 
 def _unknown(name: str, cls: type[Backend] | None, options: BackendOptions, reason: str) -> Candidate:

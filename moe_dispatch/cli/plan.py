@@ -1,349 +1,232 @@
-"""``plan``: what a model's dispatches come to on a cluster, before there is one."""
+"""``plan``: a model on a cluster that need not exist, as tables on a terminal."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from moe_dispatch.backends.base import Constraints, MoEShape
-from moe_dispatch.backends.capacity import Capacity, CapacityFactor, capacity_of
-from moe_dispatch.backends.registry import known_backends
-from moe_dispatch.cli.candidates import Candidate, candidates
-from moe_dispatch.cli.loads import BOUNDS, Loads, Range
-from moe_dispatch.cli.models import Model
-from moe_dispatch.cli.routings import Source
-from moe_dispatch.cli.sequences import Batch, Parallelism, Sequences, sequences_of
+from moe_dispatch.backends import known_backends
+from moe_dispatch.cli import console
+from moe_dispatch.cli.forecast import FACTORS, BackendPlan, CapacityPlan, Forecast, forecast
+from moe_dispatch.cli.models import read_model
+from moe_dispatch.cli.names import NamedBackend, json_or_text, parse_backend
+from moe_dispatch.cli.sequences import Batch, Parallelism
+from moe_dispatch.cli.sources import Source, random_routing, traced_routing
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 
-# The labels of a forward; what else is sent belongs to the backward.
-FORWARD = ("counts", "dispatch", "combine")
-FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
-_RANKS_PER_NODE = 8  # where nobody says
-_ANY = 2**62  # rows that nothing needs
+_DEFAULT_RANKS = 8
+_TRACE_ENDING = ".safetensors"
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """A number: in the mean of ranks and dispatches, expected, and the least and the most that any of them has."""
-
-    expected: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Figure:
-        """The same of so many layers, or so many bytes each."""
-        return Figure(expected=self.expected * factor, low=self.low * factor, high=self.high * factor)
-
-    def plus(self, number: float) -> Figure:
-        """The same with a number that is known."""
-        return Figure(expected=self.expected + number, low=self.low + number, high=self.high + number)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendPlan:
-    """One backend.
-
-    Attributes:
-        name: of the backend, with the release where it is not installed.
-        rules: where its needs are known from.
-        refused: why it cannot be used so, in its words; then nothing else is known.
-        rows_per_rank: that a rank brings to the backend, ``rank_padding`` of them for its needs.
-        sequence_multiple: a data loader that pads sequences to this leaves no rank padding.
-        sent: bytes that a rank sends to others in a layer, by collective; None where the backend does not tell.
-        forward: of all layers, ``backward`` likewise; agreement on row counts is in ``forward``, once.
-        between_nodes: bytes of a step that a rank sends to other nodes, expected.
-        payload_only: only rows are counted.
-        buffers: bytes by purpose: of a graph-safe dispatch, or in eager mode "rows", what experts are given.
-    """
-
-    name: str
-    rules: str
-    refused: str | None = None
-    rows_per_rank: Figure | None = None
-    rank_padding: Figure | None = None
-    sequence_multiple: int | None = None
-    sent: dict[str, Figure] | None = None
-    forward: Figure | None = None
-    backward: Figure | None = None
-    between_nodes: float | None = None
-    payload_only: bool = False
-    buffers: dict[str, Figure] | None = None
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityPlan:
-    """A capacity factor of graph-safe mode.
-
-    Attributes:
-        factor: over the balanced load.
-        rows: that a rank's experts take; ``buffer_rows`` with room for expert padding; ``buffer_bytes`` of them.
-        overflow: how likely one dispatch needs more on some rank, between two bounds.
-        step_overflow: likewise any dispatch of a step.
-        pair_rows: what the factor is as alltoall's ``pair_rows``; ``pair_overflow`` how likely some pair needs more.
-    """
-
-    factor: CapacityFactor
-    rows: int
-    buffer_rows: int
-    buffer_bytes: int
-    overflow: tuple[float, float]
-    step_overflow: tuple[float, float]
-    pair_rows: int
-    pair_overflow: tuple[float, float]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
-    """All of a plan. Rows and bytes are of one rank, one micro-batch."""
-
-    model: dict[str, Any]
-    cluster: dict[str, Any]
-    sequences: Sequences
-    routing: str
-    received: Figure
-    busiest_rank: Figure
-    expert_padding: Figure
-    busiest_expert: Figure
-    backends: tuple[BackendPlan, ...]
-    capacities: tuple[CapacityPlan, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return dataclasses.asdict(self)
-
-
-def forecast(
-    model: Model,
+def make_forecast(
+    file: Path,
     *,
-    ep_size: int,
+    ep_size: int | None,
     nodes: int | None,
     parallelism: Parallelism,
     batch: Batch,
-    source: Source,
-    graph_safe: bool = False,
-    factors: Sequence[float] = FACTORS,
-    backends: Sequence[str] = (),
+    layers: int | None,
+    dtype: str | None,
+    routing: str,
+    seed: int,
+    backends: str | None,
+    factors: Sequence[float],
+    graph_safe: bool,
+    changes: Sequence[str],
 ) -> Forecast:
-    """Work out a plan. Nothing is exchanged, allocated or probed on other ranks.
-
-    Args:
-        model: sizes.
-        ep_size: P.
-        nodes: over which the ranks of the group lie, in order; by default 8 ranks to each.
-        parallelism: what else divides a sequence.
-        batch: rows of a rank, or the sequences they come from.
-        source: the routing.
-        graph_safe: plan graph-safe mode, whatever the model's config says.
-        factors: capacity factors to look at.
-        backends: by name; by default all that are known.
+    """What the command line asks for.
 
     Raises:
-        ConfigError: numbers that do not fit each other, whichever the backend.
+        ConfigError: the model, or a number, or two that do not fit each other.
+        TraceError: the routing is a trace that cannot be read, or of other sizes.
     """
-    config = model.config
-    ranks_per_node = _ranks_per_node(ep_size, nodes)
-    sequences = sequences_of(config, parallelism, batch, recorded=source.tokens)
-    tokens = sequences.rows_per_rank
-    if graph_safe:
-        config = config.replace(graph_safe=True, max_tokens_per_rank=config.max_tokens_per_rank or tokens)
-    if config.max_tokens_per_rank is not None and tokens > config.max_tokens_per_rank:
-        raise ConfigError(
-            f"plan: a rank must bring at most max_tokens_per_rank ({config.max_tokens_per_rank}) rows, got {tokens}. "
-            "Raise max_tokens_per_rank, or plan fewer tokens."
+    fields = _changes(changes)
+    # Fields that only graph-safe mode has: they go with it, once the rows of a rank are known.
+    room = {name: fields.pop(name) for name in ("capacity_factor", "on_overflow") if graph_safe and name in fields}
+    model = read_model(file, layers=layers, dtype=dtype, changes=fields)
+    source, ranks = _source(routing, model.config, ep_size, seed, cut=not (graph_safe or model.config.graph_safe))
+    return forecast(
+        model,
+        ep_size=ranks,
+        nodes=nodes,
+        parallelism=parallelism,
+        batch=batch,
+        source=source,
+        graph_safe=room if graph_safe else None,
+        factors=factors or FACTORS,
+        backends=_named(model.config, backends),
+    )
+
+
+def _changes(pairs: Sequence[str]) -> dict[str, Any]:
+    """Fields of the config from FIELD=VALUE, values as in environment variables."""
+    found = {}
+    for pair in pairs:
+        field, separator, value = pair.partition("=")
+        if not separator or field not in DispatcherConfig.model_fields:
+            raise ConfigError(
+                f"--set must be FIELD=VALUE, got {pair!r}. Fields: {', '.join(DispatcherConfig.model_fields)}."
+            )
+        found[field] = json_or_text(value)
+    return found
+
+
+def _source(routing: str, config: DispatcherConfig, ep_size: int | None, seed: int, *, cut: bool) -> tuple[Source, int]:
+    if routing.endswith(_TRACE_ENDING):
+        return traced_routing(Path(routing), config, ep_size=ep_size, cut=cut)
+    return random_routing(routing, seed=seed), _DEFAULT_RANKS if ep_size is None else ep_size
+
+
+def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]:
+    """Those named, or all that are known, the config's own with its options."""
+    if backends is not None:
+        return [parse_backend(text) for text in dict.fromkeys(backends.split(","))]
+    own = {} if isinstance(config.backend, str) else {**config.backend}
+    own_name = own.pop("name", None)
+    return [NamedBackend(label=name, where=name, options=own if name == own_name else {}) for name in known_backends()]
+
+
+def run(found: Forecast, *, as_json: bool) -> int:
+    """Tell it, and answer: 0 where some backend can be used."""
+    if as_json:
+        console.document(found.as_json())
+    else:
+        _show(found)
+    return int(all(backend.refused for backend in found.backends))
+
+
+def _show(found: Forecast) -> None:
+    _show_question(found)
+    _show_loads(found)
+    usable = [backend for backend in found.backends if backend.refused is None]
+    if usable:
+        _show_bytes(usable, found.model["layers"])
+        _show_rows(usable, graph_safe=found.model["graph_safe"])
+    for backend in found.backends:
+        if backend.refused is not None:
+            console.line(f"{backend.name}: {backend.refused}", mark="-")
+        elif "not usable here" in backend.rules:
+            console.line(f"{backend.name}: planned by the {backend.rules}", mark="-")
+    _show_capacities(found.capacities)
+
+
+def _show_question(found: Forecast) -> None:
+    model, cluster, sequences = found.model, found.cluster, found.sequences
+    console.line(
+        f"{model['name']}: {model['num_experts']} experts, top {model['top_k']}, hidden size {model['hidden_size']}, "
+        f"{model['layers']} layers with experts, {model['dtype']}"
+    )
+    console.line(
+        f"expert parallelism over {cluster['ep_size']} ranks, {cluster['nodes']} nodes of {cluster['ranks_per_node']}; "
+        f"{'graph-safe' if model['graph_safe'] else 'eager'} mode"
+    )
+    console.line(f"routing {found.routing}")
+    console.line(f"sequences: pad to a multiple of {sequences.multiple} in the data loader")
+    if sequences.length is not None:
+        console.line(
+            f"a sequence of {sequences.length} tokens becomes {sequences.padded_length}, {sequences.padding} of them "
+            f"padding; with {sequences.batch_size} to a micro-batch",
+            indent=2,
         )
-    shape = shape_of(config, ep_size, ranks_per_node)
-    loads = source.loads(shape, tokens)
-    job = _Job(model=dataclasses.replace(model, config=config), shape=shape, loads=loads, tokens=tokens)
-    named = backends or known_backends()
-    return Forecast(
-        model=_described(job.model),
-        cluster={"ep_size": ep_size, "nodes": ep_size // ranks_per_node, "ranks_per_node": ranks_per_node},
-        sequences=sequences,
-        routing=source.text,
-        received=_figure([one.received for one in loads]),
-        busiest_rank=_figure([one.busiest_rank for one in loads]),
-        expert_padding=_figure([one.padding for one in loads]),
-        busiest_expert=_figure([one.busiest_expert for one in loads]),
-        backends=tuple(
-            _backend_plan(job, candidate, sequences)
-            for name in named
-            for candidate in candidates(name, config, shape, tokens)
-        ),
-        capacities=tuple(_capacity_plan(job, factor) for factor in _all_factors(config, factors)),
+    console.line(f"a rank brings {sequences.rows_per_rank} rows to each dispatch", indent=2)
+
+
+def _show_loads(found: Forecast) -> None:
+    multiple = found.model["pad_multiple"]
+    rows = [
+        ("rows of a rank's experts", found.received),
+        ("of the busiest rank", found.busiest_rank),
+        ("of the busiest expert", found.busiest_expert),
+        (f"padding to {multiple} rows per expert, a rank", found.expert_padding),
+    ]
+    console.table(
+        ["one dispatch", "expected", "least", "most"],
+        [[title, *(f"{number:.0f}" for number in (of.expected, of.low, of.high))] for title, of in rows],
     )
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Job:
-    model: Model
-    shape: MoEShape
-    loads: list[Loads]
-    tokens: int
+def _show_bytes(backends: Sequence[BackendPlan], layers: int) -> None:
+    rows = []
+    for backend in backends:
+        if backend.forward is None or backend.backward is None or backend.between_nodes is None:
+            rows.append([backend.name, *["not told"] * 5])
+            continue
+        step = backend.forward.expected + backend.backward.expected
+        most = backend.forward.high + backend.backward.high
+        name = backend.name + (" *" if backend.payload_only else "")
+        numbers = (backend.forward.expected, backend.backward.expected, step, most, backend.between_nodes)
+        rows.append([name, *map(_megabytes, numbers)])
+    note = " * rows only, not what its library sends beside them." if any(one.payload_only for one in backends) else ""
+    console.table(
+        ["MB sent by a rank", "forward", "backward", "step", "at most", "to other nodes"],
+        rows,
+        caption=f"{layers} layers, one micro-batch, expected.{note}",
+    )
 
 
-def _ranks_per_node(ep_size: int, nodes: int | None) -> int:
-    if ep_size < 1:
-        raise ConfigError(f"plan: ep must be 1 or more, got {ep_size}. Give the ranks of one expert-parallel group.")
-    if nodes is None:
-        return math.gcd(ep_size, _RANKS_PER_NODE)
-    if nodes < 1 or ep_size % nodes:
-        raise ConfigError(
-            f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the nodes of one expert-parallel group."
+def _show_rows(backends: Sequence[BackendPlan], *, graph_safe: bool) -> None:
+    purposes = list(dict.fromkeys(purpose for one in backends for purpose in one.buffers or {}))
+    rows = []
+    for backend in backends:
+        assert backend.rows_per_rank is not None
+        assert backend.rank_padding is not None
+        buffers = [(backend.buffers or {}).get(purpose) for purpose in purposes]
+        rows.append(
+            [
+                backend.name,
+                f"{backend.rows_per_rank.high:.0f}",
+                f"{backend.rank_padding.high:.0f}",
+                str(backend.sequence_multiple),
+                *("" if of is None else _megabytes(of.high) for of in buffers),
+            ]
         )
-    return ep_size // nodes
-
-
-def _described(model: Model) -> dict[str, Any]:
-    config = model.config
-    fields = ("num_experts", "top_k", "hidden_size", "wire_dtype", "graph_safe", "max_tokens_per_rank")
-    return {
-        "name": model.name,
-        **{field: getattr(config, field) for field in fields},
-        "pad_multiple": config.pad_multiple_rows,
-        "layers": model.layers,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
-
-
-def _backend_plan(job: _Job, candidate: Candidate, sequences: Sequences) -> BackendPlan:
-    plan = BackendPlan(name=candidate.label, rules=candidate.rules, refused=candidate.refused)
-    if candidate.needs is None or candidate.refused is not None:
-        return plan
-    brought = [_brought(job, candidate.needs, loads.tokens) for loads in job.loads]
-    padding = [rows - loads.tokens for rows, loads in zip(brought, job.loads, strict=True)]
-    found = dataclasses.replace(
-        plan,
-        rows_per_rank=_figure(brought),
-        rank_padding=_figure(padding),
-        sequence_multiple=sequences.multiple_for(candidate.needs.row_multiple),
-        buffers=_buffers(job, candidate, max(int(rows.max()) for rows in brought)),
-    )
-    sent = _sent(job, candidate, brought)
-    if sent is None:
-        return found
-    layers, once = job.model.layers, candidate.agreement_bytes(job.model.config, job.shape.ep_size)
-    across, payload_only = _between_nodes(job, candidate, brought)
-    return dataclasses.replace(
-        found,
-        sent=sent,
-        forward=_total([of for label, of in sent.items() if label in FORWARD]).times(layers).plus(once),
-        backward=_total([of for label, of in sent.items() if label not in FORWARD]).times(layers),
-        between_nodes=across * layers,
-        payload_only=payload_only,
+    buffers = "Buffers are what graph-safe mode allocates." if graph_safe else "Of buffers: what experts are given."
+    console.table(
+        [
+            "backend",
+            "rows sent by a rank",
+            "of them padding",
+            "sequence multiple without",
+            *(f"MB {p}" for p in purposes),
+        ],
+        rows,
+        caption=f"Of a rank, at most. Padding is for the backend: none, if sequences are padded to its multiple. {buffers}",
     )
 
 
-def _brought(job: _Job, needs: Constraints, tokens: Tensor) -> Tensor:
-    """Rows of each rank with padding, float64 (P,): as many as the most, where the backend needs equal rows."""
-    counts = [int(count) for count in tokens]
-    if needs.equal_rows:
-        most = job.shape.max_tokens_per_rank if job.shape.graph_safe else None
-        counts = [max(counts) if most is None else most] * len(counts)
-    return torch.tensor([needs.padded(count) for count in counts], dtype=torch.float64)
-
-
-def _sent(job: _Job, candidate: Candidate, brought: Sequence[Tensor]) -> dict[str, Figure] | None:
-    ranges: dict[str, list[Range]] = {}
-    for loads, rows in zip(job.loads, brought, strict=True):
-        of_bounds: dict[str, dict[str, Tensor]] = {}
-        for bound in BOUNDS:
-            wire = candidate.wire(job.shape, loads.volume(rows, bound), job.model.dtype)
-            if wire is None:
-                return None
-            of_bounds[bound] = wire.sent
-        for label in of_bounds["expected"]:
-            ranges.setdefault(label, []).append(Range(**{bound: sent[label] for bound, sent in of_bounds.items()}))
-    return {label: _figure(several) for label, several in ranges.items()}
-
-
-def _between_nodes(job: _Job, candidate: Candidate, brought: Sequence[Tensor]) -> tuple[float, bool]:
-    """Bytes of a layer that a rank sends to other nodes, and whether only rows are counted."""
-    assert job.shape.ranks_per_node is not None
-    once = payload_only = False
-    for _ in range(2):  # the backend says only with its bytes whether a row enters a node once
-        total = 0.0
-        for loads, rows in zip(job.loads, brought, strict=True):
-            volume = loads.volume_between_nodes(rows, job.shape.ranks_per_node, once_per_node=once)
-            wire = candidate.wire(job.shape, volume, job.model.dtype)
-            assert wire is not None
-            total += sum(float(nbytes.mean()) for nbytes in wire.sent.values()) / len(job.loads)
-            said = wire.once_per_node, wire.payload_only
-        once, payload_only = said
-    return total, payload_only
-
-
-def _buffers(job: _Job, candidate: Candidate, rows: int) -> dict[str, Figure]:
-    if job.shape.graph_safe:
-        found = candidate.footprint(job.shape, rows, job.model.dtype)
-        return {purpose: Figure(expected=nbytes, low=nbytes, high=nbytes) for purpose, nbytes in found.items()}
-    received, padding = _figure([one.received for one in job.loads]), _figure([one.padding for one in job.loads])
-    return {"rows": _total([received, padding]).times(job.shape.hidden_size * job.model.dtype.itemsize)}
-
-
-def _capacity_plan(job: _Job, factor: CapacityFactor) -> CapacityPlan:
-    most = job.shape.max_tokens_per_rank or job.tokens
-    shape = dataclasses.replace(job.shape, max_tokens_per_rank=most, capacity_factor=factor)
-    capacity = capacity_of(shape)
-    pairs = capacity_of(dataclasses.replace(shape, capacity_factor="worst"), pair_factor=factor)
-    assert pairs.pair_rows is not None
-    overflow = _overflow(job, capacity)
-    return CapacityPlan(
-        factor=factor,
-        rows=capacity.rows,
-        buffer_rows=capacity.buffer_rows,
-        buffer_bytes=capacity.buffer_rows * shape.hidden_size * job.model.dtype.itemsize,
-        overflow=overflow,
-        step_overflow=(_in_step(overflow[0], job.model.layers), _in_step(overflow[1], job.model.layers)),
-        pair_rows=pairs.pair_rows,
-        pair_overflow=_overflow(job, Capacity(rows=_ANY, buffer_rows=_ANY, pair_rows=pairs.pair_rows)),
+def _show_capacities(capacities: Sequence[CapacityPlan]) -> None:
+    console.table(
+        ["capacity", "rows", "buffer MB", "overflow", "in a step", "pair_rows", "overflow"],
+        [
+            [
+                f"{one.factor}",
+                str(one.rows),
+                _megabytes(one.buffer_bytes),
+                _odds(one.overflow),
+                _odds(one.step_overflow),
+                str(one.pair_rows),
+                _odds(one.pair_overflow),
+            ]
+            for one in capacities
+        ],
+        caption="A graph-safe capacity_factor, and how likely some rank needs more rows in a dispatch, and in a step; and "
+        "the same factor as alltoall's pair_rows.",
     )
 
 
-def _overflow(job: _Job, capacity: Capacity) -> tuple[float, float]:
-    low, high = zip(*(loads.overflow(capacity) for loads in job.loads), strict=True)
-    return sum(low) / len(low), sum(high) / len(high)
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.0f}" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g}"
 
 
-def _in_step(odds: float, layers: int) -> float:
-    """Of any of so many dispatches, each on its own."""
-    return 1.0 if odds >= 1 else -math.expm1(layers * math.log1p(-odds))
+def _odds(bounds: tuple[float, float]) -> str:
+    """One number where the bounds agree to the digits shown."""
+    low, high = (_chance(odds) for odds in bounds)
+    return low if low == high else f"{low} to {high}"
 
 
-def _all_factors(config: DispatcherConfig, factors: Sequence[float]) -> list[CapacityFactor]:
-    own = config.capacity_factor
-    for factor in factors:
-        if not 0 < factor <= 1024:
-            raise ConfigError(f"plan: a capacity factor must be above 0 and at most 1024, got {factor}. Try 1.25.")
-    return [*sorted({*factors, *([] if own == "worst" else [own])}), "worst"]
-
-
-def _figure(of: Sequence[Range | Tensor]) -> Figure:
-    """Over ranks and dispatches."""
-    ranges = [one if isinstance(one, Range) else Range(expected=one, low=one, high=one) for one in of]
-    return Figure(
-        expected=sum(float(one.expected.mean()) for one in ranges) / len(ranges),
-        low=min(float(one.low.min()) for one in ranges),
-        high=max(float(one.high.max()) for one in ranges),
-    )
-
-
-def _total(figures: Sequence[Figure]) -> Figure:
-    """Of figures added up; bounds are those of all at once."""
-    return Figure(
-        expected=sum(of.expected for of in figures),
-        low=sum(of.low for of in figures),
-        high=sum(of.high for of in figures),
-    )
+def _chance(odds: float) -> str:
+    if odds in (0.0, 1.0):
+        return f"{odds:.0f}"
+    return "< 1e-12" if odds < 1e-12 else f"{odds:.2g}"

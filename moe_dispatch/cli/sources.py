@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import final
 
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch import Tensor
 from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.cli.loads import Loads, expected_loads, known_loads
 from moe_dispatch.cli.picks import popularity
+from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.traces import Trace
 
 _LARGEST_EXPONENT = 8.0
 
@@ -79,6 +82,26 @@ def recorded_routing(dispatches: Sequence[Sequence[Tensor]], text: str) -> Sourc
         loads=partial(_recorded_loads, dispatches, text),
         tokens=max(len(ids) for ranks in dispatches for ids in ranks),
     )
+
+
+def traced_routing(path: Path, config: DispatcherConfig, *, ep_size: int | None, cut: bool) -> tuple[Source, int]:
+    """That of a trace, and its number of ranks.
+
+    Args:
+        path: of the trace.
+        config: that the trace must fit.
+        ep_size: likewise; None takes the trace's.
+        cut: rows that are no tokens are left out, where it was known on the host which; else they go nowhere.
+
+    Raises:
+        TraceError: it cannot be read, or is of other sizes.
+    """
+    trace = Trace.load(path)
+    trace.require_whole("plan")
+    trace.check(config, ep_size=trace.ep_size if ep_size is None else ep_size)
+    dispatches = [[part.sent_ids(cut=cut and part.on_host) for part in call.parts] for call in trace.calls]
+    text = f"{path.name}: {len(dispatches)} dispatches, of {len(trace.layers)} layers in {trace.steps} steps"
+    return recorded_routing(dispatches, text), trace.ep_size
 
 
 def _recorded_loads(dispatches: Sequence[Sequence[Tensor]], text: str, shape: MoEShape, tokens: int) -> list[Loads]:
