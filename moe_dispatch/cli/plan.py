@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moe_dispatch.backends import known_backends
 from moe_dispatch.cli import console
 from moe_dispatch.cli.forecast import FACTORS, BackendPlan, CapacityPlan, Forecast, forecast
@@ -18,6 +20,7 @@ from moe_dispatch.errors import ConfigError
 
 _DEFAULT_RANKS = 8
 _TRACE_ENDING = ".safetensors"
+_ROOM = ("capacity_factor", "on_overflow")  # that only graph-safe mode has: set with it, once rows are known
 
 
 def make_forecast(
@@ -42,9 +45,9 @@ def make_forecast(
         ConfigError: the model, or a number, or two that do not fit each other.
         TraceError: the routing is a trace that cannot be read, or of other sizes.
     """
+    torch.set_num_threads(1)  # many small operators, which a second thread would slow down
     fields = _changes(changes)
-    # Fields that only graph-safe mode has: they go with it, once the rows of a rank are known.
-    room = {name: fields.pop(name) for name in ("capacity_factor", "on_overflow") if graph_safe and name in fields}
+    room: dict[str, Any] = {name: fields.pop(name) for name in _ROOM if graph_safe and name in fields}
     model = read_model(file, layers=layers, dtype=dtype, changes=fields)
     source, ranks = _source(routing, model.config, ep_size, seed, cut=not (graph_safe or model.config.graph_safe))
     return forecast(
@@ -182,17 +185,11 @@ def _show_rows(backends: Sequence[BackendPlan], *, graph_safe: bool) -> None:
                 *("" if of is None else _megabytes(of.high) for of in buffers),
             ]
         )
-    buffers = "Buffers are what graph-safe mode allocates." if graph_safe else "Of buffers: what experts are given."
     console.table(
-        [
-            "backend",
-            "rows sent by a rank",
-            "of them padding",
-            "sequence multiple without",
-            *(f"MB {p}" for p in purposes),
-        ],
+        ["one dispatch of a rank", "rows", "padding", "sequence multiple", *(f"{purpose}, MB" for purpose in purposes)],
         rows,
-        caption=f"Of a rank, at most. Padding is for the backend: none, if sequences are padded to its multiple. {buffers}",
+        caption="At most. Sequences padded to the multiple leave this padding none to do. "
+        + ("The bytes are what graph-safe mode allocates." if graph_safe else "The bytes are what experts are given."),
     )
 
 
@@ -211,8 +208,8 @@ def _show_capacities(capacities: Sequence[CapacityPlan]) -> None:
             ]
             for one in capacities
         ],
-        caption="A graph-safe capacity_factor, and how likely some rank needs more rows in a dispatch, and in a step; and "
-        "the same factor as alltoall's pair_rows.",
+        caption="A graph-safe capacity_factor, and how likely some rank needs more rows in a dispatch, and in a step; "
+        "and the same factor as alltoall's pair_rows.",
     )
 
 
