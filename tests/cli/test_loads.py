@@ -216,3 +216,12 @@ def test_known_loads_by_hand() -> None:
     assert found.between_nodes["pairs_out"].tolist() == [2, 0, 0, 0]
     assert found.once_per_node["pairs_out"].tolist() == [1, 0, 0, 0]
     assert found.once_per_node["pairs_in"].tolist() == [0, 0, 1, 0]  # at the place that the sender has on its node
+
+
+def test_padding_of_many_experts_is_told_narrowly() -> None:
+    of = MoEShape(num_experts=256, top_k=4, hidden_size=8, ep_size=2, pad_multiple=16)
+    found = expected_loads(popularity(256, 0.4, 0), 4000, of).padding
+    exactly = math.sqrt(128 * (16**2 - 1) / 12)  # of 128 remainders that may be anything
+    assert found.expected.tolist() == pytest.approx([128 * 7.5] * 2, rel=0.01)
+    assert ((found.high - found.low) < 9 * exactly).all()
+    assert ((found.high - found.low) > 6 * exactly).all()

@@ -146,5 +146,5 @@ def test_buffers_are_those_a_plan_of_the_dispatcher_tells(backend: str, pad_mult
 def test_backends_that_do_not_tell_are_planned_without_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AllGather, "wire_bytes", classmethod(lambda *_: None))
     (plan,) = plan_of(config(), 4, recorded(mixed_ids(4)), "allgather").backends
-    assert plan.refused is plan.sent is plan.forward is None
+    assert (plan.refused, plan.sent, plan.forward) == (None, None, None)
     assert plan.rows_per_rank is not None
