@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_positive, help="processes (default: 4; under torchrun its WORLD_SIZE)")
     parser.add_argument("--steps", type=_positive, default=48, help="training steps (default: %(default)s)")
     parser.add_argument("--config", type=Path, default=SAMPLE_CONFIG, help="a DispatcherConfig, YAML or JSON")
+    parser.add_argument("--trace", type=Path, help="a file for the routing of all steps, of the first backend trained")
     return parser
 
 
@@ -92,7 +93,11 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
     packs = world or options.ranks or 4
     compared = config.backend_name == "auto" and not named
     configs = [changed for name in COMPARED for changed in variants(config, name, packs)] if compared else [config]
-    return [Task(config=config, steps=options.steps, packs=packs) for config in configs]
+    traces = [options.trace, *[None] * (len(configs) - 1)]
+    return [
+        Task(config=config, steps=options.steps, packs=packs, trace=trace)
+        for config, trace in zip(configs, traces, strict=True)
+    ]
 
 
 def variants(config: DispatcherConfig, name: str, ranks: int) -> list[DispatcherConfig]:

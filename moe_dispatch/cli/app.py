@@ -12,10 +12,11 @@ import torch
 import typer
 
 import moe_dispatch
-from moe_dispatch.cli import compare, conformance, console, diagnosis, doctor
+from moe_dispatch.cli import compare, conformance, console, diagnosis, doctor, plan
 from moe_dispatch.cli.comparison import MODES
 from moe_dispatch.cli.names import parse_backend
 from moe_dispatch.cli.ranks import PeerFailed, RankFailed, let_others_speak, this_rank
+from moe_dispatch.cli.sequences import Batch, Parallelism
 from moe_dispatch.cli.workload import Workload
 from moe_dispatch.errors import ConfigError, MoEDispatchError
 from moe_dispatch.testing.scenario import DtypeName
@@ -84,6 +85,7 @@ def options(
     \b
     moe-dispatch doctor                               what can be used on this machine
     moe-dispatch check my_package:MyBackend           is a backend right?
+    moe-dispatch plan config.json --ep 64 --seq 4096  what will a model send on a cluster?
     moe-dispatch compare -b alltoall,allgather c.yaml are two backends the same, and what do they cost?
 
     A command that starts ranks starts processes of this machine, or is started by torchrun on all of them:
@@ -164,6 +166,76 @@ def _sizes(text: str) -> list[int]:
     if not all(size.isdecimal() and int(size) > 0 for size in text.split(",")):
         raise ConfigError(f"--ep must be whole numbers from 1 on with commas between, got {text!r}. Write --ep 1,2,4.")
     return [int(size) for size in text.split(",")]
+
+
+@app.command("plan")
+@answering
+def plan_command(
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="A DispatcherConfig, YAML or JSON; or a transformers config.json."),
+    ],
+    ep: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of an expert-parallel group; 8, or a trace's, by default.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes that the group lies on; of 8 ranks by default.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Rows that a rank brings to a dispatch.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a micro-batch, in place of --tokens.")] = 1,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence, in place of --tokens.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Tensor-parallel ranks divide the sequence.")
+    ] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers with experts; counted where possible.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    routing: Annotated[
+        str, typer.Option(help="uniform, zipf, zipf:EXPONENT, or a recorded trace, FILE.safetensors.")
+    ] = "uniform",
+    seed: Annotated[int, typer.Option(min=0, help="Of which experts are popular.")] = 0,
+    backends: Annotated[
+        str | None,
+        typer.Option("--backends", "-b", metavar="NAMES", help="With commas between; +OPTION=VALUE for options."),
+    ] = None,
+    capacity_factor: Annotated[
+        list[float] | None, typer.Option(help="Look at this one; may be given several times.")
+    ] = None,
+    graph_safe: Annotated[bool, typer.Option("--graph-safe", help="Plan graph-safe mode.")] = False,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Another value of a field of the config.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> int:
+    """Say what a model will send, pad and allocate on a cluster of any size. Nothing is run.
+
+    Rows and padding of sequences, ranks and experts, bytes on the wire and in buffers, how often a capacity overflows,
+    and what is refused. Libraries that are not here are planned by the rules of their releases. Ends with 1 if no
+    backend can be used so.
+
+    \b
+    moe-dispatch plan Qwen3-30B-A3B/config.json --ep 64 --nodes 8 --tokens 4096
+    moe-dispatch plan experiment.yaml --ep 8 --batch 2 --seq 4000 --tp 2 --sequence-parallel --set pad_multiple=fp8
+    moe-dispatch plan config.json --ep 512 --tokens 4096 --routing zipf:0.5 --graph-safe --capacity-factor 1.3
+    moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall,alltoall+reduction=exact --json
+    """  # noqa: D301
+    found = plan.make_forecast(
+        config,
+        ep_size=ep,
+        nodes=nodes,
+        parallelism=Parallelism(tp=tp, cp=cp, sequence_parallel=sequence_parallel),
+        batch=Batch(tokens=tokens, batch_size=batch, seq_length=seq),
+        layers=layers,
+        dtype=dtype,
+        routing=routing,
+        seed=seed,
+        backends=backends,
+        factors=capacity_factor or (),
+        graph_safe=graph_safe,
+        changes=changes or (),
+    )
+    return plan.run(found, as_json=as_json)
 
 
 @app.command("compare")

@@ -70,11 +70,12 @@ def parse_backend(text: str) -> NamedBackend:
                 f"backend {text!r}: options must be written NAME+OPTION=VALUE, got {pair!r}. "
                 "Write, for example, alltoall+reduction=exact."
             )
-        options[option] = _json_or_text(value)
+        options[option] = json_or_text(value)
     return NamedBackend(label=text, where=where, options=options)
 
 
-def _json_or_text(value: str) -> Any:
+def json_or_text(value: str) -> Any:
+    """A value as on a command line: JSON where it parses as JSON, else the text."""
     try:
         return json.loads(value)
     except json.JSONDecodeError:

@@ -36,7 +36,7 @@ def encode(layout: Layout) -> Tensor:
     Cost: a host sync where the layout's tensors are on a device.
     """
     values = [_CLASSES.index(type(layout))]
-    for value in _arguments(layout):
+    for value in arguments(layout):
         values += _encode_field(value)
     return torch.tensor(values, dtype=torch.int64, device="cpu")
 
@@ -46,7 +46,8 @@ def decode(message: Tensor) -> Layout:
     return _decode_layout(iter(message.tolist()))
 
 
-def _arguments(layout: Layout) -> list[Any]:
+def arguments(layout: Layout) -> list[Any]:
+    """What the layout's class is called with to make it again."""
     return [getattr(layout, item.name) for item in fields(layout) if not item.name.startswith("_")]  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ import moe_dispatch.testing.ranks as threads
 import train_packed_text
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.cli.place import Place, alone
+from moe_dispatch.traces import Trace
 from packed_text import picture
 from packed_text.documents import BEGIN, PARAGRAPH, batches, join, pack, read_sequences
 from packed_text.model import ByteLanguageModel
@@ -97,6 +98,21 @@ def test_backend_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     output = capsys.readouterr().out
     assert "local: no expert stays idle" in output
     assert "alltoall" not in output
+
+
+def test_routing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--backend", "local", "--ranks", "2", "--steps", "2", "--trace", "run.safetensors"]
+    assert train_packed_text.main(arguments) == 0
+    trace = Trace.load("run.safetensors")
+    assert [(call.step, call.layer) for call in trace.calls] == [(0, 0), (0, 1), (1, 0), (1, 1)], "forward only"
+    packs = next(iter(batches(ranks=2, bytes_per_rank=320, max_length=768, seed=2024)))
+    assert trace.calls[0].parts[0].num_rows == sum(map(len, packs))
+
+
+def test_first_backend_is_recorded() -> None:
+    tasks = train_packed_text.make_tasks(train_packed_text._parser().parse_args(["--trace", "run.safetensors"]))
+    assert [task.trace for task in tasks] == [Path("run.safetensors"), None, None, None, None]
 
 
 def backends_of(*arguments: str) -> list[str]:
