@@ -11,7 +11,8 @@ from moe_dispatch.testing import run_processes
 from tests.sharded.grid import Grid, Place
 from tests.sharded.model import Sizes, run_whole
 from tests.sharded.packing import Packed
-from tests.sharded.run import Job, run_job
+from tests.sharded.run import run_job
+from tests.sharded.stage import Job
 
 TIMEOUT = datetime.timedelta(seconds=60)  # eight processes start slowly on two cores
 

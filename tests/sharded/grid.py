@@ -70,6 +70,5 @@ def group_of(rank: int, groups: Ranks, purpose: str) -> dist.ProcessGroup:
     Made once in a process for each ``purpose``: connecting takes longer than what small models exchange.
     """
     made = [dist.new_group(list(ranks)) for ranks in groups]
-    (mine,) = [group for group, ranks in zip(made, groups, strict=True) if rank in ranks]
-    assert mine is not None
+    mine: dist.ProcessGroup = made[[rank in ranks for ranks in groups].index(True)]
     return mine

@@ -56,7 +56,8 @@ def parameters(sizes: Sizes) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(9)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-2] ** 0.5
+        drawn: Tensor = torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-2] ** 0.5
+        return drawn
 
     made = [{name: normal(*shape) for name, shape in sizes.shapes.items()} for _ in range(sizes.layers)]
     for weights in made:

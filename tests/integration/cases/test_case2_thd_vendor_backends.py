@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,9 @@ from tests.integration.cases import thd_grid, thd_layer
 from tests.integration.cases.thd_by_hand import elastic_by_hand, hybridep_by_hand
 from tests.integration.cases.thd_grid import GRID, PLACEMENTS, SIZES, STEP, allowed_ranks, reason_to_skip
 from tests.integration.vendor.dense import TOLERANCE, worst_row
+from tests.sharded.grid import Place
 from tests.sharded.model import Whole, run_whole
+from tests.sharded.packing import Packed
 from tests.sharded.run import Outcome
 from tests.vendor.vendors import pool_of
 
@@ -262,14 +266,18 @@ def agreements(sharded: Results, backend: str, job: str) -> list[dict[str, int] 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_ranks_of_a_group_bring_different_counts(placement: str) -> None:
     """The set-up is what the case is about: other counts on the ranks of a group, and none on one of them."""
-    by_group = []
-    for micro_batch in STEP:
-        for ranks in PLACEMENTS[placement]["expert_groups"]:
-            by_group.append([])
-            for place in map(GRID.place, ranks):
-                batch = micro_batch[place.dp]
-                layout = batch.layout.shard(place.cp, GRID.cp, "zigzag").shard(place.tp, GRID.tp)
-                by_group[-1].append(layout.num_real(batch.num_rows // (GRID.cp * GRID.tp)))
+
+    def count(batch: Packed, place: Place) -> int:
+        layout = batch.layout.shard(place.cp, GRID.cp, "zigzag").shard(place.tp, GRID.tp)
+        number = layout.num_real(batch.num_rows // (GRID.cp * GRID.tp))
+        assert number is not None
+        return number
+
+    by_group = [
+        [count(micro_batch[place.dp], place) for place in map(GRID.place, ranks)]
+        for micro_batch in STEP
+        for ranks in PLACEMENTS[placement]["expert_groups"]
+    ]
     assert any(len(set(counts)) == len(counts) for counts in by_group)
     assert any(0 in counts and max(counts) > 0 for counts in by_group)
     assert max(max(counts) for counts in by_group) <= thd_grid.MOST_ROWS
@@ -304,3 +312,13 @@ def test_ranks_stand_where_megatron_puts_them() -> None:
 
 def as_tuples(groups: list[list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups))
+
+
+def test_code_of_the_page_runs() -> None:
+    page = Path(__file__).parents[3] / "docs" / "cases" / "2-thd-deepep-hybridep.md"
+    namespace: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(page), "exec"), namespace)
+    assert namespace["mine"].num_rows(None) == 4  # the blocks ran to the end
+    for layer in namespace["layers"]:
+        layer.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_dispatch import Dispatcher, Plan, Routing
 from tests.sharded.model import every_expert
 from tests.sharded.packing import Packed
-from tests.sharded.run import apply_experts
+from tests.sharded.stage import apply_experts
 
 HIDDEN, INNER, EXPERTS, TOP_K, PAD_MULTIPLE = 256, 16, 8, 2, 16
 
@@ -59,7 +59,8 @@ def experts() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(77)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[1] ** 0.5
+        drawn: Tensor = torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[1] ** 0.5
+        return drawn
 
     return normal(EXPERTS, HIDDEN, INNER), normal(EXPERTS, INNER, HIDDEN)
 
