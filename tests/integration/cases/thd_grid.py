@@ -56,7 +56,7 @@ RUN = [
 ]
 RUN_STATIC = ("deepep v2", "hybridep, equal rows")
 
-# Each is a process of several threads, all of which the limits count; gloo has two for each of its many groups.
+# Of one process, all of which the limits count: 30 are seen with torch 2.13, most of them of the many gloo groups.
 _THREADS = 32
 # Sixteen processes import torch, and may do so on two cores that others use too.
 TIMEOUT = timedelta(minutes=10)
