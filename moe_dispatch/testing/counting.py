@@ -47,9 +47,10 @@ class Collectives:
 
 
 @contextmanager
-def count_collectives() -> Iterator[Collectives]:
+def count_collectives(group: dist.ProcessGroup | None = None) -> Iterator[Collectives]:
     """See every collective that this thread starts, backward included, below any library: as operators of torch.
 
+    With ``group``, only those on that very group: another of the same ranks, as a control group is, does not count.
     Those inside this library's own operators are seen too. Names are without
     namespace and decoration, so ``c10d::alltoall_base_`` is "alltoall_base" and its functional twin
     "all_to_all_single". Cost: some tens of microseconds per operator of any kind.
@@ -58,49 +59,52 @@ def count_collectives() -> Iterator[Collectives]:
     at exit. A ``dist.barrier()`` before ``dist.destroy_process_group()`` lets them finish.
     """
     seen = Collectives()
-    with _Watch(seen):
+    with _Watch(seen, group):
         yield seen
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, seen: Collectives) -> None:
+    def __init__(self, seen: Collectives, only: dist.ProcessGroup | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
+        self.only = only
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         if namespace in _SIZES:
             values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-            nbytes = _SIZES[namespace](name, values | kwargs)
-            if nbytes is not None:
-                self.seen.calls.append(Collective(name.strip("_"), nbytes))
+            group = _group(values := values | kwargs)
+            if group is not None and self.only in (None, group):
+                self.seen.calls.append(Collective(name.strip("_"), _SIZES[namespace](name, values, group)))
         return run_in_sight(self, func, args, kwargs)
 
 
-def _eager_bytes(name: str, values: dict[str, Any]) -> int | None:
+def _group(values: dict[str, Any]) -> dist.ProcessGroup | None:
+    """That of ``c10d::*`` or of ``_c10d_functional::*``; None where an operator has none, as one that waits."""
+    if "process_group" in values:
+        group: dist.ProcessGroup = dist.ProcessGroup.unbox(values["process_group"])
+        return group
+    return dist.distributed_c10d._resolve_process_group(values["group_name"]) if "group_name" in values else None
+
+
+def _eager_bytes(name: str, values: dict[str, Any], group: dist.ProcessGroup) -> int:
     """Of ``c10d::*``."""
-    if "process_group" not in values:
-        return None
-    group = dist.ProcessGroup.unbox(values["process_group"])
     if name == "alltoall_base_":
         return _all_to_all_bytes(values["input"], values["input_split_sizes"], group)
     tensors = values.get("input_tensors", values.get("input_tensor", values.get("input", values.get("tensors"))))
     return _bytes(name.strip("_").removesuffix("_base"), tensors, group)
 
 
-def _functional_bytes(name: str, values: dict[str, Any]) -> int | None:
+def _functional_bytes(name: str, values: dict[str, Any], group: dist.ProcessGroup) -> int:
     """Of ``_c10d_functional::*``."""
-    if "group_name" not in values:
-        return None
-    group = dist.distributed_c10d._resolve_process_group(values["group_name"])
     if name == "all_to_all_single":
         return _all_to_all_bytes(values["input"], values["input_split_sizes"], group)
     plain = name.strip("_").removesuffix("_into_tensor").removesuffix("_tensor").replace("all_", "all")
     return _bytes(plain, values.get("input", values.get("inputs")), group)
 
 
-_SIZES: dict[str, Callable[[str, dict[str, Any]], int | None]] = {
+_SIZES: dict[str, Callable[[str, dict[str, Any], dist.ProcessGroup], int]] = {
     "c10d": _eager_bytes,
     "_c10d_functional": _functional_bytes,
     "_c10d_functional_autograd": _functional_bytes,

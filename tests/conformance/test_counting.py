@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch.testing import count_collectives, count_host_syncs, run_processes, run_ranks
+from moe_dispatch.testing.ranks import thread_group
 
 
 def all_to_all(group: dist.ProcessGroup) -> None:
@@ -81,6 +83,20 @@ def test_the_backward_is_seen_too() -> None:
         return [call.op for call in seen.calls]
 
     assert run_ranks(body, 2) == [["allreduce", "allgather_base"]] * 2
+
+
+def test_another_group_of_the_same_ranks_is_not_counted_where_one_is_named() -> None:
+    store = HashStore()
+
+    def body(group: dist.ProcessGroup) -> list[int]:
+        other = thread_group(store, group.rank(), group.size())
+        with count_collectives() as all_of_them, count_collectives(group) as seen, count_collectives(other) as none:
+            all_reduce(group)
+        with count_collectives(group) as unseen:
+            all_reduce(other)
+        return [len(found.calls) for found in (all_of_them, seen, none, unseen)]
+
+    assert run_ranks(body, 2) == [[1, 1, 0, 0]] * 2
 
 
 def functional(rank: int) -> list[tuple[str, int]]:

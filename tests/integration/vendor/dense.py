@@ -189,19 +189,19 @@ def _layer(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, weights: Weights) -
 
 
 def errors(got: Outcome, want: Outcome) -> dict[str, float]:
-    """By name, for what ``got`` has: the error of the worst row, as a part of the row's length.
-
-    Or as a part of the usual length (root mean square), where that is more. NaN where anything is not a number.
-    AssertionError where shapes differ.
-    """
+    """``worst_row`` by name, for what ``got`` has."""
     return {
-        name: _worst_row(tensor, getattr(want, name))
+        name: worst_row(tensor, getattr(want, name))
         for name in Outcome.__dataclass_fields__
         if (tensor := getattr(got, name)) is not None
     }
 
 
-def _worst_row(got: Tensor, want: Tensor) -> float:
+def worst_row(got: Tensor, want: Tensor) -> float:
+    """The error of the worst row, as a part of the row's length, or of the usual length (root mean square) if more.
+
+    NaN where anything is not a number. AssertionError where shapes differ.
+    """
     assert got.shape == want.shape, f"got shape {tuple(got.shape)}, want {tuple(want.shape)}"
     if want.numel() == 0:
         return 0.0
