@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_dispatch import DispatcherConfig
+from moe_dispatch.cli.place import Place
 from moe_dispatch.testing.counting import count_collectives
 from moe_dispatch.traces import Trace
 from packed_text.documents import Pack, batches, join
 from packed_text.model import ByteLanguageModel
-from packed_text.place import Place
 
 WARM_UP_STEPS = 10
 # The first steps pay for the making of buffers and pages; they count in the curves, not in tokens/s.

@@ -28,8 +28,8 @@ from moe_dispatch.traces import Trace
 from packed_text import picture
 from packed_text.documents import BEGIN, PARAGRAPH, batches, join, pack, read_sequences
 from packed_text.model import ByteLanguageModel
-from packed_text.place import Place, alone
-from packed_text.ranks import RankFailed, Send, run_ranks
+from moe_dispatch.cli.place import Place, alone
+from moe_dispatch.cli.ranks import RankFailed, Send, run_ranks
 from packed_text.report import STEPS_TO_JUDGE, check_runs, largest_difference
 from packed_text.training import Run, Task, Trainer
 
