@@ -103,12 +103,12 @@ def bytes_section(history: History, recorded: Share, others: Sequence[Share]) ->
         text.append("In dispatch a row goes once to each other rank that has at least one of its experts.")
     if any(share.payload_only for share in telling):
         names = ", ".join(share.name for share in telling if share.payload_only)
-        text.append(f"Of {names} only rows are counted, not what their library sends beside them.")
+        text.append(f"Of {names} only rows are counted, in the dtype that travels; their library sends more beside.")
     source, target = divmod(int(matrix_PP.argmax()), len(matrix_PP))
     away = matrix_PP[~torch.eye(len(matrix_PP), dtype=torch.bool)]
     alt = (
-        f"Matrix of {unit} per step from each rank to each other: from {float(away.min()):.3g} to {float(away.max()):.3g}, "
-        f"most from rank {source} to rank {target}."
+        f"Matrix of {unit} per step from each rank to each other: from {float(away.min()):.3g} to "
+        f"{float(away.max()):.3g}, most from rank {source} to rank {target}."
     )
     picture = rank_matrix(matrix_PP.tolist(), name="pairs", unit=f"{unit} per step", alt=alt)
     return Section(heading=heading, text=text, pictures=[picture], tables=[_pair_table(matrix_PP, unit), *tables])

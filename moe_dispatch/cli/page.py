@@ -30,9 +30,9 @@ caption { text-align: left; color: var(--quiet); padding-bottom: .3rem; }
 th, td { padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--faint); text-align: right;
   vertical-align: top; }
 th { font-weight: 600; }
-tbody th { white-space: nowrap; }
-th:first-child, td:first-child, td.text { text-align: left; }
-td.text { min-width: 12rem; }
+tbody th, td { white-space: nowrap; }
+th:first-child, td:first-child, .text { text-align: left; }
+td.text { min-width: 16rem; white-space: normal; }
 summary { cursor: pointer; padding: .6rem 0; }
 """
 
@@ -104,8 +104,10 @@ def _paragraph(text: str) -> str:
 
 
 def _table(table: Table) -> str:
-    heads = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in table.headings)
-    rows = "\n".join(_row(row, table.text_columns) for row in table.rows)
+    heads = "".join(
+        f'<th scope="col"{_kind(index, table)}>{escape(heading)}</th>' for index, heading in enumerate(table.headings)
+    )
+    rows = "\n".join(_row(row, table) for row in table.rows)
     shown = (
         f'<div class="table" tabindex="0"><table><caption>{escape(table.caption)}</caption>'
         f"<thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table></div>"
@@ -113,11 +115,14 @@ def _table(table: Table) -> str:
     return f"<details><summary>{escape(table.caption)}</summary>{shown}</details>" if table.folded else shown
 
 
-def _row(cells: Sequence[str], text_columns: Sequence[int]) -> str:
+def _row(cells: Sequence[str], table: Table) -> str:
     head, *rest = (escape(cell) for cell in cells)
-    kinds = [' class="text"' if index in text_columns else "" for index in range(1, len(cells))]
-    shown = "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, rest, strict=True))
+    shown = "".join(f"<td{_kind(index, table)}>{cell}</td>" for index, cell in enumerate(rest, 1))
     return f'<tr><th scope="row">{head}</th>{shown}</tr>'
+
+
+def _kind(index: int, table: Table) -> str:
+    return ' class="text"' if index in table.text_columns else ""
 
 
 def number(value: Tensor | float) -> str:

@@ -73,7 +73,7 @@ def _facts(history: History) -> Table:
         ("graph_safe", str(config.graph_safe)),
         ("dispatchers", str(len(trace.layers))),
         ("steps", str(trace.steps)),
-        ("tokens, counted in every dispatcher", number((history.kept_CP - history.masked_CP).sum())),
+        ("tokens dispatched", number((history.kept_CP - history.masked_CP).sum())),
         *((f"{name} version", version) for name, version in trace.versions.items()),
     ]
     return Table(caption="What was recorded", headings=("", "value"), rows=rows)
