@@ -14,6 +14,7 @@ from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.backends.permutation import known_permutations, probe_permutation
 from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.cli.machine import Machine, this_machine
+from moe_dispatch.cli.ranks import num_ranks
 from moe_dispatch.cli.self_tests import Job, SelfTest, Topology, run_jobs
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_group, probe_backend, shape_of
@@ -124,6 +125,7 @@ def diagnose(request: Request, on_done: Callable[[int, int], None]) -> Diagnosis
         ConfigError: no such backend, or a model that no config can say.
     """
     request.config()
+    request = dataclasses.replace(request, ranks=num_ranks(request.ranks))
     if request.backend is not None and request.backend not in known_backends():
         load_backend(request.backend)
     names = known_backends() if request.backend is None else [request.backend]
@@ -170,9 +172,11 @@ def _jobs(
     jobs = {}
     for name, release in wanted:
         if isinstance(_probe(name, release), Usable):
-            alone = not _takes(name, release, request, request.ranks) and _takes(name, release, request, 1)
-            config = request.config(backend=_spec(name, release))
-            jobs[_key(name, release)] = Job(config=config, alone=alone, on_cpu=release is not None)
+            jobs[_key(name, release)] = Job(
+                config=request.config(backend=_spec(name, release)),
+                alone=_is_for_one_rank(name, release, request),
+                on_cpu=release is not None,
+            )
     for found in permutations:
         if found.usable:
             config = request.config(backend="local", permutation=found.name, device=found.device)
@@ -180,13 +184,13 @@ def _jobs(
     return jobs
 
 
-def _takes(name: str, release: str | None, request: Request, ep_size: int) -> bool:
-    """Whether groups may have so many ranks, as far as the backend's own rule goes."""
+def _is_for_one_rank(name: str, release: str | None, request: Request) -> bool:
+    """Whether its own rule for group sizes takes one rank, and not as many as there are."""
     try:
-        sizes = _needs(name, release, shape_of(request.config(), ep_size)).group_sizes
-    except MoEDispatchError:
+        sizes = _needs(name, release, shape_of(request.config(), 1)).group_sizes
+    except Exception:  # whatever a third party's code raises; the self-test will tell
         return False
-    return sizes is None or ep_size in sizes
+    return sizes is not None and 1 in sizes and request.ranks not in sizes
 
 
 def _finding(
@@ -222,6 +226,8 @@ def _refusal(
         check_group(request.config(), name, shape, needs)
     except MoEDispatchError as error:
         return needs, str(error)
+    except Exception as error:  # whatever a third party's code raises
+        return needs, f"asking what it needs raised {type(error).__name__}: {error}"
     return needs, None
 
 

@@ -44,6 +44,11 @@ def this_rank() -> int:
     return int(os.environ["RANK"]) if under_torchrun() else 0
 
 
+def num_ranks(size: int) -> int:
+    """Ranks that take part: torchrun's, or as many processes as are to be started."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else size
+
+
 def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
     """``run_ranks``, or where torchrun started this process, ``body`` as the rank that it is.
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,14 +22,14 @@ import torch.distributed as dist
 import moe_dispatch.testing.ranks as threads
 import train_packed_text
 from moe_dispatch import DispatcherConfig
+from moe_dispatch.cli.place import Place, alone
 from moe_dispatch.traces import Trace
 from packed_text import picture
 from packed_text.documents import BEGIN, PARAGRAPH, batches, join, pack, read_sequences
 from packed_text.model import ByteLanguageModel
-from moe_dispatch.cli.place import Place, alone
-from moe_dispatch.cli.ranks import RankFailed, Send, run_ranks
 from packed_text.report import STEPS_TO_JUDGE, check_runs, largest_difference
 from packed_text.training import Run, Task, Trainer
+from tests.cli.processes import members, wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_packed_text.py"
@@ -334,34 +332,6 @@ def test_picture_of_any_number_of_runs(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(PNG_SIGNATURE)
 
 
-def raising_rank(place: Place, send: Send) -> None:
-    if place.rank == 1:
-        raise ArithmeticError("planted on rank 1")
-    place.sum(torch.ones(1))
-
-
-def dying_rank(place: Place, send: Send) -> None:
-    if place.rank == 1:
-        os._exit(7)
-    place.sum(torch.ones(1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (raising_rank, r"\Arank 1 of 2: Traceback[^\0]*ArithmeticError: planted on rank 1\s*\Z"),
-        (dying_rank, r"\Arank 1 of 2 ended without an error of its own, exit code 7.\Z"),
-    ],
-)
-def test_rank_that_fails_is_told_once_and_takes_the_others_along(
-    body: Callable[[Place, Send], None], message: str
-) -> None:
-    with pytest.raises(RankFailed, match=message):
-        run_ranks(body, 2, on_message=lambda message: None)
-    assert multiprocessing.active_children() == []
-
-
 @pytest.fixture
 def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The script in the middle of its work: its ranks are there."""
@@ -375,24 +345,6 @@ def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def members(group: int) -> list[int]:
-    """Processes of a process group, zombies left out."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, group_id = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(group_id) == group and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
