@@ -24,7 +24,7 @@ _PAGE_COLOURS = {
 }
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: readable by programs, in the page's font
-    "font.size": 9.5,
+    "font.size": 10,
     "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -36,7 +36,7 @@ _STYLE: dict[Any, Any] = {
 }
 _WIDTH = 4.7  # inches: on a phone text then has about the size it has here
 _WIDEST_SHARE = 8.0
-_NUMBERED_RANKS = 8
+_NUMBERED_RANKS = 4
 
 
 def load_map(tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt: str) -> str:
@@ -138,7 +138,7 @@ def rank_matrix(values_PP: Sequence[Sequence[float]], *, name: str, unit: str, a
                 for column, value in enumerate(values):
                     colour = "black" if value > 0.6 * largest else "white"
                     text = "-" if row == column else f"{value:.3g}"
-                    axes.text(column, row, text, ha="center", va="center", color=colour, size=9 if size <= 4 else 8)
+                    axes.text(column, row, text, ha="center", va="center", color=colour)
         bar = axes.figure.colorbar(image, ax=axes, pad=0.02, label=unit)
         bar.outline.set_visible(False)
 
