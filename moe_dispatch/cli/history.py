@@ -19,8 +19,8 @@ from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.volume import Volume
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_group
-from moe_dispatch.errors import MoEDispatchError
-from moe_dispatch.traces import Trace
+from moe_dispatch.errors import MoEDispatchError, TraceError
+from moe_dispatch.traces import Part, Trace
 
 
 @final
@@ -29,7 +29,7 @@ class History:
     """Counts of every dispatch, int64.
 
     Attributes:
-        layer_C: which dispatcher; ``step_C`` its how manieth dispatch.
+        layer_C: which dispatcher; ``step_C`` how many dispatches it had before.
         tokens_CE: rows that went to each expert.
         pairs_CPP: rows of a rank, of which at least one expert is on the other (or the same).
         slots_CPP: of a rank's rows, pairs of a row and one of its experts on the other (or the same).
@@ -72,38 +72,50 @@ def history_of(trace: Trace) -> History:
     """Count everything.
 
     Raises:
-        TraceError: some ranks are missing.
+        TraceError: some ranks are missing, or a row names an expert that there is none of.
     """
     trace.require_whole("report")
-    shape = trace.shape
-    size, local = shape.ep_size, shape.num_local_experts
-    counted = [[_count(trace, index, rank) for rank in range(size)] for index in range(len(trace.calls))]
-    chosen = torch.tensor([[part[0] for part in call] for call in counted], dtype=torch.int64)
-    chosen = chosen.view(len(counted), size, size, local)
-    others = torch.tensor([[part[1] for part in call] for call in counted], dtype=torch.int64).view(-1, size, size + 3)
-    return History(
+    size, num_calls = trace.ep_size, len(trace.calls)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(num_calls, *shape, dtype=torch.int64)
+
+    history = History(
         trace=trace,
-        layer_C=torch.tensor([call.layer for call in trace.calls]),
-        step_C=torch.tensor([call.step for call in trace.calls]),
-        tokens_CE=chosen.sum(1).view(-1, shape.num_experts),
-        slots_CPP=chosen.sum(3),
-        pairs_CPP=others[:, :, :size],
-        kept_CP=others[:, :, size],
-        cut_CP=others[:, :, size + 1],
-        masked_CP=others[:, :, size + 2],
+        layer_C=torch.tensor([call.layer for call in trace.calls], dtype=torch.int64),
+        step_C=torch.tensor([call.step for call in trace.calls], dtype=torch.int64),
+        tokens_CE=zeros(trace.config.num_experts),
+        pairs_CPP=zeros(size, size),
+        slots_CPP=zeros(size, size),
+        kept_CP=zeros(size),
+        cut_CP=zeros(size),
+        masked_CP=zeros(size),
     )
+    for index, call in enumerate(trace.calls):
+        for rank, part in enumerate(call.parts):
+            _count(history, part, index, rank)
+    return history
 
 
-def _count(trace: Trace, index: int, rank: int) -> tuple[list[int], list[int]]:
-    """Rows of one rank for each expert; rows for each rank, rows kept, cut and masked."""
-    part, experts = trace.calls[index].parts[rank], trace.config.num_experts
+def _count(history: History, part: Part, index: int, rank: int) -> None:
+    """Enter what one rank brought to one dispatch."""
+    trace, experts = history.trace, history.trace.config.num_experts
     cut = trace.cuts(part)
     ids = part.sent_ids(cut=cut)
+    if len(ids) and not -1 <= int(ids.min()) <= int(ids.max()) < experts:
+        raise TraceError(
+            f"report: topk_ids must lie in -1..{experts - 1}, got {int(ids.min())}..{int(ids.max())} on rank {rank} in "
+            f"step {trace.calls[index].step} of {trace.layers[trace.calls[index].layer]}. Check the router."
+        )
     chosen = torch.zeros(len(ids), experts + 1, dtype=torch.bool).scatter_(1, ids + 1, True)[:, 1:]
-    ranks = chosen.view(len(ids), trace.ep_size, experts // trace.ep_size).any(2)
+    ranks = chosen.view(len(ids), trace.ep_size, experts // trace.ep_size)
+    history.tokens_CE[index] += chosen.sum(0)
+    history.slots_CPP[index, rank] = ranks.sum((0, 2))
+    history.pairs_CPP[index, rank] = ranks.any(2).sum(0)
     real = part.layout.num_real(part.num_rows)
     idle = part.num_rows - (part.num_rows if real is None else real)
-    return chosen.sum(0).tolist(), [*ranks.sum(0).tolist(), len(ids), idle if cut else 0, 0 if cut else idle]
+    history.kept_CP[index, rank] = len(ids)
+    (history.cut_CP if cut else history.masked_CP)[index, rank] = idle
 
 
 @final

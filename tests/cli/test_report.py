@@ -13,6 +13,8 @@ from typing import Any, final
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.cli.history import history_of, recorded_share
@@ -119,6 +121,7 @@ def test_page_is_whole_in_itself(page: Path, outline: Outline) -> None:
     text = page.read_text(encoding="utf-8")
     assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert "@import" not in text
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
 
 
 def test_every_section_has_pictures_with_descriptions(outline: Outline) -> None:
@@ -194,6 +197,12 @@ def test_what_cannot_be_reported(tmp_path: Path, recorded: Path, monkeypatch: py
         pass
     with pytest.raises(TraceError, match=r"empty\.safetensors must hold a dispatch, got none\. Record at least one"):
         write_report(tmp_path / "empty.safetensors", tmp_path)
+    tensors = load_file(recorded)
+    tensors["rank1.ids"][3, 0] = 8
+    with safe_open(recorded, framework="pt") as opened:
+        save_file(tensors, tmp_path / "odd.safetensors", opened.metadata())
+    with pytest.raises(TraceError, match=r"topk_ids must lie in -1\.\.7, got -1\.\.8 on rank 1 in step 0 of layers\.0"):
+        write_report(tmp_path / "odd.safetensors", tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(TraceError, match=r"index\.html cannot be written: .*\. Use another directory\."):
         write_report(recorded, tmp_path / "file" / "report")
@@ -220,7 +229,7 @@ document.title = JSON.stringify({
   width: innerWidth, wide: document.documentElement.scrollWidth,
   dark: matchMedia('(prefers-color-scheme: dark)').matches,
   paper: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
-  fills: [...new Set(texts.map(text => getComputedStyle(text).fill))],
+  fills: [...new Set(texts.filter(text => !text.closest('[id^=pairs-figure]')).map(t => getComputedStyle(t).fill))],
   strokes: [...new Set(lines.map(line => getComputedStyle(line).stroke))],
   pictures: [...document.querySelectorAll('figure svg')].map(shown), size: Math.min(...texts.map(size)),
   loaded: performance.getEntriesByType('resource').map(entry => entry.name),
@@ -284,7 +293,7 @@ def test_browser_shows_it(page: Path, tmp_path: Path, width: int, dark: bool) ->
         assert height > 80
     assert view["size"] >= 10, "pixels of the smallest text"
     assert contrast(view["paper"], view["ink"]) > 7
-    assert view["ink"] in view["fills"], "pictures write in the page's colour"
+    assert view["fills"] == [view["ink"]], "pictures write in the page's colour"
     assert len(strokes := [colour for colour in view["strokes"] if colour.startswith("rgb(")]) >= 3
     assert sum(contrast(view["paper"], colour) > 3 for colour in strokes) >= 3, "lines, and the axes' ticks"
     assert view["loaded"] == []
