@@ -16,6 +16,7 @@ from moe_dispatch.cli import compare, conformance, console, diagnosis, doctor, p
 from moe_dispatch.cli.comparison import MODES
 from moe_dispatch.cli.names import parse_backend
 from moe_dispatch.cli.ranks import PeerFailed, RankFailed, let_others_speak, this_rank
+from moe_dispatch.cli.report import write_report
 from moe_dispatch.cli.sequences import Batch, Parallelism
 from moe_dispatch.cli.workload import Workload
 from moe_dispatch.errors import ConfigError, MoEDispatchError
@@ -276,3 +277,25 @@ def compare_command(
     workload = Workload(tokens=tokens, steps=steps, dtype=cast(DtypeName, dtype), routing=routing, seed=seed)
     task = compare.make_task(config, backends, mode.split(","), workload)
     return compare.run(task, ranks, as_json=as_json)
+
+
+@app.command("report")
+@answering
+def report_command(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="What Trace.record wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where index.html is written.")] = Path(
+        "report"
+    ),
+) -> int:
+    """Write a page on a routing trace: load of experts, imbalance, padding, bytes by pair of ranks, overflows.
+
+    One HTML file that needs no network, no scripts and no other file. It tells what the recorded backend did, what the
+    other backends would do with the same routing, and which capacity_factor would have been enough.
+
+    \b
+    moe-dispatch report run.safetensors
+    moe-dispatch report run.safetensors --out reports/run-17
+    moe-dispatch report out/run.safetensors -o /tmp/report
+    """  # noqa: D301
+    console.line(str(write_report(trace, out)))
+    return 0

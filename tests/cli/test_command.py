@@ -16,7 +16,7 @@ from tests.cli.conftest import Command
 from tests.cli.processes import members, wait_for
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "check", "plan", "compare")
+COMMANDS = ("doctor", "check", "plan", "compare", "report")
 
 
 def start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:

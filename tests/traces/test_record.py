@@ -207,7 +207,7 @@ def test_a_rank_without_the_last_call_does_not_have_it(tmp_path: Path) -> None:
 
     def body(group: dist.ProcessGroup) -> None:
         dispatcher = build_dispatcher(small_config("alltoall"), group)
-        with Trace.record(dispatcher, tmp_path / "run.safetensors", steps=1 + group.rank()):
+        with Trace.record(dispatcher, tmp_path / "run.safetensors", steps=2 - group.rank()):
             for given in batches(group.rank())[:2]:
                 run(dispatcher, given)
 

@@ -1,0 +1,199 @@
+"""Pictures as inline SVG that take their colours from the page around them. The one module that imports matplotlib."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Colours that stand for the page's own: text, faint lines, and series, which are its custom properties.
+_INK, _FAINT = "#0a0b0c", "#0a0b0d"
+SERIES = ("#0a0b11", "#0a0b12", "#0a0b13")
+_PAGE_COLOURS = {
+    _INK: "currentColor",
+    _FAINT: "var(--faint)",
+    **{colour: f"var(--series-{index})" for index, colour in enumerate(SERIES)},
+}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: readable by programs, in the page's font
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
+    "grid.color": _FAINT,
+}
+_WIDTH = 4.7  # inches: on a phone text then has about the size it has here
+_WIDEST_SHARE = 8.0
+_NUMBERED_RANKS = 4
+
+
+def load_map(tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt: str) -> str:
+    """Rows per expert and step, each over the step's mean: a heat map, steps to the right.
+
+    Args:
+        tokens_SE: [step][expert].
+        name: distinguishes it from the page's other pictures.
+        title: above it.
+        alt: what it shows, for who does not see it.
+    """
+
+    def draw(axes: Axes) -> None:
+        means = [sum(row) / max(len(row), 1) or 1.0 for row in tokens_SE]
+        low, high = 1 / _WIDEST_SHARE, _WIDEST_SHARE
+        shares = [
+            [min(max(count / mean, low), high) for count in row] for row, mean in zip(tokens_SE, means, strict=True)
+        ]
+        experts, steps = len(tokens_SE[0]), len(tokens_SE)
+        image = axes.imshow(
+            [list(column) for column in zip(*shares, strict=True)],
+            norm=LogNorm(low, high),
+            cmap="RdBu_r",
+            aspect="auto",
+            interpolation="none",
+            extent=(-0.5, steps - 0.5, experts - 0.5, -0.5),
+        )
+        axes.set(title=title, xlabel="step", ylabel="expert")
+        axes.spines[:].set_visible(False)
+        _count_in_whole_numbers(axes.xaxis, axes.yaxis)
+        bar = axes.figure.colorbar(image, ax=axes, ticks=[1 / 8, 1 / 2, 1, 2, 8], pad=0.02)
+        bar.ax.set_yticklabels(["≤ 1/8", "1/2", "even", "2", "≥ 8"])
+        bar.ax.minorticks_off()
+        bar.outline.set_visible(False)
+
+    return _svg(draw, name=name, alt=alt, height=3.0)
+
+
+def curves(
+    lines: Sequence[tuple[str, Sequence[float], Sequence[float], Sequence[float]]],
+    *,
+    name: str,
+    alt: str,
+    **labels: Any,
+) -> str:
+    """Lines over steps, each with a band around it.
+
+    Args:
+        lines: label, middle, lower and upper edge of the band.
+        name: distinguishes it from the page's other pictures.
+        alt: what it shows, for who does not see it.
+        **labels: of the axes: title, ylabel.
+    """
+
+    def draw(axes: Axes) -> None:
+        for (label, middle, low, high), colour in zip(lines, SERIES, strict=False):
+            steps = range(len(middle))
+            axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
+            axes.plot(steps, middle, color=colour, label=label, marker="o" if len(middle) == 1 else "", linewidth=1.6)
+        axes.set(xlabel="step", **labels)
+        axes.set_ylim(bottom=min(1.0, *(min(low, default=1.0) for _, _, low, _ in lines)))
+        _count_in_whole_numbers(axes.xaxis)
+        axes.grid(visible=True)
+        axes.legend()
+
+    return _svg(draw, name=name, alt=alt, height=2.7)
+
+
+def stacked_bars(bars: Sequence[tuple[str, Sequence[float]]], causes: Sequence[str], *, name: str, alt: str) -> str:
+    """A horizontal bar for each label, made of one part per cause."""
+
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(bars)
+        for index, cause in enumerate(causes):
+            parts = [values[index] for _, values in bars]
+            axes.barh(range(len(bars)), parts, left=left, color=SERIES[index], label=cause, height=0.6)
+            left = [start + part for start, part in zip(left, parts, strict=True)]
+        axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+        axes.invert_yaxis()
+        axes.set(xlabel="rows per step that hold no token", xlim=(0, max(left) * 1.05 or 1))
+        axes.grid(visible=True, axis="x")
+        axes.figure.legend(loc="outside upper center", ncols=len(causes))
+
+    return _svg(draw, name=name, alt=alt, height=1.3 + 0.32 * len(bars))
+
+
+def rank_matrix(values_PP: Sequence[Sequence[float]], *, name: str, unit: str, alt: str) -> str:
+    """What each rank sends to each, senders from top to bottom."""
+
+    def draw(axes: Axes) -> None:
+        size = len(values_PP)
+        largest = max(max(row) for row in values_PP) or 1.0
+        image = axes.imshow(values_PP, cmap="viridis", interpolation="none", vmin=0, vmax=largest)
+        axes.set(xlabel="to rank", ylabel="from rank")
+        axes.spines[:].set_visible(False)
+        _count_in_whole_numbers(axes.xaxis, axes.yaxis)
+        if size <= _NUMBERED_RANKS:
+            for row, values in enumerate(values_PP):
+                for column, value in enumerate(values):
+                    colour = "black" if value > 0.6 * largest else "white"
+                    text = "-" if row == column else f"{value:.3g}"
+                    axes.text(column, row, text, ha="center", va="center", color=colour)
+        bar = axes.figure.colorbar(image, ax=axes, pad=0.02, label=unit)
+        bar.outline.set_visible(False)
+
+    return _svg(draw, name=name, alt=alt, height=3.4)
+
+
+def shares_over(
+    lines: Sequence[tuple[str, Sequence[float], Sequence[float]]], *, mark: float, name: str, alt: str, xlabel: str
+) -> str:
+    """Shares from 0 to 100 % over a factor, with a line where something begins."""
+
+    def draw(axes: Axes) -> None:
+        for (label, x, y), colour in zip(lines, SERIES, strict=False):
+            axes.plot(x, [100 * value for value in y], color=colour, label=label, linewidth=1.8)
+        axes.axvline(mark, color=_INK, linewidth=1, linestyle=(0, (3, 3)))
+        axes.annotate(
+            f"enough: {mark:.2f}", (mark, 60), xytext=(4, 0), textcoords="offset points", ha="left", va="center"
+        )
+        axes.set(xlabel=xlabel, ylabel="%", ylim=(-2, 102))
+        axes.margins(x=0.12)
+        axes.grid(visible=True)
+        axes.legend()
+
+    return _svg(draw, name=name, alt=alt, height=2.7)
+
+
+def _count_in_whole_numbers(*axes: Axis) -> None:
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+
+
+def _svg(draw: Callable[[Axes], None], *, name: str, alt: str, height: float) -> str:
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        draw(figure.subplots())
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return _inline(text.getvalue(), name, alt)
+
+
+def _inline(svg: str, name: str, alt: str) -> str:
+    """An SVG to be put into a page: sized by it, coloured by it, and with ids of its own."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
+    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
+    for colour, own in _PAGE_COLOURS.items():
+        svg = svg.replace(colour, own)
+    label = alt.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return re.sub(
+        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
+        rf'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" \1 role="img" '
+        rf'aria-label="{label}">',
+        svg,
+        count=1,
+    )

@@ -1,0 +1,32 @@
+"""The page on traces: its code runs, and it says what the file and the values really hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from moe_dispatch.traces import Trace
+
+PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
+
+
+def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {}
+    text = PAGE.read_text(encoding="utf-8")
+    for code in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(PAGE), "exec"), namespace)
+    assert namespace["trace"].steps == 3  # the blocks ran to the end
+    with safe_open("out/run.safetensors", framework="pt") as file:
+        for name in [*file.metadata(), *(key.replace("rank0", "rank{r}") for key in file.keys())]:  # noqa: SIM118
+            assert f"`{name}`" in text, name
+    for item in dataclasses.fields(Trace):
+        assert f"`{item.name}`" in text or item.name == "ranks", item.name
+    assert "trace.ranks" in text
