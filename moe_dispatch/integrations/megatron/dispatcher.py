@@ -119,7 +119,8 @@ class MegatronDispatcher:
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Bring expert outputs back and sum them: [S/TP, B, D]."""
         sent, self._sent = self._in_flight("token_combine"), None
-        if self.shared_experts is not None:
+        if hasattr(self.shared_experts, "wait_current_stream"):
+            # Their second half is not to compete with the routed experts for the device; 0.16 has no such call.
             self.shared_experts.wait_current_stream()
         output = self.dispatcher.combine(hidden_states, sent)
         if self.shared_experts is not None:

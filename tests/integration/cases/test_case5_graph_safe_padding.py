@@ -199,8 +199,10 @@ class StaticExperts(nn.Module):
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         ends_L = tokens_per_expert.cumsum(0)
-        expert_R = torch.searchsorted(ends_L, torch.arange(len(rows)), right=True)
-        outputs = [rows @ weight * (expert_R == expert).unsqueeze(1) for expert, weight in enumerate(self.weight_LDD)]
+        expert_R1 = torch.searchsorted(ends_L, torch.arange(len(rows)), right=True).unsqueeze(1)
+        # Behind the last expert's rows anything may lie, also in gradients: it is not to be multiplied.
+        rows = torch.where(expert_R1 < len(ends_L), rows, 0)
+        outputs = [torch.where(expert_R1 == expert, rows @ weight, 0) for expert, weight in enumerate(self.weight_LDD)]
         return torch.stack(outputs).sum(0) * probs.unsqueeze(1).bfloat16(), None
 
 

@@ -141,11 +141,14 @@ def own_spec() -> Any:
 
 def build(spec: Any, case: Case) -> Any:
     """A layer from its spec as a transformer layer would build it; the same weights in every layer of a case."""
+    from megatron.core import parallel_state
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     config, pg_collection = transformer_config(case), groups(case.parallel)
     torch.manual_seed(case.seed)
-    if isinstance(spec, ModuleSpec):
+    if isinstance(spec, ModuleSpec):  # 0.16, whose shared experts look here for what they are given elsewhere
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = pg_collection.tp
+        parallel_state._DATA_PARALLEL_GROUP = pg_collection.dp
         layer = build_module(spec, config=config, pg_collection=pg_collection)
     else:
         layer = spec(config=config, pg_collection=pg_collection, is_mtp_layer=False, name="mlp")

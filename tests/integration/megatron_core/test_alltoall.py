@@ -22,8 +22,8 @@ SHARED = {"moe_shared_expert_intermediate_size": 16}
 OVERLAP = SHARED | {"moe_shared_expert_overlap": True}
 TP, ETP = Parallel(ep=2, tp=2), Parallel(ep=2, etp=2, tp=2)
 UNEQUAL = (6, 3, 9, 5)
-# Rows that the vendors' libraries take; the routing is learned, so a rounding may tip it: ties are made unlikely.
-BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "config": {"hidden_size": 256}, "tokens": (32, 32, 32, 32)}
+# What the vendors' libraries carry.
+BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "config": {"hidden_size": 256}, "tokens": (32, 32, 9, 9)}
 HYBRIDEP = {"name": "hybridep", "emulate": True}
 DEEPEP = {"name": "deepep", "emulate": True}
 
@@ -88,4 +88,4 @@ def test_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", BFLOAT16_CASES)
 def test_bfloat16_through_emulated_libraries(name: str) -> None:
-    assert max(require(results()[name])) < 3e-2
+    assert max(require(results()[name])) < 1.6e-2
