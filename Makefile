@@ -5,6 +5,7 @@ PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
 DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
+DOCS := $(VENV)/.installed-docs
 # The older megatron-core that is tested, in an environment of its own.
 MEGATRON_VERSION := 0.16.1
 MEGATRON_VENV := .venv-megatron-0.16
@@ -12,7 +13,7 @@ MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 MEGATRON := $(MEGATRON_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench integration clean
+.PHONY: help install demo test check format bench docs integration clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +37,10 @@ $(MEGATRON): pyproject.toml constraints.txt
 	$(MEGATRON_PY) -m pip install --quiet --constraint constraints.txt --editable . numpy pytest
 	# Not by the constraints, which pin the newer one; what it needs is there by now.
 	$(MEGATRON_PY) -m pip install --quiet --no-deps megatron-core==$(MEGATRON_VERSION)
+	@touch $@
+
+$(DOCS): $(DEV)
+	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 install: $(DEV) ## create .venv and install the package, with what tests and the demo need
@@ -62,5 +67,8 @@ integration: $(BENCH) $(MEGATRON) ## the tests that need megatron-core (two vers
 	$(PY) -m pytest tests/integration $(ARGS)
 	$(MEGATRON_PY) -m pytest tests/integration/megatron_core tests/integration/cases/test_case5_graph_safe_padding.py
 
+docs: $(DOCS) ## build the site into site/, with warnings as errors
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(MEGATRON_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,9 +25,9 @@ import torch
 
 from moe_dispatch import DispatcherConfig, MoEDispatchError
 from moe_dispatch.backends import Rejected, load_backend
+from moe_dispatch.cli.place import Place, alone, describe
+from moe_dispatch.cli.ranks import PeerFailed, RankFailed, Send, on_ranks, this_rank, under_torchrun
 from packed_text.model import ModelShape
-from packed_text.place import Place, alone, describe, joined
-from packed_text.ranks import RankFailed, Send, run_ranks
 from packed_text.training import Run, Task, train
 
 # They carry nothing wider than bfloat16.
@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RankFailed, MoEDispatchError, ValueError) as error:
         print(f"train_packed_text: {error}", file=sys.stderr)
         return 1
+    except PeerFailed:
+        return 1
     except KeyboardInterrupt:
         print("train_packed_text: interrupted, all ranks are ended.", file=sys.stderr)
         return 130
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_positive, help="processes (default: 4; under torchrun its WORLD_SIZE)")
     parser.add_argument("--steps", type=_positive, default=48, help="training steps (default: %(default)s)")
     parser.add_argument("--config", type=Path, default=SAMPLE_CONFIG, help="a DispatcherConfig, YAML or JSON")
+    parser.add_argument("--trace", type=Path, help="a file for the routing of all steps, of the first backend trained")
     return parser
 
 
@@ -90,7 +93,11 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
     packs = world or options.ranks or 4
     compared = config.backend_name == "auto" and not named
     configs = [changed for name in COMPARED for changed in variants(config, name, packs)] if compared else [config]
-    return [Task(config=config, steps=options.steps, packs=packs) for config in configs]
+    traces = [options.trace, *[None] * (len(configs) - 1)]
+    return [
+        Task(config=config, steps=options.steps, packs=packs, trace=trace)
+        for config, trace in zip(configs, traces, strict=True)
+    ]
 
 
 def variants(config: DispatcherConfig, name: str, ranks: int) -> list[DispatcherConfig]:
@@ -107,11 +114,6 @@ def variants(config: DispatcherConfig, name: str, ranks: int) -> list[Dispatcher
     return [config.replace(backend=backend, wire_dtype="bfloat16")]
 
 
-def under_torchrun() -> bool:
-    """Whether this process is itself a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def train_and_report(tasks: list[Task]) -> int:
     """Train, with a progress bar, then show table, checks and picture; 1 if a check failed."""
     try:
@@ -122,7 +124,7 @@ def train_and_report(tasks: list[Task]) -> int:
     except ImportError as error:
         raise ValueError(f"{error.name} is missing. Install it: pip install 'moe-dispatch[dev]'.") from error
     console, started = Console(), time.perf_counter()
-    rank, ranks_here = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", tasks[0].packs))
+    rank, ranks_here = this_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", tasks[0].packs))
     if rank == 0:
         console.print(f"{tasks[0].packs} ranks on {describe(ranks_here)}, {tasks[0].steps} steps", highlight=False)
     with report.Bars(console, tasks, visible=rank == 0) as bars:
@@ -141,11 +143,8 @@ def train_all(tasks: list[Task], on_step: OnStep, *, rank: int, ranks_here: int)
     """Train on all ranks what needs them, then on rank 0 alone what does not. Ranks but 0 may return fewer runs."""
     sharded = [task for task in tasks if task.config.backend_name != "local"]
     runs: list[Run] = []
-    if sharded and under_torchrun():
-        with joined(local_rank=int(os.environ["LOCAL_RANK"]), ranks_here=ranks_here) as place:
-            runs = train_sharded(sharded, place, lambda message: on_step(*message))
-    elif sharded:
-        runs = run_ranks(partial(train_sharded, sharded), ranks_here, lambda message: on_step(*message))
+    if sharded:
+        runs = on_ranks(partial(train_sharded, sharded), ranks_here, lambda message: on_step(*message))
     if rank == 0:
         runs += [train(task, alone(), partial(on_step, len(sharded))) for task in tasks[len(sharded) :]]
     return runs

@@ -17,6 +17,10 @@ class IntegrationError(MoEDispatchError, ImportError):
     """A framework that is missing here, or of a version whose hooks this package does not know."""
 
 
+class TraceError(MoEDispatchError, ValueError):
+    """A routing trace that cannot be written or read, or that does not fit what it is used with."""
+
+
 class InputError(MoEDispatchError, ValueError):
     """A call with tensors that do not fit the configuration, the routing or each other."""
 

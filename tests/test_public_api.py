@@ -22,7 +22,7 @@ PACKAGE = """
 """
 BACKENDS = """
     Arrived Backend BackendContext BackendOptions Communicator Constraints MoEShape PROTOCOL Rejected Sizes Usable
-    known_backends load_backend register_backend
+    Volume Wire known_backends load_backend register_backend
 """
 LAYOUTS = """
     BSHD Layout PACKING_SUPPORT Packing PackingSupport Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_dispatch import THD, Dispatched, Dispatcher, DispatcherConfig, Plan, Routing
+from moe_dispatch.cli.place import Place
 from moe_dispatch.dispatchers.metrics import Metrics
 from packed_text.documents import NUM_TOKENS
-from packed_text.place import Place
 
 NUM_BYTES = 256
 ROTARY_BASE = 10_000.0

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import final
 
 import torch
@@ -16,10 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_dispatch import DispatcherConfig
+from moe_dispatch.cli.place import Place
 from moe_dispatch.testing.counting import count_collectives
+from moe_dispatch.traces import Trace
 from packed_text.documents import Pack, batches, join
 from packed_text.model import ByteLanguageModel
-from packed_text.place import Place
 
 WARM_UP_STEPS = 10
 # The first steps pay for the making of buffers and pages; they count in the curves, not in tokens/s.
@@ -36,6 +39,7 @@ class Task:
         bytes_per_rank: least bytes of a pack.
         max_length: longest sequence; longer documents are cut.
         balance: weight of the load-balancing loss.
+        trace: file for the routing of all steps; None to record none.
     """
 
     config: DispatcherConfig
@@ -46,6 +50,7 @@ class Task:
     learning_rate: float = 2e-3
     balance: float = 0.3
     seed: int = 2024
+    trace: Path | None = None
 
 
 @final
@@ -162,11 +167,13 @@ def train(task: Task, place: Place, on_step: Callable[[float], None]) -> Run:
     data = batches(ranks=task.packs, bytes_per_rank=task.bytes_per_rank, max_length=task.max_length, seed=task.seed)
     steps: list[Step] = []
     tokens, ends = [], [time.perf_counter()]
-    for packs in islice(data, task.steps):
-        steps.append(trainer.step(join(packs) if place.group is None else packs[place.rank]))
-        tokens.append(sum(map(len, packs)))
-        ends.append(time.perf_counter())
-        on_step(steps[-1].loss)
+    first = trainer.model.dispatchers[0]  # the others share its channel
+    with nullcontext() if task.trace is None else Trace.record(first, task.trace, steps=task.steps):
+        for packs in islice(data, task.steps):
+            steps.append(trainer.step(join(packs) if place.group is None else packs[place.rank]))
+            tokens.append(sum(map(len, packs)))
+            ends.append(time.perf_counter())
+            on_step(steps[-1].loss)
     timed = min(UNTIMED_STEPS, task.steps - 1)
     return Run(
         backend=trainer.model.dispatchers[0].backend_name,

@@ -13,6 +13,7 @@ from moe_dispatch.backends.base import (
 from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.registry import known_backends, load_backend, register_backend
 from moe_dispatch.backends.verdict import Rejected, Usable
+from moe_dispatch.backends.volume import Volume, Wire
 
 __all__ = [
     "PROTOCOL",
@@ -26,6 +27,8 @@ __all__ = [
     "Rejected",
     "Sizes",
     "Usable",
+    "Volume",
+    "Wire",
     "known_backends",
     "load_backend",
     "register_backend",

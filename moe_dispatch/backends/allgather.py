@@ -26,6 +26,7 @@ from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, accumulation_dtype, group_slots
 from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
+from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 
 
@@ -88,20 +89,28 @@ class AllGather(TracedRoutes, Backend):
             equal_rows=True, min_rows=int(shape.graph_safe), graph_safe=True, drop_order="weight", compilable=True
         )
 
+    @classmethod
+    def wire_bytes(cls, shape: MoEShape, options: BackendOptions, volume: Volume, dtype: torch.dtype) -> Wire:
+        wide, hidden, copies = accumulation_dtype(dtype), shape.hidden_size, volume.rows * volume.others
+        return Wire(
+            sent={
+                "dispatch": copies * _form(shape, dtype, wide).stride,
+                "combine": copies * hidden * wide.itemsize,
+                "combine.backward": copies * row_format(dtype, hidden).nbytes,
+                "dispatch.backward": copies * (hidden + shape.top_k) * wide.itemsize,
+            },
+            once_per_node=True,
+        )
+
     def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
         assert sizes.capacity is not None
-        size = self.context.communicator.size
-        wire = (1 + size) * rows * self._form(dtype, accumulation_dtype(dtype)).stride
+        size = self.context.shape.ep_size
+        wire = (1 + size) * rows * _form(self.context.shape, dtype, accumulation_dtype(dtype)).stride
         return {**self.context.grouped_bytes(sizes.capacity, dtype, size * rows), "wire": wire}
-
-    def _form(self, row_dtype: torch.dtype, weight_dtype: torch.dtype) -> Packet:
-        shape = self.context.shape
-        row = row_format(row_dtype, shape.hidden_size)
-        return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts))
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, comm = self.context.shape, self.context.communicator
-        form = self._form(rows_TD.dtype, weights_TK.dtype)
+        form = _form(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
         everyone = packets.new_empty(len(packets) * comm.size, form.stride)
         comm.all_gather(everyone, packets, label="dispatch")
@@ -132,3 +141,8 @@ class AllGather(TracedRoutes, Backend):
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
         return bring_home(rows_RD, weights_R, state, weighted=weighted)
+
+
+def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype) -> Packet:
+    row = row_format(row_dtype, shape.hidden_size)
+    return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts))

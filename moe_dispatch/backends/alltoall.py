@@ -33,8 +33,9 @@ from moe_dispatch.backends.permutation import (
     index_from,
     true_places,
 )
-from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, send_again
+from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, gradient_wire, send_again
 from moe_dispatch.backends.traceable import TracedRoutes
+from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.errors import PeerError, refusal
 
@@ -103,14 +104,38 @@ class AllToAll(TracedRoutes, Backend):
         assert isinstance(options, AllToAllOptions)
         return capacity_of(shape, pair_factor=options.pair_rows)
 
+    @classmethod
+    def wire_bytes(cls, shape: MoEShape, options: BackendOptions, volume: Volume, dtype: torch.dtype) -> Wire:
+        assert isinstance(options, AllToAllOptions)
+        wide, back = accumulation_dtype(dtype), row_format(dtype, shape.hidden_size, gradient_wire(shape.wire_dtype))
+        there = _form(shape, dtype, wide, note=shape.graph_safe)
+        out, home, slots = volume.pairs_out, volume.pairs_in, shape.top_k
+        if options.reduction == "exact":
+            home, slots = volume.slots_in, 1
+        if shape.graph_safe:
+            out = home = volume.others * (cls.capacity(shape, options).pair_rows or 0)
+        counts = {} if shape.graph_safe else {"counts": volume.others * 8 * (1 + shape.num_local_experts)}
+        return Wire(
+            sent={
+                **counts,
+                "dispatch": out * there.stride,
+                "combine": home * back.nbytes,
+                "combine.backward": out * back.nbytes,
+                "dispatch.backward": home * packet(back, slots, wide).stride,
+            }
+        )
+
     def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        capacity, size = sizes.capacity, self.context.communicator.size
+        capacity, size = sizes.capacity, self.context.shape.ep_size
         assert capacity is not None
         assert capacity.pair_rows is not None
         places = size * capacity.pair_rows
         found = self.context.grouped_bytes(capacity, dtype, places)
         found["index"] += lane_bytes(size, rows, capacity.pair_rows)
-        return {**found, "wire": 2 * places * self._form(dtype, accumulation_dtype(dtype), note=True).stride}
+        return {
+            **found,
+            "wire": 2 * places * _form(self.context.shape, dtype, accumulation_dtype(dtype), note=True).stride,
+        }
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()
@@ -137,7 +162,7 @@ class AllToAll(TracedRoutes, Backend):
             pair_rows,
             may_overflow=pair_rows < tokens_of(shape),
         )
-        form = self._form(rows_TD.dtype, weights_TK.dtype, note=True)
+        form = _form(shape, rows_TD.dtype, weights_TK.dtype, note=True)
         outgoing, received = (space.take((comm.size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
         lanes.fill(outgoing, form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK), form, permutation)
         splits = [pair_rows] * comm.size
@@ -164,18 +189,13 @@ class AllToAll(TracedRoutes, Backend):
 
         return complete
 
-    def _form(self, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
-        shape = self.context.shape
-        row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
-        return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
-
     def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Transit:
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
         rank_TK = ids_TK.div(shape.num_local_experts, rounding_mode="floor")
         members_PT = rank_members(rank_TK, comm.size)
         traffic, tokens_per_expert_L = self._exchange_counts(ids_TK, rank_TK, members_PT)
         source_S = true_places(members_PT, sum(traffic.rows_out)).select(1, 1).contiguous()
-        form = self._form(rows_TD.dtype, weights_TK.dtype)
+        form = _form(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
         outgoing = space.take((source_S.shape[0], form.stride), rows_TD.device)
         received = space.take((sum(traffic.rows_in), form.stride), rows_TD.device)
@@ -330,6 +350,11 @@ class AllToAll(TracedRoutes, Backend):
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
         return bring_home(rows_RD, weights_R, state, weighted=weighted)
+
+
+def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
+    row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
+    return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
 
 
 def rank_members(rank_TK: Tensor, ep_size: int) -> Tensor:

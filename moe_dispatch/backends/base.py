@@ -29,6 +29,7 @@ from moe_dispatch.backends.permutation import (
     static_index_from,
 )
 from moe_dispatch.backends.verdict import Rejected, Usable
+from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.backends.workspace import Workspace
 
 PROTOCOL = 1
@@ -302,6 +303,21 @@ class Backend(ABC):
     def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
         """Room of a graph-safe dispatch, from the config's factors. Asked only where ``shape.graph_safe``."""
         return capacity_of(shape)
+
+    @classmethod
+    def wire_bytes(cls, shape: MoEShape, options: BackendOptions, volume: Volume, dtype: torch.dtype) -> Wire | None:
+        """What ranks send each other in one dispatch, combine and their backwards: for plans, nothing is exchanged.
+
+        Args:
+            shape: graph-safe or eager.
+            options: of the backend.
+            volume: what the routing comes to.
+            dtype: of the rows, and of what experts give back.
+
+        Returns:
+            Bytes; None where the backend does not tell.
+        """
+        return None
 
     def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
         """Bytes that one graph-safe dispatch allocates, by purpose: what ``Plan.bytes`` tells.

@@ -86,6 +86,26 @@ class Communicator:
         self.all_gather(everyone, mine, label=label)
         return [json.loads(bytes(part)) for part in everyone.view(self.size, longest).tolist()]
 
+    def gather_bytes(self, payload: Tensor, *, label: str) -> list[Tensor] | None:
+        """``payload`` of every rank on rank 0, by rank; None on the others.
+
+        Args:
+            payload: uint8 on the CPU, of any length.
+            label: to count by.
+
+        Cost: two collectives; rank 0 holds P times the longest. For reporting, not for a step.
+        """
+        if self.group is None:
+            return [payload]
+        lengths: list[int] = self.gather_json(len(payload), label=label)
+        device = control_device(self.group)
+        mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        mine[: len(payload)] = payload
+        everyone = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
+        self._count(label, mine.nbytes if self.rank else 0)
+        self.group.gather([everyone] if everyone else [], [mine], dist.GatherOptions()).wait()
+        return [part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)] if everyone else None
+
 
 def device_types(group: dist.ProcessGroup | None) -> set[str]:
     """The types of devices whose tensors a group can exchange; without a group, any: none is named."""

@@ -30,7 +30,8 @@ from moe_dispatch.backends.vendor.library import Library, find_library, never_ra
 from moe_dispatch.backends.vendor.normal import NormalTransport
 from moe_dispatch.backends.vendor.transport import Delivery, Payload, Transport, Way
 from moe_dispatch.backends.verdict import Rejected, Usable
-from moe_dispatch.backends.wire import from_float8, to_float8
+from moe_dispatch.backends.volume import Volume, Wire, payload
+from moe_dispatch.backends.wire import from_float8, row_format, to_float8
 from moe_dispatch.errors import ConfigError
 
 Release = Literal["v1.2.1", "v2-2.1.0"]
@@ -153,6 +154,12 @@ class DeepEP(Backend):
         assert isinstance(options, DeepEPOptions)
         capacity = capacity_of(shape)
         return replace(capacity, buffer_rows=elastic.expanded_rows(shape)) if options.expand else capacity
+
+    @classmethod
+    def wire_bytes(cls, shape: MoEShape, options: BackendOptions, volume: Volume, dtype: torch.dtype) -> Wire:
+        wire: WireDtype = shape.wire_dtype or "bfloat16"
+        there, back = (row_format(dtype, shape.hidden_size, form) for form in (wire, "bfloat16"))
+        return payload(volume, out_bytes=there.nbytes, back_bytes=back.nbytes)
 
     def open(self) -> None:
         options, shape, comm = self._options, self.context.shape, self.context.communicator

@@ -19,6 +19,7 @@ from moe_dispatch.backends.vendor.hybrid import Delivery, HybridTransport
 from moe_dispatch.backends.vendor.library import Library, find_library, never_raising, openable, report_open
 from moe_dispatch.backends.vendor.transport import Way
 from moe_dispatch.backends.verdict import Rejected, Usable
+from moe_dispatch.backends.volume import Volume, Wire, payload
 
 Release = Literal["hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"]
 _NEWEST: Release = "hybridep-94a9f8f"
@@ -136,6 +137,11 @@ class HybridEP(Backend):
             return hybrid.constraints(hybrid.NEWEST, "cuda", shape, domain, fuse_permute=options.fuse_permute)
         found = hybrid.rules(_buffer_class(library))
         return hybrid.constraints(found, library.device, shape, domain, fuse_permute=options.fuse_permute)
+
+    @classmethod
+    def wire_bytes(cls, shape: MoEShape, options: BackendOptions, volume: Volume, dtype: torch.dtype) -> Wire:
+        row_bytes = shape.hidden_size * torch.bfloat16.itemsize
+        return payload(volume, out_bytes=row_bytes, back_bytes=row_bytes)
 
     def open(self) -> None:
         shape, comm, options = self.context.shape, self.context.communicator, self._options

@@ -16,6 +16,7 @@ from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, count_values, group_slots
 from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
+from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.backends.wire import row_format
 
 
@@ -79,6 +80,10 @@ class Local(TracedRoutes, Backend):
             drop_order="weight",
             compilable=True,
         )
+
+    @classmethod
+    def wire_bytes(cls, shape: MoEShape, options: BackendOptions, volume: Volume, dtype: torch.dtype) -> Wire:
+        return Wire(sent={})
 
     def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
         assert sizes.capacity is not None

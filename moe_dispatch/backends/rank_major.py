@@ -44,7 +44,12 @@ class Route(ABC):
     @property
     def gradient_wire(self) -> WireDtype | None:
         """What gradients and combined rows travel in: never narrower than bfloat16."""
-        return None if self.wire_dtype is None else "bfloat16"
+        return gradient_wire(self.wire_dtype)
+
+
+def gradient_wire(wire: WireDtype | None) -> WireDtype | None:
+    """What gradients and combined rows travel in, where rows are sent as ``wire``."""
+    return None if wire is None else "bfloat16"
 
 
 Received = AbstractContextManager[tuple[Tensor, Tensor]]

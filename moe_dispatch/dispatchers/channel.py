@@ -18,6 +18,7 @@ from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.overflow import HighWaterMark
+from moe_dispatch.dispatchers.recorder import Recorder
 from moe_dispatch.dispatchers.requirements import check_buffers
 from moe_dispatch.errors import StateError
 
@@ -39,7 +40,10 @@ class Blueprint:
 
 @final
 class Channel:
-    """One backend, open on one group, for one config. What changes is the refcount and, by ``grow``, the capacity."""
+    """One backend, open on one group, for one config.
+
+    What changes is the refcount, by ``grow`` the capacity, and who records.
+    """
 
     def __init__(
         self, config: DispatcherConfig, communicator: Communicator, control: Communicator, blueprint: Blueprint
@@ -54,6 +58,7 @@ class Channel:
         self.name = f"{self.backend_name}-{config.digest[:8]}-{next(_serial)}"
         self.meter = Meter(shape.num_local_experts)
         self.high_water = HighWaterMark()
+        self.recorder: Recorder | None = None
         self.users = 0
         context = BackendContext(
             shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation

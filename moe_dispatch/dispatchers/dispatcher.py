@@ -285,6 +285,8 @@ class Dispatcher(nn.Module):
         self, channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan, *, async_op: bool
     ) -> Dispatched | InFlight:
         layout, num_rows = plan.layout, x_TD.shape[0]
+        recorder = channel.recorder
+        note = None if recorder is None else recorder.note(self._lease, self.name, x, routing, layout)
         ids_TK, weights_TK = routing.topk_ids, self._anchored(routing.topk_weights.to(accumulation_dtype(x.dtype)))
         if self.config.graph_safe:
             channel.prepare_counters(x.device)
@@ -310,6 +312,8 @@ class Dispatcher(nn.Module):
         x_TD = pad_rows(x_TD, padded, 0)
         home = Home(layout=layout, shape=x.shape, num_rows=num_rows, real_rows=real_rows, count=count, padded=padded)
         started = iter([channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, plan.sizes)])
+        if recorder is not None and note is not None:  # no rank refused: its peers keep this call too
+            recorder.keep(note)
 
         def complete() -> Dispatched:
             _ = self._lease.channel  # raises where closed

@@ -25,6 +25,7 @@ from moe_dispatch.backends.rank_major import profiler_range
 from moe_dispatch.backends.traceable import Traceable
 from moe_dispatch.dispatchers.channel import Channel, named_channel
 from moe_dispatch.dispatchers.planning import agrees_on_rows, draft_plan, exchange_mark, refuse_dispatch, settle_plan
+from moe_dispatch.dispatchers.recorder import refuse_recording
 from moe_dispatch.dispatchers.requirements import check_combine, check_dtype, check_tensors, check_values
 from moe_dispatch.dispatchers.rows import pad_rows, put_rows, take_rows
 from moe_dispatch.errors import ConfigError, StateError
@@ -83,6 +84,8 @@ def dispatch(
         (R, D) expert-major rows, (R,) their weights, int64 (L,) real rows per expert, and the backend's state.
     """
     link = named_channel(channel)
+    if link.recorder is not None:
+        refuse_recording("torch.compile or selective checkpointing")
     capacity = _capacity_from(fitting_rows, buffer_rows, pair_rows)
     with torch.no_grad(), profiler_range("dispatch"):
         backend = traceable(link)

@@ -119,6 +119,7 @@ def _bytes(name: str, tensors: Any, group: dist.ProcessGroup) -> int:
         return nbytes - flat[group.rank()].nbytes
     shares = {
         "allgather": nbytes * others,
+        "gather": nbytes if group.rank() else 0,
         "allreduce": 2 * nbytes * others // size,
         "reduce_scatter": nbytes * others // size,
         "broadcast": nbytes,

@@ -34,9 +34,10 @@ class Excuse:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A case that went wrong, and its traceback."""
+    """A case that went wrong, its error in a line, and its traceback."""
 
     case: str
+    summary: str
     error: str
 
 
@@ -72,12 +73,18 @@ class Report:
         )
 
 
-def check_backend(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Report:
+def check_backend(
+    backend: BackendSpec,
+    ep_sizes: Sequence[int] = EP_SIZES,
+    *,
+    on_case: Callable[[int, int], None] = lambda done, of: None,
+) -> Report:
     """Run the conformance kit on a backend, on the CPU.
 
     Args:
         backend: what ``DispatcherConfig.backend`` takes: a name, or a mapping with the name and options.
         ep_sizes: sizes of the groups to run on; ranks are threads of this process.
+        on_case: called after every case with how many are done, and of how many.
 
     Raises:
         ConfigError: no such backend, or wrong options.
@@ -86,15 +93,23 @@ def check_backend(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> R
     ``conformance_cases``.
     """
     passed, failed = [], []
-    for name, run in conformance_cases(backend, ep_sizes):
+    cases = list(conformance_cases(backend, ep_sizes))
+    for done, (name, run) in enumerate(cases, start=1):
         try:
             run()
             passed.append(name)
-        except Exception:
-            failed.append(Failure(case=name, error=traceback.format_exc()))
+        except Exception as error:
+            failed.append(Failure(case=name, summary=_summary(error), error=traceback.format_exc()))
+        on_case(done, len(cases))
     return Report(
         backend=describe(backend), passed=tuple(passed), excused=tuple(excuses(backend, ep_sizes)), failed=tuple(failed)
     )
+
+
+def _summary(error: Exception) -> str:
+    """The kind and the text of an error, and where it was raised, in a line."""
+    told = f"{type(error).__name__}: {error} {'; '.join(getattr(error, '__notes__', ()))}"
+    return " ".join(told.split())
 
 
 def conformance_cases(

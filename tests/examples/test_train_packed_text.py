@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,13 +22,14 @@ import torch.distributed as dist
 import moe_dispatch.testing.ranks as threads
 import train_packed_text
 from moe_dispatch import DispatcherConfig
+from moe_dispatch.cli.place import Place, alone
+from moe_dispatch.traces import Trace
 from packed_text import picture
 from packed_text.documents import BEGIN, PARAGRAPH, batches, join, pack, read_sequences
 from packed_text.model import ByteLanguageModel
-from packed_text.place import Place, alone
-from packed_text.ranks import RankFailed, Send, run_ranks
 from packed_text.report import STEPS_TO_JUDGE, check_runs, largest_difference
 from packed_text.training import Run, Task, Trainer
+from tests.cli.processes import members, wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_packed_text.py"
@@ -99,6 +98,21 @@ def test_backend_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     output = capsys.readouterr().out
     assert "local: no expert stays idle" in output
     assert "alltoall" not in output
+
+
+def test_routing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--backend", "local", "--ranks", "2", "--steps", "2", "--trace", "run.safetensors"]
+    assert train_packed_text.main(arguments) == 0
+    trace = Trace.load("run.safetensors")
+    assert [(call.step, call.layer) for call in trace.calls] == [(0, 0), (0, 1), (1, 0), (1, 1)], "forward only"
+    packs = next(iter(batches(ranks=2, bytes_per_rank=320, max_length=768, seed=2024)))
+    assert trace.calls[0].parts[0].num_rows == sum(map(len, packs))
+
+
+def test_first_backend_is_recorded() -> None:
+    tasks = train_packed_text.make_tasks(train_packed_text._parser().parse_args(["--trace", "run.safetensors"]))
+    assert [task.trace for task in tasks] == [Path("run.safetensors"), None, None, None, None]
 
 
 def backends_of(*arguments: str) -> list[str]:
@@ -318,34 +332,6 @@ def test_picture_of_any_number_of_runs(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(PNG_SIGNATURE)
 
 
-def raising_rank(place: Place, send: Send) -> None:
-    if place.rank == 1:
-        raise ArithmeticError("planted on rank 1")
-    place.sum(torch.ones(1))
-
-
-def dying_rank(place: Place, send: Send) -> None:
-    if place.rank == 1:
-        os._exit(7)
-    place.sum(torch.ones(1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (raising_rank, r"\Arank 1 of 2: Traceback[^\0]*ArithmeticError: planted on rank 1\s*\Z"),
-        (dying_rank, r"\Arank 1 of 2 ended without an error of its own, exit code 7.\Z"),
-    ],
-)
-def test_rank_that_fails_is_told_once_and_takes_the_others_along(
-    body: Callable[[Place, Send], None], message: str
-) -> None:
-    with pytest.raises(RankFailed, match=message):
-        run_ranks(body, 2, on_message=lambda message: None)
-    assert multiprocessing.active_children() == []
-
-
 @pytest.fixture
 def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The script in the middle of its work: its ranks are there."""
@@ -359,24 +345,6 @@ def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def members(group: int) -> list[int]:
-    """Processes of a process group, zombies left out."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, group_id = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(group_id) == group and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Where a rank trains: its device and process groups, and the sums over ranks that training needs."""
+"""Where a rank works: its device and process groups, and the sums over ranks that its work needs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def use_gpus(ranks_here: int) -> bool:
 
 
 def describe(ranks_here: int) -> str:
-    """Where that many ranks of this machine train, and why not on its GPUs if there are any."""
+    """Where that many ranks of this machine work, and why not on its GPUs if there are any."""
     if use_gpus(ranks_here):
         return "GPUs (NCCL)"
     few = torch.cuda.device_count() if torch.cuda.is_available() else 0

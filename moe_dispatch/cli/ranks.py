@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: started, listened to, and never left behind."""
+"""The ranks of a command: torchrun's, or processes of this machine, started, listened to, and never left behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from moe_dispatch import MoEDispatchError
-from packed_text.place import Place, joined
+from moe_dispatch.cli.place import Place, joined
+from moe_dispatch.errors import MoEDispatchError
 
 Send = Callable[[Any], None]
 Body = Callable[[Place, Send], Any]
@@ -28,6 +29,70 @@ LAST_WORDS_SECONDS = 1.0
 
 class RankFailed(RuntimeError):
     """A rank raised or died; the text is that rank's, not that of the peers it took along."""
+
+
+class PeerFailed(RuntimeError):
+    """Under torchrun: another rank failed before this one, and says so itself."""
+
+
+def under_torchrun() -> bool:
+    """Whether this process is itself a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def this_rank() -> int:
+    """Of this process among torchrun's; 0 where there are none."""
+    return int(os.environ["RANK"]) if under_torchrun() else 0
+
+
+def num_ranks(size: int) -> int:
+    """Ranks that take part: torchrun's, or as many processes as are to be started."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else size
+
+
+def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
+    """``run_ranks``, or where torchrun started this process, ``body`` as the rank that it is.
+
+    Args:
+        body: as for ``run_ranks``.
+        size: of processes to start; torchrun knows its own.
+        on_message: called on rank 0 with what its body sends; elsewhere messages are dropped.
+
+    Returns:
+        What rank 0's body returned; on torchrun's other ranks what their own did.
+
+    Raises:
+        RankFailed: as for ``run_ranks``; under torchrun on the rank that failed first, and PeerFailed on the others.
+    """
+    if not under_torchrun():
+        return run_ranks(body, size, on_message)
+    local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    with joined(local_rank=local_rank, ranks_here=ranks_here) as place:
+        try:
+            return body(place, on_message if place.rank == 0 else _drop)
+        except Exception as error:
+            if not _is_first_to_fail():
+                let_others_speak()
+                raise PeerFailed from error
+            raise RankFailed(f"rank {place.rank} of {place.size}: {_told(error)}") from error
+
+
+def let_others_speak() -> None:
+    """Before a rank ends with an error in silence: torchrun then ends them all, also the one that tells."""
+    if under_torchrun():
+        time.sleep(LAST_WORDS_SECONDS)
+
+
+def _drop(message: Any) -> None:
+    """What ranks but 0 send."""
+
+
+def _is_first_to_fail() -> bool:
+    """Whether no other rank has asked this yet, as far as the store that all ranks met at still tells."""
+    try:
+        return int(dist.distributed_c10d._get_default_store().add("moe_dispatch/failed", 1)) == 1
+    except RuntimeError:  # it went with the rank that held it, which failed before
+        return False
 
 
 def run_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
@@ -152,7 +217,14 @@ def _rank(body: Body, rank: int, size: int, port: int, writer: Connection) -> No
             result = body(place, lambda value: writer.send(("message", value)))
         writer.send(("result", result))
     except Exception as error:
-        writer.send(("failure", str(error) if isinstance(error, MoEDispatchError) else traceback.format_exc()))
+        writer.send(("failure", _told(error)))
+
+
+def _told(error: Exception) -> str:
+    """An error of this library says what is to be done; of any other, one wants to know where it came from."""
+    if not isinstance(error, MoEDispatchError):
+        return "".join(traceback.format_exception(error))
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _end_with_parent() -> None:

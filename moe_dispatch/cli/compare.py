@@ -1,0 +1,151 @@
+"""``compare``: the same tokens through several backends, as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from moe_dispatch.backends import known_backends
+from moe_dispatch.cli import console
+from moe_dispatch.cli.comparison import MODES, QUANTITIES, Comparison, Outcome, Task, Variant
+from moe_dispatch.cli.measurement import measure
+from moe_dispatch.cli.names import NamedBackend, parse_backend
+from moe_dispatch.cli.ranks import on_ranks, this_rank
+from moe_dispatch.cli.workload import Workload
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.testing.routings import ROUTINGS
+from moe_dispatch.testing.scenario import TOLERANCES
+
+
+def make_task(file: Path, backends: str | None, modes: Sequence[str], workload: Workload) -> Task:
+    """What the command line asks for.
+
+    Args:
+        file: of a config; without ``backends`` its backend is looked at, or for "auto" all that are known.
+        backends: names, with commas between.
+        modes: of ``MODES``.
+        workload: the tokens.
+
+    Raises:
+        ConfigError: the config, a backend's name or option, the dtype, the mode or the routing is wrong.
+        BackendUnavailableError: a backend given by its path cannot be imported.
+    """
+    _check_choice("dtype", workload.dtype, TOLERANCES)
+    _check_choice("routing", workload.routing, ROUTINGS)
+    for mode in modes:
+        _check_choice("mode", mode, MODES)
+    config = DispatcherConfig.load(file)
+    named = _named(config, backends)
+    return Task(
+        config=config.replace(backend="auto"),
+        variants=tuple(Variant(backend=backend, mode=mode) for backend in named for mode in modes),
+        workload=workload,
+        explicit=backends is not None or config.backend_name != "auto",
+    )
+
+
+def _check_choice(option: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"--{option} must be one of {', '.join(known)}, got {value!r}. Use one of these.")
+
+
+def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]:
+    if backends is not None:
+        named = [parse_backend(text) for text in dict.fromkeys(backends.split(","))]
+        for backend in named:
+            backend.spec()
+        return named
+    if config.backend_name == "auto":
+        return [parse_backend(name) for name in known_backends()]
+    options = {} if isinstance(config.backend, str) else {**config.backend}
+    options.pop("name", None)
+    return [NamedBackend(label=config.backend_name, where=config.backend_name, options=options)]
+
+
+def run(task: Task, ranks: int, *, as_json: bool) -> int:
+    """Run, tell, and answer: 0 where all agree."""
+    first = this_rank() == 0
+    with console.progress("compare", visible=first) as show:
+        comparison: Comparison = on_ranks(partial(measure, task), ranks, lambda message: show(*message))
+    if not first:  # rank 0 answers; a rank that says no before it has spoken would have torchrun end it
+        return 0
+    if as_json:
+        console.document(comparison.document())
+    else:
+        _show(comparison)
+    return 0 if comparison.passes else 1
+
+
+def _show(comparison: Comparison) -> None:
+    workload, config = comparison.task.workload, comparison.task.config
+    tokens = ", ".join(map(str, comparison.tokens))
+    console.line(f"{len(comparison.tokens)} ranks over {comparison.transport}, with {tokens} tokens")
+    console.line(
+        f"{config.num_experts} experts, top-{config.top_k}, hidden size {config.hidden_size}, {workload.dtype}, "
+        f"{workload.routing} routing, {workload.steps} steps"
+    )
+    ran = [outcome for outcome in comparison.outcomes if outcome.refused is None]
+    if ran:
+        _show_differences(comparison, ran)
+        _show_costs(ran)
+    for outcome in comparison.outcomes:
+        if outcome.refused is not None:
+            console.line(f"{outcome.backend}, {outcome.mode}: not run: {outcome.refused}", mark="-")
+    if comparison.passes:
+        console.line("all agree with the reference", mark="ok")
+    else:
+        console.line(_complaint(comparison, ran), mark="failed")
+
+
+def _show_differences(comparison: Comparison, ran: Sequence[Outcome]) -> None:
+    rows = []
+    for outcome in ran:
+        numbers = [f"{outcome.from_reference[name]:.1e}" for name in QUANTITIES]
+        verdict = "ok" if comparison.agrees(outcome) else "FAILED"
+        rows.append([outcome.backend, outcome.mode, *numbers, f"{max(outcome.from_first.values()):.1e}", verdict])
+    console.table(
+        ["backend", "mode", "y", "x", "weights", "experts", "first", ""],
+        rows,
+        text_columns=2,
+        caption="Largest differences, over the largest value, of the output and of the gradients from a dense float64 "
+        f"reference, at most {comparison.tolerance:g}; and of any of them from the first line.",
+    )
+
+
+def _show_costs(ran: Sequence[Outcome]) -> None:
+    rows = []
+    for outcome in ran:
+        sent = "emulated" if outcome.emulated else "uncounted"
+        if outcome.bytes_sent is not None:
+            sent = f"{outcome.bytes_sent / 1e6:.3f}"
+        rows.append(
+            [
+                outcome.backend,
+                outcome.mode,
+                sent,
+                str(outcome.rows_padded["rank"]),
+                str(outcome.rows_padded["expert"]),
+                "-" if outcome.host_syncs is None else str(outcome.host_syncs),
+                "emulated" if outcome.emulated else f"{outcome.milliseconds:.1f}",
+                "-" if outcome.emulated else f"{outcome.time_ratio:.2f}",
+            ]
+        )
+    console.table(
+        ["backend", "mode", "MB sent", "padded:\nranks", "padded:\nexperts", "host\nsyncs", "ms", "ratio"],
+        rows,
+        text_columns=2,
+        caption="Of one plan, dispatch, combine and backward: MB (1e6 bytes) and padded rows of all ranks together, "
+        "host syncs of rank 0, the median time, and its ratio to the first line's.",
+    )
+
+
+def _complaint(comparison: Comparison, ran: Sequence[Outcome]) -> str:
+    wrong = [f"{outcome.backend}, {outcome.mode}" for outcome in ran if not comparison.agrees(outcome)]
+    if wrong:
+        return f"further from the reference than {comparison.tolerance:g}: {'; '.join(wrong)}"
+    missing = dict.fromkeys(outcome.backend for outcome in comparison.outcomes)
+    for outcome in ran:
+        missing.pop(outcome.backend, None)
+    return f"not run: {', '.join(missing)}"

@@ -1,0 +1,153 @@
+"""What ``compare`` is asked and what it finds: plain data, for people and for JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from moe_dispatch.cli.names import NamedBackend
+from moe_dispatch.cli.workload import Workload
+from moe_dispatch.config import DispatcherConfig
+
+MODES = ("eager", "graph-safe")
+QUANTITIES = ("y", "x", "weights", "experts")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One backend in one mode."""
+
+    backend: NamedBackend
+    mode: str
+
+    def config(self, base: DispatcherConfig, max_tokens: int) -> DispatcherConfig:
+        """Its config: all of ``base`` but what names a backend or a mode; graph-safe with room for the worst routing.
+
+        Raises:
+            ConfigError, BackendUnavailableError: the backend has no such options, or cannot be loaded.
+        """
+        graph_safe = self.mode == "graph-safe"
+        return base.replace(
+            backend=self.backend.spec(),
+            graph_safe=graph_safe,
+            row_counts=None if graph_safe else base.row_counts,
+            max_tokens_per_rank=max_tokens,
+            capacity_factor="worst",
+            on_overflow=None,
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is asked; ``config`` is free of a backend's options.
+
+    Attributes:
+        explicit: the backends were named, so one that cannot run is a failure.
+    """
+
+    config: DispatcherConfig
+    variants: tuple[Variant, ...]
+    workload: Workload
+    explicit: bool = True
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of one variant. Of all steps and ranks the largest difference, of one step the rest.
+
+    Attributes:
+        refused: why it could not be run; then the rest is empty.
+        emulated: its library is an emulation, so what it sends and how long it takes says nothing of the real one.
+        from_reference: largest difference of ``QUANTITIES`` from the dense float64 reference, over the largest value.
+        from_first: likewise from the first variant that ran.
+        bytes_sent: by collectives of torch.distributed, all ranks together; None where a library of its own sends.
+        rows_padded: rows without a token, all ranks together, by cause.
+        host_syncs: of rank 0, the plan's included; None for an emulation.
+        milliseconds: median of plan, dispatch, combine and backward around experts that cost nothing; slowest rank.
+        time_ratio: over the first variant that ran.
+    """
+
+    backend: str
+    mode: str
+    refused: str | None = None
+    emulated: bool = False
+    from_reference: dict[str, float] = field(default_factory=dict)
+    from_first: dict[str, float] = field(default_factory=dict)
+    bytes_sent: int | None = None
+    rows_padded: dict[str, int] = field(default_factory=dict)
+    host_syncs: int | None = None
+    milliseconds: float | None = None
+    time_ratio: float | None = None
+
+    def agrees(self, tolerance: float) -> bool:
+        """It ran, and is as near to the reference as its dtype allows; NaN is not."""
+        return self.refused is None and all(value <= tolerance for value in self.from_reference.values())
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """All outcomes.
+
+    Attributes:
+        tolerance: of ``from_reference``.
+        transport: "nccl" or "gloo".
+        tokens: of each rank.
+    """
+
+    task: Task
+    tolerance: float
+    transport: str
+    tokens: tuple[int, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def passes(self) -> bool:
+        """Something ran, all that ran agrees, and of every backend that was named some mode ran."""
+        ran = [outcome for outcome in self.outcomes if outcome.refused is None]
+        missing = {outcome.backend for outcome in self.outcomes} - {outcome.backend for outcome in ran}
+        return bool(ran) and all(map(self.agrees, ran)) and not (self.task.explicit and missing)
+
+    def agrees(self, outcome: Outcome) -> bool:
+        """Whether an outcome is within the tolerance."""
+        return outcome.agrees(self.tolerance)
+
+    def document(self) -> dict[str, Any]:
+        """For JSON; a difference that is no number is null."""
+        workload = self.task.workload
+        return {
+            "agree": self.passes,
+            "tolerance": self.tolerance,
+            "ranks": len(self.tokens),
+            "transport": self.transport,
+            "tokens": list(self.tokens),
+            "steps": workload.steps,
+            "dtype": workload.dtype,
+            "routing": workload.routing,
+            "config": self.task.config.model_dump(mode="json", exclude={"backend"}),
+            "outcomes": [self._described(outcome) for outcome in self.outcomes],
+        }
+
+    def _described(self, outcome: Outcome) -> dict[str, Any]:
+        return {
+            "backend": outcome.backend,
+            "mode": outcome.mode,
+            "refused": outcome.refused,
+            "agrees": self.agrees(outcome),
+            "emulated": outcome.emulated,
+            "from_reference": _finite(outcome.from_reference),
+            "from_first": _finite(outcome.from_first),
+            "bytes_sent": outcome.bytes_sent,
+            "rows_padded": outcome.rows_padded,
+            "host_syncs": outcome.host_syncs,
+            "milliseconds": outcome.milliseconds,
+            "time_ratio": outcome.time_ratio,
+        }
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,175 @@
+"""A rank's dispatches as a few long tensors, and back.
+
+Per rank: ``ids`` int32 and ``weights`` (rows of all calls, K); ``calls`` int64 (calls, 7), a row for each with the
+columns of ``_Row``; ``shapes`` int64, the shapes of all x one after another; ``layouts`` int64, likewise their layouts
+as ``layouts/encoding.py`` has them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import asdict, fields
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Constraints
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.dispatchers.recorder import Note
+from moe_dispatch.errors import ConfigError, TraceError
+from moe_dispatch.layouts.encoding import decode, encode
+from moe_dispatch.traces.trace import Call, Part, Trace
+from moe_dispatch.types import Routing
+
+# The position is the code of a dtype, so this only ever grows at the end.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_COLUMNS = ("ids", "weights", "calls", "shapes", "layouts")
+
+
+class _Row(NamedTuple):
+    """One call of one rank: which, how many entries of the other columns are its own, and what does not fit there."""
+
+    layer: int
+    step: int
+    rows: int
+    dims: int
+    layout_entries: int
+    dtypes: int  # of x, and times 16 of the weights
+    on_host: int
+
+
+def columns_of(notes: Sequence[Note], top_k: int) -> dict[str, Tensor]:
+    """The columns of one rank's dispatches; a device's must have been synchronised with."""
+    layers: dict[Hashable, int] = {}
+    steps: dict[int, int] = {}
+    table: list[_Row] = []
+    shapes: list[int] = []
+    layouts: list[int] = []
+    for note in notes:
+        layer = layers.setdefault(note.owner, len(layers))
+        encoded = encode(note.layout()).tolist()
+        table.append(
+            _Row(
+                layer=layer,
+                step=steps.get(layer, 0),
+                rows=len(note.ids_TK),
+                dims=len(note.shape),
+                layout_entries=len(encoded),
+                dtypes=_DTYPES.index(note.dtype) + 16 * _DTYPES.index(note.weights_TK.dtype),
+                on_host=int(note.on_host),
+            )
+        )
+        steps[layer] = steps.get(layer, 0) + 1
+        shapes += note.shape
+        layouts += encoded
+    widest = reduce(torch.promote_types, (note.weights_TK.dtype for note in notes), torch.bfloat16)
+    return {
+        "ids": torch.cat([torch.empty(0, top_k, dtype=torch.int32), *(note.ids_TK for note in notes)]),
+        "weights": torch.cat([torch.empty(0, top_k, dtype=widest), *(note.weights_TK.to(widest) for note in notes)]),
+        "calls": torch.tensor(table, dtype=torch.int64).view(-1, len(_Row._fields)),
+        "shapes": torch.tensor(shapes, dtype=torch.int64),
+        "layouts": torch.tensor(layouts, dtype=torch.int64),
+    }
+
+
+def metadata_of(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
+    """What is the same for all calls; each value JSON, but for plain names."""
+    from moe_dispatch import __version__  # noqa: PLC0415 - this package is part of it
+
+    names: dict[Hashable, str] = {}
+    for note in notes:
+        names.setdefault(note.owner, note.name or f"dispatcher {len(names)}")
+    needs = {name: value for name, value in asdict(channel.needs).items() if isinstance(value, int)}
+    versions = {"moe_dispatch": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "config": channel.config.model_dump_json(),
+        "backend": channel.backend_name,
+        "ep_size": str(channel.communicator.size),
+        "ranks_per_node": json.dumps(channel.shape.ranks_per_node),
+        "needs": json.dumps(needs),
+        "layers": json.dumps(list(names.values())),
+        "versions": json.dumps(versions),
+    }
+
+
+def trace_from(tensors: dict[str, Tensor], metadata: dict[str, str], *, where: str) -> Trace:
+    """The trace that a file holds.
+
+    Args:
+        tensors: by ``rank{r}.{column}``.
+        metadata: of ``metadata_of``.
+        where: the file, for error messages.
+
+    Raises:
+        TraceError: something is missing or does not fit, as after a change by hand; or the config is unknown here.
+    """
+    try:
+        ranks = sorted({int(name.partition(".")[0].removeprefix("rank")) for name in tensors})
+        per_rank = [
+            {(row.layer, row.step): part for row, part in _parts({c: tensors[f"rank{r}.{c}"] for c in _COLUMNS})}
+            for r in ranks
+        ]
+        versions = json.loads(metadata["versions"])
+        return Trace(
+            config=_config_from(metadata["config"], versions, where),
+            backend_name=metadata["backend"],
+            ep_size=int(metadata["ep_size"]),
+            ranks=tuple(ranks),
+            ranks_per_node=json.loads(metadata["ranks_per_node"]),
+            needs=_needs_from(json.loads(metadata["needs"])),
+            layers=tuple(json.loads(metadata["layers"])),
+            calls=tuple(_calls(per_rank)),
+            versions=versions,
+        )
+    except (KeyError, IndexError, StopIteration, RuntimeError, TypeError, json.JSONDecodeError) as error:
+        raise TraceError(
+            f"Trace.load: {where} must have all parts of a trace, got one where {type(error).__name__}: {error}. "
+            "Record it again."
+        ) from error
+
+
+def _calls(per_rank: list[dict[tuple[int, int], Part]]) -> Iterator[Call]:
+    """Those that every rank has: a rank that was interrupted may lack the last."""
+    for key in per_rank[0]:
+        if all(key in parts for parts in per_rank):
+            yield Call(layer=key[0], step=key[1], parts=tuple(parts[key] for parts in per_rank))
+
+
+def _parts(columns: dict[str, Tensor]) -> Iterator[tuple[_Row, Part]]:
+    rows = [_Row(*values) for values in columns["calls"].tolist()]
+    lengths = [row.rows for row in rows]
+    ids, weights = columns["ids"].long().split(lengths), columns["weights"].split(lengths)
+    shapes = columns["shapes"].split([row.dims for row in rows])
+    layouts = columns["layouts"].split([row.layout_entries for row in rows])
+    for i, row in enumerate(rows):
+        yield (
+            row,
+            Part(
+                routing=Routing(ids[i], weights[i].to(_DTYPES[row.dtypes // 16])),
+                layout=decode(layouts[i]),
+                on_host=bool(row.on_host),
+                shape=torch.Size(shapes[i].tolist()),
+                dtype=_DTYPES[row.dtypes % 16],
+            ),
+        )
+
+
+def _config_from(text: str, versions: dict[str, str], where: str) -> DispatcherConfig:
+    try:
+        return DispatcherConfig(**json.loads(text))
+    except ConfigError as error:
+        raise TraceError(
+            f"Trace.load: the config of {where} must be known to this version, got one of moe_dispatch "
+            f"{versions.get('moe_dispatch')}: {error} Install that version, and the backend that it names."
+        ) from error
+
+
+def _needs_from(values: dict[str, Any]) -> Constraints:
+    """Without fields of other versions."""
+    known = {item.name for item in fields(Constraints)}
+    return Constraints(**{name: value for name, value in values.items() if name in known})

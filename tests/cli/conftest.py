@@ -1,0 +1,65 @@
+"""Commands in this process: what they print is caught, and the ranks that they start are threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import moe_dispatch.testing.ranks as threads
+from moe_dispatch.backends import registry
+from moe_dispatch.cli import compare, self_tests
+from moe_dispatch.cli.app import app
+from moe_dispatch.cli.place import Place
+from moe_dispatch.cli.ranks import Body, RankFailed
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a command came to."""
+
+    status: int
+    out: str
+    error: str
+
+
+Command = Callable[..., Answer]
+
+
+def on_threads(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
+    """``on_ranks``, as far as a body can tell."""
+
+    def rank(group: dist.ProcessGroup) -> Any:
+        place = Place(device=torch.device("cpu"), group=group)
+        return body(place, on_message if place.rank == 0 else lambda message: None)
+
+    try:
+        return threads.run_ranks(rank, size, timeout=threads.TIMEOUT * 6)[0]
+    except ArithmeticError as error:
+        raise RankFailed(f"a rank of {size}: {error}") from error
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """Run ``moe-dispatch`` with some arguments."""
+    monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
+    for module in (compare, self_tests):
+        monkeypatch.setattr(module, "on_ranks", on_threads)
+    monkeypatch.setenv("COLUMNS", "120")
+    logger = logging.getLogger("moe_dispatch")
+    level = logger.level
+
+    def run(*arguments: str) -> Answer:
+        result = CliRunner().invoke(app, arguments, prog_name="moe-dispatch")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Answer(result.exit_code, result.stdout, result.stderr)
+
+    yield run
+    logger.setLevel(level)

@@ -1,0 +1,112 @@
+"""The command as a whole: its help, its errors, what it imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_dispatch import __version__, cli
+from tests.cli.conftest import Command
+from tests.cli.processes import members, wait_for
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("doctor", "check", "plan", "compare")
+
+
+def start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    """The real thing, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "moe_dispatch.cli", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_version(command: Command) -> None:
+    assert re.match(rf"moe-dispatch {re.escape(__version__)}, Python [\d.]+, torch \d", command("--version").out)
+
+
+def test_script_is_declared() -> None:
+    assert 'moe-dispatch = "moe_dispatch.cli:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_help_lists_every_command_and_completion(command: Command) -> None:
+    answer = command("--help")
+    assert answer.status == 0
+    assert all(re.search(rf"^  {name} ", answer.out, re.MULTILINE) for name in COMMANDS)
+    assert "--install-completion" in answer.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_one_a_line(name: str, command: Command) -> None:
+    examples = re.findall(rf"^ *(moe-dispatch {name}.*)$", command(name, "--help").out, re.MULTILINE)
+    assert len(examples) >= 3
+    assert all(example.count("moe-dispatch") == 1 for example in examples)
+
+
+def test_wrong_usage_ends_with_2(command: Command) -> None:
+    answer = command("doctor", "--bakend", "alltoall")
+    assert answer.status == 2
+    assert "--bakend" in answer.error
+
+
+def test_interrupt_is_told(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object, **options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_dispatch.cli.doctor.run", interrupted)
+    answer = command("doctor")
+    assert (answer.status, answer.error) == (130, "Error: interrupted, all ranks are ended.\n")
+
+
+@pytest.mark.parametrize("missing", cli.EXTRA)
+def test_missing_packages_are_named(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    for module in ("app", "console"):
+        monkeypatch.delitem(sys.modules, f"moe_dispatch.cli.{module}", raising=False)
+        monkeypatch.delattr(cli, module, raising=False)
+    assert cli.main() == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(rf"Error: moe-dispatch needs {missing}.*, got none. pip install 'moe-dispatch\[cli\]'.\n", told)
+
+
+def test_processes_of_ranks_load_neither_typer_nor_rich() -> None:
+    loaded = "import sys, moe_dispatch.cli.self_tests, moe_dispatch.cli.measurement; print(*sys.modules)"
+    finished = subprocess.run(
+        [sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert {"typer", "rich", "matplotlib"}.isdisjoint(finished.stdout.split())
+
+
+@pytest.mark.slow
+def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of the terminal's group."""
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("processes are counted in /proc")
+    config = tmp_path / "config.json"
+    config.write_text('{"num_experts": 4, "top_k": 2, "hidden_size": 32}')
+    process = start("compare", "-b", "alltoall", str(config), "--ranks", "2", "--steps", "100000")
+    try:
+        wait_for(lambda: len(members(process.pid)) >= 3 or process.poll() is not None, seconds=240)
+        os.killpg(process.pid, signal.SIGINT)
+        out, error = process.communicate(timeout=240)
+        assert (process.returncode, out, error) == (130, "", "Error: interrupted, all ranks are ended.\n")
+        wait_for(lambda: not members(process.pid))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()

@@ -1,0 +1,279 @@
+"""What is refused when a trace is recorded, read and used, and in which words."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from moe_dispatch import Dispatcher, MoEDispatchError, Rows, build_dispatcher
+from moe_dispatch.errors import InputError, PeerError, StateError, TraceError
+from moe_dispatch.layouts import Layout
+from moe_dispatch.traces import Trace, file
+from tests.dispatchers.layer import identity_round, outcomes, random_routing, random_rows, small_config
+from tests.traces.recorded import record_batches
+
+LOCAL = small_config("local")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    record_batches(None, tmp_path / "run.safetensors", LOCAL)
+    return tmp_path / "run.safetensors"
+
+
+def changed(path: Path, change: Callable[[dict[str, Tensor], dict[str, str]], Any]) -> Path:
+    """A copy whose tensors and metadata were changed in place."""
+    with safe_open(path, framework="pt") as opened:
+        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    change(tensors, metadata)
+    copy = path.with_name("changed.safetensors")
+    save_file(tensors, copy, metadata)
+    return copy
+
+
+def set_item(values: dict[str, Any], key: str, value: Any) -> None:
+    values[key] = value
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"run.safetensors must be a file, got nothing there\. Check the path\."):
+        Trace.load(tmp_path / "run.safetensors")
+    with pytest.raises(TraceError, match="must be a file"):
+        Trace.load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_file_that_is_cut_off(recorded: Path, keep: int) -> None:
+    recorded.write_bytes(recorded.read_bytes()[:keep])
+    with pytest.raises(TraceError, match=r"must be a whole safetensors file, got one that cannot be read: .*again"):
+        Trace.load(recorded)
+
+
+def test_file_of_something_else(tmp_path: Path, recorded: Path) -> None:
+    text = tmp_path / "config.yaml"
+    text.write_text("backend: alltoall\n" * 20)
+    with pytest.raises(TraceError, match=r"config\.yaml must be a whole safetensors file"):
+        Trace.load(text)
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(TraceError, match="must be a trace of format 1, got a safetensors file that is no trace"):
+        Trace.load(tmp_path / "model.safetensors")
+
+
+def test_another_format(recorded: Path) -> None:
+    path = changed(recorded, lambda _, metadata: set_item(metadata, "moe_dispatch_trace", "2"))
+    with pytest.raises(TraceError, match=r"must be a trace of format 1, got format 2\. Use one written by"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda tensors, _: tensors.pop("rank0.weights"), "KeyError: 'rank0.weights'"),
+        (lambda _, metadata: metadata.pop("layers"), "KeyError: 'layers'"),
+        (lambda _, metadata: set_item(metadata, "needs", "{"), "JSONDecodeError"),
+        (lambda tensors, _: set_item(tensors, "rank0.ids", tensors["rank0.ids"][:-1].clone()), "RuntimeError"),
+        (lambda tensors, _: tensors["rank0.layouts"].fill_(77), "IndexError"),
+    ],
+)
+def test_file_that_lacks_parts(recorded: Path, change: Callable[..., Any], text: str) -> None:
+    with pytest.raises(TraceError, match=f"must have all parts of a trace, got one where {text}"):
+        Trace.load(changed(recorded, change))
+
+
+def test_config_of_another_version(recorded: Path) -> None:
+    def add_field(_: Any, metadata: dict[str, str]) -> None:
+        metadata["config"] = json.dumps({**json.loads(metadata["config"]), "invented_later": 1})
+        metadata["versions"] = json.dumps({"moe_dispatch": "7.0"})
+
+    with pytest.raises(TraceError, match=r"known to this version, got one of moe_dispatch 7\.0: .*invented_later"):
+        Trace.load(changed(recorded, add_field))
+
+
+def test_needs_of_another_version_are_left_out(recorded: Path) -> None:
+    needs = json.dumps({"row_multiple": 64, "invented_later": 1})
+    trace = Trace.load(changed(recorded, lambda _, metadata: set_item(metadata, "needs", needs)))
+    assert trace.needs.row_multiple == 64
+
+
+@pytest.mark.parametrize("missing", ["safetensors.torch", "numpy"])
+def test_missing_package(recorded: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    plain = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name == missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+        return plain(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    dispatcher, package = build_dispatcher(LOCAL), missing.partition(".")[0]
+    for verb, action in (
+        ("load", lambda: Trace.load(recorded)),
+        ("record", lambda: Trace.record(dispatcher, recorded).__enter__()),
+    ):
+        with pytest.raises(TraceError, match=rf"Trace.{verb}: {package} is missing\. Install moe-dispatch\[trace\]"):
+            action()
+
+
+@pytest.mark.parametrize(
+    ("fields", "ep_size", "text"),
+    [
+        ({"num_experts": 16}, 1, "num_experts must be that of the trace, 8, got 16. Use"),
+        ({"top_k": 1}, 1, "top_k must be that of the trace, 2, got 1"),
+        ({}, 4, "ep_size must be that of the trace, 1, got 4"),
+        ({"max_tokens_per_rank": 7}, 1, "max_tokens_per_rank must be at least the trace's 8 rows, got 7. Raise it."),
+    ],
+)
+def test_config_that_does_not_fit(recorded: Path, fields: dict[str, Any], ep_size: int, text: str) -> None:
+    trace = Trace.load(recorded)
+    trace.check(small_config("allgather", hidden_size=32, pad_multiple=16, max_tokens_per_rank=8), ep_size=1)
+    with pytest.raises(TraceError, match=text.replace(".", r"\.")):
+        trace.check(small_config(**fields), ep_size=ep_size)
+
+
+def _enter(group: Any, path: Path, prepare: Callable[[Dispatcher], Any] = lambda _: None, **options: Any) -> None:
+    dispatcher = build_dispatcher(small_config("alltoall"), group)
+    prepare(dispatcher)
+    with Trace.record(dispatcher, path, **options):
+        identity_round(dispatcher)
+
+
+def test_closed_dispatcher(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="Dispatcher: it must be open, got a closed one"):
+        _enter(None, tmp_path / "run.safetensors", Dispatcher.close)
+
+
+def test_two_recordings_of_a_channel(tmp_path: Path) -> None:
+    first, second = build_dispatcher(LOCAL), build_dispatcher(LOCAL)
+    with (
+        Trace.record(first, tmp_path / "a.safetensors"),
+        pytest.raises(StateError, match="one trace of a channel can be recorded at a time, got another block"),
+        Trace.record(second, tmp_path / "b.safetensors"),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "wrong", "kind", "text"),
+    [
+        (
+            "file/run.safetensors",
+            {},
+            0,
+            TraceError,
+            "must be in a directory that can be written, got ",
+        ),
+        ("folder", {}, 0, TraceError, "folder must be a file, got a directory"),
+        ("run.safetensors", {"steps": 0}, 1, InputError, "steps must be 1 or more, got 0"),
+    ],
+)
+def test_wrong_on_one_rank_is_told_on_all(
+    tmp_path: Path, path: str, options: dict[str, Any], wrong: int, kind: type[Exception], text: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+
+    def body(group: dist.ProcessGroup) -> None:
+        _enter(group, tmp_path / path, **(options if group.rank() == wrong else {}))
+
+    results = outcomes(body, 2)
+    assert isinstance(results[wrong], kind)
+    assert isinstance(results[1 - wrong], PeerError)
+    for error in results:
+        with pytest.raises(MoEDispatchError, match=text):
+            raise error
+    assert f"rank {wrong} refused: " in str(results[1 - wrong])
+
+
+def test_file_that_cannot_be_written_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    written, peer = outcomes(lambda group: _enter(group, tmp_path / "run.safetensors"), 2)
+    assert isinstance(written, TraceError)
+    assert isinstance(peer, PeerError)
+    assert "run.safetensors cannot be written: No space left on device. Use another path." in str(written)
+    assert "The trace was not written: " in written.__notes__[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd(Layout):
+    """A layout of somebody else's."""
+
+    metadata = ()
+    all_real = True
+
+    def rows_of(self, shape: Any) -> int:
+        return int(shape[0])
+
+    def known_rows(self) -> int | None:
+        return None
+
+    known_real = known_rows
+
+    def nothing(self, *arguments: Any, **options: Any) -> Any:
+        return None
+
+    grid = sequence_dim = mask = check_counts = check_values = check_shard = shard_rows = nothing
+
+
+def test_layout_of_somebody_else(tmp_path: Path) -> None:
+    dispatcher = build_dispatcher(LOCAL)
+    dispatcher.dispatch(random_rows(3), random_routing(3), Odd())
+    with (
+        Trace.record(dispatcher, tmp_path / "run.safetensors"),
+        pytest.raises(InputError, match=r"must be one of moe_dispatch.layouts, got Odd\. Flatten the rows yourself"),
+    ):
+        dispatcher.dispatch(random_rows(3), random_routing(3), Odd())
+    assert Trace.load(tmp_path / "run.safetensors").calls == ()
+
+
+def _selectively(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.moe_dispatch.dispatch.default])
+
+    saved: Tensor = checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
+    return saved
+
+
+@pytest.mark.parametrize("how", ["compiled", "selective"])
+def test_calls_that_go_through_operators(tmp_path: Path, how: str) -> None:
+    """Also those that were compiled before the recording began."""
+    dispatcher, routing = build_dispatcher(LOCAL), random_routing(3)
+
+    def layer(x: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(x, routing, Rows())
+        return dispatcher.combine(sent.rows, sent)
+
+    x = random_rows(3).requires_grad_()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    run = compiled if how == "compiled" else lambda x: _selectively(layer, x)
+    run(x)
+    with (
+        Trace.record(dispatcher, tmp_path / "run.safetensors"),
+        pytest.raises(StateError, match="while a trace is recorded it must be called eagerly, got a call inside torch"),
+    ):
+        run(x)
+    run(x).sum().backward()
+
+
+def test_what_ranks_exchange_comes_back() -> None:
+    """Packing and unpacking give the same tensors, whatever their dtypes."""
+    tensors = {"a": torch.arange(3), "b": torch.rand(2, 2).bfloat16(), "c": torch.empty(0, 3, dtype=torch.int32)}
+    for name, tensor in file.unpack(file.pack(tensors)).items():
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor, tensors[name])
