@@ -36,8 +36,8 @@ def megatron_on_cpu() -> Iterator[None]:
     """Inside, megatron-core's MoE layers run on CPU tensors, with its own dispatchers too."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.utils import GlobalMemoryBuffer
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.utils import GlobalMemoryBuffer
 
     with ExitStack() as stack:
         stack.enter_context(cpu_for_cuda())
