@@ -6,6 +6,11 @@ INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
 DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
 DOCS := $(VENV)/.installed-docs
+# The older megatron-core that is tested, in an environment of its own.
+MEGATRON_VERSION := 0.16.1
+MEGATRON_VENV := .venv-megatron-0.16
+MEGATRON_PY := $(MEGATRON_VENV)/bin/python
+MEGATRON := $(MEGATRON_VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check format bench docs integration clean
@@ -24,6 +29,14 @@ $(BENCH): $(DEV)
 	$(INSTALL) --editable '.[bench]'
 	# megatron-core asks for Python 3.12 in its metadata, and runs on 3.11 with what is installed by now.
 	$(INSTALL) --no-deps --ignore-requires-python megatron-core
+	@touch $@
+
+$(MEGATRON): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_PY) -m pip install --quiet --constraint constraints.txt torch
+	$(MEGATRON_PY) -m pip install --quiet --constraint constraints.txt --editable . numpy pytest
+	# Not by the constraints, which pin the newer one; what it needs is there by now.
+	$(MEGATRON_PY) -m pip install --quiet --no-deps megatron-core==$(MEGATRON_VERSION)
 	@touch $@
 
 $(DOCS): $(DEV)
@@ -50,11 +63,12 @@ format: $(DEV) ## format, and mend what ruff can mend
 bench: $(BENCH) ## compare with torchtitan's and transformers' dispatchers
 	$(PY) -m benchmarks.dispatch $(ARGS)
 
-integration: $(BENCH) ## the tests that need megatron-core, torchtitan and transformers
+integration: $(BENCH) $(MEGATRON) ## the tests that need megatron-core (two versions), torchtitan and transformers
 	$(PY) -m pytest tests/integration $(ARGS)
+	$(MEGATRON_PY) -m pytest tests/integration/megatron_core tests/integration/cases/test_case5_graph_safe_padding.py
 
 docs: $(DOCS) ## build the site into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-clean: ## remove .venv and caches
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove the environments and caches
+	rm -rf $(VENV) $(MEGATRON_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

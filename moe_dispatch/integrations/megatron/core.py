@@ -1,0 +1,27 @@
+"""What this package takes of megatron-core. The one module that imports it."""
+
+from __future__ import annotations
+
+from moe_dispatch.integrations.versions import check_version
+
+TESTED = ("0.16.1", "0.19.2")
+# Before the imports, which in an older version may fail with less of a reason.
+VERSION = check_version("megatron-core", tested=TESTED, lowest="0.16.0")
+
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlock  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+
+__all__ = [
+    "TESTED",
+    "VERSION",
+    "MoELayer",
+    "ModuleSpec",
+    "ProcessGroupCollection",
+    "TransformerBlock",
+    "TransformerLayer",
+    "get_align_size_for_quantization",
+]

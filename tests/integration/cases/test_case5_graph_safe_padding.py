@@ -1,0 +1,273 @@
+"""Case 5, Megatron-LM #4071: rows per expert are padded once, on the device where the library can, never by hosts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.testing import HostSyncError, allow_host_syncs, refuse_host_syncs, run_ranks
+from moe_dispatch.testing.emulation import emulated_deep_ep
+from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.megatron_core.layer import RANKS, Case, build, difference, outcome, own_spec
+
+pytestmark = pytest.mark.integration
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"
+)
+
+RELEASE = "hybridep-94a9f8f"
+HYBRIDEP = {"name": "hybridep", "emulate": RELEASE}
+MULTIPLE, MOST, HIDDEN, EXPERTS, TOP_K = 16, 32, 256, 8, 2
+
+
+def config_of(*, graph_safe: bool) -> DispatcherConfig:
+    return DispatcherConfig(
+        backend=HYBRIDEP,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        pad_multiple="fp8",
+        graph_safe=graph_safe,
+        max_tokens_per_rank=MOST if graph_safe else None,
+    )
+
+
+def drawn(rank: int) -> tuple[Tensor, Routing]:
+    """bfloat16 (T, D) and choices, other counts on every rank; nobody chooses expert 3."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = 9 + 7 * rank
+    scores_TE = torch.rand(tokens, EXPERTS, generator=generator)
+    scores_TE[:, 3] = -1.0
+    chosen = scores_TE.topk(TOP_K)
+    return torch.randn(tokens, HIDDEN, generator=generator).bfloat16(), Routing(chosen.indices, chosen.values)
+
+
+def pad_on_the_host(rows: Tensor, tokens_per_expert: Tensor, multiple: int) -> tuple[Tensor, list[int]]:
+    """What experts do that find their rows unpadded: Megatron's stand-alone step, which the issue is about."""
+    counts = tokens_per_expert.tolist()
+    parts = [nn.functional.pad(part, (0, 0, 0, -len(part) % multiple)) for part in rows[: sum(counts)].split(counts)]
+    return torch.cat(parts), [len(part) for part in parts]
+
+
+def quantised_experts(sent: Dispatched) -> Tensor:
+    """Experts of a multiple: what was dispatched says whether they have to see to it."""
+    rows = sent.rows
+    if sent.pad_multiple % MULTIPLE:
+        rows, _ = pad_on_the_host(rows, sent.tokens_per_expert, MULTIPLE)
+    return torch.tanh(rows)
+
+
+def one_layer(dispatcher: Dispatcher, rank: int, experts: Callable[[Dispatched], Tensor]) -> Dispatched:
+    x, routing = drawn(rank)
+    x.requires_grad_()
+    sent = dispatcher.dispatch(x, routing)
+    dispatcher.combine(experts(sent), sent).sum().backward()
+    return sent
+
+
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_the_library_pads_and_nobody_after_it(graph_safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = emulated_deep_ep(RELEASE).HybridEPBuffer
+    original, calls = buffer.dispatch_with_permute, []
+
+    @functools.wraps(original)  # its signature tells the release
+    def spied(self: Any, *args: Any, **given: Any) -> Any:
+        result = original(self, *args, **given)
+        calls.append((given, result[0].shape[0]))
+        return result
+
+    monkeypatch.setattr(buffer, "dispatch_with_permute", spied)
+
+    def body(group: dist.ProcessGroup) -> tuple[int, list[int], list[int]]:
+        dispatcher = build_dispatcher(config_of(graph_safe=graph_safe), group)
+        sent = one_layer(dispatcher, group.rank(), quantised_experts)
+        dispatcher.close()
+        assert sent.pad_multiple == MULTIPLE
+        return len(sent.rows), sent.tokens_per_expert.tolist(), sent.real_tokens_per_expert.tolist()
+
+    with patch(f"{__name__}.pad_on_the_host", side_effect=AssertionError("padded twice")):
+        by_rank = run_ranks(body, 2)
+    forwards = [(given, rows) for given, rows in calls if given.get("handle") is None]
+    assert {given["pad_multiple"] for given, _ in forwards} == {MULTIPLE}
+    assert sorted(rows for _, rows in forwards) == sorted(rows for rows, _, _ in by_rank)  # as it delivered them
+    for rows, padded, real in by_rank:
+        assert padded == [-(-count // MULTIPLE) * MULTIPLE for count in real]
+        assert rows == sum(padded) if not graph_safe else rows > sum(padded)
+    assert by_rank[0][1][3] == by_rank[0][2][3] == 0
+
+
+def test_the_graph_safe_path_has_no_step_on_the_host() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        with allow_host_syncs():
+            dispatcher = build_dispatcher(config_of(graph_safe=True), group)
+        one_layer(dispatcher, group.rank(), quantised_experts)
+        with allow_host_syncs():
+            assert not dispatcher.check().overflowed
+            dispatcher.close()
+
+    with refuse_host_syncs():
+        run_ranks(body, 2)
+
+
+def test_a_second_padding_is_caught() -> None:
+    def pads_again(sent: Dispatched) -> Tensor:
+        return torch.tanh(pad_on_the_host(sent.rows, sent.tokens_per_expert, MULTIPLE)[0])
+
+    def body(group: dist.ProcessGroup) -> None:
+        with allow_host_syncs():
+            dispatcher = build_dispatcher(config_of(graph_safe=True), group)
+        one_layer(dispatcher, group.rank(), pads_again)
+
+    with pytest.raises(HostSyncError, match=r"tolist.* at .*test_case5_graph_safe_padding"), refuse_host_syncs():
+        run_ranks(body, 2)
+
+
+# Through Megatron: its experts, with its own padding in them.
+
+
+def quantised_case(seed: int) -> Case:
+    """Float8 to Megatron's settings, and so to its padding; without transformer-engine nothing is converted."""
+    config = {"hidden_size": HIDDEN, "moe_router_load_balancing_type": "none"}
+    float8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    return Case(config=config, unchecked=float8, dtype=torch.bfloat16, tokens=(9, 16, 5, 12), seed=seed)
+
+
+class PaddingSeen:
+    """Calls of the experts' padding inside the block: rows that went in and came out of it."""
+
+    def __enter__(self) -> list[tuple[int, int]]:
+        from megatron.core.transformer.moe.experts import SequentialMLP
+
+        original, seen = SequentialMLP._pad_tensor_for_quantization, []
+
+        def spied(experts: Any, hidden: Tensor, probs: Tensor) -> Any:
+            result = original(experts, hidden, probs)
+            seen.append((len(hidden), len(result[0])))
+            return result
+
+        self._patch = patch.object(SequentialMLP, "_pad_tensor_for_quantization", spied)
+        self._patch.start()
+        return seen
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def experts_do_not_pad(rank: int) -> tuple[float, list[tuple[int, int]], list[tuple[int, int]], list[bool]]:
+    """How far apart, what Megatron's experts padded under its own dispatcher, and under ours, and who is to pad."""
+    from moe_dispatch.integrations.megatron import convert
+
+    case = quantised_case(seed=1)
+    layer = build(own_spec(), case)
+    with PaddingSeen() as by_experts:
+        want = outcome(layer, case.hidden(rank))
+    convert(layer, backend=HYBRIDEP)
+    with PaddingSeen() as with_ours:
+        got = outcome(layer, case.hidden(rank))
+    told = [bool(owner.config.moe_router_padding_for_quantization) for owner in (layer, layer.experts)]
+    return difference(got, want), by_experts, with_ours, told
+
+
+def experts_are_asked_to_skip(rank: int) -> list[bool]:
+    """What 0.19's TEGroupedMLP, which needs transformer-engine, would be answered; None on 0.16, which does not ask."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from moe_dispatch.integrations.megatron import convert
+
+    layer = build(own_spec(), quantised_case(seed=2))
+    convert(layer, backend=HYBRIDEP)
+    skips = getattr(moe_utils, "skip_routed_expert_padding", None)
+    return [] if skips is None else [skips(layer.config), skips(layer.experts.config)]
+
+
+class StaticExperts(nn.Module):
+    """A matrix per expert on a buffer of fixed size, as grouped GEMMs with offsets on the device work."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.weight_LDD = nn.Parameter(torch.randn(experts, HIDDEN, HIDDEN, generator=generator).bfloat16() / 16)
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        ends_L = tokens_per_expert.cumsum(0)
+        expert_R1 = torch.searchsorted(ends_L, torch.arange(len(rows)), right=True).unsqueeze(1)
+        # Behind the last expert's rows anything may lie, also in gradients: it is not to be multiplied.
+        rows = torch.where(expert_R1 < len(ends_L), rows, 0)
+        outputs = [torch.where(expert_R1 == expert, rows @ weight, 0) for expert, weight in enumerate(self.weight_LDD)]
+        return torch.stack(outputs).sum(0) * probs.unsqueeze(1).bfloat16(), None
+
+
+def graph_safe_layer(rank: int, experts: str) -> str | float:
+    """A whole MoELayer under refuse_host_syncs: how far from eager mode, or what was refused."""
+    from moe_dispatch.integrations.megatron import convert, layers
+
+    case = quantised_case(seed=3)
+    layer = build(own_spec(), case)
+    if experts == "static":
+        layer.experts = StaticExperts(layer.num_local_experts)
+    convert(layer, backend=HYBRIDEP)
+    want = outcome(layer, case.hidden(rank))
+    with patch.object(layers, "_check_experts"):  # which would have refused the planted ones
+        convert(layer, backend=HYBRIDEP, graph_safe=True, max_tokens_per_rank=MOST)
+    read_of_the_map = allow_host_syncs()(Routing.from_map)  # on the CPU alone it looks whether rows fit top_k
+    layer.router.forward = allow_host_syncs()(layer.router.forward)  # it moves weights that it finds on the CPU
+    try:
+        with patch.object(Routing, "from_map", read_of_the_map), refuse_host_syncs():
+            got = outcome(layer, case.hidden(rank))
+    except HostSyncError as error:
+        return str(error)
+    return difference(got, want)
+
+
+CHECKS: dict[str, Check] = {
+    "experts do not pad": experts_do_not_pad,
+    "experts are asked to skip": experts_are_asked_to_skip,
+    "graph-safe": functools.partial(graph_safe_layer, experts="static"),
+    "planted": functools.partial(graph_safe_layer, experts="Megatron's"),
+}
+
+
+@functools.cache
+def results() -> dict[str, list[Any]]:
+    return run_checks(CHECKS)
+
+
+@needs_megatron
+def test_megatrons_experts_do_not_pad_again() -> None:
+    found = require(results()["experts do not pad"])
+    assert any(before != after for _, by_experts, _, _ in found for before, after in by_experts)
+    for error, by_experts, with_ours, told in found:
+        assert error < 3e-2
+        assert len(with_ours) == len(by_experts) == 8 // RANKS * 1
+        assert all(before == after and before % MULTIPLE == 0 for before, after in with_ours)
+        assert told == [False, True]  # the experts, and not the config of the model
+
+
+@needs_megatron
+@pytest.mark.filterwarnings("ignore")  # of Megatron's import
+def test_megatrons_experts_are_told_that_rows_come_padded() -> None:
+    from moe_dispatch.integrations.megatron.core import VERSION
+
+    expected = [] if VERSION.startswith("0.16") else [False, True]
+    assert require(results()["experts are asked to skip"]) == [expected] * RANKS
+
+
+@needs_megatron
+def test_a_graph_safe_layer_of_megatrons_never_waits() -> None:
+    assert max(require(results()["graph-safe"])) < 3e-2
+
+
+@needs_megatron
+def test_megatrons_padding_on_the_host_is_caught() -> None:
+    for told in require(results()["planted"]):
+        assert "no value of a tensor may be read by the host" in told
+        assert "experts.py" in told

@@ -1,0 +1,81 @@
+"""What Megatron asks of CUDA beside devices: streams, splits on the host, dropout. Its code is not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.integration.vendor.cpu import cpu_for_cuda
+
+
+@final
+class Stream:
+    """All work is done when it is called for, so there is nothing to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+_STREAM = Stream()
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Inside, megatron-core's MoE layers run on CPU tensors, with its own dispatchers too."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    with ExitStack() as stack:
+        stack.enter_context(cpu_for_cuda())
+        for name, stand_in in {
+            "Stream": Stream,
+            "current_stream": lambda *args: _STREAM,
+            "current_device": lambda: "cpu",
+            "stream": lambda stream: nullcontext(),
+        }.items():
+            stack.enter_context(patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _splits_for_gloo))
+        stack.enter_context(patch.object(dist, "all_gather", _all_gather))
+        stack.enter_context(patch.object(dist, "reduce_scatter", _reduce_scatter))
+        stack.enter_context(patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
+        # Dropout draws from generators of CUDA's; the tests have none.
+        stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()))
+        # 0.16 forgets to define it where transformer-engine is missing.
+        stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
+        yield
+
+
+def _all_gather(tensors: list[Tensor], tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Of unequal sizes, which gloo does not take."""
+    for index, received in enumerate(tensors):
+        if index == group.rank():
+            received.copy_(tensor)
+        dist.broadcast(received, group=group, group_src=index)
+
+
+def _reduce_scatter(output: Tensor, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Of unequal sizes, which gloo does not take."""
+    for index, part in enumerate(tensors):
+        total = part.clone()
+        dist.reduce(total, group=group, group_dst=index)
+        if index == group.rank():
+            output.copy_(total)
+
+
+def _splits_for_gloo(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """On a GPU they would become arrays as they are copied; gloo takes no tensors either."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,0 +1,184 @@
+"""Packed sequences through a block of transformer layers: gaps go nowhere, however the rows are divided."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.megatron_core.layer import HIDDEN, RANKS, TOP_K, Case, Outcome, Parallel, difference
+from tests.integration.megatron_core.model import moe_block
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
+]
+
+REAL, PADDED = (5, 3, 0, 4), (8, 4, 4, 8)  # rows of each sequence, and with its gap; multiples of 2 * cp
+LAYERS = 2
+ALONE, SHARDED = Parallel(), Parallel(ep=4, tp=2, cp=2)
+
+
+def params(real: tuple[int, ...] = REAL, padded: tuple[int, ...] | None = PADDED) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = [torch.tensor((0, *lengths)).cumsum(0).int() for lengths in (real, padded or real)]
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends[0],
+        cu_seqlens_kv=ends[0],
+        cu_seqlens_q_padded=ends[1] if padded else None,
+        cu_seqlens_kv_padded=ends[1] if padded else None,
+        max_seqlen_q=max(padded or real),
+        max_seqlen_kv=max(padded or real),
+    )
+
+
+def rows_of_rank(rank: int, parallel: Parallel) -> list[int]:
+    """Of the packed rows those that a rank holds: two mirrored chunks of each sequence, then a part of all that."""
+    cp_rank, tp_rank = rank // parallel.tp % parallel.cp, rank % parallel.tp
+    rows: list[int] = []
+    start = 0
+    for length in PADDED:
+        chunk = length // (2 * parallel.cp)
+        for part in (cp_rank, 2 * parallel.cp - 1 - cp_rank):
+            rows += range(start + part * chunk, start + (part + 1) * chunk)
+        start += length
+    held = len(rows) // parallel.tp
+    return rows[tp_rank * held : (tp_rank + 1) * held]
+
+
+def real_rows() -> list[bool]:
+    return [offset < real for real, padded in zip(REAL, PADDED, strict=True) for offset in range(padded)]
+
+
+def case_of(parallel: Parallel, **config: Any) -> Case:
+    return Case(parallel=parallel, config={"num_layers": LAYERS, **config}, seed=3)
+
+
+def called(block: Any, hidden: Tensor, real_T: Tensor, **kwargs: Any) -> Outcome:
+    """Outputs of real rows, and all gradients, none of which comes in through a gap."""
+    hidden = hidden.clone().requires_grad_()
+    block.zero_grad()
+    output = block(hidden, None, **kwargs) * real_T.view(-1, 1, 1)
+    output.square().sum().backward()
+    grads = {name: weight.grad.clone() for name, weight in block.named_parameters() if weight.grad is not None}
+    assert hidden.grad is not None
+    return {"output": output.detach(), "hidden": hidden.grad} | grads
+
+
+def drawn(rank: int, parallel: Parallel) -> tuple[Tensor, Tensor]:
+    """[T, 1, D] of this rank, and which rows of it are real."""
+    rows = rows_of_rank(rank, parallel)
+    whole = torch.randn(sum(PADDED), 1, HIDDEN, generator=torch.Generator().manual_seed(0))
+    return whole[rows], torch.tensor(real_rows())[rows]
+
+
+def with_gaps(rank: int, parallel: Parallel, how: str) -> tuple[float, bool]:
+    """Megatron is told of the gaps by a padding mask, we by the packed parameters alone."""
+    from moe_dispatch.integrations.megatron import convert
+
+    block = moe_block(case_of(parallel))
+    hidden, real_T = drawn(rank, parallel)
+    want = called(block, hidden, real_T, packed_seq_params=params(), padding_mask=~real_T.unsqueeze(0))
+    convert(block)
+    if how == "recomputed":
+        for layer in block.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    # A mask of the caller's own, and all real, beside the gaps.
+    mask = {"padding_mask": torch.zeros(1, len(real_T), dtype=torch.bool)} if how == "masked" else {}
+    dispatcher = block.layers[0].mlp.token_dispatcher.dispatcher
+    before = dispatcher.metrics(gather=True).real_tokens_per_expert
+    got = called(block, hidden, real_T, packed_seq_params=params(), **mask)
+    sent = int((dispatcher.metrics(gather=True).real_tokens_per_expert - before).sum())
+    copies = RANKS // (parallel.tp * parallel.cp)  # of the batch, one per data-parallel rank
+    forwards = 2 if how == "recomputed" else 1
+    return difference(got, want), sent == sum(REAL) * copies * TOP_K * LAYERS * forwards
+
+
+def without_gaps(rank: int) -> float:
+    from moe_dispatch.integrations.megatron import convert
+
+    block = moe_block(case_of(ALONE))
+    hidden, real_T = drawn(rank, ALONE)[0], torch.ones(sum(PADDED), dtype=torch.bool)
+    want = called(block, hidden, real_T, packed_seq_params=params(PADDED, None))
+    convert(block)
+    return difference(called(block, hidden, real_T, packed_seq_params=params(PADDED, None)), want)
+
+
+def agreements(rank: int, how: str) -> int:
+    """How often ranks settled sizes in a forward of two MoE layers that need it."""
+    from moe_dispatch.dispatchers import planning
+    from moe_dispatch.integrations.megatron import convert, follow_packed_sequences, moe_layer_spec
+    from tests.integration.megatron_core.layer import groups, own_spec
+
+    case = Case(config={"num_layers": LAYERS, "hidden_size": 256}, dtype=torch.bfloat16, seed=4)
+    backend = {"name": "hybridep", "emulate": True}
+    if how == "spec":
+        block = moe_block(case, moe_layer_spec(own_spec(), backend=backend, pg_collection=groups(case.parallel)))
+        follow_packed_sequences(block)
+        follow_packed_sequences(block)  # a second time changes nothing
+    else:
+        block = moe_block(case)
+        convert(block, backend=backend)
+    hidden = torch.randn(4 + rank, 2, 256, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    with patch.object(planning, "_exchange", wraps=planning._exchange) as exchange:
+        block(hidden, None)
+        if how == "twice":
+            block(hidden, None)
+    for layer in block.layers:
+        assert layer.mlp.token_dispatcher.plans is None
+    return exchange.call_count
+
+
+def wrong_length(rank: int) -> str:
+    from moe_dispatch.integrations.megatron import convert
+
+    block = moe_block(case_of(ALONE))
+    convert(block)
+    with pytest.raises(ValueError, match="THD: cu_seqlens") as raised:
+        block(torch.randn(20, 1, HIDDEN), None, packed_seq_params=params())
+    return str(raised.value)
+
+
+CHECKS: dict[str, Check] = {
+    f"{name}, {how}": functools.partial(with_gaps, parallel=parallel, how=how)
+    for name, parallel in {"whole": ALONE, "tp 2, cp 2": SHARDED}.items()
+    for how in ("once", "recomputed", "masked")
+}
+AGREEMENTS = {"converted": 1, "spec": 1, "twice": 2}
+
+
+@functools.cache
+def results() -> dict[str, list[Any]]:
+    counts = {how: functools.partial(agreements, how=how) for how in AGREEMENTS}
+    return run_checks(CHECKS | counts | {"without gaps": without_gaps, "wrong length": wrong_length})
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_gaps_between_sequences_go_nowhere(name: str) -> None:
+    for error, only_real_ones_sent in require(results()[name]):
+        assert error < 1e-5
+        assert only_real_ones_sent
+
+
+def test_packed_rows_without_gaps_are_all_sent() -> None:
+    assert max(require(results()["without gaps"])) < 1e-5
+
+
+@pytest.mark.parametrize("how", AGREEMENTS)
+def test_sizes_are_settled_once_per_forward(how: str) -> None:
+    assert require(results()[how]) == [AGREEMENTS[how]] * RANKS
+
+
+def test_parameters_of_another_batch_are_refused() -> None:
+    for text in require(results()["wrong length"]):
+        assert "24" in text
+        assert "20" in text

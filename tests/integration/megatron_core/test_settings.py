@@ -1,0 +1,283 @@
+"""What becomes of a TransformerConfig: fields of ours, or a refusal that names Megatron's and the way out."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_dispatch import DispatcherConfig
+from moe_dispatch.errors import ConfigError, IntegrationError, StateError
+from moe_dispatch.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
+    pytest.mark.filterwarnings("ignore"),  # of Megatron's import
+]
+
+
+def transformer_config(**fields: Any) -> Any:
+    """A real one; what its version, or a machine without transformer-engine, would refuse is set afterwards."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=32,
+        moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=True,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+    )
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+def derived(*, etp_size: int = 1, pad_multiple: int = 1, given: dict[str, Any] | None = None, **fields: Any) -> Any:
+    from moe_dispatch.integrations.megatron.settings import dispatcher_config
+
+    config = transformer_config(**fields)
+    return dispatcher_config(config, "alltoall", etp_size=etp_size, pad_multiple=pad_multiple, given=given or {})
+
+
+def group(size: int = 1, rank: int = 0) -> Any:
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def groups(*, ep: Any = None, expt_tp: Any = None, tp_ep: Any = None) -> Any:
+    """Numbers in the place of groups where none is used: only the last one carries anything."""
+    tp_ep = tp_ep or run_ranks(lambda alone: alone, 1)[0]
+    return SimpleNamespace(ep=ep or group(), expt_tp=expt_tp or group(), tp_ep=tp_ep)
+
+
+def test_the_fields_of_ours() -> None:
+    assert derived() == DispatcherConfig(
+        backend="alltoall", num_experts=8, top_k=2, hidden_size=64, weights="experts", pad_multiple=1
+    )
+
+
+def test_a_part_of_an_expert_is_an_expert() -> None:
+    config = derived(etp_size=2)
+    assert (config.num_experts, config.top_k) == (16, 4)
+
+
+def test_latent_layers_dispatch_their_own_width() -> None:
+    assert derived(moe_latent_size=16).hidden_size == 16
+
+
+def test_a_capacity_factor_of_ranks_is_ours() -> None:
+    given = {"max_tokens_per_rank": 32, "on_overflow": "drop"}
+    config = derived(moe_expert_rank_capacity_factor=1.5, given=given)
+    assert (config.graph_safe, config.capacity_factor, config.on_overflow) == (True, 1.5, "drop")
+
+
+@pytest.mark.parametrize(
+    ("fields", "multiple"),
+    [
+        ({}, 1),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, None),
+    ],
+)
+def test_padding_is_what_experts_of_this_version_need(fields: dict[str, Any], multiple: int | None) -> None:
+    from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+
+    from moe_dispatch.integrations.megatron import MegatronDispatcher
+
+    config = transformer_config(**fields)
+    dispatcher = MegatronDispatcher(8, range(8), config, groups(), backend="local")
+    found = dispatcher.dispatcher.config.pad_multiple_rows
+    assert found == (get_align_size_for_quantization(config) if multiple is None else multiple)
+
+
+def test_the_op_fuser_pads_more() -> None:
+    from moe_dispatch.integrations.megatron import MegatronDispatcher
+    from moe_dispatch.integrations.megatron.core import VERSION
+
+    config = transformer_config(fp8="hybrid", use_transformer_engine_op_fuser=True)
+    dispatcher = MegatronDispatcher(8, range(8), config, groups(), backend="local")
+    assert dispatcher.dispatcher.config.pad_multiple_rows == (16 if VERSION.startswith("0.16") else 256)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"moe_token_dispatcher_type": "flex"},
+        r'moe_token_dispatcher_type=\'flex\' is not supported. Set it to "alltoall"',
+    ),
+    ({"moe_enable_deepep": True}, 'moe_enable_deepep=True is not supported. Leave it out, and pass backend="deepep"'),
+    ({"moe_permute_fusion_into_hybridep": True}, "moe_permute_fusion_into_hybridep=True .*fuse_permute"),
+    ({"moe_hybridep_pad_uneven_dispatch_inputs": True}, "moe_hybridep_pad_uneven_dispatch_inputs=True .*evened out"),
+    ({"moe_flex_dispatcher_num_sms": 24}, "moe_flex_dispatcher_num_sms=24 .*num_sms"),
+    ({"moe_ncclep_static_shape": True}, "moe_ncclep_static_shape=True .*graph_safe=True"),
+    ({"moe_ncclep_zero_copy": True}, "moe_ncclep_zero_copy=True is not supported. Leave it out"),
+    ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity=True .*capacity_factor="),
+    ({"moe_pad_experts_for_cuda_graph_inference": True}, "moe_pad_experts_for_cuda_graph_inference=True .*graph_safe"),
+    ({"moe_paged_stash": True}, "moe_paged_stash=True .*retry_on_overflow"),
+    ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=True .*Set it to False"),
+    ({"transformer_impl": "inference_optimized"}, 'transformer_impl=.*Use "transformer_engine"'),
+    ({"num_moe_experts": None}, "num_moe_experts must be a positive number, got None. Build a model with MoE layers"),
+    ({"moe_expert_rank_capacity_factor": 1.5}, "needs max_tokens_per_rank|on_overflow must be chosen"),
+    ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' captures the MoE layer, which needs graph_safe=True"),
+    ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl='full_iteration' captures the MoE layer"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"), REFUSED, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
+)
+def test_settings_that_cannot_be_are_refused_by_name(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        derived(**fields)
+
+
+@pytest.mark.parametrize("field", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_graphs_of_the_router_alone_need_nothing(field: str) -> None:
+    from moe_dispatch.integrations.megatron.settings import captures_experts
+
+    def captured(scope: Any) -> bool:
+        return captures_experts(SimpleNamespace(cuda_graph_impl="transformer_engine", **{field: scope}))
+
+    assert not captured(["attn", "moe_router", "moe_preprocess"])
+    assert not captured([SimpleNamespace(name="moe_router")])
+    for scope in ([], ["moe"], "full", ["attn", "full_iteration"], [SimpleNamespace(name="moe")]):
+        assert captured(scope)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"num_experts": 4}, "num_experts must be left to Megatron, got 4. It comes from num_moe_experts"),
+        ({"weights": "combine"}, "weights must be left to Megatron, got 'combine'. It comes from its experts"),
+        (
+            {"pad_multiple": 24},
+            "pad_multiple must be a multiple of 16, which these experts need .* got 24. Leave it out",
+        ),
+        ({"padmultiple": 16}, "padmultiple"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        derived(pad_multiple=16, given=given)
+
+
+@pytest.mark.parametrize(
+    ("experts", "indices", "found", "text"),
+    [
+        (
+            6,
+            range(2),
+            groups(ep=group(4)),
+            r"num_moe_experts \(6\) must be divisible by the expert-parallel size \(4\)",
+        ),
+        (8, range(2, 4), groups(ep=group(4)), r"rank 0 of 4 must hold the experts from 0 on, 2 of them, got \[2, 3\]"),
+        (
+            8,
+            range(4),
+            groups(ep=group(2), tp_ep=group(4)),
+            "must be 0 of 2 in tp_ep .*got 0 of 4. Use Megatron's own gro",
+        ),
+        (
+            8,
+            range(4, 8),
+            groups(ep=group(2, 1), expt_tp=group(2, 0), tp_ep=group(4, 1)),
+            "must be 2 of 4 in tp_ep .*got 1 of 4",
+        ),
+    ],
+)
+def test_experts_in_other_places_are_refused(experts: int, indices: range, found: Any, text: str) -> None:
+    from moe_dispatch.integrations.megatron import MegatronDispatcher
+
+    with pytest.raises(ConfigError, match=text):
+        MegatronDispatcher(len(indices), indices, transformer_config(num_moe_experts=experts), found)
+
+
+def test_a_model_without_moe_layers_is_refused() -> None:
+    from moe_dispatch.integrations.megatron import convert
+
+    with pytest.raises(
+        ConfigError, match=r"convert: the model must have MoE layers, got Linear without one. Set num_moe_e"
+    ):
+        convert(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="got Linear, Linear without one"):
+        convert([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+def test_a_stage_of_dense_layers_is_left_alone() -> None:
+    from moe_dispatch.integrations.megatron import convert
+
+    stage = nn.Linear(2, 2)
+    stage.config = transformer_config()
+    convert(stage)
+
+
+def test_a_spec_without_an_moe_layer_is_refused() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from moe_dispatch.integrations.megatron import moe_layer_spec
+
+    with pytest.raises(ConfigError, match="moe_layer_spec: the spec must hold an MoE layer, got"):
+        moe_layer_spec(get_gpt_layer_local_spec())
+    with pytest.raises(ConfigError, match="moe_layer_spec: the spec must hold an MoE layer, got None"):
+        moe_layer_spec(None)
+
+
+def test_phases_out_of_order_are_refused() -> None:
+    from moe_dispatch.integrations.megatron import MegatronDispatcher
+
+    dispatcher = MegatronDispatcher(8, range(8), transformer_config(), groups(), backend="local", name="mlp 3")
+    hidden = torch.zeros(4, 1, 64)
+    with pytest.raises(StateError, match="token_dispatch: dispatch_preprocess must come before it, got no ids"):
+        dispatcher.token_dispatch(hidden, torch.ones(4, 2))
+    with pytest.raises(
+        StateError, match="dispatch_postprocess: token_dispatch must come before it, got nothing in fli"
+    ):
+        dispatcher.dispatch_postprocess(hidden, torch.ones(4, 2))
+    with pytest.raises(StateError, match="token_combine: token_dispatch must come before it, got nothing in flight"):
+        dispatcher.token_combine(hidden)
+
+
+def test_experts_that_count_on_the_host_cannot_be_graph_safe() -> None:
+    from moe_dispatch.integrations.megatron.layers import _check_experts
+
+    class SequentialMLP:
+        config = SimpleNamespace()
+
+    class TEGroupedMLP:
+        config = SimpleNamespace(use_transformer_engine_op_fuser=True)
+
+    def dispatcher(graph_safe: bool) -> Any:
+        return SimpleNamespace(dispatcher=SimpleNamespace(config=SimpleNamespace(graph_safe=graph_safe)))
+
+    with pytest.raises(
+        ConfigError, match=r"graph_safe=True needs experts that leave their counts on the device, got Seq"
+    ):
+        _check_experts(SequentialMLP(), dispatcher(graph_safe=True))
+    _check_experts(SequentialMLP(), dispatcher(graph_safe=False))
+    _check_experts(TEGroupedMLP(), dispatcher(graph_safe=True))
+    TEGroupedMLP.config.use_transformer_engine_op_fuser = False
+    with pytest.raises(ConfigError, match=r"got TEGroupedMLP. Use TEGroupedMLP with use_transformer_engine_op_fuser"):
+        _check_experts(TEGroupedMLP(), dispatcher(graph_safe=True))
+
+
+def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_dispatch.integrations import versions
+    from moe_dispatch.integrations.megatron.core import TESTED, VERSION
+
+    assert VERSION in TESTED
+    monkeypatch.setattr(versions, "version", lambda package: "0.15.3")
+    with pytest.raises(
+        IntegrationError, match=r"megatron-core must be 0.16.0 or later, got 0.15.3. Tested are 0.16.1, 0.19"
+    ):
+        versions.check_version("megatron-core", tested=TESTED, lowest="0.16.0")
