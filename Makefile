@@ -5,9 +5,10 @@ PY := $(VENV)/bin/python
 INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
 DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
+DOCS := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench integration clean
+.PHONY: help install demo test check format bench docs integration clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +24,10 @@ $(BENCH): $(DEV)
 	$(INSTALL) --editable '.[bench]'
 	# megatron-core asks for Python 3.12 in its metadata, and runs on 3.11 with what is installed by now.
 	$(INSTALL) --no-deps --ignore-requires-python megatron-core
+	@touch $@
+
+$(DOCS): $(DEV)
+	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 install: $(DEV) ## create .venv and install the package, with what tests and the demo need
@@ -48,5 +53,8 @@ bench: $(BENCH) ## compare with torchtitan's and transformers' dispatchers
 integration: $(BENCH) ## the tests that need megatron-core, torchtitan and transformers
 	$(PY) -m pytest tests/integration $(ARGS)
 
+docs: $(DOCS) ## build the site into site/, with warnings as errors
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

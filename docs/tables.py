@@ -76,6 +76,7 @@ def capacity_table() -> str:
 # By page, its tables.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"backends": backends_table, "wire": wire_table},
+    "docs/backends.md": {"backends": backends_table, "wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
 }
 

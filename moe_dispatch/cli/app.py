@@ -15,7 +15,7 @@ import moe_dispatch
 from moe_dispatch.cli import compare, conformance, console, diagnosis, doctor, plan
 from moe_dispatch.cli.comparison import MODES
 from moe_dispatch.cli.names import parse_backend
-from moe_dispatch.cli.ranks import PeerFailed, RankFailed, this_rank
+from moe_dispatch.cli.ranks import PeerFailed, RankFailed, let_others_speak, this_rank
 from moe_dispatch.cli.sequences import Batch, Parallelism
 from moe_dispatch.cli.workload import Workload
 from moe_dispatch.errors import ConfigError, MoEDispatchError
@@ -58,6 +58,8 @@ def _status(command: Callable[[], int]) -> int:
     except MoEDispatchError as wrong:
         if this_rank() == 0:  # what is wrong before ranks meet is wrong on all of them
             console.error(str(wrong))
+        else:
+            let_others_speak()
     except KeyboardInterrupt:
         console.error("interrupted, all ranks are ended.")
         return 130

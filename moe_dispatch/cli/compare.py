@@ -69,9 +69,11 @@ def run(task: Task, ranks: int, *, as_json: bool) -> int:
     first = this_rank() == 0
     with console.progress("compare", visible=first) as show:
         comparison: Comparison = on_ranks(partial(measure, task), ranks, lambda message: show(*message))
-    if first and as_json:
+    if not first:  # rank 0 answers; a rank that says no before it has spoken would have torchrun end it
+        return 0
+    if as_json:
         console.document(comparison.document())
-    elif first:
+    else:
         _show(comparison)
     return 0 if comparison.passes else 1
 

@@ -18,13 +18,13 @@ def run(request: Request, *, as_json: bool) -> int:
     first = this_rank() == 0
     with console.progress("self-tests", visible=first) as show:
         diagnosis = diagnose(request, show)
-    answer = diagnosis.self_tests_pass
-    if request.backend is not None:
-        answer = diagnosis.backends[0].works
-    if first and as_json:
+    if not first:  # rank 0 heard of the results, and answers
+        return 0
+    if as_json:
         console.document(dataclasses.asdict(diagnosis))
-    elif first:
+    else:
         _show(diagnosis)
+    answer = diagnosis.self_tests_pass if request.backend is None else diagnosis.backends[0].works
     return 0 if answer else 1
 
 
@@ -65,7 +65,7 @@ def _or_no(name: str, version: str | None) -> str:
 def _show_backend(found: BackendFinding) -> None:
     _show_finding(found, found.name if found.emulates is None else f"{found.name}, emulated {found.emulates}")
     if found.constraints:
-        console.line(f"on {found.ep_size} ranks: {_listed(found.constraints)}", indent=11)
+        console.line(f"on {_ranks(found.ep_size)}: {_listed(found.constraints)}", indent=11)
     if found.refused is not None:
         console.line(f"refused: {found.refused}", indent=11)
     if found.emulations:
@@ -92,10 +92,14 @@ def _verdict(found: BackendFinding | PermutationFinding) -> str:
 
 
 def _outcome(test: SelfTest) -> str:
-    where = f"on {test.ranks} ranks, {test.device}" if test.ranks > 1 else f"on one rank, {test.device}"
+    where = f"on {_ranks(test.ranks)}, {test.device}"
     if test.passed is None:
         return f"self-test not possible {where}: {test.error}"
     return f"self-test {'passed' if test.passed else 'FAILED'} {where}"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} ranks" if number > 1 else "one rank"
 
 
 def _listed(constraints: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,8 +72,15 @@ def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
             return body(place, on_message if place.rank == 0 else _drop)
         except Exception as error:
             if not _is_first_to_fail():
+                let_others_speak()
                 raise PeerFailed from error
             raise RankFailed(f"rank {place.rank} of {place.size}: {_told(error)}") from error
+
+
+def let_others_speak() -> None:
+    """Before a rank ends with an error in silence: torchrun then ends them all, also the one that tells."""
+    if under_torchrun():
+        time.sleep(LAST_WORDS_SECONDS)
 
 
 def _drop(message: Any) -> None:

@@ -1,7 +1,7 @@
 """How a model's tensor holds tokens, and which of its rows are real.
 
-A layout is a frozen value: ``BSHD``, ``SBHD``, ``THD`` or ``Rows``, or a ``Shard`` of one. The functions beside them
-work on lengths and rows without a process group, except ``broadcast_layout``.
+A layout is a frozen value: ``BSHD``, ``SBHD``, ``THD``, ``Rows`` or ``Masked``, or a ``Shard`` of one. The functions
+beside them work on lengths and rows without a process group, except ``broadcast_layout``.
 """
 
 from moe_dispatch.layouts.architecture import PACKING_SUPPORT, Packing, PackingSupport, layout_for
@@ -10,6 +10,7 @@ from moe_dispatch.layouts.broadcast import broadcast_layout
 from moe_dispatch.layouts.bshd import BSHD, SBHD
 from moe_dispatch.layouts.context_parallel import shard_for_context_parallel, unshard_from_context_parallel
 from moe_dispatch.layouts.lengths import padded_length, sequence_multiple
+from moe_dispatch.layouts.masked import Masked
 from moe_dispatch.layouts.packing import bshd_to_thd, thd_to_bshd
 from moe_dispatch.layouts.rows import Rows
 from moe_dispatch.layouts.shard import Shard
@@ -21,6 +22,7 @@ __all__ = [
     "SBHD",
     "THD",
     "Layout",
+    "Masked",
     "Packing",
     "PackingSupport",
     "Rows",

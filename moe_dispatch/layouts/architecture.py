@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Literal, final, get_args
 
 from moe_dispatch.errors import ConfigError
+
+logger = logging.getLogger("moe_dispatch")
 
 Framework = Literal["megatron-core", "transformers"]
 
@@ -21,6 +26,8 @@ class PackingSupport:
         model_types: as in a Hugging Face ``config.json``.
         framework: the distribution that runs the model.
         packed_since: its first release that keeps packed sequences apart; None when none was found to.
+        kernels: packages, by import name, whose kernels keep packed sequences apart; what the framework falls back to
+            without them does not.
         context_parallel: whether these layers can divide a packed sequence among ranks, from that release on.
         condition: what the caller must see to, for packed input to be right.
         source: where this was read, and when.
@@ -29,15 +36,14 @@ class PackingSupport:
     model_types: tuple[str, ...]
     framework: Framework
     packed_since: str | None
+    kernels: tuple[str, ...] = ()
     context_parallel: bool = False
     condition: str = ""
     source: str
 
 
 _GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-_PASS_CU_SEQLENS = (
-    "Pass cu_seq_lens_q, and have flash-linear-attention and causal-conv1d installed: the torch fallbacks ignore it."
-)
+_PASS_CU_SEQLENS = "Pass cu_seq_lens_q, for the delta rule, and seq_idx, for the convolution before it."
 
 # Families that are not listed have attention only, which takes packed input everywhere.
 PACKING_SUPPORT = (
@@ -52,13 +58,16 @@ PACKING_SUPPORT = (
         model_types=_GATED_DELTA_NET,
         framework="transformers",
         packed_since="5.9.0",
+        kernels=("fla", "causal_conv1d"),
         condition=_PASS_CU_SEQLENS,
-        source="wheels 5.8.0 (mixes sequences silently) and 5.9.0; transformers#45034, #46859; read 2026-11",
+        source="wheels 5.8.0 (mixes sequences silently), 5.9.0, and 5.23.0 (its fallbacks raise ValueError if told of "
+        "sequences, and mix them if not); transformers#45034, #46859; read 2026-11",
     ),
     PackingSupport(
         model_types=("olmo_hybrid",),
         framework="transformers",
         packed_since="5.15.0",
+        kernels=("fla", "causal_conv1d"),
         condition=_PASS_CU_SEQLENS,
         source="wheels 5.11.0 (mixes sequences silently) and 5.15.0; those between were not read; read 2026-11",
     ),
@@ -66,7 +75,8 @@ PACKING_SUPPORT = (
         model_types=("granitemoehybrid",),
         framework="transformers",
         packed_since="5.3.0",
-        condition="Pass seq_idx and cu_seq_lens_q, and have mamba-ssm and causal-conv1d installed.",
+        kernels=("mamba_ssm", "causal_conv1d"),
+        condition="Pass seq_idx and cu_seq_lens_q.",
         source="wheels 5.3.0 (the oldest read) and 5.23.0; read 2026-11",
     ),
     PackingSupport(
@@ -92,15 +102,22 @@ class Packing:
 
     Attributes:
         packed: True for THD, False for a padded batch (BSHD or SBHD).
-        reason: one sentence to log once at start, with what the caller must see to.
+        reason: one sentence, and what the caller must see to.
     """
 
     packed: bool
     reason: str
 
 
-def layout_for(model_type: str, *, framework: Framework, framework_version: str | None = None, cp: int = 1) -> Packing:
-    """Whether a model family takes packed sequences.
+def layout_for(
+    model_type: str,
+    *,
+    framework: Framework,
+    framework_version: str | None = None,
+    kernels: bool | None = None,
+    cp: int = 1,
+) -> Packing:
+    """Whether a model family takes packed sequences; says so in the log, once per process, where it does not.
 
     Data may stay packed either way: where the model does not take it, ``thd_to_bshd`` makes the padded batch.
 
@@ -108,6 +125,8 @@ def layout_for(model_type: str, *, framework: Framework, framework_version: str 
         model_type: as in a Hugging Face ``config.json``; a family not in ``PACKING_SUPPORT`` counts as attention only.
         framework: the distribution that runs the model.
         framework_version: its version; that of the installed distribution when omitted.
+        kernels: whether the packages that ``PackingSupport.kernels`` names are there for the model; when omitted they
+            are looked for here. True where others stand for them, as kernels that transformers loads from its hub.
         cp: context-parallel ranks.
 
     Raises:
@@ -123,23 +142,35 @@ def layout_for(model_type: str, *, framework: Framework, framework_version: str 
     if rule is None:
         return Packing(packed=True, reason=f"{model_type} is not known to have layers that reject packed input.")
     found = framework_version or _installed(framework)
-    packed = rule.packed_since is not None and _release(found) >= _release(rule.packed_since)
-    if cp > 1 and not (packed and rule.context_parallel):
-        raise ConfigError(_refusal(model_type, rule, found, packed, cp))
-    return Packing(packed=packed, reason=_reason(model_type, rule, found, packed))
+    obstacle = _obstacle(rule, found, kernels)
+    if cp > 1 and (obstacle or not rule.context_parallel):
+        raise ConfigError(_refusal(model_type, rule, found, obstacle, cp))
+    if obstacle:
+        reason = f"{model_type} needs a padded batch in {framework} {found}: packed input {obstacle}."
+        _announce(reason)
+        return Packing(packed=False, reason=reason)
+    takes = f"{model_type} takes packed input in {framework} {found}, as since {rule.packed_since}."
+    return Packing(packed=True, reason=f"{takes} {rule.condition}".rstrip())
 
 
-def _reason(model_type: str, rule: PackingSupport, found: str, packed: bool) -> str:
-    if packed:
-        takes = f"{model_type} takes packed input in {rule.framework} {found}, as since {rule.packed_since}."
-        return f"{takes} {rule.condition}".rstrip()
-    since = f"before {rule.packed_since}" if rule.packed_since else "in any release known here"
-    return f"{model_type} needs a padded batch in {rule.framework} {found}: packed input does not work {since}."
+@cache
+def _announce(reason: str) -> None:
+    logger.warning("%s", reason)
 
 
-def _refusal(model_type: str, rule: PackingSupport, found: str, packed: bool, cp: int) -> str:
+def _obstacle(rule: PackingSupport, found: str, kernels: bool | None) -> str:
+    """What packed input lacks; nothing where it works."""
+    if rule.packed_since is None:
+        return "does not work in any release known here"
+    if _release(found) < _release(rule.packed_since):
+        return f"does not work before {rule.packed_since}"
+    missing = [name for name in rule.kernels if not kernels and (kernels is False or find_spec(name) is None)]
+    return f"needs the kernels of {' and '.join(missing)}, which are not installed" if missing else ""
+
+
+def _refusal(model_type: str, rule: PackingSupport, found: str, obstacle: str, cp: int) -> str:
     cause = (
-        "its layers cannot divide a packed sequence" if packed else "it needs a padded batch, which cannot be divided"
+        "it needs a padded batch, which cannot be divided" if obstacle else "its layers cannot divide a packed sequence"
     )
     upgrade = f" or {rule.framework} {rule.packed_since}" if rule.context_parallel else ""
     return (

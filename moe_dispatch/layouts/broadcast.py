@@ -73,8 +73,8 @@ def _agree(layout: Layout | None, message: Tensor, group: dist.ProcessGroup, src
         )
     if states[src][0] == _FOREIGN:
         raise LayoutError(
-            f"broadcast_layout: the layout must be BSHD, SBHD, THD, Rows or a Shard of one, got another class on rank "
-            f"{src}. Broadcast what it is made from."
+            f"broadcast_layout: the layout must be BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class "
+            f"on rank {src}. Broadcast what it is made from."
         )
     return states[src][1]
 

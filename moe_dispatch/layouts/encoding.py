@@ -13,13 +13,15 @@ from torch import Tensor
 from moe_dispatch.layouts.base import Layout, is_host
 from moe_dispatch.layouts.bshd import BSHD, SBHD
 from moe_dispatch.layouts.integers import INTEGER_DTYPES
+from moe_dispatch.layouts.masked import Masked
 from moe_dispatch.layouts.rows import Rows
 from moe_dispatch.layouts.shard import Shard
 from moe_dispatch.layouts.thd import THD
 
 # The position in these tables is the code of a class or kind, so they only ever grow at the end.
-_CLASSES: tuple[type[Any], ...] = (BSHD, SBHD, THD, Rows, Shard)
+_CLASSES: tuple[type[Any], ...] = (BSHD, SBHD, THD, Rows, Shard, Masked)
 _KINDS = ("contiguous", "zigzag")
+_DTYPES = (*INTEGER_DTYPES, torch.bool)
 _NONE, _INTEGER, _TENSOR, _LAYOUT, _KIND = range(5)
 
 
@@ -55,7 +57,7 @@ def _encode_field(value: Any) -> list[int]:
     if isinstance(value, Layout):
         return [_LAYOUT, *encode(value).tolist()]
     if isinstance(value, Tensor):
-        head = [_TENSOR, INTEGER_DTYPES.index(value.dtype), int(is_host(value)), value.dim(), *value.shape]
+        head = [_TENSOR, _DTYPES.index(value.dtype), int(is_host(value)), value.dim(), *value.shape]
         return [*head, *value.flatten().tolist()]
     return [_KIND, _KINDS.index(value)] if isinstance(value, str) else [_INTEGER, value]
 
@@ -79,7 +81,7 @@ def _decode_field(values: Iterator[int]) -> Any:
 
 
 def _decode_tensor(values: Iterator[int]) -> Tensor:
-    dtype, on_host = INTEGER_DTYPES[next(values)], bool(next(values))
+    dtype, on_host = _DTYPES[next(values)], bool(next(values))
     shape = [next(values) for _ in range(next(values))]
     tensor = torch.tensor([next(values) for _ in range(prod(shape))], dtype=dtype, device="cpu").view(shape)
     return tensor if on_host else tensor.to(torch.accelerator.current_accelerator())

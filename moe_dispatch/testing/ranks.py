@@ -33,7 +33,7 @@ def run_ranks(
     The group is a gloo ProcessGroup of its own, without ``init_process_group``, so that several may live side by side.
 
     Raises:
-        The first error of a rank that is not a time-out caused by another rank's error, with the rank added as a note.
+        BaseException: the first error of a rank that is no time-out caused by another rank's, with the rank as a note.
     """
     store = HashStore()
     # All groups live until the last rank is done: one that closes early breaks off peers that are still connecting.

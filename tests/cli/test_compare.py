@@ -97,6 +97,15 @@ def test_wrong_backend_is_seen(command: Command, config: str) -> None:
     assert f"failed further from the reference than 0.02: {halved}, eager" in answer.out
 
 
+def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(
+    command: Command, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = command("compare", "-b", "tests.cli.planted:Halved", config, "--ranks", "2", "--mode", "eager")
+    assert (answer.status, answer.out, answer.error) == (0, "", "")
+
+
 def test_rank_that_fails_is_an_error(command: Command, config: str) -> None:
     answer = command("compare", "-b", "tests.cli.planted:Raising", config, "--ranks", "1", "--mode", "eager")
     assert (answer.status, answer.error) == (2, "Error: a rank of 1: planted in dispatch\n")
@@ -140,6 +149,13 @@ def test_config_is_honoured(command: Command, tmp_path: Path) -> None:
     assert options == {"reduction": "exact"}
 
 
+def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: Path) -> None:
+    room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
+    report = compared(command, "-b", "alltoall", written(tmp_path, **room), "--routing", "skewed")
+    assert [one["refused"] for one in report["outcomes"]] == [None, None]
+    assert report["agree"], "nothing is dropped"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -156,7 +172,7 @@ def test_wrong_requests_are_refused(arguments: list[str], told: str, command: Co
 
 
 def test_reference_in_parts_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Workload(tokens=9, dtype="float64").scenario(DispatcherConfig(**FIELDS), 2)
+    scenario = Workload(tokens=9, dtype="float64").scenario(DispatcherConfig(num_experts=8, top_k=2, hidden_size=64), 2)
     batch, experts = scenario.batches(2)[0], scenario.experts()
     monkeypatch.setattr(workload, "_REFERENCE_NUMBERS", 3 * experts.bias_ED.numel())
     parts, whole = workload.expect_in_parts(batch, experts, None), reference(batch, experts)

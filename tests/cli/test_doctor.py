@@ -136,6 +136,18 @@ def test_rank_that_fails_costs_one_self_test(command: Command, monkeypatch: pyte
     assert answer.error == "Error: a rank of 2: planted in dispatch\n"
 
 
+def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_backend(Halved)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = command("doctor", *SMALL, "-b", "halved")
+    assert (answer.status, answer.out, answer.error) == (0, "", "")
+    answer = command("doctor", *SMALL, "-b", "altoall")
+    assert (answer.status, answer.out, answer.error) == (2, "", "")
+
+
 def test_failure_before_any_test_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*arguments: object) -> None:
         raise RankFailed("rank 0 of 2: no store")

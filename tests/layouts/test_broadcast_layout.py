@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch.errors import ConfigError, LayoutError
-from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Rows, Shard, broadcast_layout
+from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows, Shard, broadcast_layout
 from moe_dispatch.layouts.encoding import encode
 from moe_dispatch.testing.ranks import run_ranks
 
@@ -24,6 +24,7 @@ LAYOUTS = [
     THD([0], max_seqlen=0),
     Rows(),
     Rows(7),
+    Masked(torch.tensor([True, False, True])),
     THD([0, 3, 8], [0, 4, 12], max_seqlen=5).shard(1, 2, "zigzag").shard(0, 3),
 ]
 
@@ -48,6 +49,8 @@ def fields(layout: Any) -> list[Any]:
             return [fields(layout.base), layout.index, layout.size, layout.kind]
         case Rows():
             held = [layout.count]
+        case Masked():
+            held = [layout.valid]
         case _:
             held = [layout.lengths]
     return [(item.tolist(), item.dtype) if isinstance(item, Tensor) else item for item in held]
@@ -95,7 +98,7 @@ FOREIGN: Any = type("Foreign", (Layout,), dict.fromkeys(Layout.__abstractmethods
 def test_a_foreign_layout_is_refused_on_every_rank() -> None:
     def body(group: dist.ProcessGroup) -> bool:
         with pytest.raises(
-            LayoutError, match="must be BSHD, SBHD, THD, Rows or a Shard of one, got another class on rank 0"
+            LayoutError, match="must be BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class on rank 0"
         ):
             broadcast_layout(FOREIGN if group.rank() == 0 else None, group)
         return True

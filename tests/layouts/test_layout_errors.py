@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_dispatch.errors import ConfigError, LayoutError
-from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Rows
+from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows
 
 X = torch.zeros(2, 4, 3)
 
@@ -36,6 +36,9 @@ X = torch.zeros(2, 4, 3)
             r"Rows: num_real must be one int32 or int64, got torch.int32 \(2,\)",
         ),
         (lambda: Rows(torch.ones(1)), r"Rows: num_real must be one int32 or int64, got torch.float32"),
+        (lambda: Masked(torch.ones(2)), r"Masked: valid must be bool \(T,\), got torch.float32 \(2,\)"),
+        (lambda: Masked(torch.ones(2, 1).bool()), r"Masked: valid must be bool \(T,\), got torch.bool \(2, 1\)"),
+        (lambda: Masked([True]), r"Masked: valid must be bool \(T,\), got \[True\]"),  # type: ignore[arg-type]
     ],
 )
 def test_refused_when_made(make: Callable[[], Layout], text: str) -> None:
@@ -87,6 +90,8 @@ def test_refused_by_check(layout: Layout, rows: int, text: str) -> None:
         (THD([0, 5, 3]), X[0], r"THD: cu_seqlens must not decrease"),
         (THD([0, 6]).shard(0, 2), X[0], r"THD: cu_seqlens must end at the number of rows, got 6 and 8 rows"),
         (BSHD().shard(0, 2, "zigzag"), X[:, :3], r"BSHD.shard\(0, 2, 'zigzag'\): .* two equal chunks, got 3 positions"),
+        (Masked(torch.ones(7).bool()), X, r"Masked: the mask must have an entry per row, got 7 entries and 8 rows"),
+        (Masked(torch.ones(1).bool()), torch.tensor(1.0), r"Masked: x must be \[..., D\], got a tensor without"),
         (Rows(), torch.tensor(1.0), r"Rows: x must be \[..., D\], got a tensor without dimensions"),
     ],
 )
@@ -109,6 +114,7 @@ def test_unflatten_refuses_other_rows(y: torch.Tensor) -> None:
         (BSHD(), (0, 0), r"got index 0 and size 0"),
         (BSHD(), (0, 2, "ring"), r"shard: kind must be one of contiguous, zigzag, got 'ring'"),
         (Rows(), (0, 2, "zigzag"), r"Rows.shard: kind must be one of contiguous, got 'zigzag'"),
+        (Masked(torch.ones(2).bool()), (0, 2, "zigzag"), r"Masked.shard: kind must be one of contiguous, got 'zigzag'"),
         (
             BSHD().shard(0, 2),
             (0, 2, "zigzag"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Rows
+from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows
 from tests.layouts.written_batches import Batch, assemble, batches, build, on_device
 
 FORMS = ("BSHD", "SBHD", "THD")
@@ -96,6 +96,17 @@ def test_rows_counts_from_the_first(count: Any) -> None:
     assert layout.real_rows(3) is None
 
 
+@pytest.mark.parametrize("shape", [(6, 4), (2, 3, 4)])
+def test_a_mask_says_of_each_row_whether_it_is_real(shape: tuple[int, ...]) -> None:
+    layout = Masked(torch.tensor([0, 1, 0, 1, 1, 0]).bool())
+    assert layout.flatten(torch.zeros(shape)).shape == (6, 4)
+    assert layout.num_rows() == 6
+    assert layout.num_real(6) == 3
+    assert layout.valid_T(6).tolist() == [False, True, False, True, True, False]  # type: ignore[union-attr]
+    assert layout.real_rows(6).tolist() == [1, 3, 4]  # type: ignore[union-attr]
+    assert Masked(torch.ones(6).bool()).real_rows(6) is None
+
+
 @given(st.data(), st.sampled_from(FORMS))
 def test_lengths_on_a_device_are_not_read(data: Any, form: str) -> None:
     batch = data.draw(batches(equal=form != "THD"))
@@ -124,6 +135,7 @@ def test_malformed_lengths_on_a_device_never_index_out_of_bounds() -> None:
         SBHD(torch.empty(2, dtype=torch.int64, device="meta")),
         THD(torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")),
         Rows(torch.empty((), dtype=torch.int32, device="meta")),
+        Masked(torch.empty(8, dtype=torch.bool, device="meta")),
     ],
 )
 def test_a_device_without_values_is_enough_for_the_mask(layout: Layout) -> None:

@@ -16,6 +16,7 @@ from moe_dispatch.layouts import (
     SBHD,
     THD,
     Layout,
+    Masked,
     Rows,
     shard_for_context_parallel,
     unshard_from_context_parallel,
@@ -68,6 +69,16 @@ def test_packed_parts_may_cut_through_sequences() -> None:
     layout = THD([0, 3, 4, 6], [0, 4, 5, 8])
     masks = [layout.shard(index, 4).valid_T(2).tolist() for index in range(4)]  # type: ignore[union-attr]
     assert masks == [[True, True], [True, False], [True, True], [True, False]]
+
+
+def test_parts_of_a_mask() -> None:
+    layout = Masked(torch.tensor([1, 0, 0, 1, 1, 1]).bool())
+    assert [layout.shard(index, 3).valid_T(2).tolist() for index in range(3)] == [  # type: ignore[union-attr]
+        [True, False],
+        [False, True],
+        [True, True],
+    ]
+    assert [layout.shard(index, 3).num_real(2) for index in range(3)] == [1, 1, 2]
 
 
 def test_parts_of_rows() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.layouts import PACKING_SUPPORT, layout_for
+from moe_dispatch.layouts import PACKING_SUPPORT, architecture, layout_for
 
 
 @pytest.mark.parametrize(
@@ -25,11 +25,11 @@ from moe_dispatch.layouts import PACKING_SUPPORT, layout_for
     ],
 )
 def test_gated_delta_net_takes_packed_input_from_a_release_on(framework: Any, found: str, packed: bool) -> None:
-    assert layout_for("qwen3_5_moe", framework=framework, framework_version=found).packed is packed
+    assert layout_for("qwen3_5_moe", framework=framework, framework_version=found, kernels=True).packed is packed
 
 
 def test_reasons_say_what_the_caller_must_see_to() -> None:
-    reason = layout_for("qwen3_next", framework="transformers", framework_version="5.23.0").reason
+    reason = layout_for("qwen3_next", framework="transformers", framework_version="5.23.0", kernels=True).reason
     assert "as since 5.9.0" in reason
     assert "Pass cu_seq_lens_q" in reason
     reason = layout_for("qwen3_next", framework="transformers", framework_version="5.0.0").reason
@@ -57,7 +57,30 @@ def test_attention_takes_packed_input_with_context_parallelism() -> None:
 )
 def test_what_cannot_work_with_context_parallelism_is_refused(framework: Any, found: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        layout_for("qwen3_5", framework=framework, framework_version=found, cp=2)
+        layout_for("qwen3_5", framework=framework, framework_version=found, kernels=True, cp=2)
+
+
+def test_packed_input_needs_the_kernels_that_keep_sequences_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"causal_conv1d"}
+    monkeypatch.setattr("moe_dispatch.layouts.architecture.find_spec", lambda name: name if name in installed else None)
+    versions: Any = {"framework": "transformers", "framework_version": "5.23.0"}
+    packing = layout_for("qwen3_5_moe", **versions)
+    assert not packing.packed
+    assert packing.reason.endswith("packed input needs the kernels of fla, which are not installed.")
+    with pytest.raises(ConfigError, match="because it needs a padded batch, which cannot be divided, got cp 2"):
+        layout_for("qwen3_5_moe", cp=2, **versions)
+    installed.add("fla")
+    assert layout_for("qwen3_5_moe", **versions).packed
+    assert "fla and causal_conv1d" in layout_for("qwen3_5_moe", kernels=False, **versions).reason
+    assert layout_for("qwen3_5_moe", framework="megatron-core", framework_version="0.18.2", kernels=False).packed
+
+
+def test_a_padded_batch_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    architecture._announce.cache_clear()
+    versions: Any = {"framework": "transformers", "framework_version": "5.0.0"}
+    reasons = [layout_for(name, **versions).reason for name in ("qwen3_5", "qwen3_next", "qwen3_5", "qwen3_moe")]
+    assert [record.getMessage() for record in caplog.records] == reasons[:2]
+    assert {(record.name, record.levelname) for record in caplog.records} == {("moe_dispatch", "WARNING")}
 
 
 def test_the_installed_version_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

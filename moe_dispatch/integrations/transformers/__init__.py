@@ -1,0 +1,14 @@
+"""Expert parallelism for models of transformers, through its public registries.
+
+    register(config_for(model_config, backend="alltoall"))
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(
+        fsdp_size=8, ep_size=8, ep_implementation="moe_dispatch"))
+    attach(model)
+
+``register`` names a config, transformers wires the experts to it, ``attach`` makes every forward bring its padding.
+"""
+
+from moe_dispatch.integrations.transformers.model_config import config_for
+from moe_dispatch.integrations.transformers.registration import attach, dispatchers_of, register
+
+__all__ = ["attach", "config_for", "dispatchers_of", "register"]

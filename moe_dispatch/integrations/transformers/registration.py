@@ -1,0 +1,164 @@
+"""Where transformers is told of us, and we of a model. The one module that imports it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers import Dispatcher
+from moe_dispatch.errors import ConfigError, IntegrationError
+from moe_dispatch.integrations.transformers.experts import WIRED, ExpertParallel, ExpertsFunction
+from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, end_plan
+from moe_dispatch.integrations.versions import check_version
+
+TESTED = ("5.7.0", "5.22.2", "5.23.0")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What stands in the registry of expert-parallel implementations: builds one for each experts module."""
+
+    config: DispatcherConfig
+
+    def __call__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertParallel:
+        return ExpertParallel(self.config, experts, ep_mesh, tp_mesh)
+
+
+def register(
+    config: DispatcherConfig,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    name: str = "moe_dispatch",
+) -> None:
+    """Make ``name`` mean this config in transformers. Again with the same config: nothing happens.
+
+    Args:
+        config: from ``config_for(model_config, backend=...)``.
+        group: None registers an expert-parallel implementation, to be named in ``DistributedConfig(ep_size=...,
+            ep_implementation=name)``: transformers shards the experts and says which ranks share them. A group
+            registers an experts function, for ``model.set_experts_implementation(name)``, in versions without that, or
+            where the model is not sharded by transformers: every rank of the group must call, and building the
+            dispatcher is collective.
+        name: another for a second config.
+
+    Raises:
+        ConfigError: the name stands for another config or for something else.
+        IntegrationError: transformers is missing, too old, or has no such registry and no group is given.
+    """
+    found = check_version("transformers", tested=TESTED, lowest=TESTED[0])
+    if group is not None:
+        functions = _experts_functions()
+        if not _is_registered(functions.get(name), config, group, name):
+            functions.register(name, ExpertsFunction(config, group, functions["grouped_mm"]))
+        return
+    implementations = _expert_parallel_implementations()
+    if implementations is None:
+        raise IntegrationError(
+            f"register: transformers {found} has no registry of expert-parallel implementations. Pass group= and call "
+            f"model.set_experts_implementation({name!r}), or upgrade to {TESTED[-1]}."
+        )
+    if not _is_registered(implementations.get(name), config, None, name):
+        implementations.register(name, Registered(config))
+
+
+def attach(model: nn.Module) -> None:
+    """Have each forward of a model make the layout of its batch, so that padding is not dispatched.
+
+    Once, after the experts are wired: hooks are put on the modules that are given an attention mask and hold experts.
+    One plan is made per forward, for all layers. A second call does nothing.
+
+    Raises:
+        ConfigError: the model has no MoE layers, or none that was wired, or nothing in it takes the mask.
+    """
+    wired = _wired_experts(model)
+    for name, experts in wired.items():
+        owner = _module_with_mask(model, name)
+        if not any(isinstance(hook, PlanBeforeForward) for hook in owner._forward_pre_hooks.values()):
+            parameters = tuple(inspect.signature(owner.forward).parameters)
+            before = PlanBeforeForward(parameters=parameters, dispatcher=experts.dispatcher, slices=experts.slices)
+            owner.register_forward_pre_hook(before, with_kwargs=True)
+            owner.register_forward_hook(end_plan, always_call=True)
+
+
+def dispatchers_of(model: nn.Module) -> dict[str, Dispatcher]:
+    """The dispatcher of each experts module, by its name in the model; for metrics and checks."""
+    return {name: experts.dispatcher for name, experts in _wired_experts(model).items()}
+
+
+def _is_registered(
+    present: Any, config: DispatcherConfig, group: dist.ProcessGroup | DeviceMesh | None, name: str
+) -> bool:
+    if present is None:
+        return False
+    if not isinstance(present, Registered | ExpertsFunction):
+        raise ConfigError(f"register: {name!r} must be free, got {present} of transformers. Pass another name=.")
+    old = present.config if isinstance(present, Registered) else present.dispatcher.config
+    changed = [field for field, value in config if getattr(old, field) != value]
+    if changed:
+        pairs = ", ".join(f"{field}={getattr(config, field)!r} after {getattr(old, field)!r}" for field in changed)
+        raise ConfigError(f"register: {name!r} must stand for one config, got {pairs}. Pass name= for a second.")
+    if isinstance(present, ExpertsFunction) and present.group is not group:
+        raise ConfigError(f"register: {name!r} must stand for one group, got another. Pass name= for a second.")
+    return True
+
+
+def _wired_experts(model: nn.Module) -> dict[str, ExpertParallel | ExpertsFunction]:
+    """By name. Experts are known by what transformers' decorator gives their class."""
+    modules = {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")}
+    found = {name: _wiring_of(module) for name, module in modules.items()}
+    wired = {name: wiring for name, wiring in found.items() if wiring is not None}
+    if not modules:
+        raise ConfigError(
+            f"attach: the model must have MoE layers, got {type(model).__name__} without any. Use it as it is."
+        )
+    if not wired:
+        raise ConfigError(
+            f"attach: the experts must be wired, got {type(model).__name__} with {len(modules)} of which none is. Call "
+            'register first, then load with DistributedConfig(ep_size=..., ep_implementation="moe_dispatch").'
+        )
+    return wired
+
+
+def _wiring_of(module: nn.Module) -> ExpertParallel | ExpertsFunction | None:
+    wiring = getattr(module, WIRED, None)
+    if isinstance(wiring, ExpertParallel):
+        return wiring
+    function = _experts_functions().get(getattr(module.config, "_experts_implementation", None))
+    if not isinstance(function, ExpertsFunction):
+        return None
+    function.local(module)  # refuses experts that are not the config's
+    return function
+
+
+def _module_with_mask(model: nn.Module, name: str) -> nn.Module:
+    """The nearest module around the experts whose forward is given the batch and its mask."""
+    while name:
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+        if {"attention_mask", "inputs_embeds"} <= set(inspect.signature(module.forward).parameters):
+            return module
+    raise ConfigError(
+        f"attach: a module around the experts must take attention_mask and inputs_embeds, got {type(model).__name__} "
+        "without one. Give attach the whole model."
+    )
+
+
+def _experts_functions() -> Any:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - only when it is used
+
+    return ALL_EXPERTS_FUNCTIONS
+
+
+def _expert_parallel_implementations() -> Any:
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: PLC0415
+    except ImportError:
+        return None
+    return EPImplementationInterface()

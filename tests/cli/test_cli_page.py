@@ -1,0 +1,41 @@
+"""The page on the command shows what the command prints: held against it, but for the numbers."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_dispatch.testing import SCENARIOS, kit
+from tests.cli.conftest import Command
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"^```sh\nmoe-dispatch ([^\n]*)\n```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+# So few that they take seconds, and all kinds of excuses are among them, more than once.
+FEW = ("skewed", "wire_bfloat16", "wire_float8", "skewed_graph_safe", "balanced_graph_safe")
+
+
+def without_numbers(text: str) -> str:
+    """One line, with # for each number: where lines break depends on them."""
+    return re.sub(r"[\s─]+", " ", re.sub(r"\d[\d.]*(e[+-]\d+)?", "#", text)).strip()
+
+
+@pytest.mark.parametrize(("arguments", "output"), SHOWN, ids=[arguments.split()[0] for arguments, _ in SHOWN])
+def test_output_on_the_page(arguments: str, output: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available() or find_spec("deep_ep") is not None:
+        pytest.skip("the page was made without")
+    monkeypatch.setattr(kit, "SCENARIOS", tuple(one for one in SCENARIOS if one.name in FEW))
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own_backend")
+    monkeypatch.chdir(ROOT)
+    answer = command(*shlex.split(arguments))
+    assert answer.status == 0
+    assert without_numbers(answer.out) == without_numbers(output)
+
+
+def test_page_shows_every_command() -> None:
+    assert [arguments.split()[0] for arguments, _ in SHOWN] == ["doctor", "check", "compare"]

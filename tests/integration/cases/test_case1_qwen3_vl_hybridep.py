@@ -1,0 +1,287 @@
+"""Case 1: Qwen3-VL on HybridEP whose rules want whole chunks of rows. NVIDIA-NeMo/Megatron-Bridge#3294.
+
+Reported: tp 1, ep 8, pp 1, micro-batch 4, flex dispatcher on hybridep. The step pads sequences to 16, so rows come in
+multiples of 64, and chunks of 128 do not divide them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from itertools import count, islice, product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing
+from moe_dispatch.errors import LayoutError
+from moe_dispatch.layouts import SBHD, padded_length, sequence_multiple, shard_for_context_parallel
+from moe_dispatch.testing import Ranks
+from tests.emulation.hybrid_case import make_sources, open_buffer, outcome, returned, sent
+from tests.integration.cases.measuring import relative, run_page
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: install moe-dispatch[bench]"),
+]
+
+EP_SIZE, MICRO_BATCH, CHUNK, FP8_ROWS = 8, 4, 128, 16
+LENGTHS = (135, 87, 121, 43)
+REPORTED = "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK"
+# Chunks of 128 by default, and where Megatron-Bridge's recipes asked for them (#3135) when the default had become 64.
+FIRST, APRIL, JULY = "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f"
+ASKED = {"NUM_OF_TOKENS_PER_CHUNK_COMBINE_API": "128"}
+OLD_RULES = pytest.mark.parametrize(
+    ("release", "variables"), [(FIRST, {}), (APRIL, ASKED)], indirect=["variables"], ids=["first", "asked for"]
+)
+EXPERTS, TOP_K, HIDDEN = 16, 4, 512  # 512: a rule of the first releases
+
+on_ranks = partial(Ranks(timedelta(seconds=60)).run, size=EP_SIZE)
+
+
+@pytest.fixture(autouse=True)
+def variables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What a test's parameter sets in the environment of its ranks, which are threads of this process."""
+    wanted: dict[str, str] = getattr(request, "param", {})
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, value)
+    return wanted
+
+
+# By hand: the calls that Megatron's flex dispatcher makes, with the rows that the step gives it
+
+
+def by_hand(release: str, rows: int) -> Callable[[dist.ProcessGroup], str]:
+    sources = make_sources([rows] * EP_SIZE)
+
+    def body(group: dist.ProcessGroup) -> str:
+        buffer = open_buffer(release, group, rows=rows)
+
+        def round_trip() -> None:
+            expert_rows, probs, _, _, handle = sent(buffer, sources[group.rank()], pad_multiple=1)
+            returned(buffer, expert_rows, handle, probs)
+
+        return outcome(round_trip)
+
+    return body
+
+
+@OLD_RULES
+def test_by_hand_it_fails_as_reported(release: str, variables: dict[str, str]) -> None:
+    rows = MICRO_BATCH * padded_length(max(LENGTHS), FP8_ROWS)
+    assert rows % 64 == 0
+    for told in on_ranks(by_hand(release, rows)):
+        assert told.startswith("RuntimeError: Failed to compile the code"), told
+        assert REPORTED in told
+
+
+@OLD_RULES
+@pytest.mark.parametrize("seq_length", [None, 150])
+def test_by_hand_it_works_on_sequences_padded_to_their_multiple(
+    release: str, variables: dict[str, str], seq_length: int | None
+) -> None:
+    multiple = sequence_multiple(batch_size=MICRO_BATCH, fp8=True, row_multiple=CHUNK)
+    rows = MICRO_BATCH * padded_length(max(LENGTHS), multiple, seq_length)
+    assert rows == 640
+    assert on_ranks(by_hand(release, rows)) == ["returned"] * EP_SIZE
+
+
+def test_a_forced_length_does_not_bypass_the_rule() -> None:
+    """Review of #3294: round the pipeline's seq_length up, or refuse it with both numbers."""
+    multiple = sequence_multiple(batch_size=MICRO_BATCH, row_multiple=CHUNK)
+    for seq_length in range(max(LENGTHS), 300):
+        assert MICRO_BATCH * padded_length(max(LENGTHS), multiple, seq_length) % CHUNK == 0
+    with pytest.raises(LayoutError, match="got seq_length 128 and length 135"):
+        padded_length(max(LENGTHS), multiple, seq_length=128)
+
+
+# Through the dispatcher: the model's own MoE block, its experts divided among the ranks
+
+
+class Qwen3VLExperts(Dispatcher):
+    """A rank's part of the experts of the model's block."""
+
+    def __init__(self, config: DispatcherConfig, group: dist.ProcessGroup, block: Any) -> None:
+        super().__init__(config, group)
+        held = config.num_experts // group.size()
+        mine = slice(group.rank() * held, (group.rank() + 1) * held)
+        self.mlps = type(block.experts)(text_config(num_experts=held))
+        self.mlps.load_state_dict({name: w[mine] for name, w in block.experts.state_dict().items()})
+
+    def experts(self, sent: Dispatched) -> Tensor:
+        ids_R = torch.arange(len(sent.tokens_per_expert)).repeat_interleave(sent.tokens_per_expert)
+        rows_RD: Tensor = self.mlps(sent.rows, ids_R[:, None], torch.ones(len(ids_R), 1))
+        return rows_RD
+
+
+def config_of(release: str) -> DispatcherConfig:
+    return DispatcherConfig(
+        backend={"name": "hybridep", "emulate": release},
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        wire_dtype="bfloat16",
+    )
+
+
+def text_config(num_experts: int = EXPERTS) -> Any:
+    from transformers import Qwen3VLMoeTextConfig
+
+    return Qwen3VLMoeTextConfig(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=32,
+        num_experts=num_experts,
+        num_experts_per_tok=TOP_K,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        experts_implementation="eager",
+    )
+
+
+def make_block() -> Any:
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
+
+    generator = torch.Generator().manual_seed(0)
+    block = Qwen3VLMoeTextSparseMoeBlock(text_config())
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5)
+    return block
+
+
+def lengths_of(rank: int) -> list[int]:
+    """Odd, and other ones on each rank."""
+    return [length - 2 * rank for length in LENGTHS]
+
+
+def micro_batch(rank: int) -> tuple[Tensor, Tensor]:
+    """Hidden states and the gradient of the output, [B, S, D], padded as the step pads; S differs between ranks."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    shape = (MICRO_BATCH, padded_length(max(lengths_of(rank)), FP8_ROWS), HIDDEN)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def through_the_dispatcher(release: str, block: Any, knows_lengths: bool) -> Callable[[dist.ProcessGroup], Any]:
+    config = config_of(release)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        rank = group.rank()
+        gate = copy.deepcopy(block.gate)
+        layer = Qwen3VLExperts(config, group, block)
+        x, upstream = micro_batch(rank)
+        x.requires_grad_()
+        layout = BSHD(lengths_of(rank)) if knows_lengths else BSHD()
+        plan = layer.plan(layout, like=x)
+        _, weights_TK, ids_TK = gate(x)
+        y = layer(x, Routing(ids_TK, weights_TK), plan)
+        y.backward(upstream)
+        layer.close()
+        return y.detach(), x.grad, gate.weight.grad, [w.grad for w in layer.mlps.parameters()], plan.sizes.padded_rows
+
+    return body
+
+
+def dense(block: Any, knows_lengths: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients of x by rank, of the untouched block; the block keeps its own gradients of all ranks."""
+    outputs, grads = [], []
+    for rank in range(EP_SIZE):
+        x, upstream = micro_batch(rank)
+        x.requires_grad_()
+        real = torch.ones(x.shape[:2], dtype=torch.bool)
+        if knows_lengths:
+            real = torch.arange(x.shape[1]) < torch.tensor(lengths_of(rank))[:, None]
+        y = torch.zeros_like(x)
+        y[real] = block(x[real][None])[0]
+        y.backward(upstream)
+        outputs.append(y.detach())
+        grads.append(x.grad)
+    return outputs, grads  # type: ignore[return-value]
+
+
+@OLD_RULES
+@pytest.mark.parametrize("knows_lengths", [True, False])
+def test_the_block_of_the_model_works_through_the_dispatcher(
+    release: str, variables: dict[str, str], knows_lengths: bool
+) -> None:
+    block = make_block()
+    ranks = on_ranks(through_the_dispatcher(release, block, knows_lengths))
+    outputs, grads_x = dense(block, knows_lengths)
+    most = sum(LENGTHS) if knows_lengths else MICRO_BATCH * padded_length(max(LENGTHS), FP8_ROWS)
+    gate_grad, expert_grads = torch.zeros_like(block.gate.weight), []
+    for rank, (y, grad_x, grad_gate, grads_mlps, padded_rows) in enumerate(ranks):
+        assert padded_rows == padded_length(most, CHUNK), "every rank sends the same whole chunks"
+        # Rows and gradients travel in bfloat16: roundings by at most 2**-9, some six of them on the longest way.
+        assert relative(y, outputs[rank]) < 0.01
+        assert relative(grad_x, grads_x[rank]) < 0.01
+        gate_grad += grad_gate
+        expert_grads.append(grads_mlps)
+    assert relative(gate_grad, block.gate.weight.grad) < 0.01
+    for of_ranks, weight in zip(zip(*expert_grads, strict=True), block.experts.parameters(), strict=True):
+        assert relative(torch.cat(of_ranks), weight.grad) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("release", "variables", "rows"),
+    [(FIRST, {}, 512), (APRIL, ASKED, 512), (APRIL, {}, 448), (JULY, {}, 386), (JULY, ASKED, 386)],
+    indirect=["variables"],
+)
+def test_the_rule_belongs_to_the_installed_version(release: str, variables: dict[str, str], rows: int) -> None:
+    """Later in #3294: an updated HybridEP no longer needs it. The model's code stays the same."""
+    assert sum(LENGTHS) == 386
+    config = config_of(release)
+
+    def body(group: dist.ProcessGroup) -> int | None:
+        dispatcher = Dispatcher(config, group)
+        padded = dispatcher.plan(BSHD(LENGTHS), like=torch.empty(4, 144, HIDDEN)).sizes.padded_rows
+        dispatcher.close()
+        return padded
+
+    assert on_ranks(body) == [rows] * EP_SIZE
+
+
+# The data loader's rule, over the whole grid
+
+
+GRID = list(product([1, 2, 3, 4, 6], [1, 2, 4, 8], [1, 2, 3, 4], [False, True], [False, True], [1, 64, CHUNK]))
+
+
+def lengths_allowed(multiple_of: int, fp8: bool, parts: int, batch_size: int, row_multiple: int) -> Iterator[int]:
+    """Lengths that every rule allows, found by trying one after another."""
+    for length in count(1):
+        if length % multiple_of or length % parts or (fp8 and length % FP8_ROWS):
+            continue
+        if batch_size * (length // parts) % row_multiple == 0:
+            yield length
+
+
+def test_the_multiple_is_the_least_that_every_rule_allows() -> None:
+    for batch_size, tp, cp, sequence_parallel, fp8, row_multiple in GRID:
+        sizes = {"batch_size": batch_size, "tp": tp, "cp": cp, "sequence_parallel": sequence_parallel, "fp8": fp8}
+        multiple = sequence_multiple(**sizes, row_multiple=row_multiple)  # type: ignore[arg-type]
+        parts = cp * (tp if sequence_parallel else 1)
+        allowed = lengths_allowed(2 * tp * cp if cp > 1 else tp, fp8, parts, batch_size, row_multiple)
+        assert list(islice(allowed, 3)) == [multiple, 2 * multiple, 3 * multiple], (sizes, row_multiple)
+
+
+def test_what_each_rank_holds_of_such_sequences_is_whole_chunks() -> None:
+    """A real tensor, divided by context parallelism and then by sequence parallelism."""
+    for batch_size, tp, cp, sequence_parallel, fp8, row_multiple in GRID:
+        sizes = {"batch_size": batch_size, "tp": tp, "cp": cp, "sequence_parallel": sequence_parallel, "fp8": fp8}
+        multiple = sequence_multiple(**sizes, row_multiple=row_multiple)  # type: ignore[arg-type]
+        length = padded_length(multiple + 1, multiple)
+        x_SBD = torch.zeros(length, batch_size, 1, dtype=torch.int8)
+        for index in {0, cp - 1}:
+            of_rank = shard_for_context_parallel(x_SBD, SBHD(), index, cp)
+            for part in of_rank.tensor_split(tp) if sequence_parallel else [of_rank]:
+                assert part.shape[:2].numel() % row_multiple == 0, (sizes, row_multiple)
+                assert part.shape[0] * (tp if sequence_parallel else 1) * cp == length
+
+
+def test_the_code_of_the_page_runs() -> None:
+    assert run_page("cases/1-qwen3-vl-hybridep.md")["y"].shape == (4, 144, 512)

@@ -1,0 +1,43 @@
+"""docs/metrics.md is true: its code runs, TensorBoard has what it writes, Prometheus could read its text."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+SAMPLE = re.compile(r'moe_dispatch_(\w+)_total\{rank="0",\w+="\w[\w.]*",backend="alltoall"\} (\d+)')
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard, which torchtitan brings"),
+]
+
+
+def test_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    namespace: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(PAGE), "exec"), namespace)
+    metrics = namespace["dispatcher"].metrics()
+    events = EventAccumulator(str(tmp_path / "runs")).Reload()
+    assert events.Scalars("moe/imbalance")[0].value == pytest.approx(metrics.imbalance)
+    assert events.Tags()["histograms"] == ["moe/tokens_per_expert"]
+    lines = namespace["prometheus_text"](metrics, rank=0).splitlines()
+    found = [match for line in lines if (match := SAMPLE.fullmatch(line))]
+    assert len(found) == len(lines)
+    tokens = sum(int(match[2]) for match in found if match[1] == "tokens")
+    assert tokens == int(metrics.real_tokens_per_expert.sum()) == 80 - repeated(namespace["topk_ids"])
+
+
+def repeated(ids_TK: torch.Tensor) -> int:
+    """Rows that name one expert in both slots, which are merged."""
+    return int((ids_TK[:, 0] == ids_TK[:, 1]).sum())

@@ -1,0 +1,211 @@
+"""torchtitan's own MoE module, small, on real ranks: with its dispatchers or with ours, in several at once."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moe_dispatch.testing import run_processes
+
+RANKS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 256, 32, 8, 2
+EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
+# Ranks import torchtitan before they meet, on machines that others use too.
+TIMEOUT = timedelta(seconds=180)
+# Of one rank, by name: the output, and every gradient.
+Outcome = dict[str, Tensor]
+# By job: what came out and what the whole module computes, or what was raised.
+Results = dict[str, tuple[Outcome, Outcome] | str]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One forward and backward of an MoE module.
+
+    Attributes:
+        dispatcher: "theirs" for what torchtitan's config builds, or arguments of ``use_moe_dispatch``.
+        tokens: of each rank, in one row. None: two rows of six on each rank, in a module that torchtitan parallelises.
+        dp, tp, ep: degrees; experts lie over all ranks but ``4 // ep`` copies.
+        spmd: torchtitan's ``spmd_backend``.
+        dtype: of parameters and tokens.
+    """
+
+    dispatcher: str | Mapping[str, Any]
+    tokens: tuple[int, ...] | None = None
+    dp: int = RANKS
+    tp: int = 1
+    ep: int = RANKS
+    spmd: str = "partial_dtensor"
+    dtype: torch.dtype = field(default=torch.float32)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(B, L) of each rank's tokens; under tensor parallelism ranks hold parts of sequences."""
+        return [(2, 6 // self.tp)] * RANKS if self.tokens is None else [(1, count) for count in self.tokens]
+
+
+def moe_config() -> Any:
+    from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
+
+    drawn = partial(nn.init.normal_, std=HIDDEN**-0.5)
+    return make_moe_config(
+        num_experts=EXPERTS,
+        router=make_router_config(
+            dim=HIDDEN,
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            gate_param_init={"weight": drawn},
+            score_func="softmax",
+            route_norm=True,
+        ),
+        routed_experts=make_routed_experts_config(
+            dim=HIDDEN,
+            hidden_dim=INNER,
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            param_init=dict.fromkeys(EXPERT_WEIGHTS, drawn),
+            comm_backend="standard",
+        ),
+    )
+
+
+def built(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The module, with the same parameters whatever dispatches its tokens."""
+    torch.manual_seed(0)
+    moe = config.build()
+    moe.init_states(buffer_device=torch.device("cpu"))
+    return moe.to(dtype)
+
+
+def draw(shape: tuple[int, int], rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tokens of a rank, and the gradient of what becomes of them."""
+    generator = torch.Generator().manual_seed(rank)
+    x_BLD, upstream_BLD = torch.randn(2, *shape, HIDDEN, generator=generator).to(dtype)
+    return x_BLD, upstream_BLD
+
+
+def run_jobs(jobs: Mapping[str, Job]) -> list[Results]:
+    """By rank."""
+    return run_processes(_on_rank, RANKS, jobs, timeout=TIMEOUT)
+
+
+def whole(job: Job, rank: int) -> Outcome:
+    """What a rank must have: torchtitan's module with all experts on the tokens of all ranks."""
+    moe = built(moe_config(), job.dtype)
+    drawn = [draw(shape, member, job.dtype) for member, shape in enumerate(job.shapes)]
+    leaves = [x_BLD.requires_grad_() for x_BLD, _ in drawn]
+    rows = torch.cat([x_BLD.flatten(0, 1) for x_BLD in leaves]).unsqueeze(0)
+    upstream = torch.cat([upstream_BLD.flatten(0, 1) for _, upstream_BLD in drawn]).unsqueeze(0)
+    y_BLD = moe(rows)
+    y_BLD.backward(upstream)
+    counts = [len(x_BLD.flatten(0, 1)) for x_BLD in leaves]
+    outcome = {"y": y_BLD.detach()[0].split(counts)[rank].view_as(leaves[rank]), "x": _gradient(leaves[rank])}
+    local = slice(rank % job.ep * EXPERTS // job.ep, (rank % job.ep + 1) * EXPERTS // job.ep)
+    outcome |= {name: _gradient(parameter)[local] for name, parameter in _experts(moe)}
+    return outcome | {"gate": _gradient(moe.router.gate.weight)}
+
+
+def _on_rank(rank: int, jobs: Mapping[str, Job]) -> Results:
+    from torchtitan.distributed import parallel_dims
+
+    parallel_dims.device_type = "cpu"
+    return {name: _outcomes(job, rank) for name, job in jobs.items()}
+
+
+def _outcomes(job: Job, rank: int) -> tuple[Outcome, Outcome] | str:
+    try:
+        return _sharded(job, rank) if job.tokens is None else _ragged(job, rank), whole(job, rank)
+    except Exception as error:
+        return "".join(traceback.format_exception(error))
+
+
+def _config(job: Job) -> Any:
+    from moe_dispatch.integrations.torchtitan import use_moe_dispatch
+
+    config = moe_config()
+    if not isinstance(job.dispatcher, str):
+        use_moe_dispatch(config, **job.dispatcher)
+    return config
+
+
+def _sharded(job: Job, rank: int) -> Outcome:
+    """Through torchtitan's own ``parallelize``: meshes, DTensors, local_map and sequence parallelism are its."""
+    import spmd_types as spmd
+    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+    from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+
+    config, dims = _config(job), _dims(job.dp, job.tp, job.ep, job.spmd)
+    layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+    set_moe_sharding_config(config, enable_ep=True, enable_sp=True, expert_param_layout=layout)
+    moe = built(config, job.dtype)
+    set_spmd_backend(job.spmd)
+    with get_spmd_context(parallel_dims=dims)():  # as torchtitan's trainer does
+        moe.parallelize(dims)
+        outcome = _run(moe, job, rank)
+    for name in EXPERT_WEIGHTS:
+        dist.all_reduce(outcome[name], group=dims.get_mesh("efsdp").get_group())
+    return outcome
+
+
+def _ragged(job: Job, rank: int) -> Outcome:
+    """With experts sharded by hand: DTensors are of one size on every rank."""
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend(job.spmd)
+    moe = built(_config(job), job.dtype)
+    for name, parameter in _experts(moe):
+        shard = nn.Parameter(parameter.detach().chunk(RANKS)[rank].clone())
+        setattr(moe.routed_experts.inner_experts, name, shard)
+    moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=_mesh())
+    outcome = _run(moe, job, rank)
+    dist.all_reduce(outcome["gate"])
+    return outcome
+
+
+def _run(moe: Any, job: Job, rank: int) -> Outcome:
+    x_BLD, upstream_BLD = draw(job.shapes[rank], rank, job.dtype)
+    y_BLD = moe(x_BLD.requires_grad_())
+    if isinstance(y_BLD, DTensor):
+        upstream_BLD = DTensor.from_local(upstream_BLD, y_BLD.device_mesh, y_BLD.placements)
+    y_BLD.backward(upstream_BLD)
+    outcome = {"y": _local(y_BLD).detach(), "x": _gradient(x_BLD), "gate": _gradient(moe.router.gate.weight)}
+    return outcome | {name: _gradient(parameter) for name, parameter in _experts(moe)}
+
+
+def _experts(moe: Any) -> Sequence[tuple[str, Tensor]]:
+    return list(moe.routed_experts.inner_experts.named_parameters())
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None, "no gradient came back"
+    return _local(leaf.grad).clone()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@cache
+def _dims(dp: int, tp: int, ep: int, spmd: str) -> Any:
+    """Made once: each makes process groups."""
+    from torchtitan.distributed.parallel_dims import ParallelDims
+
+    dims = ParallelDims(dp_replicate=1, dp_shard=dp, cp=1, tp=tp, pp=1, ep=ep, world_size=RANKS, spmd_backend=spmd)
+    dims.build_mesh()
+    return dims
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    assert dist.group.WORLD is not None
+    return DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("ep",))

@@ -1,0 +1,266 @@
+"""Choosing our dispatcher in torchtitan's configs, what is taken over from them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_dispatch.errors import ConfigError, InputError, IntegrationError
+from moe_dispatch.integrations import versions
+from tests.integration.titan.moe import EXPERTS, HIDDEN, TOP_K, built, moe_config
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: install moe-dispatch[bench]"),
+    # The router asks for an autocast that a CPU does not have.
+    pytest.mark.filterwarnings("ignore:.*CPU [Aa]utocast"),
+    # What torch's compiler imports uses what torch has deprecated.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
+
+PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "torchtitan.md"
+MODULE = "moe_dispatch.integrations.torchtitan"
+OVERRIDE = f"{MODULE}.moe_dispatch_override"
+
+
+def use(config: Any, **fields: Any) -> list[str]:
+    names: list[str] = import_module(MODULE).use_moe_dispatch(config, **{"backend": "local", **fields})
+    return names
+
+
+def overridden(config: Any, **fields: Any) -> Any:
+    """``config`` after torchtitan applied our override to it, as its trainer does."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+
+    import_module(MODULE)
+    apply_overrides(OverrideConfig(imports=[(OVERRIDE, fields)]), config)
+    return config
+
+
+def qwen3() -> Any:
+    from torchtitan.models.qwen3 import qwen3_configs
+
+    return qwen3_configs["debugmodel_moe"]("flex")
+
+
+def state_dict_keys(model_config: Any) -> list[str]:
+    with torch.device("meta"):
+        return list(model_config.build().state_dict())
+
+
+def forward(moe: Any) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    x_BLD = torch.randn(2, 5, HIDDEN, requires_grad=True)
+    y_BLD = moe(x_BLD)
+    y_BLD.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in moe.named_parameters()}
+    return {"y": y_BLD.detach(), "x": x_BLD.grad, **gradients}
+
+
+def test_every_moe_layer_of_a_model_is_replaced_and_no_state_dict_key_changes() -> None:
+    config = qwen3()
+    keys = state_dict_keys(config)
+    assert use(config, pad_multiple=16) == [f"layers.{layer}.moe" for layer in range(8)]
+    for index, layer in enumerate(config.layers):
+        chosen = layer.moe.routed_experts.token_dispatcher
+        assert (chosen.num_experts, chosen.top_k, chosen.hidden_dim) == (64, 8, 256)
+        assert (chosen.backend, chosen.options) == ("local", {"pad_multiple": 16})
+        assert chosen.name == f"layers.{index}.moe.routed_experts"
+    assert state_dict_keys(config) == keys
+
+
+def test_override_takes_over_what_torchtitan_has_filled_in() -> None:
+    from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher, TorchAOTokenDispatcher
+
+    quantised, hybrid = moe_config(), moe_config()
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K}
+    quantised.routed_experts.token_dispatcher = TorchAOTokenDispatcher.Config(**sizes, pad_multiple=16)
+    hybrid.routed_experts.token_dispatcher = HybridEPTokenDispatcher.Config(**sizes, num_max_tokens_per_rank=48)
+    chosen = overridden(quantised, backend="alltoall", row_counts="assume").routed_experts.token_dispatcher
+    assert (chosen.hidden_dim, chosen.backend) == (HIDDEN, "alltoall")
+    assert chosen.options == {"pad_multiple": 16, "row_counts": "assume"}
+    chosen = overridden(hybrid, graph_safe=True).routed_experts.token_dispatcher
+    assert chosen.options == {"max_tokens_per_rank": 48, "graph_safe": True}
+
+
+def test_override_keeps_the_sharding_of_the_layer() -> None:
+    config = moe_config()
+    config.routed_experts.sharding_config = sharding = object()
+    assert overridden(config, backend="local").routed_experts.sharding_config is sharding
+
+
+def test_one_rank_without_a_mesh_computes_what_their_local_dispatcher_does() -> None:
+    config = moe_config()
+    want = forward(built(config))
+    use(config)
+    got = forward(built(config))
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
+def test_routed_experts_compile_into_one_graph() -> None:
+    config = moe_config()
+    use(config)
+    moe = built(config)
+    want = forward(copy.deepcopy(moe))
+    moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=None)
+    moe.routed_experts.forward = torch.compile(moe.routed_experts.forward, fullgraph=True, backend="aot_eager")
+    for name, tensor in forward(moe).items():
+        torch.testing.assert_close(tensor, want[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def recomputed_dispatches(policy: Callable[[type], Any]) -> int:
+    """How often one layer dispatches in a forward and backward under torchtitan's selective checkpointing."""
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    config = moe_config()
+    use(config)
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": built(config)})
+    policy(SelectiveAC).apply(model)
+    layer: Any = model.layers["0"]
+    forward(layer)
+    return int(layer.routed_experts.token_dispatcher.dispatcher.metrics().dispatches)
+
+
+def test_selective_checkpointing_repeats_dispatch_unless_our_operators_are_saved() -> None:
+    def theirs(base: Any) -> Any:
+        return base(base.Config(force_recompute_mm_shapes_by_fqns=[]))
+
+    def saving(base: Any) -> Any:
+        class SavesDispatch(base):  # type: ignore[misc]
+            def get_save_ops(self) -> set[Any]:
+                ours = torch.ops.moe_dispatch
+                return super().get_save_ops() | {ours.dispatch.default, ours.combine.default}  # type: ignore[no-any-return]
+
+        return theirs(SavesDispatch)
+
+    assert recomputed_dispatches(theirs) == 2
+    assert recomputed_dispatches(saving) == 1
+
+
+@pytest.mark.parametrize("field", ["num_experts", "top_k", "hidden_size", "backend", "weights"])
+def test_options_that_are_torchtitans_to_say_are_refused(field: str) -> None:
+    config = moe_config()
+    use(config)
+    config.routed_experts.token_dispatcher.options = {field: 1}
+    with pytest.raises(ConfigError, match=rf"options must leave .* got {field}\. Leave it out"):
+        config.build()
+
+
+def test_an_unknown_option_is_refused_by_name() -> None:
+    config = moe_config()
+    use(config, pad_multiples=16)
+    with pytest.raises(ConfigError, match="pad_multiples: Extra inputs are not permitted"):
+        config.build()
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    from torchtitan.models.qwen3 import qwen3_configs
+
+    with pytest.raises(ConfigError, match=r"must hold an MoE layer, got Qwen3Model\.Config without one"):
+        use(qwen3_configs["debugmodel"]("flex"))
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_experts", 16), ("top_k", 3)])
+def test_a_router_of_other_numbers_is_refused(field: str, value: int) -> None:
+    config = moe_config()
+    setattr(config.router, field, value)
+    with pytest.raises(ConfigError, match=r"moe: the token dispatcher must have its router's num_experts and top_k"):
+        use(config)
+
+
+def test_experts_of_another_number_are_refused() -> None:
+    config = moe_config()
+    config.routed_experts.inner_experts.num_experts = 16
+    with pytest.raises(ConfigError, match=r"num_experts must be that of its experts, got 8 and 16"):
+        overridden(config, backend="local")
+
+
+def test_static_shapes_asked_for_in_their_way_are_refused() -> None:
+    from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher, HybridEPTokenDispatcher
+
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K}
+    config = moe_config()
+    config.routed_experts.token_dispatcher = HybridEPTokenDispatcher.Config(**sizes, non_blocking_capacity_factor=0.5)
+    with pytest.raises(ConfigError, match=r"non_blocking_capacity_factor, got 0\.5\. Set graph_safe=True and capacity"):
+        use(config)
+    config.routed_experts.token_dispatcher = DeepEPTokenDispatcher.Config(**sizes, cudagraphable=True)
+    with pytest.raises(ConfigError, match=r"cudagraphable, got True\. Set graph_safe=True here"):
+        use(config)
+
+
+def test_a_call_with_another_number_of_experts_or_slots_is_refused() -> None:
+    config = moe_config()
+    use(config)
+    dispatcher = config.routed_experts.token_dispatcher.build()
+    x_TD, scores_TK, ids_TK = torch.randn(3, HIDDEN), torch.rand(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"num_experts \(8\) must be the router's, got counts of 4 experts"):
+        dispatcher.dispatch(x_TD, scores_TK, ids_TK, torch.zeros(4))
+    with pytest.raises(InputError, match=r"top_k") as raised:
+        dispatcher.dispatch(x_TD, scores_TK[:, :1], ids_TK[:, :1], torch.zeros(EXPERTS))
+    assert raised.value.__notes__ == ["In the dispatcher 'moe.routed_experts'."]
+
+
+def test_code_of_the_page_runs_in_order() -> None:
+    from torchtitan.config.override import apply_overrides
+
+    namespace: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(PAGE), "exec"), namespace)
+    assert namespace["layers"][0] == "layers.0.moe"
+    config = moe_config()
+    apply_overrides(namespace["override"], config)
+    assert config.routed_experts.token_dispatcher.options == {"pad_multiple": "fp8"}
+
+
+def test_page_is_right_about_what_torchtitan_refuses() -> None:
+    from torchtitan.components.quantization.utils import swap_token_dispatcher
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+
+    config = moe_config()
+    experts = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
+    with pytest.raises(ValueError, match="an ancestor of"):
+        apply_overrides(OverrideConfig(imports=[(OVERRIDE, {}), experts]), config)
+    use(config)
+    with pytest.raises(ValueError, match="requires a token dispatcher that supports padding"):
+        swap_token_dispatcher(config.routed_experts, 16)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> Callable[[], Any]:
+    """Imports the integration anew, as where this version of torchtitan is installed."""
+
+    def answer(package: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(versions, "version", answer)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setattr(import_module("torchtitan.config.override"), "_REGISTRY", {})
+    return lambda: import_module(MODULE)
+
+
+def test_a_version_that_was_not_tested_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = installed(monkeypatch, "0.4.0")
+    with pytest.warns(UserWarning, match=r"has not run with torchtitan 0\.4\.0\. Tested are 0\.3\.0"):
+        load()
+
+
+@pytest.mark.parametrize(("version", "told"), [(None, "must be installed"), ("0.2.2", "must be 0.3.0 or later, got")])
+def test_a_version_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, told: str) -> None:
+    with pytest.raises(IntegrationError, match=f"torchtitan {told}"):
+        installed(monkeypatch, version)()

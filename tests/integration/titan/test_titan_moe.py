@@ -1,0 +1,109 @@
+"""torchtitan's MoE with our dispatcher: what it computes with its own, and what it computes unsharded."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.titan.moe import EXPERT_WEIGHTS, RANKS, Job, Outcome, Results, run_jobs
+from tests.integration.vendor.dense import TOLERANCE
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: install moe-dispatch[bench]"),
+]
+
+UNEQUAL = (5, 0, 33, 12)
+SHARDED: dict[str, dict[str, Any]] = {
+    "ep 4": {"dp": 4, "ep": 4},
+    "ep 2 x efsdp 2": {"dp": 4, "ep": 2},
+    "ep 4 over dp 2 x tp 2": {"dp": 2, "tp": 2, "ep": 4},
+}
+SPMD = ("partial_dtensor", "spmd_types")
+THEIRS = "theirs"
+RAGGED: dict[str, dict[str, Any]] = {
+    "alltoall": {"backend": "alltoall"},
+    "alltoall, padded": {"backend": "alltoall", "pad_multiple": 16},
+    "alltoall, graph-safe": {"backend": "alltoall", "graph_safe": True, "max_tokens_per_rank": 40, "pad_multiple": 8},
+    "allgather": {"backend": "allgather"},
+    "auto": {},
+}
+BFLOAT16: dict[str, dict[str, Any]] = {
+    "alltoall": {"backend": "alltoall"},
+    "allgather": {"backend": "allgather"},
+    "deepep": {"backend": {"name": "deepep", "emulate": True}},
+    "hybridep": {"backend": {"name": "hybridep", "emulate": True}},
+}
+
+
+def jobs() -> dict[str, Job]:
+    sharded: dict[str, Job] = {}
+    for name, degrees in SHARDED.items():
+        sharded[f"{THEIRS}, {name}"] = Job(dispatcher=THEIRS, **degrees)
+        sharded |= {f"{spmd}, {name}": Job(dispatcher={"backend": "alltoall"}, spmd=spmd, **degrees) for spmd in SPMD}
+    ragged = {f"{THEIRS}, ragged": Job(dispatcher=THEIRS, tokens=UNEQUAL)}
+    ragged |= {f"{name}, ragged": Job(dispatcher=fields, tokens=UNEQUAL) for name, fields in RAGGED.items()}
+    low = {
+        f"{name}, bfloat16": Job(dispatcher=fields, tokens=UNEQUAL, dtype=torch.bfloat16)
+        for name, fields in BFLOAT16.items()
+    }
+    return sharded | ragged | low
+
+
+@functools.cache
+def results() -> list[Results]:
+    return run_jobs(jobs())
+
+
+def outcomes(name: str, rank: int) -> tuple[Outcome, Outcome]:
+    """What a rank has, and what it must have."""
+    found = results()[rank][name]
+    assert not isinstance(found, str), f"rank {rank}:\n{found}"
+    return found
+
+
+def require_close(got: Outcome, want: Outcome, tolerances: dict[str, float], rank: int) -> None:
+    """Within a part of the largest number of each tensor; of a rank without tokens only shapes can differ."""
+    for name, tolerance in tolerances.items():
+        largest = want[name].abs().max().item() if want[name].numel() else 0.0
+        assert largest > 0 or want[name].numel() == 0, f"{name} on rank {rank} has nothing to compare"
+        difference = got[name].sub(want[name]).abs().max().item() if want[name].numel() else 0.0
+        assert got[name].shape == want[name].shape, f"{name} on rank {rank}: {got[name].shape}, {want[name].shape}"
+        assert difference <= tolerance * largest, f"{name} on rank {rank}: {difference} of {largest}"
+
+
+# float32 but for what is inside the experts, which torchtitan computes in bfloat16, the same way for every dispatcher.
+EXACT = dict.fromkeys(("y", "x", "gate"), 1e-5)
+# Expert gradients are sums in bfloat16, of other parts where other ranks hold the expert.
+SUMMED = dict.fromkeys(EXPERT_WEIGHTS, TOLERANCE)
+
+
+@pytest.mark.parametrize("spmd", SPMD)
+@pytest.mark.parametrize("degrees", SHARDED)
+def test_parallelised_module_is_that_of_their_dispatcher(degrees: str, spmd: str) -> None:
+    same = dict.fromkeys((*EXACT, *EXPERT_WEIGHTS), 1e-5)
+    for rank in range(RANKS):
+        require_close(outcomes(f"{spmd}, {degrees}", rank)[0], outcomes(f"{THEIRS}, {degrees}", rank)[0], same, rank)
+
+
+@pytest.mark.parametrize("spmd", SPMD)
+@pytest.mark.parametrize("degrees", SHARDED)
+def test_parallelised_module_is_the_whole_one(degrees: str, spmd: str) -> None:
+    for rank in range(RANKS):
+        require_close(*outcomes(f"{spmd}, {degrees}", rank), {"y": 1e-5, "x": 1e-5} | SUMMED, rank)
+
+
+@pytest.mark.parametrize("name", [THEIRS, *RAGGED])
+def test_unequal_and_no_tokens_give_the_whole_module(name: str) -> None:
+    for rank in range(RANKS):
+        require_close(*outcomes(f"{name}, ragged", rank), EXACT | SUMMED, rank)
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_gives_the_whole_module(name: str) -> None:
+    for rank in range(RANKS):
+        require_close(*outcomes(f"{name}, bfloat16", rank), dict.fromkeys((*EXACT, *SUMMED), TOLERANCE), rank)

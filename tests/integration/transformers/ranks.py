@@ -1,0 +1,183 @@
+"""What one of four ranks does: train, generate or go wrong on a mesh, and compare with the model unsharded."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
+from tests.integration.transformers.models import BATCHES, PROMPTS, Batch, build
+from tests.integration.transformers.wiring import (
+    Gradients,
+    gradients,
+    largest_error,
+    loss_of,
+    targets,
+    unsharded,
+)
+
+OURS, THEIRS = "moe_dispatch", "all_to_all"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Sizes, as DistributedConfig has them."""
+
+    fsdp: int = 1
+    tp: int = 1
+    ep: int
+
+    def batch_of(self, rank: int) -> int:
+        """Tensor-parallel ranks share one."""
+        return rank // self.tp
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model on a mesh; ``fields`` are those of our config."""
+
+    family: str = "qwen3_moe"
+    mesh: Mesh
+    implementation: str = OURS
+    backend: Any = "alltoall"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+def run_cases(rank: int, jobs: Mapping[str, tuple[Callable[[Case, int], Any], Case]]) -> dict[str, Any]:
+    """By name what each job returned, or the traceback of what it raised."""
+    return {name: _attempt(job, case, rank, name) for name, (job, case) in jobs.items()}
+
+
+def _attempt(job: Callable[[Case, int], Any], case: Case, rank: int, name: str) -> Any:
+    try:
+        return job(case, rank)
+    except Exception:
+        return f"{name}:\n{traceback.format_exc()}"
+
+
+def load(case: Case) -> Any:
+    """The model as ``from_pretrained(distributed_config=...)`` shards it, from weights that are here already."""
+    from transformers.distributed import DistributedConfig
+
+    model = build(case.family, dtype=case.dtype, **case.changes)
+    name = case.implementation
+    if name == OURS:
+        config = config_for(model.config, backend=case.backend, **case.fields)
+        name = f"moe_dispatch-{config.digest}"
+        register(config, name=name)
+    sizes = DistributedConfig(
+        fsdp_size=case.mesh.fsdp, tp_size=case.mesh.tp, ep_size=case.mesh.ep, ep_implementation=name
+    )
+    sizes, _, meshes = model.prepare_distribute_model(sizes)
+    model = model.maybe_distribute_model(model, sizes, meshes)
+    if case.implementation == OURS:
+        attach(model)
+    return model
+
+
+def train(case: Case, rank: int) -> dict[str, float]:
+    """Errors of loss and gradients, and what was not dispatched."""
+    batches = BATCHES[: case.mesh.fsdp]
+    model = load(case).train()
+    before = _counts(case, model)
+    if case.checkpoint:
+        model.activation_checkpointing_enable()
+    batch = batches[case.mesh.batch_of(rank)]
+    loss = loss_of(model, batch, targets(*batches))
+    (loss * case.mesh.fsdp).backward()  # FSDP takes the mean over batches
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    wanted, wanted_gradients = _unsharded(case.family, batches, case.dtype)
+    return {
+        "loss": abs(float(total) / case.mesh.tp / wanted - 1),
+        "gradients": largest_error(gradients(model), wanted_gradients),
+        **_difference(_counts(case, model), before),
+    }
+
+
+@cache
+def _unsharded(family: str, batches: tuple[Batch, ...], dtype: torch.dtype) -> tuple[float, Gradients]:
+    return unsharded(family, batches, dtype=dtype)
+
+
+def _counts(case: Case, model: Any) -> dict[str, float]:
+    """Of the channel, which jobs of one config share."""
+    if case.implementation != OURS:
+        return {}
+    metrics = next(iter(dispatchers_of(model).values())).metrics(gather=True)
+    return {
+        "skipped": sum(metrics.rows_skipped.values()),
+        "slots": float(metrics.real_tokens_per_expert.sum()),
+        "agreements": metrics.collectives.get("sizes", 0),
+    }
+
+
+def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {name: after[name] - before[name] for name in after}
+
+
+def generate(case: Case, rank: int) -> list[list[int]]:
+    """Tokens of this rank's prompt, and those of the unsharded model; ranks stop after different numbers."""
+    batch = PROMPTS[case.mesh.batch_of(rank) % 2]
+    arguments = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "max_new_tokens": 2 + case.mesh.batch_of(rank),
+        "do_sample": False,
+        "eos_token_id": None,
+    }
+    model = load(case).eval()
+    got = model.generate(**arguments, synced_gpus=True)
+    dist.barrier()
+    wanted = build(case.family, **case.changes).eval().generate(**arguments)
+    return [got.flatten().tolist(), wanted.flatten().tolist()]
+
+
+def without_registry(case: Case, rank: int) -> dict[str, float]:
+    """Data parallelism by hand around whole experts on every rank: gradients are summed over ranks."""
+    model = build(case.family).train()
+    register(config_for(model.config, backend=case.backend), group=dist.group.WORLD, name="function")
+    model.set_experts_implementation("function")
+    attach(model)
+    before = _counts(case, model)
+    loss_of(model, BATCHES[rank], targets(*BATCHES)).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    wanted = _unsharded(case.family, BATCHES, case.dtype)[1]
+    return {"gradients": largest_error(gradients(model), wanted), **_difference(_counts(case, model), before)}
+
+
+def round_trip(case: Case, rank: int) -> dict[str, Any]:
+    """Keys of the state dict, and the largest difference of any whole parameter from the unsharded model's."""
+    whole, model = build(case.family), load(case)
+    wanted = whole.state_dict()
+    got = {
+        name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in model.state_dict().items()
+    }
+    return {
+        "keys": list(got) == list(wanted),
+        "difference": max(float((got[name] - wanted[name]).abs().max()) for name in wanted),
+    }
+
+
+def indivisible(case: Case, rank: int) -> str:
+    """What is raised where the experts do not divide over the ranks, with the registry and with the function."""
+    config = config_for(build(case.family, **case.changes).config, backend=case.backend)
+    texts = []
+    for attempt in (lambda: load(case), lambda: register(config, group=dist.group.WORLD, name="indivisible")):
+        try:
+            attempt()
+        except ValueError as error:
+            texts.append(str(error))
+    return " | ".join(texts)

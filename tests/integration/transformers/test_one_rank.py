@@ -1,0 +1,166 @@
+"""Real models on one rank: which rows are dispatched, under which plan, and what comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_dispatch import Dispatcher
+from moe_dispatch.errors import LayoutError, StateError
+from moe_dispatch.integrations.transformers import attach, dispatchers_of
+from tests.integration.transformers.models import BATCHES, FAMILIES, HIDDEN, LAYERS, TOP_K, build, draw_batch
+from tests.integration.transformers.wiring import (
+    gradients,
+    largest_error,
+    loss_of,
+    ready,
+    rows_cut,
+    rows_real,
+    targets,
+    unsharded,
+)
+
+FAMILY = "qwen3_moe"
+RIGHT, LEFT, EMPTY, HOLES = BATCHES
+PADDING = {id(batch): batch.attention_mask.numel() - batch.num_real for batch in BATCHES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_the_unsharded_model_without_its_padding(family: str, mesh: DeviceMesh) -> None:
+    model = ready(family, mesh, name=f"loss-{family}").train()
+    batches = (RIGHT, LEFT, HOLES)
+    losses = [loss_of(model, batch, targets(*batches)) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    wanted, wanted_gradients = unsharded(family, batches)
+    assert sum(loss.item() for loss in losses) == pytest.approx(wanted, rel=1e-5)
+    assert largest_error(gradients(model), wanted_gradients) < 1e-4
+    assert rows_cut(model) == LAYERS * sum(PADDING[id(batch)] for batch in batches)
+    assert rows_real(model, TOP_K) == LAYERS * sum(batch.num_real for batch in batches)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"weights": "experts"},
+        {"pad_multiple": 4},
+        {"graph_safe": True, "max_tokens_per_rank": 32},
+        {"graph_safe": True, "max_tokens_per_rank": 32, "pad_multiple": 4, "weights": "experts"},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_fields_of_the_config_change_no_number(fields: dict[str, Any], mesh: DeviceMesh) -> None:
+    model = ready(FAMILY, mesh, name=f"fields-{'-'.join(fields)}", **fields).train()
+    loss_of(model, LEFT, targets(LEFT)).backward()
+    assert largest_error(gradients(model), unsharded(FAMILY, (LEFT,))[1]) < 1e-4
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "wrapped by torch"])
+def test_two_forwards_in_flight_recompute_under_their_own_plans(how: str, mesh: DeviceMesh) -> None:
+    """Shapes of the second forward's rows would not fit the first; rows that are recomputed are cut again."""
+    model = ready(FAMILY, mesh, name=f"recompute-{how}").train()
+    model.config.use_cache = False  # a cache would be written to again
+    if how == "wrapped by torch":
+        model.model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.model.layers)
+    else:
+        model.activation_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    batches = (LEFT, HOLES)
+    losses = [loss_of(model, batch, targets(*batches)) for batch in batches]
+    for loss in losses:
+        loss.backward()
+    got = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(model).items()}
+    assert largest_error(got, unsharded(FAMILY, batches)[1]) < 1e-4
+    assert rows_cut(model) == 2 * LAYERS * sum(PADDING[id(batch)] for batch in batches)
+
+
+def test_one_plan_serves_all_layers_of_a_forward(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ready(FAMILY, mesh, name="one-plan")
+    made = []
+    plan = Dispatcher.plan
+
+    def counted(self: Dispatcher, *args: Any, **kwargs: Any) -> Any:
+        made.append(plan(self, *args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(Dispatcher, "plan", counted)
+    model(input_ids=LEFT.input_ids, attention_mask=LEFT.attention_mask)
+    model.model(LEFT.input_ids, LEFT.attention_mask)  # what some trainers call: the model without its head
+    assert len(made) == 2
+    assert rows_cut(model) == 2 * LAYERS * PADDING[id(LEFT)]
+
+
+def test_experts_that_no_row_reaches_get_a_gradient(mesh: DeviceMesh) -> None:
+    """FSDP on other ranks waits for it."""
+    model = ready(FAMILY, mesh, name="no-rows").train()
+    model(input_ids=EMPTY.input_ids, attention_mask=EMPTY.attention_mask).logits.sum().backward()
+    of_experts = {name: grad for name, grad in gradients(model).items() if ".experts." in name}
+    assert len(of_experts) == 2 * LAYERS
+    assert all(not grad.any() for grad in of_experts.values())
+    assert rows_real(model, TOP_K) == 0
+
+
+def test_generate_dispatches_new_tokens_and_no_padding(mesh: DeviceMesh) -> None:
+    model = ready(FAMILY, mesh, name="generate").eval()
+    prompt = {"input_ids": LEFT.input_ids, "attention_mask": LEFT.attention_mask}
+    arguments = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    tokens = model.generate(**prompt, **arguments)
+    assert torch.equal(tokens, build(FAMILY).eval().generate(**prompt, **arguments))
+    assert tokens.shape[1] == LEFT.input_ids.shape[1] + 4
+    assert rows_cut(model) == LAYERS * PADDING[id(LEFT)]
+    assert rows_real(model, TOP_K) == LAYERS * (LEFT.num_real + 2 * 3)  # the last token is not run
+
+
+def test_rows_behind_packed_sequences_are_not_dispatched(mesh: DeviceMesh) -> None:
+    model = ready(FAMILY, mesh, name="packed")
+    packed = draw_batch(5, [9], 9, "right")
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    model(input_ids=packed.input_ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=4, max_length_k=4)
+    assert rows_cut(model) == LAYERS * 2
+    assert rows_real(model, TOP_K) == LAYERS * 7
+
+
+def test_a_mask_of_the_wrong_shape_is_refused_and_leaves_no_plan(mesh: DeviceMesh) -> None:
+    model = ready(FAMILY, mesh, name="wrong-mask")
+    mask = LEFT.attention_mask
+    with pytest.raises(LayoutError, match=r"attention_mask must be \[2, 8\], got \[2, 1, 8, 8\]\. Pass the tokenizer"):
+        model(input_ids=LEFT.input_ids, attention_mask=mask[:, None, None].expand(2, 1, 8, 8))
+    with pytest.raises(LayoutError, match=r"attention_mask must be \[2, 8\], got \[2, 7\]"):
+        model(input_ids=LEFT.input_ids, attention_mask=mask[:, 1:])
+    with pytest.raises(RuntimeError, match="this layer fails"):
+        fail_in_a_layer(model)
+    check_that_no_plan_is_in_force(model)
+
+
+def fail_in_a_layer(model: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("this layer fails")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    try:
+        model(input_ids=LEFT.input_ids, attention_mask=LEFT.attention_mask)
+    finally:
+        handle.remove()
+
+
+def check_that_no_plan_is_in_force(model: Any) -> None:
+    with pytest.raises(StateError, match=r"must be called in a forward of a model that was given to attach, got a"):
+        model.model.layers[0].mlp(torch.zeros(2, 8, HIDDEN))
+
+
+def test_experts_outside_a_forward_take_rows_as_real_where_the_config_allows(mesh: DeviceMesh) -> None:
+    model = ready(FAMILY, mesh, name="outside", infer_layout=True)
+    x = torch.randn(2, 8, HIDDEN)
+    y = model.model.layers[0].mlp(x)
+    torch.testing.assert_close(y, build(FAMILY).model.layers[0].mlp(x), rtol=1e-4, atol=1e-5)
+
+
+def test_state_dict_has_the_same_keys_and_attaching_twice_adds_nothing(mesh: DeviceMesh) -> None:
+    model = ready(FAMILY, mesh, name="keys")
+    attach(model)
+    assert list(model.state_dict()) == list(build(FAMILY).state_dict())
+    assert [len(hooks) for hooks in (model.model._forward_pre_hooks, model.model._forward_hooks)] == [1, 1]
+    assert list(dispatchers_of(model)) == [f"model.layers.{i}.mlp.experts" for i in range(LAYERS)]

@@ -1,0 +1,43 @@
+"""The recipes of the page, run as they stand on four ranks."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from moe_dispatch.testing.ranks import run_processes
+from tests.integration.transformers.models import BATCHES, LAYERS, build
+
+PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "transformers.md"
+
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="from_pretrained needs accelerate to shard")
+
+
+def run_blocks(rank: int, path: str) -> list[dict[str, int]]:
+    """What the dispatchers of the first block skipped."""
+    batch = BATCHES[rank]
+    namespace: dict[str, Any] = {
+        "path": path,
+        "ep_group": dist.group.WORLD,
+        "batch": {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels},
+    }
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for code in blocks:
+        exec(compile(code, str(PAGE), "exec"), namespace)
+    namespace["model"](**namespace["batch"]).loss.backward()
+    return list(namespace["skipped"].values())
+
+
+def test_recipes_run(tmp_path: Path) -> None:
+    build("qwen3_moe").save_pretrained(tmp_path)
+    ranks = run_processes(run_blocks, 4, str(tmp_path), timeout=datetime.timedelta(seconds=180))
+    for batch, skipped in zip(BATCHES, ranks, strict=True):
+        padding = batch.attention_mask.numel() - batch.num_real
+        assert skipped == [{"cut": LAYERS * padding, "masked": 0}] * LAYERS

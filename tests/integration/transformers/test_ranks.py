@@ -1,0 +1,137 @@
+"""Real models over four gloo processes: loss, gradients and tokens are those of the model unsharded.
+
+All jobs run in one set of processes, because starting four with torch and transformers takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch.testing.ranks import run_processes
+from tests.integration.transformers.models import BATCHES, FAMILIES, LAYERS, TOP_K
+from tests.integration.transformers.ranks import (
+    THEIRS,
+    Case,
+    Mesh,
+    generate,
+    indivisible,
+    round_trip,
+    run_cases,
+    train,
+    without_registry,
+)
+
+RANKS = 4
+MESHES = {
+    "fsdp 4, ep 4": Mesh(fsdp=4, ep=4),
+    "fsdp 4, ep 2": Mesh(fsdp=4, ep=2),
+    "fsdp 2 x tp 2, ep 4": Mesh(fsdp=2, tp=2, ep=4),
+    "fsdp 2 x tp 2, ep 2": Mesh(fsdp=2, tp=2, ep=2),
+    "tp 4, ep 4": Mesh(tp=4, ep=4),
+}
+PLAIN, BOTH = MESHES["fsdp 4, ep 4"], MESHES["fsdp 2 x tp 2, ep 4"]
+
+TRAIN = {
+    **{family: Case(family=family, mesh=PLAIN) for family in FAMILIES},
+    **{f"{family}, tp 2": Case(family=family, mesh=BOTH) for family in FAMILIES[1:3]},
+    **{name: Case(mesh=mesh) for name, mesh in MESHES.items() if mesh is not PLAIN},
+    "allgather": Case(mesh=PLAIN, backend="allgather"),
+    "allgather, tp 2": Case(mesh=BOTH, backend="allgather"),
+    "checkpoint": Case(mesh=PLAIN, checkpoint=True),
+    "hybridep": Case(mesh=PLAIN, backend={"name": "hybridep", "emulate": True}, dtype=torch.bfloat16),
+    "checkpoint, ep 2": Case(mesh=MESHES["fsdp 4, ep 2"], checkpoint=True),
+}
+THEIR_TRAIN = {f"theirs, {family}": Case(family=family, mesh=PLAIN, implementation=THEIRS) for family in FAMILIES}
+GENERATE = {
+    "generate": Case(mesh=PLAIN),
+    "generate, allgather": Case(mesh=PLAIN, backend="allgather"),
+    "generate, tp 2": Case(mesh=BOTH),
+    "generate, qwen3_5": Case(family="qwen3_5_moe_text", mesh=PLAIN),
+}
+OTHER: dict[str, tuple[Callable[[Case, int], Any], Case]] = {
+    "function": (without_registry, Case(mesh=PLAIN)),
+    "round trip": (round_trip, Case(mesh=PLAIN)),
+    "indivisible": (indivisible, Case(mesh=PLAIN, changes={"num_experts": 6})),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    jobs = {
+        **{name: (train, case) for name, case in {**TRAIN, **THEIR_TRAIN}.items()},
+        **{name: (generate, case) for name, case in GENERATE.items()},
+        **OTHER,
+    }
+    return run_processes(run_cases, RANKS, jobs, timeout=datetime.timedelta(seconds=180))
+
+
+def results(ranks: list[dict[str, Any]], name: str) -> list[Any]:
+    found = [of_rank[name] for of_rank in ranks]
+    raised = [result for result in found if isinstance(result, str) and "Traceback" in result]
+    assert not raised, raised[0]
+    return found
+
+
+def real_and_padding(mesh: Mesh) -> tuple[int, int]:
+    """Rows of the batches in use, over all layers: tokens, and what is none."""
+    batches = BATCHES[: mesh.fsdp]
+    real = sum(batch.num_real for batch in batches)
+    return LAYERS * real, LAYERS * (sum(batch.attention_mask.numel() for batch in batches) - real)
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_loss_and_gradients_are_those_of_the_unsharded_model(ranks: list[dict[str, Any]], name: str) -> None:
+    case = TRAIN[name]
+    real, padding = real_and_padding(case.mesh)
+    runs = 2 if case.checkpoint else 1
+    # Ranks of one expert-parallel group sum what they saw; with several groups each sees its part.
+    groups = RANKS // case.mesh.ep
+    seen = results(ranks, name)
+    for result in seen:
+        assert result["loss"] < (1e-5 if case.dtype == torch.float32 else 1e-3)
+        assert result["gradients"] < (1e-4 if case.dtype == torch.float32 else 0.05)
+    firsts = [seen[group * case.mesh.ep] for group in range(groups)]
+    assert sum(result["skipped"] for result in firsts) == runs * padding
+    assert sum(result["slots"] for result in firsts) == runs * real * TOP_K
+
+
+@pytest.mark.parametrize("name", THEIR_TRAIN)
+def test_their_all_to_all_gives_the_same(ranks: list[dict[str, Any]], name: str) -> None:
+    """So it is the model's mathematics that is compared with above, and not a difference of ours from theirs."""
+    for result in results(ranks, name):
+        assert result["loss"] < 1e-5
+        assert result["gradients"] < 1e-4
+
+
+def test_sizes_are_agreed_on_once_per_forward(ranks: list[dict[str, Any]]) -> None:
+    assert [result["agreements"] for result in results(ranks, "allgather")] == [RANKS] * RANKS
+    assert [result["agreements"] for result in results(ranks, "qwen3_moe")] == [0] * RANKS
+
+
+@pytest.mark.parametrize("name", GENERATE)
+def test_tokens_are_those_of_the_unsharded_model(ranks: list[dict[str, Any]], name: str) -> None:
+    for got, wanted in results(ranks, name):
+        assert got == wanted
+
+
+def test_experts_function_on_ranks_that_hold_all_experts(ranks: list[dict[str, Any]]) -> None:
+    real, padding = real_and_padding(PLAIN)
+    for result in results(ranks, "function"):
+        assert result["gradients"] < 1e-4
+        assert result["skipped"] == padding
+        assert result["slots"] == real * TOP_K
+
+
+def test_weights_and_their_names_stay_as_they_are(ranks: list[dict[str, Any]]) -> None:
+    assert results(ranks, "round trip") == [{"keys": True, "difference": 0.0}] * RANKS
+
+
+def test_experts_that_do_not_divide_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for text in results(ranks, "indivisible"):
+        assert text.startswith("Cannot evenly shard 6 experts across 4 expert-parallel ranks")  # by transformers
+        assert "num_experts (6) must be divisible by ep_size (4)" in text

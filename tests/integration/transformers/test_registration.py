@@ -1,0 +1,203 @@
+"""What register, attach and config_for accept, derive and refuse, with the registry of transformers and without it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moe_dispatch import DispatcherConfig
+from moe_dispatch.errors import ConfigError, IntegrationError
+from moe_dispatch.integrations import versions
+from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
+from tests.integration.transformers.models import (
+    BATCHES,
+    EXPERTS,
+    FAMILIES,
+    HIDDEN,
+    LAYERS,
+    TOP_K,
+    build,
+    config_of,
+)
+from tests.integration.transformers.wiring import (
+    gradients,
+    largest_error,
+    loss_of,
+    registered,
+    rows_cut,
+    targets,
+    unsharded,
+    wire,
+)
+
+FAMILY = "qwen3_moe"
+SHAPE: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
+
+
+def config(**changes: Any) -> DispatcherConfig:
+    return DispatcherConfig(backend="local", infer_layout=False, **{**SHAPE, **changes})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_is_derived_from_the_models(family: str) -> None:
+    assert config_for(config_of(family), backend="local") == config()
+    assert config_for(config_of(family), backend="local", infer_layout=True).infer_layout
+
+
+def test_config_of_a_multimodal_model_is_that_of_its_text_part() -> None:
+    from transformers import Qwen3_5MoeConfig
+
+    text = config_of("qwen3_5_moe_text").to_dict()
+    assert config_for(Qwen3_5MoeConfig(text_config=text), backend="local") == config()
+
+
+def test_config_that_disagrees_with_the_models() -> None:
+    with pytest.raises(ConfigError, match=r"config_for: num_experts must be that of the model, got 16, and 8 in Qwen3"):
+        config_for(config_of(FAMILY), num_experts=16)
+
+
+def test_config_of_a_model_without_experts() -> None:
+    from transformers import LlamaConfig
+
+    with pytest.raises(ConfigError, match=r"LlamaConfig must say num_experts, top_k, got none of num_experts, num_loc"):
+        config_for(LlamaConfig())
+    given = config_for(LlamaConfig(hidden_size=HIDDEN), backend="local", num_experts=EXPERTS, top_k=TOP_K)
+    assert given == config()
+
+
+def test_a_name_stands_for_one_config() -> None:
+    register(config(), name="twice")
+    register(config(), name="twice")
+    with pytest.raises(ConfigError, match=r"'twice' must stand for one config, got pad_multiple=16 after 1\. Pass nam"):
+        register(config(pad_multiple=16), name="twice")
+    register(config(pad_multiple=16), name="second")
+    with pytest.raises(ConfigError, match=r"'all_to_all' must be free, got .*AllToAllEP.* of transformers"):
+        register(config(), name="all_to_all")
+
+
+def test_default_name_is_ours() -> None:
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+
+    register(config())
+    assert "moe_dispatch" in EPImplementationInterface()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_experts": 16}, "Qwen3MoeExperts: the 1 ranks must hold num_experts (16) together, got 8"),
+        ({"top_k": 4}, "Qwen3MoeExperts: top_k must be that of the model, got 4, and 2 in Qwen3MoeConfig"),
+        ({"hidden_size": 64}, "Qwen3MoeExperts: hidden_size must be that of the model, got 64, and 32 in Qwen3Moe"),
+    ],
+)
+def test_a_config_of_another_model_is_refused_when_experts_are_wired(
+    changes: dict[str, Any], text: str, mesh: DeviceMesh
+) -> None:
+    name = f"other-{'-'.join(changes)}"
+    register(config(**changes), name=name)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        wire(build(FAMILY), mesh, name)
+
+
+def test_attach_refuses_a_model_without_experts() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dense = LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+    )
+    with pytest.raises(ConfigError, match=r"must have MoE layers, got LlamaForCausalLM without any"):
+        attach(dense)
+
+
+def test_attach_refuses_experts_that_are_not_wired(mesh: DeviceMesh) -> None:
+    with pytest.raises(
+        ConfigError, match=r"must be wired, got Qwen3MoeForCausalLM with 2 of which none is\. Call regi"
+    ):
+        attach(build(FAMILY))
+    with pytest.raises(ConfigError, match=r"must be wired, got Qwen3MoeForCausalLM with 2 of which none is"):
+        attach(wire(build(FAMILY), mesh, "all_to_all"))
+
+
+def test_attach_refuses_a_part_of_a_model_that_is_given_no_mask(mesh: DeviceMesh) -> None:
+    model = wire(build(FAMILY), mesh, registered(config_of(FAMILY), name="part"))
+    with pytest.raises(ConfigError, match=r"must take attention_mask and inputs_embeds, got ModuleList without one"):
+        attach(model.model.layers)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_experts_function_with_the_registry_and_without(
+    hidden: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"function-{hidden}"
+    if hidden:
+        monkeypatch.setitem(sys.modules, "transformers.distributed.expert_parallel", None)
+        with pytest.raises(IntegrationError, match=r"has no registry of expert-parallel .* Pass group= and call"):
+            register(config(), name=name)
+    register(config(), group=dist.group.WORLD, name=name)
+    register(config(), group=dist.group.WORLD, name=name)
+    model = build(FAMILY).train()
+    model.set_experts_implementation(name)
+    attach(model)
+    loss_of(model, BATCHES[1], targets(BATCHES[1])).backward()
+    assert largest_error(gradients(model), unsharded(FAMILY, (BATCHES[1],))[1]) < 1e-4
+    assert rows_cut(model) == LAYERS * (BATCHES[1].attention_mask.numel() - BATCHES[1].num_real)
+    assert list(dispatchers_of(model)) == [f"model.layers.{i}.mlp.experts" for i in range(LAYERS)]
+    assert list(model.state_dict()) == list(build(FAMILY).state_dict())
+
+
+def test_experts_function_is_for_one_config_and_group(mesh: DeviceMesh) -> None:
+    register(config(), group=dist.group.WORLD, name="function")
+    with pytest.raises(ConfigError, match=r"'function' must stand for one config, got debug=True after False"):
+        register(config(debug=True), group=dist.group.WORLD, name="function")
+    with pytest.raises(ConfigError, match=r"'function' must stand for one group, got another"):
+        register(config(), group=init_device_mesh("cpu", (1,)), name="function")
+    with pytest.raises(ConfigError, match=r"graph_safe must be False with group=.*got True"):
+        register(config(graph_safe=True, max_tokens_per_rank=8), group=dist.group.WORLD, name="static")
+
+
+def test_experts_function_refuses_a_share_that_is_not_one(mesh: DeviceMesh) -> None:
+    register(config(num_experts=16), group=dist.group.WORLD, name="share")
+    model = build(FAMILY)
+    model.set_experts_implementation("share")
+    with pytest.raises(ConfigError, match=r"the 1 ranks must hold num_experts \(16\) together, got 8"):
+        attach(model)
+
+
+def test_a_version_nobody_tested_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda package: "6.1.0")
+    with pytest.warns(UserWarning, match=r"not run with transformers 6\.1\.0\. Tested are 5\.7\.0, 5\.22\.2, 5\.23\.0"):
+        register(config(), name="newer")
+
+
+def test_a_version_without_any_hook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda package: "4.57.1")
+    with pytest.raises(IntegrationError, match=r"transformers must be 5\.7\.0 or later, got 4\.57\.1"):
+        register(config(), name="older")
+
+
+def test_configs_of_all_models_that_can_be_wired_say_what_is_needed() -> None:
+    """In 5.23 the defaults of six leave a field open, which a real checkpoint or ``config_for(..., top_k=)`` says."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    silent = set()
+    for family in CONFIG_MAPPING:
+        plan = getattr(CONFIG_MAPPING[family], "base_model_ep_plan", None) or {}
+        if "ep_dispatch_experts" not in plan.values():
+            continue
+        try:
+            config_for(CONFIG_MAPPING[family](), backend="local")
+        except ConfigError:
+            silent.add(family)
+    assert silent == {
+        "deepseek_ocr2_text",
+        "deepseek_v2",
+        "diffusion_gemma_text",
+        "dots1",
+        "dots3_note_vision_encoder",
+        "gemma4_text",
+    }
