@@ -40,8 +40,7 @@ class ExpertParallel:
 
     def __init__(self, config: DispatcherConfig, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         check_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
-        with torch.device("cpu"):  # models are wired while they are built on the meta device; ranks exchange values
-            self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)
+        self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)
         self.slices = BatchSlice(tp_mesh.get_group())
         self._forward = experts.forward
         setattr(experts, WIRED, self)
