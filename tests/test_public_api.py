@@ -31,7 +31,7 @@ LAYOUTS = """
 DISPATCHERS = "Dispatcher Metrics RequiredCapacity build_dispatcher"
 ERRORS = (
     "BackendUnavailableError CapacityError ConfigError InputError IntegrationError LayoutError MoEDispatchError "
-    "PeerError StateError"
+    "PeerError StateError TraceError"
 )
 
 CONFIG_FIELDS = """
@@ -83,6 +83,7 @@ def test_errors_and_the_builtins_they_resemble() -> None:
         errors.LayoutError: errors.InputError,
         errors.BackendUnavailableError: ImportError,
         errors.IntegrationError: ImportError,
+        errors.TraceError: ValueError,
         errors.StateError: RuntimeError,
         errors.PeerError: RuntimeError,
         errors.CapacityError: RuntimeError,

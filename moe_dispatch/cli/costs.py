@@ -125,7 +125,7 @@ def _bytes_table(shares: Sequence[Share], steps: int) -> Table:
         for share in shares
     ]
     return Table(
-        caption=f"{unit} to other ranks per step, of all ranks and dispatchers",
+        caption=f"{unit} per step to other ranks",
         headings=("backend", *_WAYS, "in all"),
         rows=rows,
     )

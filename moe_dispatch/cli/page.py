@@ -22,7 +22,7 @@ h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; border-top: 1px solid var(--fain
 p { max-width: 44rem; margin: .5rem 0; }
 .note { color: var(--quiet); font-size: .9rem; }
 figure { margin: 1rem 0; max-width: 34rem; }
-figure svg { display: block; width: 100%; height: auto; }
+figure svg { display: block; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 0 2rem; }
 .table { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }

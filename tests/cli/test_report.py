@@ -162,10 +162,7 @@ def test_tables_have_the_numbers(recorded: Path, outline: Outline) -> None:
     pairs = outline.tables["kB per step from rank to rank"]
     assert float(pairs[1][2]) == pytest.approx(float(share.bytes_PP[0, 1]) / STEPS / 1e3, rel=1e-3)
     assert pairs[1][1] == "-"
-    sent = {
-        row[0]: numbers(row[1:])
-        for row in outline.tables["kB to other ranks per step, of all ranks and dispatchers"][1:]
-    }
+    sent = {row[0]: numbers(row[1:]) for row in outline.tables["kB per step to other ranks"][1:]}
     assert sent["alltoall"][-1] == pytest.approx(sum(share.sent.values()) / STEPS / 1e3, rel=1e-3)
     overflow = outline.tables["Overflow by capacity"][1:]
     assert overflow[0][:2] == ["1.0", "54"]

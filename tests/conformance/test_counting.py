@@ -43,6 +43,11 @@ def broadcast(group: dist.ProcessGroup) -> None:
     group.broadcast([torch.ones(5)], dist.BroadcastOptions()).wait()
 
 
+def gather(group: dist.ProcessGroup) -> None:
+    outputs = [] if group.rank() else [[torch.empty(5) for _ in range(group.size())]]
+    group.gather(outputs, [torch.ones(5)], dist.GatherOptions()).wait()
+
+
 @pytest.mark.parametrize(
     ("start", "op", "nbytes"),
     [
@@ -52,6 +57,7 @@ def broadcast(group: dist.ProcessGroup) -> None:
         (reduce_scatter, "reduce_scatter_base", 2 * 3 * 4),
         (all_reduce, "allreduce", 5 * 4),
         (broadcast, "broadcast", 5 * 4),
+        (gather, "gather", 5 * 4),
     ],
 )
 def test_bytes_to_others(start: Callable[[dist.ProcessGroup], None], op: str, nbytes: int) -> None:
