@@ -25,7 +25,7 @@ BACKENDS = """
     Volume Wire known_backends load_backend register_backend
 """
 LAYOUTS = """
-    BSHD Layout PACKING_SUPPORT Packing PackingSupport Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd
+    BSHD Layout Masked PACKING_SUPPORT Packing PackingSupport Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd
     layout_for padded_length sequence_multiple shard_for_context_parallel thd_to_bshd unshard_from_context_parallel
 """
 DISPATCHERS = "Dispatcher Metrics RequiredCapacity build_dispatcher"
