@@ -131,15 +131,16 @@ def _run(job: Job, place: Place) -> SelfTest:
     groups: dict[str, Any] = {"group": None if job.alone else place.group, "control_group": place.control}
     if job.alone or job.on_cpu:  # the control group is on CPUs
         groups = {"group": None if job.alone else place.control or place.group}
-    passed, error = None, None
+    passed: bool | None = True
+    error = None
     try:
         dispatcher = build_dispatcher(job.config, **groups)
-        passed = False
         dispatcher.self_test(device=device)
         dispatcher.close()
-        passed = True
-    except MoEDispatchError as wrong:
-        passed, error = None if isinstance(wrong, ConfigError) else passed, str(wrong)
+    except ConfigError as refusal:  # of these ranks or this model
+        passed, error = None, str(refusal)
+    except MoEDispatchError as failure:
+        passed, error = False, str(failure)
     return SelfTest(ranks=_ranks(job, place.size), device=device.type, passed=passed, error=error)
 
 

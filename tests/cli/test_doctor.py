@@ -10,6 +10,7 @@ import pytest
 from moe_dispatch.backends import register_backend
 from moe_dispatch.cli import diagnosis, self_tests
 from moe_dispatch.cli.ranks import RankFailed
+from moe_dispatch.errors import PeerError
 from tests.cli.conftest import Command, on_threads
 from tests.cli.planted import Absent, Halved, Raising
 from tests.cli.test_command import start
@@ -146,6 +147,15 @@ def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(
     assert (answer.status, answer.out, answer.error) == (0, "", "")
     answer = command("doctor", *SMALL, "-b", "altoall")
     assert (answer.status, answer.out, answer.error) == (2, "", "")
+
+
+def test_backend_that_another_rank_refuses_has_failed(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: object, **options: object) -> None:
+        raise PeerError("rank 1 refused: no device")
+
+    monkeypatch.setattr(self_tests, "build_dispatcher", refused)
+    test = named(found(command, "-b", "alltoall", status=1), "alltoall")["self_test"]
+    assert (test["passed"], test["error"]) == (False, "rank 1 refused: no device")
 
 
 def test_failure_before_any_test_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
