@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import BSHD, SBHD, THD, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
-from moe_dispatch.layouts import Layout
+from moe_dispatch.layouts import Layout, Masked
 from moe_dispatch.traces import Trace
 from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, TOP_K, Group, small_config
 
@@ -27,6 +27,7 @@ def batches(rank: int) -> list[Given]:
         (random(6, rank).view(3, 2, HIDDEN), routing(6, 30 + rank), SBHD([2 + rank % 2, 0]).shard(0, 1)),
         (random(8, rank), routing(8, 40 + rank), THD([0, 3, 14], [0, 4, 16]).shard(rank % 2, 2, "contiguous")),
         (random(5, rank), routing(5, 50 + rank), Rows(3)),
+        (random(4, rank), routing(4, 60 + rank), Masked(torch.tensor([True, False, rank > 0, True]))),
     ]
 
 

@@ -41,7 +41,7 @@ def same_part(part: Part, given: Given) -> None:
 def check_batches(path: Path, size: int) -> Trace:
     trace = Trace.load(path)
     assert (trace.ep_size, trace.ranks, trace.layers) == (size, tuple(range(size)), ("layers.0", "dispatcher 1"))
-    assert [(call.step, call.layer) for call in trace.calls] == [(step, layer) for step in range(6) for layer in (0, 1)]
+    assert [(call.step, call.layer) for call in trace.calls] == [(step, layer) for step in range(7) for layer in (0, 1)]
     for call in trace.calls:
         for rank, part in enumerate(call.parts):
             same_part(part, batches(rank)[call.step])
