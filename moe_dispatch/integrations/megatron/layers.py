@@ -147,7 +147,7 @@ def _route_no_padding(
 
 
 def _own_padding(experts: Any, dispatcher: MegatronDispatcher) -> None:
-    """Tell experts that their rows come padded: from 0.17 on they ask their config whether a router has done it."""
+    """Tell experts that their rows come padded: those of 0.19 ask their config whether a router has done it."""
     config = getattr(experts, "config", None)
     if dispatcher.dispatcher.config.pad_multiple_rows > 1 and config is not None:
         experts.config = copy.copy(config)  # not the model's, which its other layers read
@@ -159,6 +159,7 @@ def _check_experts(experts: Any, dispatcher: MegatronDispatcher) -> None:
     if not dispatcher.dispatcher.config.graph_safe or not names & _HOST_COUNTING:
         return
     if not ("TEGroupedMLP" in names and getattr(experts.config, "use_transformer_engine_op_fuser", False)):
+        dispatcher.close()
         raise ConfigError(
             f"MegatronDispatcher: graph_safe=True needs experts that leave their counts on the device, got "
             f"{type(experts).__name__}. Use TEGroupedMLP with use_transformer_engine_op_fuser, or leave graph_safe out."

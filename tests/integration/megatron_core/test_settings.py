@@ -257,8 +257,11 @@ def test_experts_that_count_on_the_host_cannot_be_graph_safe() -> None:
     class TEGroupedMLP:
         config = SimpleNamespace(use_transformer_engine_op_fuser=True)
 
+    closed: list[int] = []
+
     def dispatcher(graph_safe: bool) -> Any:
-        return SimpleNamespace(dispatcher=SimpleNamespace(config=SimpleNamespace(graph_safe=graph_safe)))
+        config = SimpleNamespace(graph_safe=graph_safe)
+        return SimpleNamespace(dispatcher=SimpleNamespace(config=config), close=lambda: closed.append(1))
 
     with pytest.raises(
         ConfigError, match=r"graph_safe=True needs experts that leave their counts on the device, got Seq"
@@ -269,6 +272,7 @@ def test_experts_that_count_on_the_host_cannot_be_graph_safe() -> None:
     TEGroupedMLP.config.use_transformer_engine_op_fuser = False
     with pytest.raises(ConfigError, match=r"got TEGroupedMLP. Use TEGroupedMLP with use_transformer_engine_op_fuser"):
         _check_experts(TEGroupedMLP(), dispatcher(graph_safe=True))
+    assert len(closed) == 2
 
 
 def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
