@@ -45,15 +45,22 @@ def on_threads(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
         raise RankFailed(f"a rank of {size}: {error}") from error
 
 
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Ranks of a command silence their process's log; here they are threads of the tests' own."""
+    logger = logging.getLogger("moe_dispatch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+def command(monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run ``moe-dispatch`` with some arguments."""
     monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
     for module in (compare, self_tests):
         monkeypatch.setattr(module, "on_ranks", on_threads)
     monkeypatch.setenv("COLUMNS", "120")
-    logger = logging.getLogger("moe_dispatch")
-    level = logger.level
 
     def run(*arguments: str) -> Answer:
         result = CliRunner().invoke(app, arguments, prog_name="moe-dispatch")
@@ -61,5 +68,4 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
             raise result.exception
         return Answer(result.exit_code, result.stdout, result.stderr)
 
-    yield run
-    logger.setLevel(level)
+    return run
