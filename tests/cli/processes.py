@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -25,3 +26,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def hearing_interrupts() -> Iterator[None]:
+    """Processes started inside hear Ctrl-C, also where tests run in a shell's background, whose jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

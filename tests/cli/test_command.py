@@ -13,7 +13,7 @@ import pytest
 
 from moe_dispatch import __version__, cli
 from tests.cli.conftest import Command
-from tests.cli.processes import members, wait_for
+from tests.cli.processes import hearing_interrupts, members, wait_for
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ("doctor", "check", "plan", "compare", "report")
@@ -99,7 +99,8 @@ def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
         pytest.skip("processes are counted in /proc")
     config = tmp_path / "config.json"
     config.write_text('{"num_experts": 4, "top_k": 2, "hidden_size": 32}')
-    process = start("compare", "-b", "alltoall", str(config), "--ranks", "2", "--steps", "100000")
+    with hearing_interrupts():
+        process = start("compare", "-b", "alltoall", str(config), "--ranks", "2", "--steps", "100000")
     try:
         wait_for(lambda: len(members(process.pid)) >= 3 or process.poll() is not None, seconds=240)
         os.killpg(process.pid, signal.SIGINT)

@@ -29,7 +29,7 @@ from packed_text.documents import BEGIN, PARAGRAPH, batches, join, pack, read_se
 from packed_text.model import ByteLanguageModel
 from packed_text.report import STEPS_TO_JUDGE, check_runs, largest_difference
 from packed_text.training import Run, Task, Trainer
-from tests.cli.processes import members, wait_for
+from tests.cli.processes import hearing_interrupts, members, wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_packed_text.py"
@@ -337,7 +337,8 @@ def running_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The script in the middle of its work: its ranks are there."""
     if not Path("/proc/self/stat").exists():
         pytest.skip("processes are counted in /proc")
-    process = demo("--ranks", "2", "--steps", "1000", "--backend", "alltoall", cwd=tmp_path)
+    with hearing_interrupts():
+        process = demo("--ranks", "2", "--steps", "1000", "--backend", "alltoall", cwd=tmp_path)
     try:
         wait_for(lambda: len(members(process.pid)) >= 3 or process.poll() is not None)
         yield process
