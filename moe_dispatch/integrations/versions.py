@@ -14,7 +14,7 @@ def check_version(package: str, *, tested: tuple[str, ...], lowest: str) -> str:
 
     Args:
         package: the distribution, as "megatron-core".
-        tested: the versions that the integration's tests have run with, ascending.
+        tested: the versions that the integration has run with, ascending; those between count as good.
         lowest: the first version that has the hooks it uses.
 
     Raises:
