@@ -295,6 +295,7 @@ def report_command(
     \b
     moe-dispatch report run.safetensors
     moe-dispatch report run.safetensors --out reports/run-17
+    moe-dispatch report out/run.safetensors -o reports/latest
     """  # noqa: D301
     console.line(str(write_report(trace, out)))
     return 0
