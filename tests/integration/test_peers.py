@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.agreement import check_agreement
-from benchmarks.contenders import Ours
-from benchmarks.dispatch import main
-from benchmarks.interception import Recorder, bytes_by_phase, floor_bytes, record_layer
-from benchmarks.peers import contender_names, missing_packages, open_contender
-from benchmarks.workload import (
+from moe_dispatch.cli.bench.agreement import check_agreement
+from moe_dispatch.cli.bench.contenders import Ours
+from moe_dispatch.cli.bench.dispatch import main
+from moe_dispatch.cli.bench.interception import Recorder, bytes_by_phase, floor_bytes, record_layer
+from moe_dispatch.cli.bench.peers import contender_names, missing_packages, open_contender
+from moe_dispatch.cli.bench.workload import (
     TOLERANCES,
     DisagreementError,
     Shape,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case, CaseResult, Measured
-from benchmarks.overhead import Overhead
-from benchmarks.timing import Timing
+from moe_dispatch.cli.bench.case import Case, CaseResult, Measured
+from moe_dispatch.cli.bench.overhead import Overhead
+from moe_dispatch.cli.bench.timing import Timing
 
 _PACKAGES = ("torch", "torchtitan", "transformers")
 _ALLOCATOR_VARIABLES = ("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES")

@@ -8,14 +8,14 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from benchmarks.agreement import check_agreement
-from benchmarks.contenders import Contender, identity_experts, run_layer
-from benchmarks.interception import PHASES, bytes_by_phase, floor_bytes, record_layer
-from benchmarks.memory import peak_bytes
-from benchmarks.overhead import Overhead, measure_overhead
-from benchmarks.peers import contender_names, open_contender
-from benchmarks.timing import Timing, time_in_turn
-from benchmarks.workload import Shape, Skew, Tokens, draw_tokens
+from moe_dispatch.cli.bench.agreement import check_agreement
+from moe_dispatch.cli.bench.contenders import Contender, identity_experts, run_layer
+from moe_dispatch.cli.bench.interception import PHASES, bytes_by_phase, floor_bytes, record_layer
+from moe_dispatch.cli.bench.memory import peak_bytes
+from moe_dispatch.cli.bench.overhead import Overhead, measure_overhead
+from moe_dispatch.cli.bench.peers import contender_names, open_contender
+from moe_dispatch.cli.bench.timing import Timing, time_in_turn
+from moe_dispatch.cli.bench.workload import Shape, Skew, Tokens, draw_tokens
 
 
 @final

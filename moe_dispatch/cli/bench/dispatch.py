@@ -1,7 +1,7 @@
 """Forward and backward of dispatch and combine: this library, torchtitan and transformers, in one group.
 
-``python -m benchmarks.dispatch`` checks that all agree, and prints times (seconds, of the slowest rank), bytes sent to
-other ranks against the fewest possible, the most memory held, and what a call costs beside its collectives.
+Checks that all agree, and prints times (seconds, of the slowest rank), bytes sent to other ranks against the fewest
+possible, the most memory held, and what a call costs beside its collectives.
 ``--growth`` prints how the times grow over each dimension instead.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.case import Case, overhead_case, run_case, time_case
-from benchmarks.overhead import Overhead
-from benchmarks.peers import CONTENDERS, missing_packages
-from benchmarks.report import (
+from moe_dispatch.cli.bench.case import Case, overhead_case, run_case, time_case
+from moe_dispatch.cli.bench.overhead import Overhead
+from moe_dispatch.cli.bench.peers import CONTENDERS, missing_packages
+from moe_dispatch.cli.bench.report import (
     case_table,
     describe,
     growth_header,
@@ -32,8 +32,8 @@ from benchmarks.report import (
     plain,
     table,
 )
-from benchmarks.timing import Timing
-from benchmarks.workload import Shape, Skew
+from moe_dispatch.cli.bench.timing import Timing
+from moe_dispatch.cli.bench.workload import Shape, Skew
 from moe_dispatch.testing.ranks import run_processes
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m moe_dispatch.cli.bench.dispatch", description=__doc__)
     parser.add_argument("--tokens", type=_positive, default=4096, help="rows of each rank")
     parser.add_argument("--hidden", type=_positive, default=1024)
     parser.add_argument("--experts", type=_positive, default=64, help="of the whole group")

@@ -12,8 +12,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.contenders import Contender
-from benchmarks.workload import Tokens
+from moe_dispatch.cli.bench.contenders import Contender
+from moe_dispatch.cli.bench.workload import Tokens
 
 PHASES = ("dispatch", "combine", "backward")
 

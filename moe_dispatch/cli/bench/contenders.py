@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.workload import Outcome, Shape, Tokens
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.cli.bench.workload import Outcome, Shape, Tokens
 
 # Rows (R, D) as they arrived, and a function that tells the local expert of each, int64 (R,); gives rows (R, D).
 Experts = Callable[[Tensor, Callable[[], Tensor]], Tensor]

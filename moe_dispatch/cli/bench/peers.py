@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.contenders import Contender, Experts, Ours, experts_of_rows
-from benchmarks.workload import Shape, Tokens
+from moe_dispatch.cli.bench.contenders import Contender, Experts, Ours, experts_of_rows
+from moe_dispatch.cli.bench.workload import Shape, Tokens
 
 _NEEDED = {
     "torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"),

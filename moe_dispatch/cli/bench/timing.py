@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import Contender
-from benchmarks.workload import Tokens
+from moe_dispatch.cli.bench.contenders import Contender
+from moe_dispatch.cli.bench.workload import Tokens
 
 
 @final

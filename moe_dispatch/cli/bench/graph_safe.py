@@ -1,6 +1,6 @@
 """What graph-safe mode costs beside the eager mode of the same backend, on the same routing, in one group.
 
-``python -m benchmarks.graph_safe`` prints, for several capacities, times (seconds, of the slowest rank), bytes sent to
+Prints, for several capacities, times (seconds, of the slowest rank), bytes sent to
 other ranks and the most memory held, each also over that of eager. Capacities bound rows per rank and, on ``alltoall``,
 rows per pair; what does not fit is dropped, so a row that needed more than its capacity is marked.
 """
@@ -19,13 +19,13 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from benchmarks.case import Case, gather
-from benchmarks.contenders import Ours, identity_experts, run_layer
-from benchmarks.interception import bytes_by_phase, record_layer
-from benchmarks.memory import peak_bytes
-from benchmarks.report import describe, machine, table
-from benchmarks.timing import Timing, time_in_turn
-from benchmarks.workload import Shape, Skew, Tokens
+from moe_dispatch.cli.bench.case import Case, gather
+from moe_dispatch.cli.bench.contenders import Ours, identity_experts, run_layer
+from moe_dispatch.cli.bench.interception import bytes_by_phase, record_layer
+from moe_dispatch.cli.bench.memory import peak_bytes
+from moe_dispatch.cli.bench.report import describe, machine, table
+from moe_dispatch.cli.bench.timing import Timing, time_in_turn
+from moe_dispatch.cli.bench.workload import Shape, Skew, Tokens
 from moe_dispatch.testing.ranks import run_processes
 
 _TIMEOUT = timedelta(minutes=10)
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.graph_safe", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m moe_dispatch.cli.bench.graph_safe", description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096, help="rows of each rank, and max_tokens_per_rank")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=64, help="of the whole group")

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from benchmarks.contenders import Contender, run_layer, scaling_experts
-from benchmarks.workload import TOLERANCES, Outcome, Tokens, dense_outcome, draw_scales, magnitudes, require_agreement
+from moe_dispatch.cli.bench.contenders import Contender, run_layer, scaling_experts
+from moe_dispatch.cli.bench.workload import (
+    TOLERANCES,
+    Outcome,
+    Tokens,
+    dense_outcome,
+    draw_scales,
+    magnitudes,
+    require_agreement,
+)
 
 
 def check_agreement(contenders: dict[str, Contender], tokens: Tokens, group: dist.ProcessGroup) -> dict[str, float]:

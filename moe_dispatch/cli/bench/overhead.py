@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from benchmarks.contenders import Contender, identity_experts
-from benchmarks.interception import Recorder, replay
-from benchmarks.workload import Tokens
+from moe_dispatch.cli.bench.contenders import Contender, identity_experts
+from moe_dispatch.cli.bench.interception import Recorder, replay
+from moe_dispatch.cli.bench.workload import Tokens
 
 
 @final

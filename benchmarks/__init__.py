@@ -1,1 +1,0 @@
-"""What dispatching costs, beside the dispatchers of torchtitan and transformers: ``python -m benchmarks.dispatch``."""

@@ -1,0 +1,1 @@
+"""What dispatching costs, beside the dispatchers of torchtitan and transformers."""
