@@ -19,7 +19,7 @@ from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.volume import Volume
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_group
-from moe_dispatch.errors import MoEDispatchError, TraceError
+from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.traces import Part, Trace
 
 
@@ -75,6 +75,7 @@ def history_of(trace: Trace) -> History:
         TraceError: some ranks are missing, or a row names an expert that there is none of.
     """
     trace.require_whole("report")
+    trace.check_ids("report")
     size, num_calls = trace.ep_size, len(trace.calls)
 
     def zeros(*shape: int) -> Tensor:
@@ -102,11 +103,6 @@ def _count(history: History, part: Part, index: int, rank: int) -> None:
     trace, experts = history.trace, history.trace.config.num_experts
     cut = trace.cuts(part)
     ids = part.sent_ids(cut=cut)
-    if len(ids) and not -1 <= int(ids.min()) <= int(ids.max()) < experts:
-        raise TraceError(
-            f"report: topk_ids must lie in -1..{experts - 1}, got {int(ids.min())}..{int(ids.max())} on rank {rank} in "
-            f"step {trace.calls[index].step} of {trace.layers[trace.calls[index].layer]}. Check the router."
-        )
     chosen = torch.zeros(len(ids), experts + 1, dtype=torch.bool).scatter_(1, ids + 1, True)[:, 1:]
     ranks = chosen.view(len(ids), trace.ep_size, experts // trace.ep_size)
     history.tokens_CE[index] += chosen.sum(0)

@@ -80,9 +80,10 @@ def known_loads(ids: Sequence[Tensor], shape: MoEShape) -> Loads:
     """
     chosen = [_chosen(ids_TK, shape.num_experts) for ids_TK in ids]
     nodes = shape.ep_size // _per_node(shape)
-    slots_PP = torch.stack([rows.view(len(rows), shape.ep_size, -1).sum((0, 2)) for rows in chosen]).double()
+    # Not view(.., -1): a rank may bring no row, and what has no elements leaves -1 open.
+    slots_PP = torch.stack([rows.unflatten(1, (shape.ep_size, -1)).sum((0, 2)) for rows in chosen]).double()
     pairs_PP, nodes_PN = (
-        torch.stack([rows.view(len(rows), count, -1).any(2).sum(0) for rows in chosen]).double()
+        torch.stack([rows.unflatten(1, (count, -1)).any(2).sum(0) for rows in chosen]).double()
         for count in (shape.ep_size, nodes)
     )
     tokens_E = torch.stack([rows.sum(0) for rows in chosen]).sum(0)

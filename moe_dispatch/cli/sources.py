@@ -98,6 +98,7 @@ def traced_routing(path: Path, config: DispatcherConfig, *, ep_size: int | None,
     """
     trace = Trace.load(path)
     trace.require_whole("plan")
+    trace.check_ids("plan")
     trace.check(config, ep_size=trace.ep_size if ep_size is None else ep_size)
     dispatches = [[part.sent_ids(cut=cut and part.on_host) for part in call.parts] for call in trace.calls]
     text = f"{path.name}: {len(dispatches)} dispatches, of {len(trace.layers)} layers in {trace.steps} steps"

@@ -186,6 +186,26 @@ class Trace:
                 "Record one that is not interrupted."
             )
 
+    def check_ids(self, where: str) -> None:
+        """Refuse a trace of a router that named experts that there are none of.
+
+        Args:
+            where: begins the error message.
+
+        Raises:
+            TraceError: with the offending values, and whose they are.
+        """
+        last = self.config.num_experts - 1
+        for call in self.calls:
+            for rank, part in zip(self.ranks, call.parts, strict=True):
+                ids, valid_T = part.routing.topk_ids, part.layout.valid_T(part.num_rows)
+                ids = ids if valid_T is None else ids[valid_T]
+                if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) <= last:
+                    raise TraceError(
+                        f"{where}: topk_ids must lie in -1..{last}, got {int(ids.min())}..{int(ids.max())} on rank "
+                        f"{rank} in step {call.step} of {self.layers[call.layer]}. Check the router."
+                    )
+
     def check(self, config: DispatcherConfig, *, ep_size: int) -> None:
         """Refuse to be used with a config that its routing does not fit.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -157,3 +158,31 @@ def test_the_page_shows_what_is_printed(command: Command, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     printed = "\n".join(line.rstrip() for line in command(*asked_for.split()).out.splitlines())
     assert printed == shown.rstrip("\n")
+
+
+@pytest.mark.parametrize("rows", [(5, 0), (0, 0)], ids=["one rank", "all ranks"])
+def test_a_trace_may_hold_dispatches_without_a_token(
+    rows: tuple[int, int], command: Command, model: str, tmp_path: Path
+) -> None:
+    given, path = config(backend="alltoall", hidden_size=256), tmp_path / "run.safetensors"
+
+    def body(group: dist.ProcessGroup) -> None:
+        dispatcher = build_dispatcher(given, group)
+        with Trace.record(dispatcher, path):
+            for count in (4, rows[group.rank()]):
+                ids = torch.arange(4).expand(count, -1)  # all of them on the first rank
+                dispatcher.dispatch(torch.zeros(count, 256), Routing(ids, torch.ones(ids.shape)))
+
+    run_ranks(body, 2)
+    found = asked(command, model, "--routing", str(path), "-b", "alltoall")
+    assert found["received"]["expected"] == 4 * (4 + 4 + sum(rows)) / 4
+    assert (found["received"]["low"], found["received"]["high"]) == (0, 32)
+
+
+def test_a_trace_of_a_wrong_router_is_refused(command: Command, model: str, tmp_path: Path) -> None:
+    dispatcher = build_dispatcher(config(backend="local", hidden_size=256))
+    with Trace.record(dispatcher, tmp_path / "run.safetensors"), contextlib.suppress(RuntimeError):
+        dispatcher.dispatch(torch.zeros(1, 256), Routing(torch.tensor([[0, 1, 2, 16]]), torch.ones(1, 4)))
+    answer = command("plan", model, "--routing", str(tmp_path / "run.safetensors"))
+    assert (answer.status, answer.out) == (2, "")
+    assert "Error: plan: topk_ids must lie in -1..15, got 0..16 on rank 0 in step 0" in answer.error

@@ -148,3 +148,22 @@ def test_backends_that_do_not_tell_are_planned_without_bytes(monkeypatch: pytest
     (plan,) = plan_of(config(), 4, recorded(mixed_ids(4)), "allgather").backends
     assert (plan.refused, plan.sent, plan.forward) == (None, None, None)
     assert plan.rows_per_rank is not None
+
+
+@pytest.mark.parametrize("without", [(1,), (0, 1)], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("name", ["alltoall", "allgather"])
+def test_ranks_without_a_token_are_planned_as_they_ran(name: str, without: tuple[int, ...]) -> None:
+    """In a second dispatch, after one in which all have some."""
+    whole, empty = mixed_ids(2), mixed_ids(2, seed=1)
+    for rank in without:
+        empty[rank] = empty[rank][:0]
+    given = config(backend=name, pad_multiple=16)
+    measured = [metrics for ids in (whole, empty) for metrics, _ in run(given, ids)]
+    found = plan_of(given, 2, recorded(whole, empty), name)
+    (plan,) = found.backends
+    assert plan.sent is not None
+    for label in ("dispatch", "combine", "combine.backward", "dispatch.backward"):
+        assert plan.sent[label].expected * 4 == sum(metrics.bytes_sent.get(label, 0) for metrics in measured), label
+    assert found.expert_padding.expected * 4 == sum(metrics.rows_padded["expert"] for metrics in measured)
+    received = [int(metrics.real_tokens_per_expert.sum()) for metrics in measured]
+    assert (found.received.expected * 4, found.received.low) == (sum(received), min(received))
