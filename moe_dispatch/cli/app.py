@@ -6,7 +6,7 @@ import functools
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -16,11 +16,10 @@ from moe_dispatch.cli import compare, conformance, console, diagnosis, doctor, p
 from moe_dispatch.cli.comparison import MODES
 from moe_dispatch.cli.names import parse_backend
 from moe_dispatch.cli.ranks import PeerFailed, RankFailed, let_others_speak, this_rank
+from moe_dispatch.cli.replay import MOST_STEPS
 from moe_dispatch.cli.report import write_report
 from moe_dispatch.cli.sequences import Batch, Parallelism
-from moe_dispatch.cli.workload import Workload
 from moe_dispatch.errors import ConfigError, MoEDispatchError
-from moe_dispatch.testing.scenario import DtypeName
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -254,11 +253,27 @@ def compare_command(
         ),
     ] = None,
     mode: Annotated[str, typer.Option(metavar="MODES", help="Of eager and graph-safe.")] = ",".join(MODES),
-    ranks: Annotated[int, typer.Option(min=1, help="Processes to start; torchrun knows its own.")] = 4,
-    tokens: Annotated[int, typer.Option(min=0, help="Of the rank with most.")] = 64,
-    steps: Annotated[int, typer.Option(min=1, help="Batches, each with a routing of its own.")] = 3,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes to start: 4, or a trace's; torchrun knows its own.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=0, help="Of the rank with most; 64 by default.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Batches, each with a routing of its own, 3 by default; or a trace's first dispatches, {MOST_STEPS}.",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
-    routing: Annotated[str, typer.Option(help="uniform, balanced, skewed, partly_nowhere, ...")] = "uniform",
+    routing: Annotated[
+        str | None, typer.Option(help="uniform, which is the default, balanced, skewed, partly_nowhere, ...")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What Trace.record wrote: its ids, weights and layouts.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Of differences from the reference, in place of the dtype's.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of all data.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> int:
@@ -266,17 +281,21 @@ def compare_command(
 
     Tells how far each is from a dense float64 computation and from the first, and what a call costs: bytes, padding,
     host syncs, time. Ends with 1 if one differs more than its dtype allows, or if a backend that was named cannot run.
+    With a trace, tokens go where they went when it was recorded, on as many ranks.
 
     \b
     moe-dispatch compare experiment.yaml
     moe-dispatch compare -b alltoall,allgather experiment.yaml --dtype float32
     moe-dispatch compare -b alltoall,hybridep+emulate=true experiment.yaml --routing skewed
     moe-dispatch compare -b alltoall,my_package:MyBackend experiment.yaml --mode eager
+    moe-dispatch compare -b alltoall,allgather experiment.yaml --trace run.safetensors --tolerance 0.01
     torchrun --nproc-per-node 8 --no-python moe-dispatch compare -b alltoall,deepep experiment.yaml
     """  # noqa: D301
-    workload = Workload(tokens=tokens, steps=steps, dtype=cast(DtypeName, dtype), routing=routing, seed=seed)
-    task = compare.make_task(config, backends, mode.split(","), workload)
-    return compare.run(task, ranks, as_json=as_json)
+    workload, own_ranks = compare.make_workload(
+        tokens=tokens, steps=steps, dtype=dtype, routing=routing, seed=seed, trace=trace
+    )
+    task = compare.make_task(config, backends, mode.split(","), workload, tolerance=tolerance)
+    return compare.run(task, own_ranks if ranks is None else ranks, as_json=as_json)
 
 
 @app.command("report")

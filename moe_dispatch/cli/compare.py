@@ -2,24 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from moe_dispatch.backends import known_backends
 from moe_dispatch.cli import console
 from moe_dispatch.cli.comparison import MODES, QUANTITIES, Comparison, Outcome, Task, Variant
 from moe_dispatch.cli.measurement import measure
 from moe_dispatch.cli.names import NamedBackend, parse_backend
-from moe_dispatch.cli.ranks import on_ranks, this_rank
+from moe_dispatch.cli.ranks import num_ranks, on_ranks, this_rank
+from moe_dispatch.cli.replay import MOST_STEPS, Replay
 from moe_dispatch.cli.workload import Workload
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.testing.routings import ROUTINGS
-from moe_dispatch.testing.scenario import TOLERANCES
+from moe_dispatch.testing.scenario import TOLERANCES, DtypeName
+from moe_dispatch.traces import Trace
+
+DEFAULT_RANKS = 4
 
 
-def make_task(file: Path, backends: str | None, modes: Sequence[str], workload: Workload) -> Task:
+def make_workload(
+    *,
+    tokens: int | None,
+    steps: int | None,
+    dtype: str,
+    routing: str | None,
+    seed: int,
+    trace: Path | None,
+) -> tuple[Workload, int]:
+    """What the command line asks for, and on how many ranks where it does not say; None is what was not given.
+
+    Raises:
+        ConfigError: the dtype or the routing is wrong, or a trace is given with what it says itself.
+        TraceError: the trace cannot be read.
+    """
+    _check_choice("dtype", dtype, TOLERANCES)
+    given = {"tokens": tokens, "steps": steps, "routing": routing}
+    if trace is not None:
+        for option in ("tokens", "routing"):
+            if given[option] is not None:
+                raise ConfigError(
+                    f"--{option} must be left out with --trace, which has its own, got {given[option]!r}. Leave out "
+                    "one of the two."
+                )
+        found = Trace.load(trace)
+        given |= {"steps": min(len(found.calls), MOST_STEPS) if steps is None else steps, "recorded": len(found.calls)}
+    if routing is not None:
+        _check_choice("routing", routing, ROUTINGS)
+    chosen: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
+    workload = Workload(dtype=cast(DtypeName, dtype), seed=seed, trace=trace, **chosen)
+    return workload, DEFAULT_RANKS if trace is None else found.ep_size
+
+
+def make_task(
+    file: Path, backends: str | None, modes: Sequence[str], workload: Workload, *, tolerance: float | None = None
+) -> Task:
     """What the command line asks for.
 
     Args:
@@ -27,15 +68,16 @@ def make_task(file: Path, backends: str | None, modes: Sequence[str], workload: 
         backends: names, with commas between.
         modes: of ``MODES``.
         workload: the tokens.
+        tolerance: in place of the dtype's.
 
     Raises:
-        ConfigError: the config, a backend's name or option, the dtype, the mode or the routing is wrong.
+        ConfigError: the config, a backend's name or option, the mode or the tolerance is wrong.
         BackendUnavailableError: a backend given by its path cannot be imported.
     """
-    _check_choice("dtype", workload.dtype, TOLERANCES)
-    _check_choice("routing", workload.routing, ROUTINGS)
     for mode in modes:
         _check_choice("mode", mode, MODES)
+    if tolerance is not None and not 0 < tolerance < math.inf:
+        raise ConfigError(f"--tolerance must be a number above 0, got {tolerance:g}. Leave it out for the dtype's own.")
     config = DispatcherConfig.load(file)
     named = _named(config, backends)
     return Task(
@@ -43,6 +85,7 @@ def make_task(file: Path, backends: str | None, modes: Sequence[str], workload: 
         variants=tuple(Variant(backend=backend, mode=mode) for backend in named for mode in modes),
         workload=workload,
         explicit=backends is not None or config.backend_name != "auto",
+        tolerance=tolerance,
     )
 
 
@@ -65,7 +108,14 @@ def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]
 
 
 def run(task: Task, ranks: int, *, as_json: bool) -> int:
-    """Run, tell, and answer: 0 where all agree."""
+    """Run, tell, and answer: 0 where all agree.
+
+    Raises:
+        TraceError: a trace that does not fit the config or the number of ranks.
+        RankFailed, PeerFailed: as for ``on_ranks``.
+    """
+    if task.workload.trace is not None:  # before ranks are started
+        Replay.load(task.workload.trace, task.config, ranks=num_ranks(ranks), steps=task.workload.steps)
     first = this_rank() == 0
     with console.progress("compare", visible=first) as show:
         comparison: Comparison = on_ranks(partial(measure, task), ranks, lambda message: show(*message))
@@ -80,12 +130,17 @@ def run(task: Task, ranks: int, *, as_json: bool) -> int:
 
 def _show(comparison: Comparison) -> None:
     workload, config = comparison.task.workload, comparison.task.config
-    tokens = ", ".join(map(str, comparison.tokens))
-    console.line(f"{len(comparison.tokens)} ranks over {comparison.transport}, with {tokens} tokens")
+    tokens, most = ", ".join(map(str, comparison.tokens)), "" if workload.trace is None else "up to "
+    routing = f"{workload.routing} routing, {workload.steps} steps"
+    if workload.trace is not None:
+        routing = f"routing of {workload.trace}, the first {workload.steps} of {workload.recorded} dispatches"
+    console.line(f"{len(comparison.tokens)} ranks over {comparison.transport}, with {most}{tokens} tokens")
     console.line(
         f"{config.num_experts} experts, top-{config.top_k}, hidden size {config.hidden_size}, {workload.dtype}, "
-        f"{workload.routing} routing, {workload.steps} steps"
+        f"{routing}"
     )
+    for note in comparison.notes:
+        console.line(note, mark="-")
     ran = [outcome for outcome in comparison.outcomes if outcome.refused is None]
     if ran:
         _show_differences(comparison, ran)
@@ -125,8 +180,8 @@ def _show_costs(ran: Sequence[Outcome]) -> None:
                 outcome.backend,
                 outcome.mode,
                 sent,
-                str(outcome.rows_padded["rank"]),
-                str(outcome.rows_padded["expert"]),
+                f"{outcome.rows_padded['rank']:.4g}",
+                f"{outcome.rows_padded['expert']:.4g}",
                 "-" if outcome.host_syncs is None else str(outcome.host_syncs),
                 "emulated" if outcome.emulated else f"{outcome.milliseconds:.1f}",
                 "-" if outcome.emulated else f"{outcome.time_ratio:.2f}",
@@ -137,7 +192,7 @@ def _show_costs(ran: Sequence[Outcome]) -> None:
         rows,
         text_columns=2,
         caption="Of one plan, dispatch, combine and backward: MB (1e6 bytes) and padded rows of all ranks together, "
-        "host syncs of rank 0, the median time, and its ratio to the first line's.",
+        "the mean of all steps; host syncs of rank 0, the median time, and its ratio to the first line's.",
     )
 
 

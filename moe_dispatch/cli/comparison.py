@@ -46,27 +46,30 @@ class Task:
 
     Attributes:
         explicit: the backends were named, so one that cannot run is a failure.
+        tolerance: of the differences from the reference; None for what the dtype allows.
     """
 
     config: DispatcherConfig
     variants: tuple[Variant, ...]
     workload: Workload
     explicit: bool = True
+    tolerance: float | None = None
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of one variant. Of all steps and ranks the largest difference, of one step the rest.
+    """What came of one variant. Differences are the largest of all steps and ranks, costs those of one step.
 
     Attributes:
         refused: why it could not be run; then the rest is empty.
         emulated: its library is an emulation, so what it sends and how long it takes says nothing of the real one.
         from_reference: largest difference of ``QUANTITIES`` from the dense float64 reference, over the largest value.
         from_first: likewise from the first variant that ran.
-        bytes_sent: by collectives of torch.distributed, all ranks together; None where a library of its own sends.
-        rows_padded: rows without a token, all ranks together, by cause.
-        host_syncs: of rank 0, the plan's included; None for an emulation.
+        bytes_sent: by collectives of torch.distributed, all ranks together, the mean of all steps; None where a library
+            of its own sends.
+        rows_padded: rows without a token, all ranks together, by cause; likewise.
+        host_syncs: of rank 0 in the first step, the plan's included; None for an emulation.
         milliseconds: median of plan, dispatch, combine and backward around experts that cost nothing; slowest rank.
         time_ratio: over the first variant that ran.
     """
@@ -77,8 +80,8 @@ class Outcome:
     emulated: bool = False
     from_reference: dict[str, float] = field(default_factory=dict)
     from_first: dict[str, float] = field(default_factory=dict)
-    bytes_sent: int | None = None
-    rows_padded: dict[str, int] = field(default_factory=dict)
+    bytes_sent: float | None = None
+    rows_padded: dict[str, float] = field(default_factory=dict)
     host_syncs: int | None = None
     milliseconds: float | None = None
     time_ratio: float | None = None
@@ -96,13 +99,15 @@ class Comparison:
     Attributes:
         tolerance: of ``from_reference``.
         transport: "nccl" or "gloo".
-        tokens: of each rank.
+        tokens: of each rank, in the step where it has most.
+        most_rows: that any rank brings to any step: the dispatchers' ``max_tokens_per_rank``.
     """
 
     task: Task
     tolerance: float
     transport: str
     tokens: tuple[int, ...]
+    most_rows: int
     outcomes: tuple[Outcome, ...]
 
     @property
@@ -111,6 +116,22 @@ class Comparison:
         ran = [outcome for outcome in self.outcomes if outcome.refused is None]
         missing = {outcome.backend for outcome in self.outcomes} - {outcome.backend for outcome in ran}
         return bool(ran) and all(map(self.agrees, ran)) and not (self.task.explicit and missing)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where dispatchers are not those of the config, and why."""
+        config, notes = self.task.config, []
+        if config.capacity_factor != "worst" and any(one.mode == "graph-safe" for one in self.outcomes):
+            notes.append(
+                f'graph-safe with capacity_factor "worst", not the config\'s {config.capacity_factor:g}: without the '
+                "rows that it drops, results are none to be held against the reference"
+            )
+        if config.max_tokens_per_rank not in (None, self.most_rows):
+            notes.append(
+                f"max_tokens_per_rank is {self.most_rows}, what is sent here, not the config's "
+                f"{config.max_tokens_per_rank}"
+            )
+        return tuple(notes)
 
     def agrees(self, outcome: Outcome) -> bool:
         """Whether an outcome is within the tolerance."""
@@ -127,7 +148,9 @@ class Comparison:
             "tokens": list(self.tokens),
             "steps": workload.steps,
             "dtype": workload.dtype,
-            "routing": workload.routing,
+            "routing": workload.routing if workload.trace is None else None,
+            "trace": workload.trace and {"file": str(workload.trace), "dispatches": workload.recorded},
+            "notes": list(self.notes),
             "config": self.task.config.model_dump(mode="json", exclude={"backend"}),
             "outcomes": [self._described(outcome) for outcome in self.outcomes],
         }

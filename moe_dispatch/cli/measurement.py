@@ -20,7 +20,7 @@ from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.cli.comparison import QUANTITIES, Comparison, Outcome, Task, Variant
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import Send
-from moe_dispatch.cli.workload import Step, make_step
+from moe_dispatch.cli.workload import Step, make_material
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.testing.counting import count_collectives
@@ -42,8 +42,8 @@ class Candidate:
     refused: str | None = None
     from_reference: dict[str, float] = field(default_factory=dict)
     from_first: dict[str, float] = field(default_factory=dict)
-    bytes_sent: int = 0
-    rows_padded: dict[str, int] = field(default_factory=dict)
+    bytes_sent: float = 0
+    rows_padded: dict[str, float] = field(default_factory=dict)
     host_syncs: int = 0
     seconds: list[float] = field(default_factory=list)
 
@@ -56,36 +56,43 @@ class Candidate:
 def measure(task: Task, place: Place, send: Send) -> Comparison:
     """Run everything. Collective; ``send((done, of))`` after every part."""
     logging.getLogger("moe_dispatch").setLevel(logging.ERROR)  # which backends are emulated is in the result
-    scenario = task.workload.scenario(task.config, place.size)
-    steps = [make_step(scenario, step, rank=place.rank, ranks=place.size) for step in range(task.workload.steps)]
-    candidates = [_open(variant, task, place, max(scenario.tokens)) for variant in task.variants]
+    material = make_material(task.workload, task.config, rank=place.rank, ranks=place.size)
+    steps = material.steps
+    candidates = [_open(variant, task, place, material.most_rows) for variant in task.variants]
     rounds = max(ROUNDS, len(steps))
     for done, step in enumerate(steps, start=1):
         _hold_against_reference(step, candidates, place)
         send((done, len(steps) + rounds))
     runners = [candidate for candidate in candidates if candidate.refused is None]
-    calls = [step.call(place.device) for step in steps]
     for candidate in runners:
         with _named(candidate):
-            _count(candidate, calls[0], place)
+            _count(candidate, steps, place)
     for done in range(1, rounds + 1):
+        call = steps[done % len(steps)].call(place.device)
         for candidate in runners:
             with _named(candidate):
-                candidate.seconds.append(_time(candidate, calls[done % len(calls)], place))
+                candidate.seconds.append(_time(candidate, call, place))
         send((len(steps) + done, len(steps) + rounds))
     for candidate in runners:
         _dispatcher(candidate).close()
     return Comparison(
         task=task,
-        tolerance=scenario.tolerance,
+        tolerance=task.tolerance or material.scenario.tolerance,
         transport="nccl" if place.device.type == "cuda" else "gloo",
-        tokens=scenario.tokens_of(place.size),
+        tokens=material.tokens,
+        most_rows=max(material.most_rows, 1),
         outcomes=tuple(_gathered(candidates, place)),
     )
 
 
 def _open(variant: Variant, task: Task, place: Place, max_tokens: int) -> Candidate:
     candidate = Candidate(variant=variant)
+    if variant.backend.emulated and place.device.type != "cpu":
+        candidate.refused = (
+            f"compare: an emulation takes CPU tensors, got {variant.backend.label!r} on ranks with GPUs. Leave it out, "
+            "or hide the GPUs: CUDA_VISIBLE_DEVICES=."
+        )
+        return candidate
     try:
         with _named(candidate):
             config = variant.config(task.config, max(max_tokens, 1))
@@ -140,8 +147,8 @@ def _results(dispatcher: Dispatcher, step: Step, place: Place) -> dict[str, Tens
     y.backward(call.upstream)
     experts = [_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)]
     return {
-        "y": y.detach().cpu(),
-        "x": _gradient(call.x),
+        "y": y.detach().cpu().view(-1, y.shape[-1]),
+        "x": _gradient(call.x).view(-1, y.shape[-1]),
         "weights": _gradient(call.weights_TK),
         "experts": torch.cat([part.flatten() for part in experts]),
     }
@@ -177,15 +184,19 @@ def _layer(dispatcher: Dispatcher, call: Call, plan: Plan) -> None:
     torch.autograd.grad(dispatcher.combine(rows, sent), (call.x, call.weights_TK), call.upstream)
 
 
-def _count(candidate: Candidate, call: Call, place: Place) -> None:
-    """What one call sends, pads and waits for. Also warms up."""
-    dispatcher = _dispatcher(candidate)
+def _count(candidate: Candidate, steps: Sequence[Step], place: Place) -> None:
+    """What calls send and pad, the mean of all steps, and what the first waits for. Also warms up."""
+    dispatcher, nbytes = _dispatcher(candidate), 0
     before = dispatcher.metrics(gather=True).rows_padded
-    with count_collectives() as collectives:
-        _layer(dispatcher, call, dispatcher.plan(call.form.layout, like=call.x))
-    candidate.bytes_sent = collectives.nbytes
+    for step in steps:
+        call = step.call(place.device)
+        with count_collectives() as collectives:
+            _layer(dispatcher, call, dispatcher.plan(call.form.layout, like=call.x))
+        nbytes += collectives.nbytes
     after = dispatcher.metrics(gather=True).rows_padded
-    candidate.rows_padded = {cause: after[cause] - before[cause] for cause in after}
+    candidate.bytes_sent = nbytes / len(steps)
+    candidate.rows_padded = {cause: (after[cause] - before[cause]) / len(steps) for cause in after}
+    call = steps[0].call(place.device)
     if place.rank == 0:
         with count_host_syncs() as reads:
             _layer(dispatcher, call, dispatcher.plan(call.form.layout, like=call.x))
@@ -226,7 +237,7 @@ def _gathered(candidates: Sequence[Candidate], place: Place) -> list[Outcome]:
         milliseconds = 1e3 * median(max(run) for run in zip(*seconds, strict=True))
         base = base or milliseconds
         options = candidate.variant.backend.load().Options
-        emulated = bool(candidate.variant.backend.options.get("emulate"))
+        emulated = candidate.variant.backend.emulated
         outcomes.append(
             _outcome(
                 candidate,

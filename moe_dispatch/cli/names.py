@@ -30,6 +30,11 @@ class NamedBackend:
     where: str
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def emulated(self) -> bool:
+        """Its library is to be emulated."""
+        return bool(self.options.get("emulate"))
+
     def load(self) -> type[Backend]:
         """The class; one that was given by its path is registered under its name.
 

@@ -1,16 +1,20 @@
-"""What ``compare`` sends through every backend: seeded random tokens and routing, and what must come of them."""
+"""What ``compare`` sends through every backend: seeded random tokens, a routing, and what must come of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import WireDtype
+from moe_dispatch.cli.replay import Replay
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.testing.forms import FORMS
+from moe_dispatch.testing.forms import FORMS, Form
 from moe_dispatch.testing.reference import Expected, reference
 from moe_dispatch.testing.scenario import Batch, DtypeName, Experts, Scenario
 from moe_dispatch.testing.seat import Call, make_call
@@ -22,14 +26,17 @@ _REFERENCE_NUMBERS = 2**22
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Random tokens, alike for every backend.
+    """Random tokens, alike for every backend, and where they go: at random, or as a trace says.
 
     Attributes:
-        tokens: of the rank with most; of four ranks one has as many, the others 1/8, 2/8, 3/8 fewer.
-        steps: batches, each with tokens and a routing of its own.
+        tokens: of the rank with most; of four ranks one has as many, the others 1/8, 2/8, 3/8 fewer. Of a trace its
+            own.
+        steps: batches, each with tokens and a routing of its own; of a trace its first dispatches.
         dtype: of the rows.
-        routing: a name of ``moe_dispatch.testing.routings.ROUTINGS``.
+        routing: a name of ``moe_dispatch.testing.routings.ROUTINGS``, where there is no trace.
         seed: of all data.
+        trace: what ``Trace.record`` wrote: ids, weights and layouts are those of its dispatches.
+        recorded: how many dispatches it has.
     """
 
     tokens: int = 64
@@ -37,6 +44,8 @@ class Workload:
     dtype: DtypeName = "bfloat16"
     routing: str = "uniform"
     seed: int = 0
+    trace: Path | None = None
+    recorded: int = 0
 
     def scenario(self, config: DispatcherConfig, ranks: int) -> Scenario:
         """The workload as the conformance kit describes one. Counts are equal where the config promises that."""
@@ -60,32 +69,78 @@ class Workload:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
-    """One batch on one rank, and what must come of it."""
+    """One batch on one rank, and what must come of it. Its tensors are made when asked for: a trace has many steps."""
 
     scenario: Scenario
-    batches: tuple[Batch, ...]
     experts: Experts
-    rank: int
+    form: Form
+    batch: Callable[[], Batch]
 
     def call(self, device: torch.device) -> Call:
         """Its tensors, with leaves that have no gradient yet."""
-        form = FORMS["rows"](len(self.batches[self.rank].x_TD))
-        return make_call(self.scenario, form, self.batches, self.rank, self.experts).to(str(device))
+        return make_call(self.scenario, self.form, (self.batch(),), 0, self.experts).to(str(device))
 
     def expected(self) -> dict[str, Tensor]:
-        """By name: this rank's output and gradients, and its part of the experts' gradients; float64."""
-        found = expect_in_parts(self.batches[self.rank], self.experts, self.scenario.wire_dtype)
+        """By name: this rank's output and gradients, and its part of the experts' gradients; float64.
+
+        The output and gradients of rows are in rows of x; those that are no tokens have zeros.
+        """
+        found = expect_in_parts(self.batch(), self.experts, self.scenario.wire_dtype)
         return {
-            "y": found.y_TD,
-            "x": found.grad_x_TD,
-            "weights": found.grad_weights_TK,
+            "y": self.form.place(found.y_TD, 0),
+            "x": self.form.place(found.grad_x_TD, 0),
+            "weights": self.form.place(found.grad_weights_TK, 0),
             "experts": torch.cat([found.grad_matrix_EWW.flatten(), found.grad_bias_ED.flatten()]),
         }
 
 
-def make_step(scenario: Scenario, step: int, *, rank: int, ranks: int) -> Step:
-    """Batch number ``step``."""
-    return Step(scenario=scenario, batches=scenario.batches(ranks, step), experts=scenario.experts(), rank=rank)
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Material:
+    """A workload on one rank.
+
+    Attributes:
+        tokens: of each rank in the step where it has most.
+        most_rows: that any rank brings to any step, those that are no tokens included.
+    """
+
+    scenario: Scenario
+    steps: tuple[Step, ...]
+    tokens: tuple[int, ...]
+    most_rows: int
+
+
+def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ranks: int) -> Material:
+    """What one rank is to send.
+
+    Raises:
+        TraceError: a trace that cannot be read, or does not fit.
+    """
+    scenario = workload.scenario(config, ranks)
+    if workload.trace is None:
+        tokens = scenario.tokens_of(ranks)
+        form = FORMS["rows"](tokens[rank])
+        batches = [partial(_random_batch, scenario, rank, ranks, step) for step in range(workload.steps)]
+        steps = tuple(_step(scenario, form, batch) for batch in batches)
+        return Material(scenario=scenario, steps=steps, tokens=tokens, most_rows=max(tokens))
+    replay = Replay.load(workload.trace, config, ranks=ranks, steps=workload.steps)
+    return Material(
+        scenario=scenario,
+        steps=tuple(
+            _step(scenario, replay.form(step, rank), partial(replay.batch, scenario, step, rank))
+            for step in range(workload.steps)
+        ),
+        tokens=replay.most_tokens,
+        most_rows=replay.most_rows,
+    )
+
+
+def _random_batch(scenario: Scenario, rank: int, ranks: int, step: int) -> Batch:
+    return scenario.batches(ranks, step)[rank]
+
+
+def _step(scenario: Scenario, form: Form, batch: Callable[[], Batch]) -> Step:
+    return Step(scenario=scenario, experts=scenario.experts(), form=form, batch=batch)
 
 
 def expect_in_parts(batch: Batch, experts: Experts, wire: WireDtype | None) -> Expected:

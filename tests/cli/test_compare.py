@@ -14,14 +14,16 @@ from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import known_backends
 from moe_dispatch.cli import measurement, workload
 from moe_dispatch.cli.compare import make_task
-from moe_dispatch.cli.comparison import MODES
+from moe_dispatch.cli.comparison import MODES, Task, Variant
+from moe_dispatch.cli.names import parse_backend
+from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.workload import Workload
 from moe_dispatch.testing.reference import reference
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
 
-FIELDS = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "pad_multiple": 16}
-KEYS = "agree tolerance ranks transport tokens steps dtype routing config outcomes"
+FIELDS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "pad_multiple": 16}
+KEYS = "agree tolerance ranks transport tokens steps dtype routing trace notes config outcomes"
 OUTCOME_KEYS = """
     backend mode refused agrees emulated from_reference from_first bytes_sent rows_padded host_syncs milliseconds
     time_ratio
@@ -151,9 +153,45 @@ def test_config_is_honoured(command: Command, tmp_path: Path) -> None:
 
 def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: Path) -> None:
     room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
-    report = compared(command, "-b", "alltoall", written(tmp_path, **room), "--routing", "skewed")
+    file = written(tmp_path, **room)
+    report = compared(command, "-b", "alltoall", file, "--routing", "skewed")
     assert [one["refused"] for one in report["outcomes"]] == [None, None]
     assert report["agree"], "nothing is dropped"
+    notes = [
+        'graph-safe with capacity_factor "worst", not the config\'s 0.5: without the rows that it drops, results are '
+        "none to be held against the reference",
+        "max_tokens_per_rank is 16, what is sent here, not the config's 4",
+    ]
+    assert report["notes"] == notes
+    told = command("compare", "-b", "alltoall", file, "--ranks", "1", "--tokens", "16", "--steps", "1").out
+    assert all(f"-      {note}\n" in told for note in notes), told
+    assert compared(command, "-b", "alltoall", file, "--mode", "eager")["notes"] == notes[1:]
+
+
+def test_notes_are_of_what_differs(command: Command, tmp_path: Path) -> None:
+    room = {"graph_safe": True, "max_tokens_per_rank": 16}
+    assert compared(command, "-b", "alltoall", written(tmp_path, **room))["notes"] == []
+
+
+@pytest.mark.parametrize(("tolerance", "status"), [("1e-12", 1), ("0.5", 0)])
+def test_tolerance_of_the_command_line(command: Command, config: str, tolerance: str, status: int) -> None:
+    """Of bfloat16, whose own is between."""
+    report = compared(command, "-b", "alltoall", config, "--mode", "eager", "--tolerance", tolerance, status=status)
+    assert report["tolerance"] == float(tolerance)
+    assert report["agree"] == (status == 0)
+
+
+def test_emulation_is_refused_where_ranks_have_gpus() -> None:
+    """Before its group, which is NCCL's there, is used."""
+    variant = Variant(backend=parse_backend("hybridep+emulate=true"), mode="eager")
+    task = Task(config=DispatcherConfig(**FIELDS), variants=(variant,), workload=Workload())
+    refused = measurement._open(variant, task, Place(device=torch.device("cuda")), 4).refused
+    assert refused is not None
+    assert re.match(
+        r"compare: an emulation takes CPU tensors, got 'hybridep\+emulate=true' on ranks with GPUs\. Leave it out, or "
+        r"hide the GPUs: CUDA_VISIBLE_DEVICES=\.$",
+        refused,
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,6 +200,8 @@ def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: P
         (["--dtype", "float8"], "--dtype must be one of float64, float32, bfloat16, float16, got 'float8'"),
         (["--routing", "zipf"], "--routing must be one of balanced, uniform, skewed, .*, got 'zipf'"),
         (["--mode", "eager,fast"], "--mode must be one of eager, graph-safe, got 'fast'"),
+        (["--tolerance", "0"], r"--tolerance must be a number above 0, got 0\. Leave it out for the dtype's own\."),
+        (["--tolerance", "nan"], "--tolerance must be a number above 0, got nan"),
         (["-b", "alltoall,depep"], "Unknown backend 'depep'.*Did you mean 'deepep'?"),
     ],
 )
