@@ -1,5 +1,6 @@
-"""Routing traces: the routing of real steps in one file, for experiments and bug reports."""
+"""Recordings of real steps, for reports, experiments and bug reports: routing traces, and logs of whole runs."""
 
+from moe_dispatch.traces.run_log import RunLog
 from moe_dispatch.traces.trace import Call, Part, Trace
 
-__all__ = ["Call", "Part", "Trace"]
+__all__ = ["Call", "Part", "RunLog", "Trace"]

@@ -8,7 +8,6 @@ as ``layouts/encoding.py`` has them.
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import reduce
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints
-from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.recorder import Note
-from moe_dispatch.errors import ConfigError, TraceError
+from moe_dispatch.errors import TraceError
 from moe_dispatch.layouts.encoding import decode, encode
+from moe_dispatch.traces.provenance import config_from, versions_here
 from moe_dispatch.traces.trace import Call, Part, Trace
 from moe_dispatch.types import Routing
 
@@ -79,13 +78,10 @@ def columns_of(notes: Sequence[Note], top_k: int) -> dict[str, Tensor]:
 
 def metadata_of(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
     """What is the same for all calls; each value JSON, but for plain names."""
-    from moe_dispatch import __version__  # noqa: PLC0415 - this package is part of it
-
     names: dict[Hashable, str] = {}
     for note in notes:
         names.setdefault(note.owner, note.name or f"dispatcher {len(names)}")
     needs = {name: value for name, value in asdict(channel.needs).items() if isinstance(value, int)}
-    versions = {"moe_dispatch": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
         "config": channel.config.model_dump_json(),
         "backend": channel.backend_name,
@@ -93,7 +89,7 @@ def metadata_of(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
         "ranks_per_node": json.dumps(channel.shape.ranks_per_node),
         "needs": json.dumps(needs),
         "layers": json.dumps(list(names.values())),
-        "versions": json.dumps(versions),
+        "versions": json.dumps(versions_here()),
     }
 
 
@@ -116,7 +112,7 @@ def trace_from(tensors: dict[str, Tensor], metadata: dict[str, str], *, where: s
         ]
         versions = json.loads(metadata["versions"])
         return Trace(
-            config=_config_from(metadata["config"], versions, where),
+            config=config_from(json.loads(metadata["config"]), versions, where=f"Trace.load: the config of {where}"),
             backend_name=metadata["backend"],
             ep_size=int(metadata["ep_size"]),
             ranks=tuple(ranks),
@@ -157,16 +153,6 @@ def _parts(columns: dict[str, Tensor]) -> Iterator[tuple[_Row, Part]]:
                 dtype=_DTYPES[row.dtypes % 16],
             ),
         )
-
-
-def _config_from(text: str, versions: dict[str, str], where: str) -> DispatcherConfig:
-    try:
-        return DispatcherConfig(**json.loads(text))
-    except ConfigError as error:
-        raise TraceError(
-            f"Trace.load: the config of {where} must be known to this version, got one of moe_dispatch "
-            f"{versions.get('moe_dispatch')}: {error} Install that version, and the backend that it names."
-        ) from error
 
 
 def _needs_from(values: dict[str, Any]) -> Constraints:

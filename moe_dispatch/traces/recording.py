@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def record(dispatcher: Dispatcher, path: Path, steps: int) -> Iterator[None]:
     """``Trace.record``."""
     channel = dispatcher._lease.channel  # raises where closed
-    _agree(channel, _problem(channel, path, steps))
+    agree(channel, _problem(channel, path, steps))
     recorder = channel.recorder = Recorder(steps)
     try:
         yield
@@ -60,7 +60,7 @@ def _problem(channel: Channel, path: Path, steps: int) -> MoEDispatchError | Non
     return None
 
 
-def _agree(channel: Channel, problem: MoEDispatchError | None) -> None:
+def agree(channel: Channel, problem: MoEDispatchError | None) -> None:
     """Raise on every rank where any has a problem. Collective."""
     told = channel.control.gather_json(problem and str(problem), label="trace")
     if problem is not None:
@@ -82,7 +82,7 @@ def _save(channel: Channel, recorder: Recorder, path: Path) -> None:
             file.write(path, tensors, metadata_of(channel, recorder.notes))
         except MoEDispatchError as error:
             problem = error
-    _agree(channel, problem)
+    agree(channel, problem)
 
 
 def _unpacked(part: Tensor) -> list[tuple[str, Tensor]]:

@@ -1,0 +1,300 @@
+"""The log of a run: what the dispatcher counted step by step, also where a run crashed, and what cannot be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch import MoEDispatchError, Routing, Rows, build_dispatcher
+from moe_dispatch.dispatchers import Metrics
+from moe_dispatch.errors import PeerError, StateError, TraceError
+from moe_dispatch.testing import count_collectives
+from moe_dispatch.traces import RunLog
+from tests.dispatchers.layer import Group, on_ranks, outcomes, random_routing, random_rows, small_config
+
+STEPS = 4
+ROOM: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 20, "capacity_factor": 0.8, "on_overflow": "drop"}
+
+
+def log_run(
+    group: Group, directory: Path, backend: str = "alltoall", crash_at: int | None = None, **fields: Any
+) -> list[Metrics]:
+    """Two layers; step by step the totals of this rank, those before the first included."""
+    rank = 0 if group is None else group.rank()
+    first, second = (build_dispatcher(small_config(backend, pad_multiple=4, **fields), group, name=n) for n in "ab")
+
+    def train(step: int) -> None:
+        for seed, layer in enumerate((first, second)):
+            rows = 5 + 2 * rank + 3 * step
+            layout = Rows(num_real=rows - 2)
+            way = random_routing(rows, seed=100 * step + 10 * rank + seed)
+            x = random_rows(rows).requires_grad_()
+            sent = layer.dispatch(x, Routing(way.topk_ids // (1 + step % 2), way.topk_weights), layout)
+            layer.combine(sent.rows, sent).sum().backward()
+
+    train(9 % STEPS)  # counted before the log begins
+    with RunLog.record(first, directory) as log:
+        seen = [first.metrics()]
+        for step in range(STEPS):
+            train(step)
+            if step == crash_at and rank == 1:
+                raise ArithmeticError("planted")
+            log.step()
+            seen.append(first.metrics())
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("fields", [{}, {"graph_safe": True, "max_tokens_per_rank": 20}], ids=["eager", "graph-safe"])
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_steps_are_what_the_dispatcher_counted(backend: str, fields: dict[str, Any], size: int, tmp_path: Path) -> None:
+    seen = on_ranks(lambda group: log_run(group, tmp_path / "run", backend, **fields), size)
+    log = RunLog.load(tmp_path / "run")
+    assert (log.steps, log.ep_size, log.written) == (STEPS, size, (STEPS,) * size)
+    assert (log.name, log.backend_name, log.config) == ("a", backend, small_config(backend, pad_multiple=4, **fields))
+    for step in range(STEPS):
+        expected = [after_minus_before(of_rank[step], of_rank[step + 1]) for of_rank in seen]
+        assert log.tokens_SE[step].tolist() == [count for tokens, _, _ in expected for count in tokens]
+        for rank, (_, rows, sent) in enumerate(expected):
+            assert {cause: int(counts[step, rank]) for cause, counts in log.rows.items()} == rows
+            assert {label: int(counts[step, rank]) for label, counts in log.sent.items()} == {
+                label: sent.get(label, 0) for label in log.sent
+            }
+            assert all(label in log.sent for label, nbytes in sent.items() if nbytes)
+        assert log.dispatches_SP[step].tolist() == [2] * size
+    assert sum(int(counts.sum()) for counts in log.sent.values()) > 0 or size == 1
+    assert int(log.rows["cut" if not fields else "masked"].sum()) == 2 * 2 * STEPS * size
+
+
+def after_minus_before(before: Metrics, after: Metrics) -> tuple[list[int], dict[str, int], dict[str, int]]:
+    rows = {**after.rows_padded, **after.rows_skipped}
+    earlier = {**before.rows_padded, **before.rows_skipped}
+    tokens = after.real_tokens_per_expert - before.real_tokens_per_expert
+    sent = Counter(after.bytes_sent)
+    sent.subtract(before.bytes_sent)
+    return tokens.tolist(), {cause: rows[cause] - earlier[cause] for cause in rows}, dict(sent)
+
+
+def test_overflow_is_in_the_log(tmp_path: Path) -> None:
+    def body(group: Group) -> Any:
+        dispatcher = build_dispatcher(small_config(pad_multiple=4, **ROOM), group)  # shares the channel of the run's
+        log_run(group, tmp_path / "run", **ROOM)
+        return dispatcher.required_capacity()
+
+    needed = on_ranks(body, 2)[0]
+    log = RunLog.load(tmp_path / "run")
+    assert log.needed_SP is not None
+    assert log.room_S is not None
+    assert log.room_S.tolist() == [32] * STEPS  # 0.8 * 20 rows * top-2
+    assert int(log.needed_SP[-1].max()) == needed.rows
+    assert (log.needed_SP.diff(dim=0) >= 0).all()
+    assert needed.overflowed == bool((log.needed_SP.amax(1) > log.room_S).any())
+    assert log.pairs_room_S is not None
+    assert log.pairs_room_S.tolist() == [20] * STEPS  # the worst case
+    eager = on_ranks(lambda group: log_run(group, tmp_path / "eager"), 2)
+    assert len(eager) == 2
+    assert RunLog.load(tmp_path / "eager").needed_SP is None
+    on_ranks(lambda group: log_run(group, tmp_path / "gathered", "allgather", **ROOM), 2)
+    assert RunLog.load(tmp_path / "gathered").pairs_room_S is None
+
+
+def test_rows_from_rank_to_rank_are_in_the_log(tmp_path: Path) -> None:
+    room: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 20, "on_overflow": "drop"}
+    backend: Any = {"name": "alltoall", "pair_rows": 0.9}
+    on_ranks(lambda group: log_run(group, tmp_path / "run", backend, **room), 2)
+    log = RunLog.load(tmp_path / "run")
+    assert log.pairs_needed_SP is not None
+    assert log.pairs_room_S is not None
+    assert int(log.pairs_needed_SP[-1].max()) == 14 - 2 + 2
+    assert int(log.pairs_room_S[0]) < 20
+
+
+def test_a_step_is_local(tmp_path: Path) -> None:
+    """Ranks may log as often as they like: no collective is in it."""
+
+    def body(group: Group) -> int:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(), group)
+        with RunLog.record(dispatcher, tmp_path / "run") as log, count_collectives() as found:
+            for _ in range(1 + group.rank()):
+                log.step()
+        return len(found.calls)
+
+    assert on_ranks(body, 2) == [0, 0]
+    log = RunLog.load(tmp_path / "run")
+    assert (log.steps, log.written) == (1, (1, 2))
+
+
+def test_a_run_that_crashes_leaves_its_steps(tmp_path: Path) -> None:
+    found = outcomes(lambda group: log_run(group, tmp_path / "run", crash_at=2), 2, seconds=2)
+    assert isinstance(found[1], ArithmeticError)
+    assert not isinstance(found[0], list)
+    log = RunLog.load(tmp_path / "run")
+    assert (log.steps, log.written) == (2, (3, 2))
+
+
+def test_every_step_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    """So that a process which is killed leaves it."""
+    with RunLog.record(build_dispatcher(small_config("local")), tmp_path / "run") as log:
+        for step in range(3):
+            assert RunLog.load(tmp_path / "run").steps == step
+            log.step()
+
+
+@pytest.mark.parametrize("keep", [-1, -20])
+def test_last_line_that_was_cut_off_is_left_out(keep: int, tmp_path: Path) -> None:
+    log_run(None, tmp_path / "run", "local")
+    whole, path = RunLog.load(tmp_path / "run"), tmp_path / "run" / "rank0.jsonl"
+    path.write_bytes(path.read_bytes()[:keep])
+    cut = RunLog.load(tmp_path / "run")
+    assert cut.written == (STEPS - 1,)
+    assert torch.equal(cut.tokens_SE, whole.tokens_SE[:-1])
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("logged") / "run"
+    on_ranks(lambda group: log_run(group, directory), 2)
+    return directory
+
+
+@pytest.fixture
+def copy(logged: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(logged, tmp_path / "run"))
+
+
+def set_in_header(path: Path, **values: Any) -> None:
+    header, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps({**json.loads(header), **values}) + "\n", *lines]))
+
+
+def damage(path: Path, line: int, change: Callable[[str], str]) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    lines[line] = change(lines[line])
+    path.write_text("".join(lines))
+
+
+def emptied(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.mkdir()
+
+
+WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "none": (shutil.rmtree, r"RunLog\.load: \S+ must be a directory, got none there\. Check the path\."),
+    "empty": (
+        emptied,
+        r"must hold rank0\.jsonl and its like, got none\. Name the directory given to RunLog\.record\.",
+    ),
+    "missing": (
+        lambda run: (run / "rank0.jsonl").unlink(),
+        r"must hold all 2 ranks, got rank 1\. Copy the files of the others into it\.",
+    ),
+    "mixed": (
+        lambda run: set_in_header(run / "rank1.jsonl", run="another"),
+        r"must be of one run, got rank0\.jsonl of run \w{16} and rank1\.jsonl of rank 1 of run another\. Keep each run",
+    ),
+    "renamed": (
+        lambda run: (run / "rank0.jsonl").rename(run / "rank2.jsonl"),
+        r"must be of one run, got rank1\.jsonl of run \w{16} and rank2\.jsonl of rank 0 of run \w{16}\.",
+    ),
+    "torn header": (
+        lambda run: (run / "rank1.jsonl").write_text('{"moe_dis'),
+        r"rank1\.jsonl must begin with a header, got 9 characters of one\. The run ended before its first step",
+    ),
+    "other file": (
+        lambda run: (run / "rank1.jsonl").write_text('{"loss": 3}\n'),
+        r"rank1\.jsonl must be of format 1, got a file that is no log of a run\. Use one written by RunLog\.record",
+    ),
+    "other format": (
+        lambda run: set_in_header(run / "rank0.jsonl", moe_dispatch_run=2),
+        r"rank0\.jsonl must be of format 1, got format 2\.",
+    ),
+    "damaged": (
+        lambda run: damage(run / "rank0.jsonl", 2, lambda line: line[5:]),
+        r"rank0\.jsonl, line 3 must be a JSON object, got one that is damaged: .*\. Copy the file again\.",
+    ),
+    "no object": (
+        lambda run: damage(run / "rank0.jsonl", 1, lambda line: "3\n"),
+        r"line 2 must be a JSON object, got one that is damaged: a int\.",
+    ),
+    "line lost": (
+        lambda run: damage(run / "rank0.jsonl", 2, lambda line: ""),
+        r"rank0\.jsonl, line 3 must be step 1, got 2\. Copy the file again, and join no files\.",
+    ),
+    "joined": (
+        lambda run: (run / "rank1.jsonl").write_text((run / "rank1.jsonl").read_text() * 2),
+        r"rank1\.jsonl, line 6 must be step 4, got None\.",
+    ),
+    "without totals": (
+        lambda run: damage(run / "rank1.jsonl", 4, lambda line: '{"step": 3}\n'),
+        r"rank1\.jsonl must have 'totals' in every line\.",
+    ),
+    "without a part": (
+        lambda run: damage(run / "rank1.jsonl", 4, lambda line: '{"step": 3, "totals": {"dispatches": 1}}\n'),
+        r"must have all parts of a log, got one where KeyError: '\w+'\. Copy them again\.",
+    ),
+    "other version": (
+        lambda run: set_in_header(run / "rank0.jsonl", config={"future_field": 1}, versions={"moe_dispatch": "9.0"}),
+        r"the config of \S+rank0\.jsonl must be known to this version, got one of moe_dispatch 9\.0: [\s\S]*future",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_read(name: str, copy: Path) -> None:
+    change, told = WRONG[name]
+    change(copy)
+    with pytest.raises(TraceError, match=told):
+        RunLog.load(copy)
+
+
+def test_a_directory_takes_one_run(tmp_path: Path) -> None:
+    """On all ranks alike, and nothing is left of the ranks that could have."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rank1.jsonl").write_text("mine")
+    refused, own = outcomes(lambda group: log_run(group, tmp_path / "run"), 2)
+    assert isinstance(refused, PeerError)
+    assert isinstance(own, TraceError)
+    told = r"RunLog\.record: \S+rank1\.jsonl must not be there yet, got one\. Use a directory for each run and group\."
+    for error in (refused, own):
+        with pytest.raises(MoEDispatchError, match=told):
+            raise error
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["rank1.jsonl"]
+    assert (tmp_path / "run" / "rank1.jsonl").read_text() == "mine"
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    dispatcher = build_dispatcher(small_config("local"))
+    with (
+        pytest.raises(
+            TraceError, match=r"rank0\.jsonl must be in a directory that can be written, got .*\. Use another"
+        ),
+        RunLog.record(dispatcher, tmp_path / "file" / "run"),
+    ):
+        pass
+    with RunLog.record(dispatcher, tmp_path / "run") as log:
+        pass
+    with pytest.raises(
+        TraceError, match=r"RunWriter\.step: \S+ must be open and on a disk with room, got: I/O operation"
+    ):
+        log.step()
+    dispatcher.close()
+    with pytest.raises(StateError, match="must be open"), RunLog.record(dispatcher, tmp_path / "closed"):
+        pass
+    assert not (tmp_path / "closed").exists()
+
+
+def test_fields_are_frozen() -> None:
+    assert " ".join(item.name for item in dataclasses.fields(RunLog)) == (
+        "config backend_name name ep_size versions written dispatches_SP tokens_SE rows sent needed_SP room_S "
+        "pairs_needed_SP pairs_room_S"
+    )
