@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=_positive, default=48, help="training steps (default: %(default)s)")
     parser.add_argument("--config", type=Path, default=SAMPLE_CONFIG, help="a DispatcherConfig, YAML or JSON")
     parser.add_argument("--trace", type=Path, help="a file for the routing of all steps, of the first backend trained")
+    parser.add_argument("--run", type=Path, help="a directory for what each step counted, of the first backend trained")
     return parser
 
 
@@ -93,10 +94,10 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
     packs = world or options.ranks or 4
     compared = config.backend_name == "auto" and not named
     configs = [changed for name in COMPARED for changed in variants(config, name, packs)] if compared else [config]
-    traces = [options.trace, *[None] * (len(configs) - 1)]
+    recorded = [{"trace": options.trace, "log": options.run}, *[{}] * (len(configs) - 1)]
     return [
-        Task(config=config, steps=options.steps, packs=packs, trace=trace)
-        for config, trace in zip(configs, traces, strict=True)
+        Task(config=config, steps=options.steps, packs=packs, **recordings)
+        for config, recordings in zip(configs, recorded, strict=True)
     ]
 
 

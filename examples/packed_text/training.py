@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.cli.place import Place
 from moe_dispatch.testing.counting import count_collectives
-from moe_dispatch.traces import Trace
+from moe_dispatch.traces import RunLog, Trace
 from packed_text.documents import Pack, batches, join
 from packed_text.model import ByteLanguageModel
 
@@ -40,6 +40,7 @@ class Task:
         max_length: longest sequence; longer documents are cut.
         balance: weight of the load-balancing loss.
         trace: file for the routing of all steps; None to record none.
+        log: directory for what the dispatchers counted in each step; None to log none.
     """
 
     config: DispatcherConfig
@@ -51,6 +52,7 @@ class Task:
     balance: float = 0.3
     seed: int = 2024
     trace: Path | None = None
+    log: Path | None = None
 
 
 @final
@@ -168,11 +170,16 @@ def train(task: Task, place: Place, on_step: Callable[[float], None]) -> Run:
     steps: list[Step] = []
     tokens, ends = [], [time.perf_counter()]
     first = trainer.model.dispatchers[0]  # the others share its channel
-    with nullcontext() if task.trace is None else Trace.record(first, task.trace, steps=task.steps):
+    with (
+        nullcontext() if task.trace is None else Trace.record(first, task.trace, steps=task.steps),
+        nullcontext() if task.log is None else RunLog.record(first, task.log) as log,
+    ):
         for packs in islice(data, task.steps):
             steps.append(trainer.step(join(packs) if place.group is None else packs[place.rank]))
             tokens.append(sum(map(len, packs)))
             ends.append(time.perf_counter())
+            if log is not None:
+                log.step()
             on_step(steps[-1].loss)
     timed = min(UNTIMED_STEPS, task.steps - 1)
     return Run(

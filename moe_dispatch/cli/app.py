@@ -301,20 +301,23 @@ def compare_command(
 @app.command("report")
 @answering
 def report_command(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="What Trace.record wrote.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="TRACE|RUN", help="What Trace.record wrote, or RunLog.record's directory.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where index.html is written.")] = Path(
         "report"
     ),
 ) -> int:
-    """Write a page on a routing trace: load of experts, imbalance, padding, bytes by pair of ranks, overflows.
+    """Write a page on a routing trace or on a run: load of experts, imbalance, padding, bytes, overflows.
 
-    One HTML file that needs no network, no scripts and no other file. It tells what the recorded backend did, what the
-    other backends would do with the same routing, and which capacity_factor would have been enough.
+    One HTML file that needs no network, no scripts and no other file. Of a trace it tells what the recorded backend
+    did, what the others would do with the same routing, and which capacity_factor would have been enough; of a run what
+    its dispatchers counted, step by step.
 
     \b
     moe-dispatch report run.safetensors
     moe-dispatch report run.safetensors --out reports/run-17
-    moe-dispatch report out/run.safetensors -o reports/latest
+    moe-dispatch report out/run -o reports/latest
     """  # noqa: D301
-    console.line(str(write_report(trace, out)))
+    console.line(str(write_report(source, out)))
     return 0

@@ -17,7 +17,7 @@ from moe_dispatch.cli.history import (
     needed_factor,
     overflows,
 )
-from moe_dispatch.cli.page import Section, Table, number, percent
+from moe_dispatch.cli.page import Section, Table, figure, number, percent, unit_of
 from moe_dispatch.cli.pictures import rank_matrix, shares_over, stacked_bars
 from moe_dispatch.config import PAD_MULTIPLES
 
@@ -26,7 +26,6 @@ _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 _CURVE_POINTS = 81
 _WAYS = ("counts", "dispatch", "combine", "combine.backward", "dispatch.backward")
 _CAUSES = ("masked", "for ranks", "for experts")
-_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
 def padding_section(history: History, shares: Sequence[Share]) -> Section:
@@ -56,7 +55,7 @@ def padding_section(history: History, shares: Sequence[Share]) -> Section:
             "Masked rows are no tokens, sent nowhere; rows for ranks make counts equal or aligned; rows for experts "
             "round each expert's rows up to pad_multiple.",
         ],
-        pictures=[stacked_bars(per_step, _CAUSES, name="padding", alt=alt)],
+        pictures=[stacked_bars(per_step, _CAUSES, name="padding", alt=alt, xlabel="rows per step that hold no token")],
         tables=[
             Table(
                 caption="Rows without a token, all steps",
@@ -96,7 +95,7 @@ def bytes_section(history: History, recorded: Share, others: Sequence[Share]) ->
     heading = "Bytes by pair of ranks"
     if recorded.bytes_PP is None or history.trace.ep_size == 1:
         return Section(heading=heading, text=["There are no bytes between ranks to show."], tables=tables)
-    unit, scale = _unit(float(recorded.bytes_PP.max()) / steps)
+    unit, scale = unit_of(float(recorded.bytes_PP.max()) / steps)
     matrix_PP = recorded.bytes_PP / steps / scale
     text = [f"What {recorded.name} sends per step, forward and backward, by sender and receiver."]
     if recorded.name == "alltoall":
@@ -115,12 +114,12 @@ def bytes_section(history: History, recorded: Share, others: Sequence[Share]) ->
 
 
 def _bytes_table(shares: Sequence[Share], steps: int) -> Table:
-    unit, scale = _unit(max(sum(share.sent.values()) for share in shares) / steps)
+    unit, scale = unit_of(max(sum(share.sent.values()) for share in shares) / steps)
     rows = [
         (
             share.name,
-            *(_figure(share.sent.get(way, 0) / steps / scale) for way in _WAYS),
-            _figure(sum(share.sent.values()) / steps / scale),
+            *(figure(share.sent.get(way, 0) / steps / scale) for way in _WAYS),
+            figure(sum(share.sent.values()) / steps / scale),
         )
         for share in shares
     ]
@@ -134,14 +133,14 @@ def _bytes_table(shares: Sequence[Share], steps: int) -> Table:
 def _pair_table(matrix_PP: Tensor, unit: str) -> Table:
     size = len(matrix_PP)
     if size > _MATRIX_RANKS:
-        rows = [(str(r), *map(_figure, (matrix_PP[r].sum(), matrix_PP[:, r].sum()))) for r in range(size)]
+        rows = [(str(r), *map(figure, (matrix_PP[r].sum(), matrix_PP[:, r].sum()))) for r in range(size)]
         return Table(
             caption=f"{unit} per step of each rank", headings=("rank", "sent", "received"), rows=rows, folded=True
         )
     rows = []
     for rank, sent_P in enumerate(matrix_PP):
-        cells = ["-" if rank == other else _figure(sent) for other, sent in enumerate(sent_P)]
-        rows.append((f"from {rank}", *cells, _figure(sent_P.sum())))
+        cells = ["-" if rank == other else figure(sent) for other, sent in enumerate(sent_P)]
+        rows.append((f"from {rank}", *cells, figure(sent_P.sum())))
     heads = ("", *(f"to {rank}" for rank in range(size)), "in all")
     return Table(caption=f"{unit} per step from rank to rank", headings=heads, rows=rows)
 
@@ -190,12 +189,3 @@ def _overflow_table(listed: Sequence[Overflow]) -> Table:
 
 def _share(value: float, digits: int) -> str:
     return f"{100 * value:.{digits}f} %"
-
-
-def _unit(nbytes: float) -> tuple[str, float]:
-    """The unit in which the largest of some numbers of bytes is read easily, and its bytes."""
-    return next((unit for unit in _UNITS if nbytes >= unit[1]), _UNITS[-1])
-
-
-def _figure(value: Tensor | float) -> str:
-    return f"{float(value):.4g}" if value < 1000 else number(value)

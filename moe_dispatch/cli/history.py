@@ -17,6 +17,7 @@ from moe_dispatch.backends.base import Backend, BackendOptions, Constraints, MoE
 from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capacity_of
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.volume import Volume
+from moe_dispatch.cli.timeline import Timeline
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_group
 from moe_dispatch.errors import MoEDispatchError
@@ -53,19 +54,15 @@ class History:
         return self.slots_CPP.sum(1)
 
     @property
-    def imbalance_C(self) -> Tensor:
-        """The busiest expert's rows over the mean, float64; 1 where nothing was dispatched."""
-        return _over_mean(self.tokens_CE)
-
-    @property
-    def rank_imbalance_C(self) -> Tensor:
-        """The same of ranks: what the slowest one waits for."""
-        return _over_mean(self.rows_CP)
-
-
-def _over_mean(counts: Tensor) -> Tensor:
-    mean = counts.double().mean(1)
-    return torch.where(mean > 0, counts.amax(1) / mean.clamp(min=1e-9), 1.0)
+    def timeline(self) -> Timeline:
+        """The loads of experts alone."""
+        return Timeline(
+            names=self.trace.layers,
+            ep_size=self.trace.ep_size,
+            layer_C=self.layer_C,
+            step_C=self.step_C,
+            tokens_CE=self.tokens_CE,
+        )
 
 
 def history_of(trace: Trace) -> History:

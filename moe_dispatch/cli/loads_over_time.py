@@ -4,39 +4,42 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_dispatch.cli.history import History
 from moe_dispatch.cli.page import Section, Table, number
 from moe_dispatch.cli.pictures import curves, load_map
+from moe_dispatch.cli.timeline import Timeline
 
 _MAPPED_LAYERS = 8
 
 
-def load_section(history: History) -> Section:
+def load_section(timeline: Timeline) -> Section:
     """Rows per expert: a map for each of the first dispatchers, a table for every one."""
-    layers = history.trace.layers
+    layers = timeline.names
     text = ["Rows that went to each expert, over the mean of the step: red is more than even, blue is less."]
     if len(layers) > _MAPPED_LAYERS:
         text.append(f"Pictures are of the first {_MAPPED_LAYERS} of {len(layers)} dispatchers; the tables have all.")
+    if timeline.stride > 1:
+        text.append(f"Pictures show {timeline.stride} steps as one, added up; the tables are of single steps.")
     return Section(
         heading="Expert load over steps",
         text=text,
-        pictures=[_load_map(history, layer) for layer in range(len(layers))[:_MAPPED_LAYERS]],
-        tables=[_expert_table(history, layer) for layer in range(len(layers))],
+        pictures=[_load_map(timeline, layer) for layer in range(len(layers))[:_MAPPED_LAYERS]],
+        tables=[_expert_table(timeline, layer) for layer in range(len(layers))],
     )
 
 
-def _load_map(history: History, layer: int) -> str:
-    tokens_SE, label = history.tokens_CE[history.layer_C == layer], history.trace.layers[layer]
+def _load_map(timeline: Timeline, layer: int) -> str:
+    tokens_SE, label = timeline.tokens_CE[timeline.layer_C == layer], timeline.names[layer]
     total_E = tokens_SE.sum(0)
     alt = (
         f"Heat map of {label}: rows per expert over {len(tokens_SE)} steps. Over all of them expert "
         f"{int(total_E.argmax())} got most; {int((total_E == 0).sum())} experts got nothing."
     )
-    return load_map(tokens_SE.tolist(), name=f"load-{layer}", title=label, alt=alt)
+    blocks = [block.sum(0).tolist() for block in tokens_SE.split(timeline.stride)]
+    return load_map(blocks, name=f"load-{layer}", title=label, alt=alt, stride=timeline.stride)
 
 
-def _expert_table(history: History, layer: int) -> Table:
-    tokens_SE = history.tokens_CE[history.layer_C == layer]
+def _expert_table(timeline: Timeline, layer: int) -> Table:
+    tokens_SE = timeline.tokens_CE[timeline.layer_C == layer]
     total_E = tokens_SE.sum(0)
     share_E = total_E / max(float(total_E.double().mean()), 1e-9)
     columns = (total_E, tokens_SE.double().mean(0), *tokens_SE.aminmax(dim=0))
@@ -45,50 +48,51 @@ def _expert_table(history: History, layer: int) -> Table:
         for expert, (share, total, mean, least, most) in enumerate(zip(share_E, *columns, strict=True))
     ]
     return Table(
-        caption=f"Rows per expert, {history.trace.layers[layer]}",
+        caption=f"Rows per expert, {timeline.names[layer]}",
         headings=("expert", "rows", "over the mean", "per step", "least", "most"),
         rows=rows,
         folded=True,
     )
 
 
-def imbalance_section(history: History) -> Section:
+def imbalance_section(timeline: Timeline) -> Section:
     """The busiest expert, and the busiest rank, over the mean."""
-    kinds = {"busiest expert": history.imbalance_C}
-    if history.trace.ep_size > 1:
-        kinds["busiest rank"] = history.rank_imbalance_C
+    kinds = {"busiest expert": timeline.imbalance_C}
+    if timeline.ep_size > 1:
+        kinds["busiest rank"] = timeline.rank_imbalance_C
     alt = "Lines over steps: " + "; ".join(
         f"{label} over the mean, {float(values.mean()):.2f} on average, at most {float(values.max()):.2f}"
         for label, values in kinds.items()
     )
-    lines = [(label, *_over_layers(history, values_C)) for label, values_C in kinds.items()]
+    several = len(timeline.names) > 1 or timeline.stride > 1
+    lines = [(label, *_over_layers(timeline, values_C)) for label, values_C in kinds.items()]
     return Section(
         heading="Imbalance over steps",
         text=[
-            "1 is balanced. Time goes by the busiest rank: the others wait for it in combine. Lines are means of all "
-            "dispatchers, bands reach from the least to the most of any."
+            "1 is balanced. Time goes by the busiest rank: the others wait for it in combine.",
+            *(["Lines are means of all dispatchers, bands reach from the least to the most of any."] * several),
         ],
-        pictures=[curves(lines, name="imbalance", alt=alt, ylabel="over the mean")],
-        tables=[_imbalance_table(history, kinds)],
+        pictures=[curves(lines, name="imbalance", alt=alt, stride=timeline.stride, ylabel="over the mean")],
+        tables=[_imbalance_table(timeline, kinds)],
     )
 
 
-def _over_layers(history: History, values_C: Tensor) -> tuple[list[float], list[float], list[float]]:
+def _over_layers(timeline: Timeline, values_C: Tensor) -> tuple[list[float], list[float], list[float]]:
     """Mean, least and most of all dispatchers, by step."""
-    by_step = [values_C[history.step_C == step] for step in range(history.trace.steps)]
+    blocks = timeline.blocks(values_C)
     return (
-        [float(values.mean()) for values in by_step],
-        [float(values.min()) for values in by_step],
-        [float(values.max()) for values in by_step],
+        [float(values.mean()) for values in blocks],
+        [float(values.min()) for values in blocks],
+        [float(values.max()) for values in blocks],
     )
 
 
-def _imbalance_table(history: History, kinds: dict[str, Tensor]) -> Table:
+def _imbalance_table(timeline: Timeline, kinds: dict[str, Tensor]) -> Table:
     rows = []
-    for layer, name in enumerate(history.trace.layers):
+    for layer, name in enumerate(timeline.names):
         cells = [name]
         for values_C in kinds.values():
-            values = values_C[history.layer_C == layer]
+            values = values_C[timeline.layer_C == layer]
             cells += [f"{float(values.mean()):.2f}", f"{float(values.max()):.2f}", str(int(values.argmax()))]
         rows.append(cells)
     heads = [f"{label}, {what}" for label in kinds for what in ("mean", "most", "in step")]

@@ -9,6 +9,7 @@ from typing import final
 
 from torch import Tensor
 
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --quiet: #59636e; --faint: #d5dae0;
   --series-0: #0b62c4; --series-1: #c2410c; --series-2: #177245; }
@@ -133,3 +134,13 @@ def number(value: Tensor | float) -> str:
 def percent(part: float, whole: float) -> str:
     """A share of a count, which may be 0."""
     return f"{100 * part / max(whole, 1):.1f} %"
+
+
+def unit_of(nbytes: float) -> tuple[str, float]:
+    """The unit in which the largest of some numbers of bytes is read easily, and its bytes."""
+    return next((unit for unit in _UNITS if nbytes >= unit[1]), _UNITS[-1])
+
+
+def figure(value: Tensor | float) -> str:
+    """A number with four digits, or more where it has no fraction any more."""
+    return f"{float(value):.4g}" if value < 1000 else number(value)

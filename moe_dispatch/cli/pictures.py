@@ -39,7 +39,9 @@ _WIDEST_SHARE = 8.0
 _NUMBERED_RANKS = 4
 
 
-def load_map(tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt: str) -> str:
+def load_map(
+    tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt: str, stride: int = 1
+) -> str:
     """Rows per expert and step, each over the step's mean: a heat map, steps to the right.
 
     Args:
@@ -47,6 +49,7 @@ def load_map(tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt
         name: distinguishes it from the page's other pictures.
         title: above it.
         alt: what it shows, for who does not see it.
+        stride: how many steps each of [step] stands for.
     """
 
     def draw(axes: Axes) -> None:
@@ -62,7 +65,7 @@ def load_map(tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt
             cmap="RdBu_r",
             aspect="auto",
             interpolation="none",
-            extent=(-0.5, steps - 0.5, experts - 0.5, -0.5),
+            extent=(-0.5, steps * stride - 0.5, experts - 0.5, -0.5),
         )
         axes.set(title=title, xlabel="step", ylabel="expert")
         axes.spines[:].set_visible(False)
@@ -80,6 +83,8 @@ def curves(
     *,
     name: str,
     alt: str,
+    stride: int = 1,
+    bottom: float = 1.0,
     **labels: Any,
 ) -> str:
     """Lines over steps, each with a band around it.
@@ -88,24 +93,28 @@ def curves(
         lines: label, middle, lower and upper edge of the band.
         name: distinguishes it from the page's other pictures.
         alt: what it shows, for who does not see it.
+        stride: how many steps each point stands for.
+        bottom: of the axis, or less where lines go below.
         **labels: of the axes: title, ylabel.
     """
 
     def draw(axes: Axes) -> None:
         for (label, middle, low, high), colour in zip(lines, SERIES, strict=False):
-            steps = range(len(middle))
+            steps = range(0, len(middle) * stride, stride)
             axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
             axes.plot(steps, middle, color=colour, label=label, marker="o" if len(middle) == 1 else "", linewidth=1.6)
         axes.set(xlabel="step", **labels)
-        axes.set_ylim(bottom=min(1.0, *(min(low, default=1.0) for _, _, low, _ in lines)))
+        axes.set_ylim(bottom=min(bottom, *(min(low, default=bottom) for _, _, low, _ in lines)))
         _count_in_whole_numbers(axes.xaxis)
         axes.grid(visible=True)
-        axes.legend()
+        axes.figure.legend(loc="outside upper center", ncols=len(lines))  # inside it would hide what is drawn
 
-    return _svg(draw, name=name, alt=alt, height=2.7)
+    return _svg(draw, name=name, alt=alt, height=2.9)
 
 
-def stacked_bars(bars: Sequence[tuple[str, Sequence[float]]], causes: Sequence[str], *, name: str, alt: str) -> str:
+def stacked_bars(
+    bars: Sequence[tuple[str, Sequence[float]]], causes: Sequence[str], *, name: str, alt: str, xlabel: str
+) -> str:
     """A horizontal bar for each label, made of one part per cause."""
 
     def draw(axes: Axes) -> None:
@@ -116,7 +125,7 @@ def stacked_bars(bars: Sequence[tuple[str, Sequence[float]]], causes: Sequence[s
             left = [start + part for start, part in zip(left, parts, strict=True)]
         axes.set_yticks(range(len(bars)), [label for label, _ in bars])
         axes.invert_yaxis()
-        axes.set(xlabel="rows per step that hold no token", xlim=(0, max(left) * 1.05 or 1))
+        axes.set(xlabel=xlabel, xlim=(0, max(left) * 1.05 or 1))
         axes.grid(visible=True, axis="x")
         axes.figure.legend(loc="outside upper center", ncols=len(causes))
 

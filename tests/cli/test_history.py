@@ -179,10 +179,10 @@ def test_imbalance(tmp_path: Path) -> None:
     run(small_config(), tmp_path / "run.safetensors", 2)
     history = history_of(Trace.load(tmp_path / "run.safetensors"))
     tokens = history.tokens_CE[0].double()
-    assert float(history.imbalance_C[0]) == pytest.approx(float(tokens.max() / tokens.mean()))
+    assert float(history.timeline.imbalance_C[0]) == pytest.approx(float(tokens.max() / tokens.mean()))
     ranks = tokens.view(2, -1).sum(1)
-    assert float(history.rank_imbalance_C[0]) == pytest.approx(float(ranks.max() / ranks.mean()))
-    assert history.imbalance_C.min() > history.rank_imbalance_C.max() > 1
+    assert float(history.timeline.rank_imbalance_C[0]) == pytest.approx(float(ranks.max() / ranks.mean()))
+    assert history.timeline.imbalance_C.min() > history.timeline.rank_imbalance_C.max() > 1
 
 
 def test_padding_of_experts_for_other_multiples(tmp_path: Path) -> None:

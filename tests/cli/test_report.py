@@ -154,7 +154,9 @@ def test_tables_have_the_numbers(recorded: Path, outline: Outline) -> None:
     assert [int(row[5]) for row in rows[1:]] == tokens.amax(0).tolist()
     imbalance = outline.tables["Most rows over the mean"]
     assert imbalance[1][0] == LAYERS[0]
-    assert float(imbalance[1][2]) == pytest.approx(float(history.imbalance_C[history.layer_C == 0].max()), abs=0.006)
+    assert float(imbalance[1][2]) == pytest.approx(
+        float(history.timeline.imbalance_C[history.layer_C == 0].max()), abs=0.006
+    )
     padding = {row[0]: numbers(row[1:4]) for row in outline.tables["Rows without a token, all steps"][1:]}
     assert padding["alltoall"] == [0, 0, share.expert_padding]
     assert padding["allgather"] == [0, 2 * STEPS * 5, share.expert_padding]
