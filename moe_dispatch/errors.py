@@ -18,7 +18,7 @@ class IntegrationError(MoEDispatchError, ImportError):
 
 
 class TraceError(MoEDispatchError, ValueError):
-    """A routing trace that cannot be written or read, or that does not fit what it is used with."""
+    """A routing trace or the log of a run that cannot be written or read, or does not fit what it is used with."""
 
 
 class InputError(MoEDispatchError, ValueError):

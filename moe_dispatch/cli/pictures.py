@@ -39,9 +39,7 @@ _WIDEST_SHARE = 8.0
 _NUMBERED_RANKS = 4
 
 
-def load_map(
-    tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt: str, stride: int = 1
-) -> str:
+def load_map(tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt: str, stride: int = 1) -> str:
     """Rows per expert and step, each over the step's mean: a heat map, steps to the right.
 
     Args:

@@ -23,7 +23,7 @@ import moe_dispatch.testing.ranks as threads
 import train_packed_text
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.cli.place import Place, alone
-from moe_dispatch.traces import Trace
+from moe_dispatch.traces import RunLog, Trace
 from packed_text import picture
 from packed_text.documents import BEGIN, PARAGRAPH, batches, join, pack, read_sequences
 from packed_text.model import ByteLanguageModel
@@ -110,9 +110,20 @@ def test_routing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert trace.calls[0].parts[0].num_rows == sum(map(len, packs))
 
 
+def test_run_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train_packed_text.main(["--backend", "local", "--ranks", "2", "--steps", "2", "--run", "run"]) == 0
+    run = RunLog.load("run")
+    data = batches(ranks=2, bytes_per_rank=320, max_length=768, seed=2024)
+    tokens = [sum(map(len, packs)) for packs in itertools.islice(data, 2)]
+    assert run.tokens_SE.sum(1).tolist() == [2 * run.config.top_k * count for count in tokens], "both layers"
+
+
 def test_first_backend_is_recorded() -> None:
-    tasks = train_packed_text.make_tasks(train_packed_text._parser().parse_args(["--trace", "run.safetensors"]))
+    arguments = ["--trace", "run.safetensors", "--run", "run"]
+    tasks = train_packed_text.make_tasks(train_packed_text._parser().parse_args(arguments))
     assert [task.trace for task in tasks] == [Path("run.safetensors"), None, None, None, None]
+    assert [task.log for task in tasks] == [Path("run"), None, None, None, None]
 
 
 def backends_of(*arguments: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_dispatch.traces import Trace
+from moe_dispatch.traces import RunLog, Trace
 
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
 
@@ -30,3 +30,6 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for item in dataclasses.fields(Trace):
         assert f"`{item.name}`" in text or item.name == "ranks", item.name
     assert "trace.ranks" in text
+    for item in dataclasses.fields(RunLog):
+        assert f"`{item.name}`" in text, item.name
+    assert namespace["run"].steps == 3
