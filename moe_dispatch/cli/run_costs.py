@@ -129,9 +129,7 @@ def overflow_section(run: RunLog, timeline: Timeline) -> Section:
         kinds.append(("rows from a rank to a rank", run.pairs_needed_SP, run.pairs_room_S))
     most, enough = int(run.needed_SP.max()), _factor(run)
     over = [_first_above(needed_SP, room_S) for _, needed_SP, room_S in kinds]
-    fate = (
-        "Of what did not fit check() tells." if run.config.on_overflow == "raise" else "What did not fit was dropped."
-    )
+    fate = "What did not fit was dropped; the loads above are of what did."
     said = "There was room for all of them." if over == [None] * len(over) else fate
     alt = f"Lines over steps: the most rows that a rank has needed so far, in the end {most}, and its room."
     most_S1, mean_S1 = run.needed_SP.amax(1, keepdim=True), run.needed_SP.double().mean(1, keepdim=True)

@@ -114,7 +114,7 @@ def test_overflow_is_that_of_the_dispatcher(tmp_path: Path) -> None:
     assert table[1] == ["rows of a rank's experts", str(needed.rows), "0", "45", str(first)]  # 0.75 * 30 * top-2
     assert table[2] == ["rows from a rank to a rank", str(needed.pair_rows), "1", "30", "-"]
     assert f"capacity_factor {needed.capacity_factor:.3f} would have been enough" in page
-    assert "What did not fit was dropped." in page
+    assert "What did not fit was dropped; the loads above are of what did." in page
     roomy = {**ROOM, "capacity_factor": "worst", "on_overflow": None}
     run_ranks(lambda group: log_run(group, tmp_path / "roomy", **roomy), 2)
     assert "There was room for all of them." in write_report(tmp_path / "roomy", tmp_path).read_text(encoding="utf-8")
@@ -169,7 +169,11 @@ def test_blocks_hold_every_step_once() -> None:
 
 
 def test_command_takes_directories(logged: Path, tmp_path: Path, command: Command) -> None:
-    answer = command("report", str(logged), "--out", str(tmp_path / "out"))
+    """Where there is a trace beside it, the log."""
+    directory = shutil.copytree(logged, tmp_path / "run-17")
+    with Trace.record(build_dispatcher(small_config("local")), directory / "run.safetensors"):
+        pass
+    answer = command("report", str(directory), "--out", str(tmp_path / "out"))
     assert (answer.status, answer.out) == (0, f"{tmp_path / 'out' / 'index.html'}\n")
     assert "<title>Run run-17</title>" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
