@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -41,21 +42,23 @@ def make_workload(
         TraceError: the trace cannot be read.
     """
     _check_choice("dtype", dtype, TOLERANCES)
-    given = {"tokens": tokens, "steps": steps, "routing": routing}
-    if trace is not None:
-        for option in ("tokens", "routing"):
-            if given[option] is not None:
-                raise ConfigError(
-                    f"--{option} must be left out with --trace, which has its own, got {given[option]!r}. Leave out "
-                    "one of the two."
-                )
-        found = Trace.load(trace)
-        given |= {"steps": min(len(found.calls), MOST_STEPS) if steps is None else steps, "recorded": len(found.calls)}
     if routing is not None:
         _check_choice("routing", routing, ROUTINGS)
+    given = {"tokens": tokens, "steps": steps, "routing": routing}
     chosen: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
     workload = Workload(dtype=cast(DtypeName, dtype), seed=seed, trace=trace, **chosen)
-    return workload, DEFAULT_RANKS if trace is None else found.ep_size
+    if trace is None:
+        return workload, DEFAULT_RANKS
+    for option in ("tokens", "routing"):
+        if option in chosen:
+            raise ConfigError(
+                f"--{option} must be left out with --trace, which has its own, got {chosen[option]!r}. Leave out one of "
+                "the two."
+            )
+    found = Trace.load(trace)
+    recorded = len(found.calls)
+    steps = min(recorded, MOST_STEPS) if steps is None else steps
+    return dataclasses.replace(workload, steps=steps, recorded=recorded), found.ep_size
 
 
 def make_task(

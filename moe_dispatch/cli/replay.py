@@ -49,7 +49,9 @@ class Replay:
                 "out, or have torchrun start as many."
             )
         trace.check(_without_room(config), ep_size=ranks)
-        if steps > len(trace.calls) or not trace.calls:
+        if not trace.calls:
+            raise TraceError(f"compare: {path.name} must hold a dispatch, got none. Record at least one step.")
+        if steps > len(trace.calls):
             raise TraceError(
                 f"compare: --steps must be at most the {len(trace.calls)} dispatches of {path.name}, got {steps}. "
                 "Leave --steps out, or record more."

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch import DispatcherConfig
+from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch.cli.history import history_of, recorded_share
 from moe_dispatch.cli.replay import Replay, real_rows
 from moe_dispatch.cli.workload import Workload
@@ -122,6 +122,14 @@ def test_what_does_not_fit_the_trace_is_refused(
     answer = command("compare", "-b", "alltoall", config, "--trace", str(recorded), *arguments)
     assert (answer.status, answer.out) == (2, "")
     assert re.match(f"Error: {told}", answer.error), answer.error
+
+
+def test_trace_without_a_dispatch_is_refused(command: Command, config: str, tmp_path: Path) -> None:
+    with Trace.record(build_dispatcher(small_config("local")), tmp_path / "empty.safetensors"):
+        pass
+    answer = command("compare", "-b", "local", config, "--trace", str(tmp_path / "empty.safetensors"))
+    assert (answer.status, answer.out) == (2, "")
+    assert "compare: empty.safetensors must hold a dispatch, got none. Record at least one step." in answer.error
 
 
 def test_configs_that_the_trace_does_not_fit_are_refused(recorded: Path) -> None:
