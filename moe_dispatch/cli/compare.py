@@ -52,8 +52,8 @@ def make_workload(
     for option in ("tokens", "routing"):
         if option in chosen:
             raise ConfigError(
-                f"--{option} must be left out with --trace, which has its own, got {chosen[option]!r}. Leave out one of "
-                "the two."
+                f"--{option} must be left out with --trace, which has its own, got {chosen[option]!r}. Leave out "
+                "one of the two."
             )
     found = Trace.load(trace)
     recorded = len(found.calls)
