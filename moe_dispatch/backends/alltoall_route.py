@@ -130,7 +130,7 @@ class AllToAllRoute(TraceableRoute):
 
     def _sum_at_home(self, form: Packet, received: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         num_rows = self.cu_T.shape[0] - 1
-        out = torch.empty(num_rows, form.row.hidden, dtype=dtype, device=received.device)
+        out = self.context.workspace.lend(num_rows, form.row.hidden, dtype=dtype, device=received.device)
         # The whole packets are summed, as numbers of the row's dtype: sums over what is behind the row are not kept.
         self.permutation.sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
         if form.weight_dtype is None:
@@ -152,7 +152,7 @@ class AllToAllRoute(TraceableRoute):
             form.weights(packets).copy_(values_R.unsqueeze(1))
         traffic = self.traffic
         with self._exchange(packets, self.index.byrow_N, traffic.slots_in, traffic.slots_out, label) as received:
-            out = torch.empty(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
+            out = self.context.workspace.lend(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
             weights_N = None if weights_TK is None else home.in_row_order(weights_TK)
             self.permutation.sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
             values = None if values_R is None else home.to_slots(form.weights(received).reshape(-1))

@@ -18,6 +18,7 @@ from moe_dispatch.backends.permutation import (
     SlotIndex,
     StaticIndex,
     StaticTorchPermutation,
+    TorchPermutation,
     accumulation_dtype,
     blank_index,
     blank_static_index,
@@ -183,7 +184,7 @@ class BackendContext:
         communicator: the group, and the one way to its collectives.
         needs: its constraints, with what the config overrides.
         permutation: the one-rank reorder asked for; ``permutation_on`` gives it.
-        workspace: reused buffers for what lives during one call.
+        workspace: reused memory.
     """
 
     shape: MoEShape
@@ -202,7 +203,9 @@ class BackendContext:
     def permutation_on(self, device: torch.device) -> Permutation:
         """What reorders rows on a device: as named, or for "auto" the best at hand there."""
         chosen = choose_permutation(self.permutation, device.type)
-        return StaticTorchPermutation() if self.shape.graph_safe and chosen.name == "torch" else chosen
+        if chosen.name != "torch":
+            return chosen
+        return (StaticTorchPermutation if self.shape.graph_safe else TorchPermutation)(self.workspace.lend)
 
     def grouped_bytes(self, capacity: Capacity, dtype: torch.dtype, arrived_rows: int | None = None) -> dict[str, int]:
         """Bytes of what experts are given, and with ``arrived_rows``, S, of the ``StaticIndex`` behind it."""

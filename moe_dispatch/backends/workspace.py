@@ -1,7 +1,8 @@
-"""Reused byte buffers for what lives only during one call."""
+"""Reused memory: for what lives only during one call, and for results, which callers keep as long as they like."""
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import AbstractContextManager
 from typing import final
@@ -14,16 +15,18 @@ _WORTH_KEEPING = 1 << 20  # below this the C allocator reuses memory by itself
 
 @final
 class Workspace:
-    """A free list of byte buffers on the CPU.
+    """Memory on the CPU that is kept for the next call.
 
     Fresh memory of tens of megabytes costs more than the copy that fills it (the kernel clears every page), so send and
-    receive buffers are kept. On a GPU the caching allocator does the same job with stream safety, so there every buffer
-    is fresh. Buffers are taken per use, never per call site: two calls in flight get two buffers. What is kept is bare
-    storage, because a tensor made under ``torch.inference_mode`` could not be written in training.
+    receive buffers are kept, and so is the memory of results. On a GPU the caching allocator does the same job with
+    stream safety, so there all memory is fresh. Buffers are taken per use, never per call site: two calls in flight get
+    two buffers. What is kept is bare storage, because a tensor made under ``torch.inference_mode`` could not be written
+    in training.
     """
 
     def __init__(self) -> None:
         self._free: list[torch.UntypedStorage] = []
+        self._lent: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
 
     def take(self, shape: int | tuple[int, int], device: torch.device) -> Tensor:
@@ -43,8 +46,7 @@ class Workspace:
                 return self._free.pop(min(fitting, key=sizes.__getitem__))
             if sizes:  # the largest is too small: replace it rather than keep both
                 self._free.pop(max(sizes, key=sizes.__getitem__))
-        # An eighth of slack, so that slowly changing sizes do not allocate every time.
-        return torch.UntypedStorage(nbytes + nbytes // 8, device="cpu")
+        return _new_storage(nbytes)
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer from ``take``; its contents may change from now on."""
@@ -52,9 +54,45 @@ class Workspace:
             with self._lock:
                 self._free.append(buffer.untyped_storage())
 
+    def lend(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a result, contents undefined. It comes back by itself, once nothing refers to it any more.
+
+        Always fresh where ``torch.use_deterministic_algorithms`` fills fresh memory, to show what is never written.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or nbytes < _WORTH_KEEPING or torch.are_deterministic_algorithms_enabled():
+            return torch.empty(shape, dtype=dtype, device=device)
+        with self._lock:
+            storage = self._returned(nbytes)
+            if storage is None:
+                storage = _new_storage(nbytes)
+                self._lent.append(storage)
+            flat = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (math.prod(shape),), (1,))
+        return flat.view(shape)
+
+    def _returned(self, nbytes: int) -> torch.UntypedStorage | None:
+        """The smallest that is back and of fitting size; one that has become a little too small is given up."""
+        back = sorted((each for each in self._lent if _is_back(each)), key=torch.UntypedStorage.nbytes)
+        fitting = [each for each in back if nbytes <= each.nbytes() <= 2 * nbytes]
+        if fitting:
+            return fitting[0]
+        outgrown = [each for each in back if nbytes <= 2 * each.nbytes() < 2 * nbytes]
+        self._lent = [each for each in self._lent if not any(each is last for last in outgrown[-1:])]
+        return None
+
     def lease(self, shape: int | tuple[int, int], device: torch.device) -> AbstractContextManager[Tensor]:
         """``take`` and, at the end of the block, ``give``."""
         return _Lease(self, self.take(shape, device))
+
+
+def _new_storage(nbytes: int) -> torch.UntypedStorage:
+    """With an eighth of slack, so that slowly changing sizes do not allocate every time."""
+    return torch.UntypedStorage(nbytes + nbytes // 8, device="cpu")
+
+
+def _is_back(storage: torch.UntypedStorage) -> bool:
+    """Whether only the workspace holds it: no tensor, no view, no autograd graph, and no other process."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) == 1 and not storage.is_shared()
 
 
 @final

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends.workspace import Workspace
 
 CPU = torch.device("cpu")
 MEGABYTE = 1 << 20
+CONFIG = DispatcherConfig(backend="alltoall", num_experts=4, top_k=2, hidden_size=1024)
 
 
 def _address(buffer: torch.Tensor) -> int:
@@ -114,3 +117,122 @@ def test_evaluation_and_training_share_buffers() -> None:
         y.sum().backward()
         assert torch.equal(y, torch.full((rows, 256), 2.0))
     dispatcher.close()
+
+
+@pytest.fixture
+def unfilled() -> Iterator[None]:
+    """Fresh memory is not filled, as outside of these tests: only then is that of results used again."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_what_is_lent_comes_back_when_nobody_holds_it() -> None:
+    space = Workspace()
+    first = space.lend(MEGABYTE, dtype=torch.float32, device=CPU)
+    address = _address(first)
+    del first
+    again = space.lend(MEGABYTE - 8, 1, dtype=torch.float32, device=CPU)
+    assert (_address(again), again.shape, again.dtype) == (address, (MEGABYTE - 8, 1), torch.float32)
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "itself": lambda rows: rows,
+    "a view": lambda rows: rows[7:9],
+    "a view of another dtype": lambda rows: rows.view(torch.int32),
+    "what was detached": lambda rows: rows.detach(),
+    "numpy": lambda rows: rows.numpy(),
+    "a graph that saved it": lambda rows: rows.square().sum() if rows.requires_grad_().numel() else None,
+    "a parameter": lambda rows: torch.nn.Parameter(rows),
+    "another process": lambda rows: rows.share_memory_().sum(),
+}
+
+
+@pytest.mark.usefixtures("unfilled")
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_somebody_holds_is_not_lent_again(holder: str) -> None:
+    space = Workspace()
+    rows = space.lend(MEGABYTE, dtype=torch.float32, device=CPU)
+    held = HOLDERS[holder](rows)
+    address = _address(rows)
+    del rows
+    assert _address(space.lend(MEGABYTE, dtype=torch.float32, device=CPU)) != address
+    del held
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_a_small_result_does_not_take_the_place_of_a_large_one() -> None:
+    space = Workspace()
+    address = _address(space.lend(9 * MEGABYTE, dtype=torch.uint8, device=CPU))
+    assert _address(space.lend(4 * MEGABYTE, dtype=torch.uint8, device=CPU)) != address
+    assert _address(space.lend(8 * MEGABYTE, dtype=torch.uint8, device=CPU)) == address
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_lent_memory_is_as_large_as_what_is_held_at_once() -> None:
+    """Growing sizes replace what has become too small."""
+    space = Workspace()
+    for megabytes in range(4, 40):
+        large = space.lend(megabytes * MEGABYTE, dtype=torch.uint8, device=CPU)
+        small = space.lend(2 * MEGABYTE, dtype=torch.uint8, device=CPU)
+        assert _address(large) != _address(small)
+        del large, small
+    assert len(space._lent) == 2
+    assert sum(storage.nbytes() for storage in space._lent) < 50 * MEGABYTE
+
+
+def test_lent_memory_is_fresh_where_fresh_memory_is_filled() -> None:
+    """As these tests have it, to see what is read but was never written."""
+    space = Workspace()
+    assert space.lend(MEGABYTE, dtype=torch.float32, device=CPU).isnan().all()
+    assert not space._lent
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_grouped_rows_and_results_are_lent_in_turn() -> None:
+    """Two steps of a layer in the same memory, a third while a result of the second is kept in other memory."""
+    dispatcher = build_dispatcher(CONFIG)
+    x, ids = torch.randn(512, 1024), torch.randint(4, (512, 2))
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        sent = dispatcher.dispatch(x, Routing(ids, torch.rand(512, 2)))
+        return sent.rows, dispatcher.combine(sent.rows, sent)
+
+    addresses = [{_address(each) for each in step()} for _ in range(3)]
+    assert addresses[1] == addresses[2]
+    kept = step()
+    before = [each.clone() for each in kept]
+    others = step()
+    assert not {_address(each) for each in kept} & {_address(each) for each in others}
+    assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
+    dispatcher.close()
+
+
+def _train() -> list[torch.Tensor]:
+    """Losses and gradients of three layers of growing and shrinking batches, two in flight, one layer recomputed."""
+    dispatcher, found = build_dispatcher(CONFIG), []
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(1024, 1024, generator=generator).div_(32).requires_grad_()
+
+    def layer(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        sent = dispatcher.dispatch(x, routing)
+        return x + dispatcher.combine(torch.tanh(sent.rows @ matrix), sent)
+
+    for rows in (512, 700, 400, 640):
+        x = torch.randn(rows, 1024, generator=generator, requires_grad=True)
+        routing = Routing(torch.rand(rows, 4, generator=generator).topk(2).indices, torch.full((rows, 2), 0.5))
+        first, second = dispatcher.dispatch(x, routing), dispatcher.dispatch(2 * x, routing)
+        y = dispatcher.combine(first.rows, first) + dispatcher.combine(second.rows.square(), second)
+        for _ in range(2):
+            y = layer(y, routing)
+        y = checkpoint(layer, y, routing, use_reentrant=False)
+        found += [y.detach().clone(), *torch.autograd.grad(y.square().mean(), (x, matrix))]
+    dispatcher.close()
+    return found
+
+
+def test_used_again_memory_changes_no_bit() -> None:
+    fresh = _train()
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for one, other in zip(_train(), fresh, strict=True))

@@ -7,6 +7,9 @@ costs several times the copy itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from moe_dispatch.backends.permutation.blocks import accumulation_dtype, row_blo
 from moe_dispatch.backends.permutation.index import SlotIndex
 from moe_dispatch.backends.verdict import Rejected, Usable
 
+Empty = Callable[..., Tensor]  # sizes, ``dtype`` and ``device``, as torch.empty takes them
 _WORDS = (torch.int64, torch.int32, torch.int16)
 
 
@@ -29,11 +33,9 @@ def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
         out.copy_(rows.index_select(0, source))
 
 
-def expand(rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
-    """Copy each row to all its grouped positions: (R, D), zero on padding."""
-    if rows_SD.dtype == dtype and rows_SD.device.type == "cpu" and not index.spare:
-        return _clear_padding(rows_SD.index_select(0, index.source_R), index)
-    buffer, out = _grouped(index, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
+def expand(rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype, empty: Empty = torch.empty) -> Tensor:
+    """Copy each row to all its grouped positions: (R, D), zero on padding, in memory from ``empty``."""
+    buffer, out = _grouped(index, rows_SD.shape[1], dtype=dtype, device=rows_SD.device, empty=empty)
     if rows_SD.dtype == dtype:
         gather(rows_SD, index.source_R, out)
     else:  # converted on the way, so in blocks
@@ -43,26 +45,48 @@ def expand(rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
 
 
 def expand_weighted(
-    rows_SD: Tensor, index: SlotIndex, weights_R: Tensor | None, partners_RD: Tensor | None, dtype: torch.dtype
+    rows_SD: Tensor,
+    index: SlotIndex,
+    weights_R: Tensor | None,
+    partners_RD: Tensor | None,
+    dtype: torch.dtype,
+    empty: Empty = torch.empty,
 ) -> tuple[Tensor, Tensor | None]:
     """The backward of ``reduce``: gradients of the grouped rows and, where partners are given, of their weights."""
     if weights_R is None:
-        return expand(rows_SD, index, dtype), None
+        return expand(rows_SD, index, dtype, empty), None
     accumulate = accumulation_dtype(dtype)
     weights = weights_R.to(accumulate).unsqueeze(1)
-    buffer, out = _grouped(index, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
-    all_dots, dots = (None, None) if partners_RD is None else _grouped(index, dtype=accumulate, device=rows_SD.device)
-    for block in row_blocks(out):
-        gradient = rows_SD.index_select(0, index.source_R[block]).to(accumulate)
+    grouped = partial(_grouped, index, device=rows_SD.device, empty=empty)
+    buffer, out = grouped(rows_SD.shape[1], dtype=dtype)
+    all_dots, dots = (None, None) if partners_RD is None else grouped(dtype=accumulate)
+    blocks = list(row_blocks(out))
+    most = blocks[0].stop if blocks else 0
+    # The same scratch in every block: fresh temporaries of this size may each cost more than what is computed in them.
+    narrow, wide, products = (
+        out.new_empty(most, out.shape[1], dtype=each) for each in (rows_SD.dtype, *[accumulate] * 2)
+    )
+    for block in blocks:
+        count = block.stop - block.start
+        gradient = torch.index_select(rows_SD, 0, index.source_R[block], out=narrow[:count])
+        if gradient.dtype != accumulate:
+            gradient = wide[:count].copy_(gradient)
         if dots is not None and partners_RD is not None:
-            torch.linalg.vecdot(gradient, partners_RD[block].to(accumulate), out=dots[block])
-        out[block].copy_(torch.mul(gradient, weights[block], out=gradient))
+            product, partners = products[:count], partners_RD[block]
+            partners = partners if partners.dtype == accumulate else product.copy_(partners)
+            torch.sum(torch.mul(gradient, partners, out=product), 1, out=dots[block])
+        if dtype == accumulate:
+            torch.mul(gradient, weights[block], out=out[block])
+        else:
+            out[block].copy_(gradient.mul_(weights[block]))
     return _trimmed(buffer, index), None if all_dots is None else _trimmed(all_dots, index).to(weights_R.dtype)
 
 
-def _grouped(index: SlotIndex, *width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _grouped(
+    index: SlotIndex, *width: int, dtype: torch.dtype, device: torch.device, empty: Empty
+) -> tuple[Tensor, Tensor]:
     """Memory for grouped rows with what the index needs to spare, and the (R, ...) of it that are rows."""
-    buffer = torch.empty(index.num_grouped + index.spare, *width, dtype=dtype, device=device)
+    buffer = empty(index.num_grouped + index.spare, *width, dtype=dtype, device=device)
     return buffer, buffer[: index.num_grouped] if index.spare else buffer
 
 
@@ -98,14 +122,32 @@ def _clear_padding(buffer: Tensor, index: SlotIndex) -> Tensor:
 
 
 class TorchPermutation(Permutation):
-    """The functions of this module, on any device."""
+    """The functions of this module, on any device.
+
+    Args:
+        empty: gives memory for grouped rows, as ``torch.empty`` does.
+    """
 
     name = "torch"
     gather = staticmethod(gather)
-    expand = staticmethod(expand)
-    expand_weighted = staticmethod(expand_weighted)
     reduce = staticmethod(reduce)
     sum_bags = staticmethod(sum_bags)
+
+    def __init__(self, empty: Empty = torch.empty) -> None:
+        self._empty = empty
+
+    def expand(self, rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
+        return expand(rows_SD, index, dtype, self._empty)
+
+    def expand_weighted(
+        self,
+        rows_SD: Tensor,
+        index: SlotIndex,
+        weights_R: Tensor | None,
+        partners_RD: Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        return expand_weighted(rows_SD, index, weights_R, partners_RD, dtype, self._empty)
 
     @classmethod
     def probe(cls, device_type: str) -> Usable | Rejected:
