@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from moe_dispatch.cli.bench.dispatch import main
 
 from moe_dispatch.cli.bench.agreement import check_agreement
 from moe_dispatch.cli.bench.contenders import Ours
-from moe_dispatch.cli.bench.dispatch import main
 from moe_dispatch.cli.bench.interception import Recorder, bytes_by_phase, floor_bytes, record_layer
 from moe_dispatch.cli.bench.peers import contender_names, missing_packages, open_contender
 from moe_dispatch.cli.bench.workload import (
