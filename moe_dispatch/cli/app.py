@@ -306,7 +306,9 @@ def bench_command(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Processes to start; torchrun knows its own.")] = 4,
     iterations: Annotated[int, typer.Option(min=1, help="Runs of each contender after the first, cold one.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="256 tokens, 2 iterations: does everything run?")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="At most 256 tokens and 2 iterations: does everything run?")
+    ] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results there, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them there, PNG or SVG.")] = None,
     against: Annotated[
@@ -343,7 +345,7 @@ def bench_command(
     }
     request = make_request(suite, axes, contenders, ranks=ranks, iterations=iterations, quick=quick)
     files = bench.Files(save=save, picture=picture, against=against)
-    return bench.run(request, files, as_json=as_json, by_default=contenders is None)
+    return bench.run(request, files, as_json=as_json)
 
 
 @app.command("report")

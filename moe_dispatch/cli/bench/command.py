@@ -11,7 +11,6 @@ from typing import Any, final
 
 from moe_dispatch.cli import console
 from moe_dispatch.cli.bench import against, report
-from moe_dispatch.cli.bench.entrants import absent_peers
 from moe_dispatch.cli.bench.facts import facts
 from moe_dispatch.cli.bench.measurement import measure
 from moe_dispatch.cli.bench.picture import PICTURES, draw
@@ -32,14 +31,13 @@ class Files:
     against: Path | None = None
 
 
-def run(request: Request, files: Files, *, as_json: bool, by_default: bool) -> int:
+def run(request: Request, files: Files, *, as_json: bool) -> int:
     """Measure and tell.
 
     Args:
         request: what.
         files: written at the end, but refused before anything is measured.
         as_json: print JSON and nothing else.
-        by_default: the contenders were not named, so peers that are not here are told.
 
     Raises:
         ConfigError: a file cannot be read, written or compared with.
@@ -58,7 +56,7 @@ def run(request: Request, files: Files, *, as_json: bool, by_default: bool) -> i
         compared = {} if earlier is None else {"against": against.document(results, earlier)}
         console.document({**results.document(), **compared})
         return 0
-    _show(request, results, earlier, by_default)
+    _show(request, results, earlier)
     for file in (files.save, files.picture):
         if file is not None:
             console.line(f"wrote {file}")
@@ -95,15 +93,14 @@ def _measured(request: Request, first: bool) -> Results:
             measured += on_ranks(partial(measure, task), ranks, heard)
     kind = "overheads" if request.suite == "overhead" else "cases"
     found: dict[str, Any] = {kind: tuple(measured)}
-    machine = facts(describe(ranks_here(request.tasks[0][0])))
+    machine = facts(f"{describe(ranks_here(request.tasks[0][0]))}, one thread each")
     return Results(suite=request.suite, machine=machine, iterations=request.iterations, **found)
 
 
-def _show(request: Request, results: Results, earlier: Results | None, by_default: bool) -> None:
+def _show(request: Request, results: Results, earlier: Results | None) -> None:
     for name, value in results.machine.items():
         console.line(f"{name}: {value}")
-    left_out = [*(absent_peers().values() if by_default else ()), *request.left_out]
-    for why in left_out:
+    for why in request.left_out:
         console.line(why, mark="-")
     report.show(results)
     if earlier is not None:

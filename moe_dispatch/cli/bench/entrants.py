@@ -64,14 +64,13 @@ class Entrant:
         }
 
 
-def absent_peers() -> dict[str, str]:
-    """Peers that are not installed, and why."""
-    missing = {name: missing_packages(name) for name in PEERS}
-    return {
-        name: f"{name} is left out, not installed: {', '.join(packages)}. {INSTALL}."
-        for name, packages in missing.items()
-        if packages
-    }
+def absent_peers() -> list[str]:
+    """Which peers are not installed, in words."""
+    return [
+        f"{name} is left out, not installed: {', '.join(packages)}. {INSTALL}."
+        for name in PEERS
+        if (packages := missing_packages(name))
+    ]
 
 
 def parse_entrants(names: str | None) -> tuple[Entrant, ...]:
@@ -81,8 +80,8 @@ def parse_entrants(names: str | None) -> tuple[Entrant, ...]:
         ConfigError: no such contender or option, or an emulation.
         BackendUnavailableError: a peer that is not installed, or a class that cannot be imported.
     """
-    absent = absent_peers()
-    texts = [OURS, *(name for name in PEERS if name not in absent)] if names is None else names.split(",")
+    here = [name for name in PEERS if not missing_packages(name)]
+    texts = [OURS, *here] if names is None else names.split(",")
     return tuple(map(_entrant, dict.fromkeys(texts)))
 
 

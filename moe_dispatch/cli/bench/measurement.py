@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 
 from moe_dispatch.cli.bench.agreement import check_agreement
@@ -54,6 +55,7 @@ def measure(task: Task, place: Place, send: Send) -> list[CaseResult] | list[Ove
         MoEDispatchError: a backend of ours cannot be used on this group or for a shape.
     """
     logging.getLogger("moe_dispatch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)  # alike for any number of ranks; a second one makes a busy machine many times as slow
     _warm(task, place)
     if task.suite == "overhead":
         return [_overheads(case, task, place, send) for case in task.cases]
@@ -71,10 +73,23 @@ def _warm(task: Task, place: Place) -> None:
 @contextmanager
 def _opened(case: Case, entrants: Sequence[Entrant], place: Place) -> Iterator[dict[str, Contender]]:
     """All contenders, by label. Collective."""
-    contenders = {entrant.label: entrant.open(case.shape, place) for entrant in entrants}
+    contenders = {}
+    for entrant in entrants:
+        with _named(entrant.label):
+            contenders[entrant.label] = entrant.open(case.shape, place)
     yield contenders
     for contender in contenders.values():
         contender.close()
+
+
+@contextmanager
+def _named(label: str) -> Iterator[None]:
+    """An error tells where it happened."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {label}")
+        raise
 
 
 def _times_only(case: Case, task: Task, place: Place, done: Callable[[], None]) -> CaseResult:
@@ -129,7 +144,10 @@ def _overheads(case: Case, task: Task, place: Place, send: Send) -> OverheadResu
     tokens, group = case.tokens(place), _group(place)
     with _opened(case, task.entrants, place) as contenders:
         runs = OVERHEAD_RUNS * task.iterations
-        mine = {name: measure_overhead(contender, tokens, runs, group) for name, contender in contenders.items()}
+        mine = {}
+        for name, contender in contenders.items():
+            with _named(name):
+                mine[name] = measure_overhead(contender, tokens, runs, group)
     send(1)
     ranks: list[dict[str, Overhead]] = gather(mine, group)
     return OverheadResult(

@@ -19,10 +19,10 @@ def draw(results: Results, path: Path) -> None:
         panels = [_overheads(result.case, result.contenders) for result in results.overheads]
         save_panels(
             panels,
-            ["above the bare collectives, median; the line begins at the fastest"],
+            ["median; black: from the fastest"],
             path,
             xlabel="ms",
-            title="Overhead of one dispatch and combine, forward",
+            title="One dispatch and combine, forward, above its collectives",
         )
         return
     panels = [_phases(result.case, result.contenders) for result in results.cases]
@@ -31,8 +31,7 @@ def draw(results: Results, path: Path) -> None:
         ["dispatch", "combine", "backward"],
         path,
         xlabel="ms",
-        title=f"moe-dispatch bench {results.suite}: medians of phases; lines are shortest to longest total of "
-        f"{results.iterations} runs",
+        title=f"One forward and backward, medians of {results.iterations} runs\nblack: shortest to longest",
     )
 
 

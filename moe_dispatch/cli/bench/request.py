@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, final, get_args
 
 from moe_dispatch.cli.bench.case import Case, Dtype
-from moe_dispatch.cli.bench.entrants import graph_safe_modes, parse_entrants
+from moe_dispatch.cli.bench.entrants import OURS, absent_peers, graph_safe_modes, parse_entrants
 from moe_dispatch.cli.bench.measurement import Task
 from moe_dispatch.cli.bench.workload import Shape, Skew
 from moe_dispatch.cli.ranks import num_ranks, under_torchrun
@@ -49,7 +49,7 @@ class Request:
 
     Attributes:
         tasks: each with its number of ranks.
-        left_out: combinations of values that cannot be run, and why.
+        left_out: peers that are not here and combinations of values that cannot be, and why.
     """
 
     suite: str
@@ -80,7 +80,7 @@ def make_request(
         contenders: names, with commas between.
         ranks: processes to start; torchrun knows its own.
         iterations: warm runs of each contender.
-        quick: few tokens and iterations instead.
+        quick: no more than 256 tokens and 2 iterations.
 
     Raises:
         ConfigError: the suite, a value, a contender or all combinations of values are wrong.
@@ -91,8 +91,10 @@ def make_request(
     given = {name: text for name, text in axes.items() if text is not None}
     values = {name: _values(name, text) for name, text in {**SUITES[suite], **given}.items()}
     if quick:
-        values["tokens"], iterations = (QUICK_TOKENS,), QUICK_ITERATIONS
-    entrants = parse_entrants(contenders)
+        values["tokens"] = tuple(dict.fromkeys(min(tokens, QUICK_TOKENS) for tokens in values["tokens"]))
+        iterations = min(iterations, QUICK_ITERATIONS)
+    own = suite == "graph-safe"
+    entrants = parse_entrants(OURS if own and contenders is None else contenders)
     cases = _cases(suite, values, num_ranks(ranks), quick=quick)
     faults = {case: fault for case in cases if (fault := _fault(case)) is not None}
     if len(faults) == len(cases):
@@ -103,14 +105,16 @@ def make_request(
     task = Task(
         suite=suite,
         cases=tuple(case for case in cases if case not in faults),
-        entrants=graph_safe_modes(entrants) if suite == "graph-safe" else entrants,
+        entrants=graph_safe_modes(entrants) if own else entrants,
         iterations=iterations,
     )
+    absent = absent_peers() if contenders is None and not own else []
+    impossible = [f"{case} is left out: {fault}" for case, fault in faults.items()]
     return Request(
         suite=suite,
         iterations=iterations,
         tasks=tuple(_by_ranks(task)),
-        left_out=tuple(f"{case} is left out: {fault}" for case, fault in faults.items()),
+        left_out=(*absent, *impossible),
     )
 
 
@@ -159,11 +163,11 @@ def _base(cases: list[Case], values: Mapping[str, tuple[Any, ...]]) -> Case:
 
 def _grown(base: Case, *, quick: bool) -> Iterator[Case]:
     """One axis at a time; ``quick`` takes two points of each."""
-    points = slice(2 if quick else None)
+    points = 2 if quick else None
     for axis, sizes in GROWTH.items():
-        for size in sizes[points]:
+        for size in sizes[:points]:
             yield replace(base, shape=replace(base.shape, **{axis: size}))
-    for ranks in GROWTH_RANKS[points]:
+    for ranks in GROWTH_RANKS[:points]:
         yield replace(base, ranks=ranks)
 
 
