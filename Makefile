@@ -60,7 +60,7 @@ format: $(DEV) ## format, and mend what ruff can mend
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-bench: $(BENCH) ## compare with torchtitan's and transformers' dispatchers
+bench: $(BENCH) ## moe-dispatch bench, with torchtitan and transformers installed
 	$(PY) -m moe_dispatch.cli bench $(ARGS)
 
 integration: $(BENCH) $(MEGATRON) ## the tests that need megatron-core (two versions), torchtitan and transformers

@@ -21,7 +21,7 @@ from tests.cli.test_command import start
 TINY = ("--ranks", "2", "--tokens", "16", "--hidden", "32", "--experts", "4", "--top-k", "2", "--iterations", "3")
 ONE = (*TINY, "--dtype", "float32", "--routing", "balanced")
 pytestmark = pytest.mark.usefixtures("peak_of_threads")
-KEYS = "format suite machine iterations cases overheads"
+KEYS = "format suite machine iterations left_out cases overheads"
 CASE_KEYS = "case contenders floor_bytes"
 MEASURED_KEYS = "timing bytes_sent peak_bytes error dropped"
 MACHINE_KEYS = "date|processor|cores|gpus|ranks on|system|packages|allocator"

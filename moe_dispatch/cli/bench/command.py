@@ -56,7 +56,7 @@ def run(request: Request, files: Files, *, as_json: bool) -> int:
         compared = {} if earlier is None else {"against": against.document(results, earlier)}
         console.document({**results.document(), **compared})
         return 0
-    _show(request, results, earlier)
+    _show(results, earlier)
     for file in (files.save, files.picture):
         if file is not None:
             console.line(f"wrote {file}")
@@ -94,13 +94,15 @@ def _measured(request: Request, first: bool) -> Results:
     kind = "overheads" if request.suite == "overhead" else "cases"
     found: dict[str, Any] = {kind: tuple(measured)}
     machine = facts(f"{describe(ranks_here(request.tasks[0][0]))}, one thread each")
-    return Results(suite=request.suite, machine=machine, iterations=request.iterations, **found)
+    return Results(
+        suite=request.suite, machine=machine, iterations=request.iterations, left_out=request.left_out, **found
+    )
 
 
-def _show(request: Request, results: Results, earlier: Results | None) -> None:
+def _show(results: Results, earlier: Results | None) -> None:
     for name, value in results.machine.items():
         console.line(f"{name}: {value}")
-    for why in request.left_out:
+    for why in results.left_out:
         console.line(why, mark="-")
     report.show(results)
     if earlier is not None:

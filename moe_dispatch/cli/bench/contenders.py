@@ -70,7 +70,7 @@ class Ours(Contender):
 
 def _experts_up_to(offs_L: Tensor, rows: int) -> Tensor:
     """int64 (R,): the local expert of each row; unused rows of graph-safe mode, behind the last one's, count as its."""
-    experts_R = torch.searchsorted(offs_L, torch.arange(rows, device=offs_L.device), right=True)
+    experts_R = torch.searchsorted(offs_L, torch.arange(rows, dtype=offs_L.dtype, device=offs_L.device), right=True)
     return experts_R.clamp_max(len(offs_L) - 1)
 
 

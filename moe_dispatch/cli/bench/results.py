@@ -61,12 +61,16 @@ class OverheadResult:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """One run of the command. Of "overhead" there are ``overheads``, of the other suites ``cases``."""
+    """One run of the command. Of "overhead" there are ``overheads``, of the other suites ``cases``.
+
+    ``left_out`` says which peers and cases were not measured, and why.
+    """
 
     format: Literal["moe-dispatch bench 1"] = "moe-dispatch bench 1"
     suite: str
     machine: dict[str, str]
     iterations: int
+    left_out: tuple[str, ...] = ()
     cases: tuple[CaseResult, ...] = ()
     overheads: tuple[OverheadResult, ...] = ()
 
