@@ -6,20 +6,25 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.cli.bench import contenders, entrants, peers, request
+from moe_dispatch.cli.bench import entrants, peers, request
+from moe_dispatch.cli.bench.contenders import Contender, Experts
 from moe_dispatch.cli.bench.results import load_results
-from moe_dispatch.cli.bench.workload import Shape, draw_tokens
+from moe_dispatch.cli.bench.timing import Timing, time_in_turn
+from moe_dispatch.cli.bench.workload import Shape, Tokens, draw_tokens
+from moe_dispatch.testing.ranks import run_ranks
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
 
 TINY = ("--ranks", "2", "--tokens", "16", "--hidden", "32", "--experts", "4", "--top-k", "2", "--iterations", "3")
 ONE = (*TINY, "--dtype", "float32", "--routing", "balanced")
+SHAPE = Shape(tokens=16, hidden=32, experts=4, top_k=2)
 pytestmark = pytest.mark.usefixtures("peak_of_threads")
 KEYS = "format suite machine iterations left_out cases overheads"
 CASE_KEYS = "case contenders floor_bytes"
@@ -67,27 +72,47 @@ def test_bytes_are_those_of_the_collectives(command: Command) -> None:
 
 
 def _rows_to_the_other(rank: int) -> int:
-    ids_TK = draw_tokens(Shape(tokens=16, hidden=32, experts=4, top_k=2), "balanced", torch.float32, rank).ids_TK
+    ids_TK = draw_tokens(SHAPE, "balanced", torch.float32, rank).ids_TK
     return int((ids_TK // 2 == 1 - rank).any(1).sum())
 
 
-def test_phases_take_the_time_they_take(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is slow after the experts of one contender is its combine."""
-    layer = contenders.Ours.layer
+@final
+class Sleeper(Contender):
+    """Seconds of each phase, ten times as long on rank 1."""
 
-    def slow(self: Any, x_TD: Tensor, weights_TK: Tensor, tokens: Any, experts: Any) -> Tensor:
-        y_TD = layer(self, x_TD, weights_TK, tokens, experts)
-        time.sleep(0.2 if self.dispatcher.config.backend_name == "alltoall" else 0.0)
+    def __init__(self, rank: int, dispatch: float, combine: float, backward: float) -> None:
+        self.dispatch, self.combine, self.backward = (
+            seconds * (10 if rank == 1 else 1) for seconds in (dispatch, combine, backward)
+        )
+
+    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
+        time.sleep(self.dispatch)
+        y_TD = experts(x_TD, lambda: tokens.ids_TK) * weights_TK.sum()
+        y_TD.register_hook(lambda grad_TD: time.sleep(self.backward))
+        time.sleep(self.combine)
         return y_TD
 
-    monkeypatch.setattr(contenders.Ours, "layer", slow)
-    (case,) = benched(command, *ONE, "-c", "allgather,alltoall")["cases"]
-    for run in case["contenders"]["alltoall"]["timing"]["runs"]:
-        assert run["combine"] > 0.2
-        assert run["dispatch"] < 0.2
-        assert run["total"] == pytest.approx(run["dispatch"] + run["combine"] + run["backward"], abs=1e-3)
-    assert all(run["total"] < 0.2 for run in case["contenders"]["allgather"]["timing"]["runs"])
-    assert len(case["contenders"]["allgather"]["timing"]["runs"]) == 3
+
+def test_phases_are_those_of_the_slowest_rank() -> None:
+    tokens = draw_tokens(SHAPE, "balanced", torch.float32, 0)
+
+    def rank(group: dist.ProcessGroup) -> dict[str, Timing]:
+        sleepers: dict[str, Contender] = {
+            "forward": Sleeper(group.rank(), 0.02, 0.01, 0.0),
+            "backward": Sleeper(group.rank(), 0.0, 0.0, 0.03),
+        }
+        return time_in_turn(sleepers, tokens, 2, group)
+
+    first, second = run_ranks(rank, 2)
+    assert first == second, "alike on all ranks"
+    assert len(first["forward"].runs) == 2
+    for run in (first["forward"].cold, *first["forward"].runs):
+        assert run.dispatch >= 0.2
+        assert 0.1 <= run.combine < 0.2
+        assert run.backward < 0.1
+        assert run.total == pytest.approx(run.dispatch + run.combine + run.backward)
+        assert run.processor < 0.2, "nobody works while asleep"
+    assert all(run.backward >= 0.3 > run.dispatch + run.combine for run in first["backward"].runs)
 
 
 def test_wrong_contender_is_no_result(command: Command) -> None:
