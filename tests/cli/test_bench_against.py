@@ -32,7 +32,7 @@ def seconds(scale: float) -> Seconds:
 def measured(*runs: float, cold: float = 1.0, nbytes: float | None = 100.0, peak: int | None = 1000) -> Measured:
     return Measured(
         timing=Timing(cold=seconds(cold), runs=tuple(map(seconds, runs))),
-        bytes_sent=None if nbytes is None else {"dispatch": nbytes, "combine": nbytes, "backward": 2 * nbytes},
+        bytes_sent=None if nbytes is None else {"dispatch": 100.0, "combine": nbytes, "backward": 2 * nbytes},
         peak_bytes=peak,
         error=0.0,
     )
@@ -59,12 +59,12 @@ def test_ratios_are_now_over_then_of_medians() -> None:
     (ratio,) = ratios(now, then)
     assert (ratio.case, ratio.contender) == (CASE, "alltoall")
     quarter = dict.fromkeys(("dispatch", "combine", "backward", "total"), 0.25)
-    assert ratio.over == pytest.approx({**quarter, "cold": 0.5, "bytes": 1.5, "peak": 0.5})
+    assert ratio.over == pytest.approx({**quarter, "cold": 0.5, "bytes": 550 / 400, "peak": 0.5})
 
 
 @pytest.mark.parametrize(("now", "apart"), [((4.0, 5.0), True), ((3.0, 5.0), False), ((0.5, 0.9), True)])
 def test_runs_are_apart_where_their_ranges_are(now: tuple[float, ...], apart: bool) -> None:
-    (ratio,) = ratios(results({"alltoall": measured(*now)}), results({"alltoall": measured(1.0, 3.0)}))
+    (ratio,) = ratios(results({"alltoall": measured(*now)}), results({"alltoall": measured(3.0, 1.0, 2.0)}))
     assert ratio.apart is apart
 
 
