@@ -99,20 +99,26 @@ def _show_overheads(result: OverheadResult, runs: int) -> None:
 
 def _show_summary(results: Sequence[CaseResult]) -> None:
     """A line for each case, told by what differs: totals, and the others' over the first's."""
-    described = [_description(result.case) for result in results]
-    axes = [axis for axis in described[0] if len({values[axis] for values in described}) > 1]
+    axes, places = _places([result.case for result in results])
     names = list(results[0].contenders)
     rows = []
-    for result, values in zip(results, described, strict=True):
+    for result, place in zip(results, places, strict=True):
         totals = [measured.timing.warm.total for measured in result.contenders.values()]
-        rows.append([*(values[axis] for axis in axes), *map(_ms, totals), *(_ratio(x, totals[0]) for x in totals[1:])])
+        rows.append([*place, *map(_ms, totals), *(_ratio(x, totals[0]) for x in totals[1:])])
     console.line()
     console.table(
         [*axes, *(f"{name}\nms" for name in names), *(f"{name}\nratio" for name in names[1:])],
         rows,
         text_columns=len(axes),
-        caption="Medians of forward and backward, and their ratios to the first contender's.",
+        caption="Medians of forward and backward" + (", and ratios to the first contender." if names[1:] else "."),
     )
+
+
+def _places(cases: Sequence[Case]) -> tuple[list[str], list[list[str]]]:
+    """The axes along which cases differ, and where each lies on them."""
+    described = [_description(case) for case in cases]
+    axes = [axis for axis in described[0] if len({values[axis] for values in described}) > 1]
+    return axes, [[values[axis] for axis in axes] for values in described]
 
 
 def _description(case: Case) -> dict[str, str]:
@@ -132,11 +138,12 @@ def show_against(now: Results, earlier: Results) -> None:
     for name, (then, new) in changed_facts(now.machine, earlier.machine).items():
         console.line(f"{name} was {then}, is {new}", mark="-")
     shared = ratios(now, earlier)
+    axes, places = _places([ratio.case for ratio in shared])
     quantities = list(dict.fromkeys(name for ratio in shared for name in ratio.over))
     console.table(
-        ["case", "contender", *quantities, "apart"],
-        [_ratio_row(ratio, quantities) for ratio in shared],
-        text_columns=2,
+        [*axes, "contender", *quantities, "apart"],
+        [[*place, *_ratio_row(ratio, quantities)] for place, ratio in zip(places, shared, strict=True)],
+        text_columns=len(axes) + 1,
         caption="Now over then. Apart: the ranges of the totals, min..max, have nothing in common.",
     )
 
@@ -144,7 +151,7 @@ def show_against(now: Results, earlier: Results) -> None:
 def _ratio_row(ratio: Ratio, quantities: Sequence[str]) -> list[str]:
     apart = "-" if ratio.apart is None else "yes" if ratio.apart else "no"
     numbers = [f"{ratio.over[name]:.2f}" if name in ratio.over else "-" for name in quantities]
-    return [str(ratio.case), ratio.contender, *numbers, apart]
+    return [ratio.contender, *numbers, apart]
 
 
 def _ms(seconds: float) -> str:
