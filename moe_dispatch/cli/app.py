@@ -285,7 +285,7 @@ def compare_command(
 @app.command("bench")
 @answering
 def bench_command(
-    suite: Annotated[str, typer.Argument(metavar="[SUITE]", help=f"Of {', '.join(SUITES)}.")] = "layer",
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help=f"Of {', '.join(SUITES)}.")] = "layer",
     contenders: Annotated[
         str | None,
         typer.Option(
@@ -300,7 +300,7 @@ def bench_command(
     hidden: Annotated[str | None, typer.Option(metavar="SIZES", help="D, hidden sizes; 1024.")] = None,
     experts: Annotated[str | None, typer.Option(metavar="COUNTS", help="E, in the whole group; 64.")] = None,
     top_k: Annotated[str | None, typer.Option(metavar="COUNTS", help="K, experts of a token; 8.")] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="NAMES", help="Of bfloat16 and float32.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="NAMES", help="Of bfloat16 and float32; both in layer.")] = None,
     routing: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Of balanced, and skewed by Zipf's law with exponent 1.")
     ] = None,
