@@ -60,8 +60,8 @@ format: $(DEV) ## format, and mend what ruff can mend
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-bench: $(BENCH) ## compare with torchtitan's and transformers' dispatchers
-	$(PY) -m moe_dispatch.cli.bench.dispatch $(ARGS)
+bench: $(BENCH) ## moe-dispatch bench, with torchtitan and transformers installed
+	$(PY) -m moe_dispatch.cli bench $(ARGS)
 
 integration: $(BENCH) $(MEGATRON) ## the tests that need megatron-core (two versions), torchtitan and transformers
 	$(PY) -m pytest tests/integration $(ARGS)

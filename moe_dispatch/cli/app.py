@@ -13,6 +13,8 @@ import typer
 
 import moe_dispatch
 from moe_dispatch.cli import compare, conformance, console, diagnosis, doctor, plan
+from moe_dispatch.cli.bench import command as bench
+from moe_dispatch.cli.bench.request import SUITES, make_request
 from moe_dispatch.cli.comparison import MODES
 from moe_dispatch.cli.names import parse_backend
 from moe_dispatch.cli.ranks import PeerFailed, RankFailed, let_others_speak, this_rank
@@ -87,6 +89,7 @@ def options(
     moe-dispatch check my_package:MyBackend           is a backend right?
     moe-dispatch plan config.json --ep 64 --seq 4096  what will a model send on a cluster?
     moe-dispatch compare -b alltoall,allgather c.yaml are two backends the same, and what do they cost?
+    moe-dispatch bench --save before.json             how fast is a layer, beside torchtitan's and transformers'?
 
     A command that starts ranks starts processes of this machine, or is started by torchrun on all of them:
 
@@ -296,6 +299,72 @@ def compare_command(
     )
     task = compare.make_task(config, backends, mode.split(","), workload, tolerance=tolerance)
     return compare.run(task, own_ranks if ranks is None else ranks, as_json=as_json)
+
+
+@app.command("bench")
+@answering
+def bench_command(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help=f"Of {', '.join(SUITES)}.")] = "layer",
+    contenders: Annotated[
+        str | None,
+        typer.Option(
+            "--contenders",
+            "-c",
+            metavar="NAMES",
+            help="With commas between: torchtitan, transformers, or backends, +OPTION=VALUE for their options; ratios "
+            "are to the first. By default alltoall and the two others where they are installed.",
+        ),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="COUNTS", help="Of each rank; 4096 in suite layer.")] = None,
+    hidden: Annotated[str | None, typer.Option(metavar="SIZES", help="D, hidden sizes; 1024.")] = None,
+    experts: Annotated[str | None, typer.Option(metavar="COUNTS", help="E, in the whole group; 64.")] = None,
+    top_k: Annotated[str | None, typer.Option(metavar="COUNTS", help="K, experts of a token; 8.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="NAMES", help="Of bfloat16 and float32; both in layer.")] = None,
+    routing: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Of balanced, and skewed by Zipf's law with exponent 1.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes to start; torchrun knows its own.")] = 4,
+    iterations: Annotated[int, typer.Option(min=1, help="Runs of each contender after the first, cold one.")] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="At most 256 tokens and 2 iterations: does everything run?")
+    ] = False,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results there, as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them there, PNG or SVG.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Tell ratios to the run that --save wrote there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> int:
+    """Measure dispatch and combine, forward and backward, beside other libraries or other backends.
+
+    Contenders get the same tokens and routing, take turns, and are held against a dense float64 result and the first of
+    them. Experts cost nothing. An axis takes several values: all combinations that can be are measured.
+
+    
+    layer       times, bytes and memory of each contender
+    overhead    what a call of 16 tokens costs above its collectives, on one rank and on all
+    growth      times over tokens, hidden size, experts, top-k and ranks, one at a time
+    graph-safe  eager mode and graph-safe mode of several capacities
+
+    
+    moe-dispatch bench --quick
+    moe-dispatch bench --tokens 64,4096 --top-k 2,8 --dtype bfloat16 --picture bench.png
+    moe-dispatch bench -c alltoall,alltoall+reduction=exact,allgather --save before.json
+    moe-dispatch bench -c alltoall --against before.json
+    moe-dispatch bench graph-safe -c allgather --iterations 7
+    torchrun --nproc-per-node 8 --no-python moe-dispatch bench growth --json
+    """
+    axes = {
+        "tokens": tokens,
+        "hidden": hidden,
+        "experts": experts,
+        "top-k": top_k,
+        "dtype": dtype,
+        "routing": routing,
+    }
+    request = make_request(suite, axes, contenders, ranks=ranks, iterations=iterations, quick=quick)
+    files = bench.Files(save=save, picture=picture, against=against)
+    return bench.run(request, files, as_json=as_json)
 
 
 @app.command("report")

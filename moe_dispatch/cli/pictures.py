@@ -1,11 +1,16 @@
-"""Pictures as inline SVG that take their colours from the page around them. The one module that imports matplotlib."""
+"""Pictures as inline SVG that take their colours from the page around them, and as files.
+
+The one module that imports matplotlib.
+"""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -34,6 +39,19 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
     "grid.color": _FAINT,
 }
+# Of files, which stand alone on white. These colours differ for colour-blind eyes too.
+_FILE_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "grid.color": "#dddddd",
+    "savefig.facecolor": "white",
+}
+_FILE_SERIES = ("#4477aa", "#ddaa33", "#994455")
+_COLUMNS, _PANEL_WIDTH = 2, 5.2
 _WIDTH = 4.7  # inches: on a phone text then has about the size it has here
 _WIDEST_SHARE = 8.0
 _NUMBERED_RANKS = 4
@@ -170,6 +188,70 @@ def shares_over(
         axes.legend()
 
     return _svg(draw, name=name, alt=alt, height=2.7)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """A label, its parts, and the range of what they add up to."""
+
+    label: str
+    parts: tuple[float, ...]
+    low: float
+    high: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """Bars under one title."""
+
+    title: str
+    bars: tuple[Bar, ...]
+
+
+def save_panels(panels: Sequence[Panel], causes: Sequence[str], path: Path, *, xlabel: str, title: str) -> None:
+    """Write panels of stacked bars, each with its own scale, to a file of the kind that its ending says.
+
+    Args:
+        panels: from left to right, then down.
+        causes: of the parts.
+        path: ends in ".png" or ".svg".
+        xlabel: the unit.
+        title: above them all.
+    """
+    columns = min(len(panels), _COLUMNS)
+    rows = -(-len(panels) // columns)
+    tallest = max(len(panel.bars) for panel in panels)
+    with mpl.rc_context(_FILE_STYLE):
+        size = (_PANEL_WIDTH * columns, 1.0 + rows * (0.9 + 0.3 * tallest))
+        figure = Figure(figsize=size, dpi=120, layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).flat
+        for axes, panel in zip(grid, panels, strict=False):
+            _draw_panel(axes, panel, causes, xlabel)
+        for axes in list(grid)[len(panels) :]:
+            axes.set_axis_off()
+        figure.suptitle(title)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        figure.savefig(path)
+
+
+def _draw_panel(axes: Axes, panel: Panel, causes: Sequence[str], xlabel: str) -> None:
+    places = range(len(panel.bars))
+    left = [0.0] * len(panel.bars)
+    for index, cause in enumerate(causes):
+        parts = [bar.parts[index] for bar in panel.bars]
+        axes.barh(places, parts, left=left, color=_FILE_SERIES[index], label=cause, height=0.62)
+        left = [start + part for start, part in zip(left, parts, strict=True)]
+    for place, bar in zip(places, panel.bars, strict=True):
+        axes.plot([bar.low, bar.high], [place, place], color="black", linewidth=1.2, marker="|", markersize=7)
+    axes.set_yticks(places, [bar.label for bar in panel.bars])
+    axes.invert_yaxis()
+    axes.set_title(panel.title, fontsize=9)
+    axes.set_xlabel(xlabel)
+    axes.set_xlim(left=0)
+    axes.grid(visible=True, axis="x")
 
 
 def _count_in_whole_numbers(*axes: Axis) -> None:

@@ -50,6 +50,11 @@ def num_ranks(size: int) -> int:
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else size
 
 
+def ranks_here(size: int) -> int:
+    """Of those, the ones on this machine."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else size
+
+
 def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
     """``run_ranks``, or where torchrun started this process, ``body`` as the rank that it is.
 
@@ -66,8 +71,7 @@ def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
     """
     if not under_torchrun():
         return run_ranks(body, size, on_message)
-    local_rank, ranks_here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    with joined(local_rank=local_rank, ranks_here=ranks_here) as place:
+    with joined(local_rank=int(os.environ["LOCAL_RANK"]), ranks_here=ranks_here(size)) as place:
         try:
             return body(place, on_message if place.rank == 0 else _drop)
         except Exception as error:

@@ -16,6 +16,8 @@ import moe_dispatch.testing.ranks as threads
 from moe_dispatch.backends import registry
 from moe_dispatch.cli import compare, self_tests
 from moe_dispatch.cli.app import app
+from moe_dispatch.cli.bench import command as bench
+from moe_dispatch.cli.bench import measurement
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import Body, RankFailed
 
@@ -58,7 +60,7 @@ def log_level() -> Iterator[None]:
 def command(monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run ``moe-dispatch`` with some arguments."""
     monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
-    for module in (compare, self_tests):
+    for module in (bench, compare, self_tests):
         monkeypatch.setattr(module, "on_ranks", on_threads)
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -69,3 +71,14 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Command:
         return Answer(result.exit_code, result.stdout, result.stderr)
 
     return run
+
+
+@pytest.fixture
+def peak_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MB as the memory of every contender: of several threads only one can be watched by a profile."""
+
+    def peak(call: Callable[[], object], device: torch.device) -> int:
+        call()
+        return 1_000_000
+
+    monkeypatch.setattr(measurement, "peak_bytes", peak)

@@ -16,7 +16,7 @@ from tests.cli.conftest import Command
 from tests.cli.processes import hearing_interrupts, members, wait_for
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "check", "plan", "compare", "report")
+COMMANDS = ("doctor", "check", "plan", "compare", "bench", "report")
 
 
 def start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
@@ -85,7 +85,8 @@ def test_missing_packages_are_named(
 
 
 def test_processes_of_ranks_load_neither_typer_nor_rich() -> None:
-    loaded = "import sys, moe_dispatch.cli.self_tests, moe_dispatch.cli.measurement; print(*sys.modules)"
+    loaded = "import sys, moe_dispatch.cli.self_tests, moe_dispatch.cli.measurement"
+    loaded += ", moe_dispatch.cli.bench.measurement; print(*sys.modules)"
     finished = subprocess.run(
         [sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )

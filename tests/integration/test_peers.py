@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -15,9 +14,10 @@ import torch.distributed as dist
 
 from moe_dispatch.cli.bench.agreement import check_agreement
 from moe_dispatch.cli.bench.contenders import Ours
-from moe_dispatch.cli.bench.dispatch import main
 from moe_dispatch.cli.bench.interception import Recorder, bytes_by_phase, floor_bytes, record_layer
-from moe_dispatch.cli.bench.peers import contender_names, missing_packages, open_contender
+from moe_dispatch.cli.bench.peers import CONTENDERS, PEERS, missing_packages
+from moe_dispatch.cli.bench.results import load_results
+from moe_dispatch.cli.bench.traffic import sent_by_phase
 from moe_dispatch.cli.bench.workload import (
     TOLERANCES,
     DisagreementError,
@@ -30,6 +30,7 @@ from moe_dispatch.cli.bench.workload import (
     require_agreement,
 )
 from moe_dispatch.testing.ranks import run_processes, run_ranks
+from tests.cli.test_command import start
 
 pytestmark = pytest.mark.integration
 
@@ -51,7 +52,7 @@ def world() -> dist.ProcessGroup:
 
 def agreement_with_peer(rank: int, peer: str) -> list[dict[str, float]]:
     group = world()
-    contenders = {name: open_contender(name, SMALL, group) for name in ("moe_dispatch", peer)}
+    contenders = {"alltoall": Ours(SMALL, group), peer: CONTENDERS[peer](SMALL, group)}
     batches = [draw_tokens(SMALL, skew, dtype, rank) for dtype in DTYPES for skew in SKEWS]
     return [check_agreement(contenders, tokens, group) for tokens in batches]
 
@@ -62,7 +63,9 @@ def bytes_of_peer(rank: int, peer: str) -> tuple[dict[str, int], int]:
     local = WIDE.experts // RANKS
     slots = int((tokens.ids_TK // local != rank).sum())
     counts = 8 * (WIDE.experts - local)
-    sent = bytes_by_phase(record_layer(open_contender(peer, WIDE, world()), tokens))
+    contender = CONTENDERS[peer](WIDE, world())
+    sent = bytes_by_phase(record_layer(contender, tokens))
+    assert sent_by_phase(contender, tokens) == sent
     return sent, slots * WIDE.hidden * 4 + counts
 
 
@@ -85,7 +88,7 @@ def test_peer_gives_our_output_and_gradients(peer: str) -> None:
     skip_without(peer)
     for errors in on_ranks(agreement_with_peer, peer):
         assert len(errors) == len(DTYPES) * len(SKEWS)
-        assert all(set(by_name) == {"moe_dispatch", peer} for by_name in errors)
+        assert all(set(by_name) == {"alltoall", peer} for by_name in errors)
 
 
 @pytest.mark.parametrize("peer", ["torchtitan", "transformers"])
@@ -138,21 +141,23 @@ def test_a_collective_that_cannot_be_counted_is_refused() -> None:
         run_ranks(reduce, 1)
 
 
-def test_benchmark_writes_what_it_measured(tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    main(["--quick", "--ranks", "2", "--dtype", "fp32", "--json", str(results)])
-    written = json.loads(results.read_text())
-    assert [case["routing"] for case in written["cases"]] == list(SKEWS)
-    assert [row["ranks"] for row in written["overhead"]] == [1, RANKS]
-    for case in written["cases"]:
-        assert list(case["contenders"]) == contender_names()
-        ours = case["contenders"]["moe_dispatch"]
-        assert len(ours["timing"]["runs"]) == 2
-        assert ours["bytes_sent"]["dispatch"] <= 1.05 * case["floor_bytes"]
-        assert ours["peak_bytes"] >= 256 * 1024 * 4
-
-
-def test_sizes_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--experts", "10", "--ranks", "4"])
-    assert "--experts must be a multiple of --ranks and at least --top-k, got 10 experts" in capsys.readouterr().err
+@pytest.mark.slow
+def test_benchmark_measures_ours_beside_the_peers(tmp_path: Path) -> None:
+    """The command itself, by default, on ranks that are processes."""
+    file = tmp_path / "results.json"
+    process = start("bench", "--quick", "--ranks", "2", "--dtype", "float32", "--save", str(file))
+    out, error = process.communicate(timeout=300)
+    assert (process.returncode, error) == (0, ""), error
+    results = load_results(file)
+    here = [name for name in PEERS if not missing_packages(name)]
+    assert [result.case.routing for result in results.cases] == list(SKEWS)
+    for result in results.cases:
+        assert list(result.contenders) == ["alltoall", *here]
+        ours = result.contenders["alltoall"]
+        assert len(ours.timing.runs) == 2
+        assert ours.bytes_sent is not None
+        assert result.floor_bytes is not None
+        assert ours.bytes_sent["dispatch"] <= 1.05 * result.floor_bytes
+        assert ours.peak_bytes is not None
+        assert ours.peak_bytes >= 256 * 1024 * 4
+        assert all(f" {name} " in out for name in here)

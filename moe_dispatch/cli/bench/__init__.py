@@ -1,1 +1,1 @@
-"""What dispatching costs, beside the dispatchers of torchtitan and transformers."""
+"""``bench``: what dispatching costs, beside the dispatchers of torchtitan and transformers."""

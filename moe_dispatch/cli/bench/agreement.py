@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch import Tensor
 
 from moe_dispatch.cli.bench.contenders import Contender, run_layer, scaling_experts
 from moe_dispatch.cli.bench.workload import (
@@ -23,21 +24,25 @@ def check_agreement(contenders: dict[str, Contender], tokens: Tokens, group: dis
         By contender, the largest difference to the dense result, relative to the magnitude of its terms.
 
     Raises:
-        DisagreementError: a contender is wrong, or a peer differs from the first contender, ours.
+        DisagreementError: a contender is wrong, or differs from the first.
     """
     outcomes = {name: _outcome(contender, tokens, group) for name, contender in contenders.items()}
-    scales_E, tolerance = draw_scales(len(tokens.tokens_per_expert_E)), TOLERANCES[tokens.x_TD.dtype]
+    scales_E, tolerance = _scales(tokens), TOLERANCES[tokens.x_TD.dtype]
     dense, scale = dense_outcome(tokens, scales_E), magnitudes(tokens, scales_E)
     errors = {
         name: require_agreement(f"{name} and the dense result", outcome, dense, scale, tolerance)
         for name, outcome in outcomes.items()
     }
-    (first, ours), *peers = outcomes.items()
-    for name, outcome in peers:
-        require_agreement(f"{name} and {first}", outcome, ours, scale, tolerance)
+    (first, base), *others = outcomes.items()
+    for name, outcome in others:
+        require_agreement(f"{name} and {first}", outcome, base, scale, tolerance)
     return errors
 
 
 def _outcome(contender: Contender, tokens: Tokens, group: dist.ProcessGroup) -> Outcome:
-    scales_PL = draw_scales(len(tokens.tokens_per_expert_E)).view(group.size(), -1)
+    scales_PL = _scales(tokens).view(group.size(), -1)
     return run_layer(contender, tokens, scaling_experts(scales_PL[group.rank()]))
+
+
+def _scales(tokens: Tokens) -> Tensor:
+    return draw_scales(len(tokens.tokens_per_expert_E)).to(tokens.x_TD.device)

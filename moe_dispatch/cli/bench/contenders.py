@@ -31,6 +31,10 @@ class Contender(ABC):
     def close(self) -> None:  # noqa: B027 - the peers keep nothing
         """Give up what outlives a call."""
 
+    def dropped(self) -> bool:
+        """Whether rows were left out for want of room, on any rank. Collective."""
+        return False
+
     def leaves(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Rows and weights as leaves of a new graph."""
         weights_TK = tokens.weights_TK.to(self.weight_dtype(tokens.x_TD.dtype))
@@ -41,23 +45,39 @@ class Contender(ABC):
 class Ours(Contender):
     """moe-dispatch, with its ``alltoall`` backend or as ``fields`` of its config say."""
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup, **fields: Any) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        group: dist.ProcessGroup | None,
+        control_group: dist.ProcessGroup | None = None,
+        **fields: Any,
+    ) -> None:
         sizes = {"num_experts": shape.experts, "top_k": shape.top_k, "hidden_size": shape.hidden}
         config = DispatcherConfig(**{"backend": "alltoall", **sizes, **fields})
-        self.dispatcher = build_dispatcher(config, group=group)
+        self.dispatcher = build_dispatcher(config, group=group, control_group=control_group)
 
     def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
         sent = self.dispatcher.dispatch(x_TD, Routing(tokens.ids_TK, weights_TK))
-        rows_RD = experts(sent.rows, lambda: experts_of_rows(sent.tokens_per_expert))
+        rows_RD = experts(sent.rows, lambda: _experts_up_to(sent.offs, len(sent.rows)))
         return self.dispatcher.combine(rows_RD, sent)
 
     def close(self) -> None:
         self.dispatcher.close()
 
+    def dropped(self) -> bool:
+        return self.dispatcher.config.graph_safe and self.dispatcher.check().overflowed
+
+
+def _experts_up_to(offs_L: Tensor, rows: int) -> Tensor:
+    """int64 (R,): the local expert of each row; unused rows of graph-safe mode, behind the last one's, count as its."""
+    experts_R = torch.searchsorted(offs_L, torch.arange(rows, dtype=offs_L.dtype, device=offs_L.device), right=True)
+    return experts_R.clamp_max(len(offs_L) - 1)
+
 
 def experts_of_rows(tokens_per_expert_L: Tensor) -> Tensor:
     """int64 (R,): the local expert of each expert-major row."""
-    return torch.arange(len(tokens_per_expert_L)).repeat_interleave(tokens_per_expert_L)
+    experts_L = torch.arange(len(tokens_per_expert_L), device=tokens_per_expert_L.device)
+    return experts_L.repeat_interleave(tokens_per_expert_L)
 
 
 def scaling_experts(scales_L: Tensor) -> Experts:

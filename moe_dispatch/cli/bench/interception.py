@@ -14,8 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch.cli.bench.contenders import Contender
 from moe_dispatch.cli.bench.workload import Tokens
+from moe_dispatch.errors import MoEDispatchError
 
 PHASES = ("dispatch", "combine", "backward")
+
+
+class UncountedError(MoEDispatchError, NotImplementedError):
+    """A collective that cannot be recorded."""
 
 
 @final
@@ -43,7 +48,7 @@ class Recorder(TorchDispatchMode):
     """Records all-to-alls while entered, those of backward too. Functional collectives are seen once, as such.
 
     Raises:
-        NotImplementedError: on any other collective, rather than counting it as nothing.
+        UncountedError: on any other collective, rather than counting it as nothing.
     """
 
     def __init__(self) -> None:
@@ -65,8 +70,8 @@ class Recorder(TorchDispatchMode):
         if not given.keys() & {"process_group", "group_name"}:
             return  # it waits for a tensor or wraps it; only what knows a group moves bytes
         if name not in ("alltoall_base_", "all_to_all_single"):
-            raise NotImplementedError(
-                f"Recorder: collectives must be all-to-alls, got {name}. Teach it to count this one."
+            raise UncountedError(
+                f"Recorder: collectives must be all-to-alls, got {name}. Leave out the contender that calls it."
             )
         group = _group_of(given)
         rows = given["input"].shape[0]
@@ -90,11 +95,11 @@ def _group_of(given: dict[str, Any]) -> dist.ProcessGroup:
     return c10d._resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
 
 
-def replay(exchanges: list[Exchange], group: dist.ProcessGroup) -> None:
+def replay(exchanges: list[Exchange], group: dist.ProcessGroup, device: torch.device) -> None:
     """Run the same all-to-alls on bytes, awaiting each, with nothing around them but fresh buffers."""
     for exchange in exchanges:
-        outgoing = torch.empty(sum(exchange.splits_out), exchange.row_bytes, dtype=torch.uint8)
-        received = torch.empty(sum(exchange.splits_in), exchange.row_bytes, dtype=torch.uint8)
+        outgoing = torch.empty(sum(exchange.splits_out), exchange.row_bytes, dtype=torch.uint8, device=device)
+        received = torch.empty(sum(exchange.splits_in), exchange.row_bytes, dtype=torch.uint8, device=device)
         group.alltoall_base(received, outgoing, list(exchange.splits_in), list(exchange.splits_out)).wait()
 
 
@@ -128,7 +133,9 @@ def floor_bytes(tokens: Tokens, group: dist.ProcessGroup) -> int:
     A row is its numbers, and 6 bytes per slot for a float32 weight and an int16 expert id.
     """
     ranks_TK = tokens.ids_TK // (len(tokens.tokens_per_expert_E) // group.size())
-    members_TP = torch.zeros(len(ranks_TK), group.size(), dtype=torch.bool).scatter_(1, ranks_TK, True)
+    members_TP = torch.zeros(len(ranks_TK), group.size(), dtype=torch.bool, device=ranks_TK.device).scatter_(
+        1, ranks_TK, True
+    )
     members_TP[:, group.rank()] = False
     row_bytes = tokens.x_TD.shape[1] * tokens.x_TD.itemsize
     return int(members_TP.sum()) * (row_bytes + 6 * ranks_TK.shape[1])

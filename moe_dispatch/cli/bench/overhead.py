@@ -9,10 +9,12 @@ from statistics import median
 from typing import Any, final
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from moe_dispatch.cli.bench.contenders import Contender, identity_experts
 from moe_dispatch.cli.bench.interception import Recorder, replay
+from moe_dispatch.cli.bench.timing import synchronize
 from moe_dispatch.cli.bench.workload import Tokens
 
 
@@ -45,6 +47,7 @@ def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dis
     the differences contain part of them. Timed in place they do not; that is the cost of a call as such.
     """
     x_TD, weights_TK = contender.leaves(tokens)
+    device = x_TD.device
 
     def layer() -> None:
         contender.layer(x_TD, weights_TK, tokens, identity_experts)
@@ -53,13 +56,13 @@ def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dis
         layer()
 
     def bare() -> None:
-        replay(recorder.exchanges, group)
+        replay(recorder.exchanges, group, device)
 
     for _ in range(runs // 10):
         layer()
-    times = [(_time(layer, group), _time(bare, group)) for _ in range(runs)]
+    times = [(_time(layer, group, device), _time(bare, group, device)) for _ in range(runs)]
     (wall, thread), (bare_wall, bare_thread) = (zip(*column, strict=True) for column in zip(*times, strict=True))
-    beside = [_time_beside(layer, group, len(recorder.exchanges)) for _ in range(runs)]
+    beside = [_time_beside(layer, group, device, len(recorder.exchanges)) for _ in range(runs)]
     known = [1e3 * seconds for seconds in beside if seconds is not None]
     return Overhead(
         median_ms=1e3 * (median(wall) - median(bare_wall)),
@@ -70,25 +73,31 @@ def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dis
     )
 
 
-def _time_beside(call: Callable[[], None], group: dist.ProcessGroup, exchanges: int) -> float | None:
+def _time_beside(
+    call: Callable[[], None], group: dist.ProcessGroup, device: torch.device, exchanges: int
+) -> float | None:
     """Seconds of a call less those of its all-to-alls, each awaited at once; None where not all could be timed."""
     spent: list[float] = []
     issue = dist.ProcessGroup.alltoall_base
 
     def timed(*args: Any) -> dist.Work:
+        synchronize(device)
         start = time.perf_counter()
         work = issue(*args)
         work.wait()
+        synchronize(device)
         spent.append(time.perf_counter() - start)
         return work
 
     with patch.object(dist.ProcessGroup, "alltoall_base", timed):
-        wall, _ = _time(call, group)
+        wall, _ = _time(call, group, device)
     return wall - sum(spent) if len(spent) == exchanges else None
 
 
-def _time(call: Callable[[], None], group: dist.ProcessGroup) -> tuple[float, float]:
+def _time(call: Callable[[], None], group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     dist.barrier(group)
+    synchronize(device)
     wall, thread = time.perf_counter(), time.thread_time()
     call()
+    synchronize(device)
     return time.perf_counter() - wall, time.thread_time() - thread

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moe_dispatch.cli.bench.contenders import Contender, Experts, Ours, experts_of_rows
+from moe_dispatch.cli.bench.contenders import Contender, Experts, experts_of_rows
 from moe_dispatch.cli.bench.workload import Shape, Tokens
 
+PEERS = ("torchtitan", "transformers")
 _NEEDED = {
     "torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"),
     "transformers": ("transformers",),
@@ -36,7 +37,7 @@ class Torchtitan(Contender):
         set_spmd_backend("partial_dtensor")
         config = AllToAllTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.top_k)
         self._dispatcher = AllToAllTokenDispatcher(config)
-        self._dispatcher.wire_meshes(ep_mesh=_meshes(group.size())["ep"])
+        self._dispatcher.wire_meshes(ep_mesh=_meshes(*_size_and_device(group))["ep"])
 
     def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
         rows_RD, counts_L, metadata = self._dispatcher.dispatch(
@@ -57,7 +58,7 @@ class Transformers(Contender):
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
         from transformers.distributed.expert_parallel import AllToAllEP  # noqa: PLC0415 - optional
 
-        mesh = _meshes(group.size())
+        mesh = _meshes(*_size_and_device(group))
         self._experts = _ExpertsOfTransformers(shape.experts // group.size())
         self._layer = AllToAllEP(self._experts, mesh["ep"], mesh["tp"])
 
@@ -84,29 +85,23 @@ class _ExpertsOfTransformers:
         return self.apply(rows_RD, lambda: local_ids.squeeze(1))
 
 
+def _size_and_device(group: dist.ProcessGroup) -> tuple[int, str]:
+    return group.size(), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
 @cache
-def _meshes(ep_size: int) -> DeviceMesh:
+def _meshes(ep_size: int, device: str) -> DeviceMesh:
     """Expert-parallel over all ranks, tensor-parallel over none. Made once: each makes process groups."""
-    return init_device_mesh("cpu", (ep_size, 1), mesh_dim_names=("ep", "tp"))
+    return init_device_mesh(device, (ep_size, 1), mesh_dim_names=("ep", "tp"))
 
 
+# What a command line can name besides our backends.
 CONTENDERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {
-    "moe_dispatch": Ours,
     "torchtitan": Torchtitan,
     "transformers": Transformers,
 }
 
 
-def missing_packages(peer: str) -> list[str]:
-    """What a peer needs and is not installed; nothing is imported."""
-    return [name for name in _NEEDED.get(peer, ()) if find_spec(name) is None]
-
-
-def contender_names() -> list[str]:
-    """Ours first, then the peers that are installed."""
-    return [name for name in CONTENDERS if not missing_packages(name)]
-
-
-def open_contender(name: str, shape: Shape, group: dist.ProcessGroup) -> Contender:
-    """A fresh contender: nothing of earlier calls is kept. Collective."""
-    return CONTENDERS[name](shape, group)
+def missing_packages(name: str) -> list[str]:
+    """What a contender needs and is not installed; nothing is imported."""
+    return [package for package in _NEEDED.get(name, ()) if find_spec(package) is None]

@@ -1,131 +1,166 @@
-"""How results are written: tables for people, plain values for JSON."""
+"""How results are told: tables on a terminal."""
 
 from __future__ import annotations
 
-import os
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import astuple
 
-import torch
+from moe_dispatch.cli import console
+from moe_dispatch.cli.bench.against import Ratio, changed_facts, ratios
+from moe_dispatch.cli.bench.case import Case
+from moe_dispatch.cli.bench.measurement import OVERHEAD_RUNS
+from moe_dispatch.cli.bench.results import CaseResult, Measured, OverheadResult, Results
 
-from moe_dispatch.cli.bench.case import Case, CaseResult, Measured
-from moe_dispatch.cli.bench.overhead import Overhead
-from moe_dispatch.cli.bench.timing import Timing
-
-_PACKAGES = ("torch", "torchtitan", "transformers")
-_ALLOCATOR_VARIABLES = ("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES")
+_TIMES = ["dispatch", "combine", "backward", "total", "min..max", "cpu", "cold"]
+_COSTS = ["MB", "dispatch", "of floor", "all", "of floor", "ratio", "peak", "ratio", "error"]
+_ABOUT_COSTS = (
+    "MB (1e6 bytes) sent to other ranks, a rank's mean; the floor is each token once to each rank that has one of its "
+    "experts. Peak: memory of the rank that held most. Error: largest, from a dense float64 result, over its terms."
+)
 
 
-def machine() -> dict[str, str]:
-    """Where and with what the numbers came about."""
-    model = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+def show(results: Results) -> None:
+    """All tables of a run; what their columns mean stands under the last."""
+    for result in results.overheads:
+        _show_overheads(result, results.iterations * OVERHEAD_RUNS)
+    about_times = (
+        f"Medians of {results.iterations} runs after a cold one, of the rank that took longest; cpu is its processor "
+        "time. Ratios are to the first line."
+    )
+    shown = () if results.suite == "growth" else results.cases
+    for case in shown:
+        last = case is shown[-1]
+        _show_times(case, about_times if last else "")
+        _show_costs(case, _ABOUT_COSTS if last else "")
+    if len(results.cases) > 1:
+        _show_summary(results.cases)
+
+
+def _show_times(result: CaseResult, caption: str) -> None:
+    base = next(iter(result.contenders.values())).timing
+    rows = []
+    for name, measured in result.contenders.items():
+        warm, cold, (low, high) = measured.timing.warm, measured.timing.cold, measured.timing.spread
+        rows.append(
+            [
+                name,
+                *map(_ms, (warm.dispatch, warm.combine, warm.backward, warm.total)),
+                f"{_ms(low)}..{_ms(high)}",
+                *map(_ms, (warm.processor, cold.total)),
+                _ratio(warm.total, base.warm.total),
+                _ratio(cold.total, base.cold.total),
+            ]
+        )
+    console.line()
+    console.line(str(result.case))
+    console.table(["ms", *_TIMES, "ratio", "cold\nratio"], rows, caption=caption)
+
+
+def _show_costs(result: CaseResult, caption: str) -> None:
+    base, floor = next(iter(result.contenders.values())), result.floor_bytes
+    rows = []
+    for name, measured in result.contenders.items():
+        out = None if measured.bytes_sent is None else measured.bytes_sent["dispatch"]
+        rows.append(
+            [
+                name,
+                _mb(out, 2),
+                _ratio(out, floor),
+                _mb(measured.all_bytes, 2),
+                _ratio(measured.all_bytes, floor and 4 * floor),
+                _ratio(measured.all_bytes, base.all_bytes),
+                _mb(measured.peak_bytes, 1),
+                _ratio(measured.peak_bytes, base.peak_bytes),
+                _error(measured),
+            ]
+        )
+    console.table(_COSTS, rows, caption=caption)
+
+
+def _error(measured: Measured) -> str:
+    if measured.dropped:
+        return "dropped rows"
+    return "-" if measured.error is None else f"{measured.error:.1e}"
+
+
+def _show_overheads(result: OverheadResult, runs: int) -> None:
+    console.line()
+    console.line(str(result.case))
+    console.table(
+        ["ms", "median", "fastest", "cpu", "in place:\nmedian", "in place:\nfastest"],
+        [
+            [name, *("-" if ms is None else f"{ms:.3f}" for ms in astuple(cost))]
+            for name, cost in result.contenders.items()
+        ],
+        caption=f"One dispatch and combine, forward, above its collectives run bare, of {runs} runs; in place, above "
+        "its collectives timed where they stand, where that can be done.",
+    )
+
+
+def _show_summary(results: Sequence[CaseResult]) -> None:
+    """A line for each case, told by what differs: totals, and the others' over the first's."""
+    axes, places = _places([result.case for result in results])
+    names = list(results[0].contenders)
+    rows = []
+    for result, place in zip(results, places, strict=True):
+        totals = [measured.timing.warm.total for measured in result.contenders.values()]
+        rows.append([*place, *map(_ms, totals), *(_ratio(x, totals[0]) for x in totals[1:])])
+    console.line()
+    console.table(
+        [*axes, *(f"{name}\nms" for name in names), *(f"{name}\nratio" for name in names[1:])],
+        rows,
+        text_columns=len(axes),
+        caption="Medians of forward and backward" + (", and ratios to the first contender." if names[1:] else "."),
+    )
+
+
+def _places(cases: Sequence[Case]) -> tuple[list[str], list[list[str]]]:
+    """The axes along which cases differ, and where each lies on them."""
+    described = [_description(case) for case in cases]
+    axes = [axis for axis in described[0] if len({values[axis] for values in described}) > 1]
+    return axes, [[values[axis] for axis in axes] for values in described]
+
+
+def _description(case: Case) -> dict[str, str]:
+    shape = case.shape
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "processor": model[0].partition(": ")[2] if model else platform.processor(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "packages": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
-        "allocator": _allocator(),
+        "dtype": case.dtype,
+        "routing": case.routing,
+        **{"ranks": str(case.ranks), "tokens": str(shape.tokens), "hidden": str(shape.hidden)},
+        **{"experts": str(shape.experts), "top-k": str(shape.top_k)},
     }
 
 
-def _allocator() -> str:
-    changed = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ALLOCATOR_VARIABLES)]
-    pages = " ".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
-    return f"{', '.join(changed) or 'defaults of ' + ' '.join(platform.libc_ver())}; huge pages: {pages or 'unknown'}"
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def describe(case: Case) -> str:
-    """A case in a few words."""
-    shape = case.shape
-    return (
-        f"{_short(case.dtype)}, {case.skew}: {shape.tokens} tokens a rank, hidden {shape.hidden}, "
-        f"{shape.experts} experts, top-{shape.top_k}"
+def show_against(now: Results, earlier: Results) -> None:
+    """How this run compares with an earlier one."""
+    console.line()
+    console.line(f"against a run of {earlier.machine.get('date')}")
+    for name, (then, new) in changed_facts(now.machine, earlier.machine).items():
+        console.line(f"{name} was {then}, is {new}", mark="-")
+    shared = ratios(now, earlier)
+    axes, places = _places([ratio.case for ratio in shared])
+    quantities = list(dict.fromkeys(name for ratio in shared for name in ratio.over))
+    console.table(
+        [*axes, "contender", *quantities, "apart"],
+        [[*place, *_ratio_row(ratio, quantities)] for place, ratio in zip(places, shared, strict=True)],
+        text_columns=len(axes) + 1,
+        caption="Now over then. Apart: the ranges of the totals, min..max, have nothing in common.",
     )
 
 
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+def _ratio_row(ratio: Ratio, quantities: Sequence[str]) -> list[str]:
+    apart = "-" if ratio.apart is None else "yes" if ratio.apart else "no"
+    numbers = [f"{ratio.over[name]:.2f}" if name in ratio.over else "-" for name in quantities]
+    return [ratio.contender, *numbers, apart]
 
 
-def case_table(result: CaseResult) -> str:
-    """Times in seconds, bytes in MB of 10^6, one row per contender."""
-    (_, ours), *_ = result.contenders.items()
-    header = (
-        *("", "dispatch", "combine", "backward", "total", "min..max", "cold", "cpu", "x ours", "cold x"),
-        *("MB out", "x floor", "MB all", "x floor", "peak MB", "error"),
-    )
-    rows = [_case_row(name, measured, ours, result.floor_bytes) for name, measured in result.contenders.items()]
-    return table([header, *rows])
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
 
 
-def _case_row(name: str, measured: Measured, ours: Measured, floor: float) -> tuple[str, ...]:
-    warm, cold, (low, high) = measured.timing.warm, measured.timing.cold, measured.timing.spread
-    out, everything = measured.bytes_sent["dispatch"], sum(measured.bytes_sent.values())
-    seconds = (warm.dispatch, warm.combine, warm.backward, warm.total)
-    return (
-        name,
-        *(f"{value:.3f}" for value in seconds),
-        f"{low:.3f}..{high:.3f}",
-        f"{cold.total:.3f}",
-        f"{warm.processor:.3f}",
-        f"{warm.total / ours.timing.warm.total:.2f}",
-        f"{cold.total / ours.timing.cold.total:.2f}",
-        *(f"{out / 1e6:.2f}", _ratio(out, floor), f"{everything / 1e6:.2f}", _ratio(everything, 4 * floor)),
-        f"{measured.peak_bytes / 1e6:.0f}",
-        f"{measured.error:.1e}",
-    )
+def _mb(nbytes: float | None, digits: int) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e6:.{digits}f}"
 
 
-def _ratio(value: float, base: float) -> str:
-    return f"{value / base:.3f}" if base else "-"
-
-
-def overhead_table(overheads: Mapping[str, Overhead]) -> str:
-    """Milliseconds, one row per contender."""
-    rows = [(name, *("-" if ms is None else f"{ms:.3f}" for ms in astuple(cost))) for name, cost in overheads.items()]
-    return table([("", "median ms", "fastest ms", "cpu ms", "in place: median ms", "fastest ms"), *rows])
-
-
-def growth_header(names: Sequence[str]) -> tuple[str, ...]:
-    """Columns of the growth table."""
-    return ("", "value", *(f"{name} ms" for name in names), *(f"{name} x ours" for name in names[1:]))
-
-
-def growth_row(axis: str, value: int, timings: Mapping[str, Timing]) -> tuple[str, ...]:
-    """One point: medians of the total, and the peers' over ours."""
-    ours, *peers = totals = [timing.warm.total for timing in timings.values()]
-    return (axis, str(value), *(f"{1e3 * total:.1f}" for total in totals), *(f"{peer / ours:.2f}" for peer in peers))
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-
-
-def plain(case: Case, result: CaseResult) -> dict[str, Any]:
-    """What JSON can hold of a case and its result."""
-    return {"shape": asdict(case.shape), "dtype": _short(case.dtype), "routing": case.skew, **asdict(result)}
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}" if value is not None and base else "-"

@@ -1,4 +1,7 @@
-"""Times of one layer: dispatch, combine, backward; contenders in turn, so that drift of the machine hits all alike."""
+"""Times of one layer: dispatch, combine, backward; contenders in turn, so that drift of the machine hits all alike.
+
+On a GPU every phase ends when the device is done with it: what phases could overlap is not seen.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,11 @@ class Timing:
 
 
 def time_in_turn(
-    contenders: Mapping[str, Contender], tokens: Tokens, iterations: int, group: dist.ProcessGroup
+    contenders: Mapping[str, Contender],
+    tokens: Tokens,
+    iterations: int,
+    group: dist.ProcessGroup,
+    after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
     """Run all contenders once, then again, ``iterations`` times after the first. Collective; alike on all ranks."""
     mine: dict[str, list[Seconds]] = {name: [] for name in contenders}
@@ -64,6 +71,7 @@ def time_in_turn(
         for name, contender in contenders.items():
             dist.barrier(group)
             mine[name].append(time_layer(contender, tokens))
+        after_round()
     return {name: Timing(cold=runs[0], runs=tuple(runs[1:])) for name, runs in _slowest(mine, group).items()}
 
 
@@ -79,17 +87,21 @@ def _slowest(mine: dict[str, list[Seconds]], group: dist.ProcessGroup) -> dict[s
 def time_layer(contender: Contender, tokens: Tokens) -> Seconds:
     """One forward and backward with experts that cost nothing."""
     x_TD, weights_TK = contender.leaves(tokens)
-    mark = 0.0
+    device, mark = x_TD.device, 0.0
+    synchronize(device)
 
     def experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
         nonlocal mark
+        synchronize(device)
         mark = time.perf_counter()
         return rows_RD
 
     processor, start = time.process_time(), time.perf_counter()
     y_TD = contender.layer(x_TD, weights_TK, tokens, experts)
+    synchronize(device)
     forward = time.perf_counter()
     torch.autograd.grad(y_TD, (x_TD, weights_TK), tokens.upstream_TD)
+    synchronize(device)
     end = time.perf_counter()
     return Seconds(
         dispatch=mark - start,
@@ -98,3 +110,9 @@ def time_layer(contender: Contender, tokens: Tokens) -> Seconds:
         total=end - start,
         processor=time.process_time() - processor,
     )
+
+
+def synchronize(device: torch.device) -> None:
+    """Until a GPU is done; a CPU is."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -6,11 +6,13 @@ result has a closed form at any size, and a row at the wrong expert shows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, final
 
 import torch
 from torch import Generator, Tensor
+
+from moe_dispatch.errors import MoEDispatchError
 
 Skew = Literal["balanced", "skewed"]
 
@@ -49,6 +51,10 @@ class Tokens:
     tokens_per_expert_E: Tensor
     upstream_TD: Tensor
 
+    def to(self, device: torch.device) -> Tokens:
+        """The same on another device."""
+        return Tokens(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,7 +66,7 @@ class Outcome:
     grad_weights_TK: Tensor
 
 
-class DisagreementError(AssertionError):
+class DisagreementError(MoEDispatchError, AssertionError):
     """Two computations of the same layer differ by more than rounding."""
 
 
