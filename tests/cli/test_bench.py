@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch import Dispatcher
 from moe_dispatch.cli.bench import entrants, peers, request
-from moe_dispatch.cli.bench.contenders import Contender, Experts
+from moe_dispatch.cli.bench.by_hand import ByHand
+from moe_dispatch.cli.bench.contenders import Contender, Experts, identity_experts, run_layer
+from moe_dispatch.cli.bench.floor import Floor
 from moe_dispatch.cli.bench.results import load_results
 from moe_dispatch.cli.bench.timing import Timing, time_in_turn
 from moe_dispatch.cli.bench.workload import Shape, Tokens, draw_tokens
@@ -74,6 +77,58 @@ def test_bytes_are_those_of_the_collectives(command: Command) -> None:
 def _rows_to_the_other(rank: int) -> int:
     ids_TK = draw_tokens(SHAPE, "balanced", torch.float32, rank).ids_TK
     return int((ids_TK // 2 == 1 - rank).any(1).sum())
+
+
+def test_floor_and_backend_by_hand_do_the_same_work(command: Command) -> None:
+    """Their results are checked like any other's; what they send is what must be sent."""
+    results = benched(command, *TINY, "-c", "alltoall,by-hand,floor")
+    assert {(case["case"]["dtype"], case["case"]["routing"]) for case in results["cases"]} == {
+        (dtype, routing) for dtype in ("float32", "bfloat16") for routing in ("balanced", "skewed")
+    }
+    for case in results["cases"]:
+        ours, by_hand, floor = case["contenders"].values()
+        assert by_hand["bytes_sent"] == floor["bytes_sent"] == ours["bytes_sent"]
+        assert by_hand["error"] == ours["error"] > 0
+        assert 0 < floor["error"] < (1e-5 if case["case"]["dtype"] == "float32" else 2.5e-2)
+
+
+def test_by_hand_calls_the_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the dispatcher was called")
+
+    monkeypatch.setattr(Dispatcher, "dispatch", refuse)
+    monkeypatch.setattr(Dispatcher, "combine", refuse)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        contender = ByHand(SHAPE, group)
+        outcome = run_layer(contender, draw_tokens(SHAPE, "balanced", torch.float32, group.rank()), identity_experts)
+        contender.close()
+        return bool(outcome.y_TD.any())
+
+    assert run_ranks(body, 2) == [True, True]
+
+
+def test_floor_does_not_touch_fresh_memory() -> None:
+    """Its results are in the memory that it made before, so that only passes and collectives are timed."""
+
+    def body(group: dist.ProcessGroup) -> list[set[int]]:
+        contender, tokens = Floor(SHAPE, group), draw_tokens(SHAPE, "skewed", torch.float32, group.rank())
+        runs = [run_layer(contender, tokens, identity_experts) for _ in range(2)]
+        return [{run.y_TD.data_ptr(), run.grad_x_TD.data_ptr()} for run in runs]
+
+    for first, second in run_ranks(body, 2):
+        assert first == second
+
+
+def test_layer_looks_at_other_shapes_where_none_is_given(no_peers: None) -> None:
+    def shapes(**given: str) -> list[tuple[int, int, int]]:
+        asked = request.make_request("layer", given, "alltoall", ranks=4, iterations=1, quick=False)
+        ((_, task),) = asked.tasks
+        return [(case.shape.tokens, case.shape.experts, case.shape.top_k) for case in task.cases]
+
+    core = [(4096, 64, 8)] * 4
+    assert shapes() == [*core, (64, 64, 8), (16384, 64, 8), (4096, 64, 2), (4096, 8, 8), (4096, 256, 8)]
+    assert shapes(dtype="bfloat16") == core[:2]
 
 
 @final
@@ -216,7 +271,10 @@ def test_overhead_is_measured_alone_and_together(command: Command) -> None:
             "bench: at least one .* must be possible, got 10 experts cannot be divided among 4 ranks",
         ),
         (["--experts", "4", "--top-k", "8"], "bench: .* must be possible, got top-8 of 4 experts"),
-        (["-c", "depep"], "--contenders: Unknown backend 'depep'.*Besides backends there are torchtitan, transformers"),
+        (
+            ["-c", "depep"],
+            "--contenders: Unknown backend 'depep'.*Besides backends there are by-hand, floor, torchtitan, transformers",
+        ),
         (["-c", "alltoall+speed=9"], "--contenders: backend 'alltoall.speed=9': speed: Extra inputs are not permitted"),
         (["-c", "hybridep+emulate=true"], "--contenders must be the real thing, got 'hybridep.emulate=true'"),
         (

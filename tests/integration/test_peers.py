@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moe_dispatch.cli.bench.agreement import check_agreement
 from moe_dispatch.cli.bench.contenders import Ours
 from moe_dispatch.cli.bench.interception import Recorder, bytes_by_phase, floor_bytes, record_layer
-from moe_dispatch.cli.bench.peers import CONTENDERS, PEERS, missing_packages
+from moe_dispatch.cli.bench.peers import PEERS, missing_packages
 from moe_dispatch.cli.bench.results import load_results
 from moe_dispatch.cli.bench.traffic import sent_by_phase
 from moe_dispatch.cli.bench.workload import (
@@ -52,7 +52,7 @@ def world() -> dist.ProcessGroup:
 
 def agreement_with_peer(rank: int, peer: str) -> list[dict[str, float]]:
     group = world()
-    contenders = {"alltoall": Ours(SMALL, group), peer: CONTENDERS[peer](SMALL, group)}
+    contenders = {"alltoall": Ours(SMALL, group), peer: PEERS[peer](SMALL, group)}
     batches = [draw_tokens(SMALL, skew, dtype, rank) for dtype in DTYPES for skew in SKEWS]
     return [check_agreement(contenders, tokens, group) for tokens in batches]
 
@@ -63,7 +63,7 @@ def bytes_of_peer(rank: int, peer: str) -> tuple[dict[str, int], int]:
     local = WIDE.experts // RANKS
     slots = int((tokens.ids_TK // local != rank).sum())
     counts = 8 * (WIDE.experts - local)
-    contender = CONTENDERS[peer](WIDE, world())
+    contender = PEERS[peer](WIDE, world())
     sent = bytes_by_phase(record_layer(contender, tokens))
     assert sent_by_phase(contender, tokens) == sent
     return sent, slots * WIDE.hidden * 4 + counts

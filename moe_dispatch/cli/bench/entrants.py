@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import torch.distributed as dist
+
+from moe_dispatch.cli.bench.by_hand import ByHand
 from moe_dispatch.cli.bench.contenders import Contender, Ours
-from moe_dispatch.cli.bench.peers import CONTENDERS, PEERS, missing_packages
+from moe_dispatch.cli.bench.floor import Floor
+from moe_dispatch.cli.bench.peers import PEERS, missing_packages
 from moe_dispatch.cli.bench.workload import Shape
 from moe_dispatch.cli.names import NamedBackend, parse_backend
 from moe_dispatch.cli.place import Place
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 
 OURS = "alltoall"
+BESIDE = ("by-hand", "floor")  # its backend alone, and what cannot be saved
+# What a command line can name besides our backends.
+CONTENDERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {"by-hand": ByHand, "floor": Floor, **PEERS}
 INSTALL = "pip install 'moe-dispatch[bench]'"
 # Of graph-safe mode; they bound rows per rank, and on "alltoall" rows per pair of ranks as well.
 CAPACITY_FACTORS = (1.25, 2.0, "worst")
@@ -74,14 +82,14 @@ def absent_peers() -> list[str]:
 
 
 def parse_entrants(names: str | None) -> tuple[Entrant, ...]:
-    """What ``--contenders`` says; by default ours and the peers that are installed.
+    """What ``--contenders`` says; by default ours, ours by hand, the floor, and the peers that are installed.
 
     Raises:
         ConfigError: no such contender or option, or an emulation.
         BackendUnavailableError: a peer that is not installed, or a class that cannot be imported.
     """
     here = [name for name in PEERS if not missing_packages(name)]
-    texts = [OURS, *here] if names is None else names.split(",")
+    texts = [OURS, *BESIDE, *here] if names is None else names.split(",")
     return tuple(map(_entrant, dict.fromkeys(texts)))
 
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from moe_dispatch.cli.bench.contenders import Contender, Experts, experts_of_rows
 from moe_dispatch.cli.bench.workload import Shape, Tokens
 
-PEERS = ("torchtitan", "transformers")
 _NEEDED = {
     "torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"),
     "transformers": ("transformers",),
@@ -95,8 +94,7 @@ def _meshes(ep_size: int, device: str) -> DeviceMesh:
     return init_device_mesh(device, (ep_size, 1), mesh_dim_names=("ep", "tp"))
 
 
-# What a command line can name besides our backends.
-CONTENDERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {
+PEERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {
     "torchtitan": Torchtitan,
     "transformers": Transformers,
 }

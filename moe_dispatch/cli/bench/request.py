@@ -39,6 +39,14 @@ GROWTH: dict[str, tuple[int, ...]] = {
     "top_k": (1, 2, 4, 8, 16),
 }
 GROWTH_RANKS = (1, 2, 4, 8)
+# Where the suite "layer" looks besides, if no axis is given: from its shape, in bfloat16 and balanced.
+LAYER_SHAPES: tuple[dict[str, int], ...] = (
+    {"tokens": 64},
+    {"tokens": 16384},
+    {"top_k": 2},
+    {"experts": 8},
+    {"experts": 256},
+)
 QUICK_TOKENS, QUICK_ITERATIONS = 256, 2
 
 
@@ -96,6 +104,8 @@ def make_request(
     own = suite == "graph-safe"
     entrants = parse_entrants(OURS if own and contenders is None else contenders)
     cases = _cases(suite, values, num_ranks(ranks), quick=quick)
+    if suite == "layer" and not given and not quick:
+        cases += [replace(cases[0], shape=replace(cases[0].shape, **axis)) for axis in LAYER_SHAPES]
     faults = {case: fault for case in cases if (fault := _fault(case)) is not None}
     if len(faults) == len(cases):
         raise ConfigError(
