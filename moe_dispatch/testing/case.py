@@ -91,12 +91,12 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fresh tensors hold NaN instead of leftovers, so that reading what nobody wrote shows; for the whole process."""
-    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler for it
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        torch.set_deterministic_debug_mode(before)
 
 
 def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Case) -> list[tuple[Tensor, Tensor]]:

@@ -113,9 +113,11 @@ def _summary(error: Exception) -> str:
 
 
 def conformance_cases(
-    backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES
+    backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES, *, ranks: Ranks | None = None
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Ids and callables of the cases that a backend must pass; a callable raises where it does not.
+
+    Several backends may share ``ranks``, whose groups cost threads as long as they are kept.
 
     ::
 
@@ -123,7 +125,7 @@ def conformance_cases(
         def test_conforms(run):
             run()
     """
-    ranks = Ranks()
+    ranks = ranks or Ranks()
     for case in backend_cases(backend, ep_sizes):
         yield case.id, partial(run_case, backend, case, ranks)
 
