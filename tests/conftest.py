@@ -1,7 +1,11 @@
-"""What every test runs under: fresh memory full of NaN, one thread, and no CUDA tests where there is no device."""
+"""What every test runs under: fresh memory full of NaN, one thread, and no CUDA tests where there is no device.
+
+In several processes (``--numprocesses``) each has a core of its own, and starts others by forking a server.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 
@@ -14,6 +18,25 @@ from moe_dispatch.dispatchers import channel
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Ranks are threads or processes here: intra-op threads on top of them only compete for cores.
 torch.set_num_threads(1)
+# A rank that is a process is forked from a server that has imported of torch what ranks import.
+multiprocessing.set_start_method("forkserver")
+multiprocessing.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.checkpoint"])
+# A pool of compilers takes 15 s to start on two cores, and no process with its threads may be forked.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give a worker of xdist a core, which what it starts shares, and keep woken threads from taking it over.
+
+    A thread of gloo that wants a lock spins until it has it. Where the one that holds the lock has lost its core to a
+    thread that it woke, that lasts a time slice: collectives of ranks that are threads then take six times as long.
+    """
+    worker = getattr(config, "workerinput", {}).get("workerid")
+    if worker is None or not hasattr(os, "SCHED_BATCH"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +57,8 @@ def channels_of_its_own() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where torch sees no CUDA device."""
+    """Put slow tests first, lest one be left at the end; skip those marked gpu where torch sees no CUDA device."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     without_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -50,6 +50,7 @@ def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
         ConformanceError: a result is wrong. Whatever the dispatcher raises comes through, with its rank as a note.
     """
     config = case_config(backend, case)
+    wanted = _expected(case.scenario, case.ep_size)  # here, or every thread would compute it, in sight of all watchers
     with poisoned_memory(), refuse_host_syncs() if case.scenario.graph_safe else nullcontext():
         if ranks is None:
             gradients = [run_rank(config, None, case)]
@@ -57,12 +58,11 @@ def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
             gradients = ranks.run(lambda group: run_rank(config, group, case), case.ep_size)
     if case.scenario.inference:
         return
-    for call, expected in enumerate(_expected(case.scenario, case.ep_size)):
+    for call, of_ranks in enumerate(wanted):
         for which, name in enumerate(("matrices", "biases")):
             got = torch.stack([rank[call][which] for rank in gradients]).sum(0)
-            wanted = sum(_expert_gradient(of_rank, which) for of_rank in expected)
-            assert isinstance(wanted, Tensor)
-            expect_close(f"gradient of the experts' {name} in call {call}", got, wanted, case.scenario.tolerance)
+            total = torch.stack([_expert_gradient(of_rank, which) for of_rank in of_ranks]).sum(0)
+            expect_close(f"gradient of the experts' {name} in call {call}", got, total, case.scenario.tolerance)
 
 
 def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
@@ -91,12 +91,12 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fresh tensors hold NaN instead of leftovers, so that reading what nobody wrote shows; for the whole process."""
-    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler for it
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        torch.set_deterministic_debug_mode(before)
 
 
 def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Case) -> list[tuple[Tensor, Tensor]]:
@@ -169,19 +169,27 @@ def _expert_gradient(expected: Expected, which: int) -> Tensor:
     return (expected.grad_matrix_EWW, expected.grad_bias_ED)[which]
 
 
-@cache
 def _data(scenario: Scenario, ep_size: int) -> list[tuple[tuple[Batch, ...], Experts]]:
     """Batches of all ranks, and experts, by call."""
-    program = PROGRAMS[scenario.program]
-    turns = [0 if program.keeps_tokens else call for call in range(program.calls)]
-    return [(scenario.batches(ep_size, call, turn), scenario.experts(call)) for call, turn in enumerate(turns)]
+    return _draw(scenario.drawn, ep_size)
+
+
+def _expected(scenario: Scenario, ep_size: int) -> list[list[Expected]]:
+    """What must come out, by call and rank."""
+    return _compute(scenario.drawn, ep_size)
 
 
 @cache
-def _expected(scenario: Scenario, ep_size: int) -> list[list[Expected]]:
-    """What must come out, by call and rank."""
-    data = _data(scenario, ep_size)
+def _draw(drawn: Scenario, ep_size: int) -> list[tuple[tuple[Batch, ...], Experts]]:
+    program = PROGRAMS[drawn.program]
+    turns = [0 if program.keeps_tokens else call for call in range(program.calls)]
+    return [(drawn.batches(ep_size, call, turn), drawn.experts(call)) for call, turn in enumerate(turns)]
+
+
+@cache
+def _compute(drawn: Scenario, ep_size: int) -> list[list[Expected]]:
+    data = _draw(drawn, ep_size)
     experts = [its_experts for _, its_experts in data]
-    expect = PROGRAMS[scenario.program].expect
-    by_rank = [expect(scenario, [batches[rank] for batches, _ in data], experts) for rank in range(ep_size)]
+    expect = PROGRAMS[drawn.program].expect
+    by_rank = [expect(drawn, [batches[rank] for batches, _ in data], experts) for rank in range(ep_size)]
     return [list(of_call) for of_call in zip(*by_rank, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import final
 
 import torch
@@ -113,9 +113,11 @@ def _summary(error: Exception) -> str:
 
 
 def conformance_cases(
-    backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES
+    backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES, *, ranks: Ranks | None = None
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Ids and callables of the cases that a backend must pass; a callable raises where it does not.
+
+    Several backends may share ``ranks``, whose groups cost threads as long as they are kept.
 
     ::
 
@@ -123,7 +125,7 @@ def conformance_cases(
         def test_conforms(run):
             run()
     """
-    ranks = Ranks()
+    ranks = ranks or Ranks()
     for case in backend_cases(backend, ep_sizes):
         yield case.id, partial(run_case, backend, case, ranks)
 
@@ -204,7 +206,7 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
             f"max_local_experts {needs.max_local_experts}",
         ),
         (needs.max_top_k is None or shape.top_k <= needs.max_top_k, f"max_top_k {needs.max_top_k}"),
-        (needs.idle_ranks or not _leaves_ranks_idle(scenario, shape), "idle_ranks False"),
+        (needs.idle_ranks or not _leaves_ranks_idle(scenario.drawn, shape.ep_size), "idle_ranks False"),
         (needs.max_rows is None or _most_rows(scenario, needs) <= needs.max_rows, f"max_rows {needs.max_rows}"),
     )
     return next((rule for holds, rule in rules if not holds), None)
@@ -214,12 +216,14 @@ def _is_carried(scenario: Scenario, needs: Constraints) -> bool:
     return scenario.wire_dtype is not None or needs.dtypes is None or scenario.torch_dtype in needs.dtypes
 
 
-def _leaves_ranks_idle(scenario: Scenario, shape: MoEShape) -> bool:
+@cache
+def _leaves_ranks_idle(drawn: Scenario, ep_size: int) -> bool:
     """Whether some rank receives nothing in some call."""
-    calls = [scenario.batches(shape.ep_size, call, turn) for call in range(3) for turn in range(len(scenario.tokens))]
+    num_local_experts = drawn.num_experts // ep_size
+    calls = [drawn.batches(ep_size, call, turn) for call in range(3) for turn in range(len(drawn.tokens))]
     ids = [torch.cat([batch.ids_TK for batch in batches]) for batches in calls]
-    owners = [of_call.div(shape.num_local_experts, rounding_mode="floor").unique() for of_call in ids]
-    return any(len(found[found >= 0]) < shape.ep_size for found in owners)
+    owners = [of_call.div(num_local_experts, rounding_mode="floor").unique() for of_call in ids]
+    return any(len(found[found >= 0]) < ep_size for found in owners)
 
 
 def _most_rows(scenario: Scenario, needs: Constraints) -> int:

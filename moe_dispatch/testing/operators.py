@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def _body_key(func: Any, args: Any, kwargs: dict[str, Any]) -> DispatchKey | Non
     if func.namespace == "prim":  # attributes of tensor subclasses, as prim::device: nothing of the dispatcher's
         return None
     # Where autograd is out of the way, in such bodies and under inference_mode, it has not taken composites apart.
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd):
+    if _is_composite(func):
         return DispatchKey.CompositeImplicitAutograd
     if func.namespace in ("aten", "prims"):
         return None
@@ -58,6 +59,11 @@ def _body_key(func: Any, args: Any, kwargs: dict[str, Any]) -> DispatchKey | Non
     found = (key for key in _kernel_keys(args, kwargs) if f"{prefix}/{key}" in torch.library._impls)
     key = next(found, None)
     return None if key is None else getattr(DispatchKey, key)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd)
 
 
 def _kernel_keys(args: Any, kwargs: dict[str, Any]) -> list[str]:
@@ -74,9 +80,15 @@ _MASKS = (torch.bool, torch.uint8)
 
 def waits_for_host(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operator called like this needs values on the host."""
-    arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    exact = _EXACT.get(func._schema.name.removesuffix("_"))
-    return exact(arguments) if exact else not _DEPENDS_ON_DATA.isdisjoint(func.tags)
+    exact = _exact_rule(func)
+    if exact is None:
+        return not _DEPENDS_ON_DATA.isdisjoint(func.tags)
+    return exact({argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs)
+
+
+@cache
+def _exact_rule(func: Any) -> Callable[[dict[str, Any]], bool] | None:
+    return _EXACT.get(func._schema.name.removesuffix("_"))
 
 
 def _has_mask(arguments: dict[str, Any]) -> bool:

@@ -103,14 +103,18 @@ def _is_consequence(told: str) -> bool:
 def run_processes(body: Callable[..., Any], size: int, *args: Any, timeout: datetime.timedelta = TIMEOUT) -> list[Any]:
     """Run ``body(rank, *args)`` in ``size`` processes with gloo as the default group; the results, pickled, by rank.
 
+    Processes are spawned, or forked from a server where the program has called
+    ``multiprocessing.set_start_method("forkserver")``: one that has torch preloaded saves each process its import.
+
     Raises:
         RankFailed: with the traceback of the rank that failed first on its own account.
     """
-    context = mp.get_context("spawn")
+    forks = mp.get_start_method(allow_none=True) == "forkserver"
+    context: Any = mp.get_context("forkserver" if forks else "spawn")
     queue = context.SimpleQueue()
-    port = _free_port()
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     processes = [
-        context.Process(target=_process, args=(body, rank, size, port, timeout, queue, args), daemon=True)
+        context.Process(target=_process, args=(body, rank, size, environment, timeout, queue, args), daemon=True)
         for rank in range(size)
     ]
     for process in processes:
@@ -138,13 +142,14 @@ def _process(
     body: Callable[..., Any],
     rank: int,
     size: int,
-    port: int,
+    environment: dict[str, str],
     timeout: datetime.timedelta,
     queue: Any,
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.clear()  # a server keeps the one that it was started with
+    os.environ.update(environment)
     try:
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
         queue.put((rank, True, pickle.dumps(body(rank, *args))))  # not torch's pickling, which leaves data behind

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, final
 
 import torch
@@ -149,12 +150,18 @@ class Scenario:
     @property
     def most_rows(self) -> int:
         """The most rows that a rank brings, in whatever form."""
-        return max(build(tokens).num_rows for build in FORMS.values() for tokens in self.tokens)
+        return max(map(_rows_in_any_form, self.tokens))
 
     @property
     def max_tokens(self) -> int:
         """``max_tokens_per_rank`` where graph-safe: no rank ever brings as many."""
         return self.most_rows + 3
+
+    @property
+    def drawn(self) -> Scenario:
+        """What data and expectation depend on, and defaults elsewhere: equal for all scenarios that may share them."""
+        decides = ("tokens", "num_experts", "top_k", "hidden", "routing", "dtype", "wire_dtype", "program", "seed")
+        return Scenario(name="drawn", **{field: getattr(self, field) for field in decides})
 
     def fitted(self, needs: Constraints) -> Scenario:
         """The scenario as a backend can carry it: rows made wider, bfloat16 on the wire, without gradients."""
@@ -204,3 +211,8 @@ class Scenario:
 
     def _generator(self, call: int, rank: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed * 10_000 + call * 1_000 + rank + 1)
+
+
+@cache
+def _rows_in_any_form(tokens: int) -> int:
+    return max(build(tokens).num_rows for build in FORMS.values())

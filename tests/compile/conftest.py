@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 
@@ -17,15 +18,15 @@ with warnings.catch_warnings():  # inductor imports it, and it uses what torch i
 @pytest.fixture(autouse=True, scope="session")
 def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        session = tmp_path_factory.getbasetemp()
+        folder = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session  # which all workers share
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """With threads of its own, inductor takes 15 s to start on two cores."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with torch._inductor.config.patch(compile_threads=1):
-        yield
+    yield
     torch._dynamo.reset()

@@ -107,6 +107,17 @@ def test_excuses_name_the_constraint(field: str, value: object, reason: str, mon
     assert excuse("local", SCENARIOS[0], 1) == reason
 
 
+def test_scenarios_of_the_same_data_share_it() -> None:
+    """The kit draws once for all of them, so what ``drawn`` leaves out may change nothing."""
+    assert len({scenario.drawn for scenario in SCENARIOS}) < len(SCENARIOS) / 2
+    for scenario in SCENARIOS:
+        own, shared = scenario.batches(2, 1, 1), scenario.drawn.batches(2, 1, 1)
+        for one, other in zip(own, shared, strict=True):
+            for name in ("x_TD", "ids_TK", "weights_TK", "upstream_TD"):
+                torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(scenario.experts(1).matrix_EWW, scenario.drawn.experts(1).matrix_EWW)
+
+
 def alone() -> list[Any]:
     """Backends that take one rank, and scenarios for them."""
     names = ("balanced", "nowhere", "two_in_flight", "rank_without_tokens")

@@ -64,6 +64,16 @@ def test_processes_return_by_rank() -> None:
     assert run_processes(process, 2, "returns") == [3, 3]
 
 
+def a_variable(rank: int) -> str:
+    return os.environ["GIVEN"]
+
+
+def test_processes_have_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("first", "second"):
+        monkeypatch.setenv("GIVEN", value)
+        assert run_processes(a_variable, 2) == [value] * 2
+
+
 def a_tensor(rank: int) -> Tensor:
     return torch.full((1000,), rank)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_dispatch.backends import known_backends
-from moe_dispatch.testing import SCENARIOS, Excuse, conformance_cases, excuses
+from moe_dispatch.testing import SCENARIOS, Excuse, Ranks, conformance_cases, excuses
 from moe_dispatch.testing.forms import FORMS
 from moe_dispatch.testing.kit import EP_SIZES, describe
 from moe_dispatch.testing.programs import PROGRAMS
@@ -25,11 +25,12 @@ EXCUSED = Path(__file__).with_name("excused.txt")
 
 
 def all_cases() -> list[Any]:
+    ranks = Ranks()
     with more_backends():
         return [
             pytest.param(run, id=f"{describe(backend)}-{name}")
             for backend in BACKENDS
-            for name, run in conformance_cases(backend)
+            for name, run in conformance_cases(backend, ranks=ranks)
             if backend not in IN_ONE_FORM or _is_enough(name)
         ]
 
