@@ -35,10 +35,13 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
     """Directly where embedding_bag, which rounds into its rows' dtype, rounds into ours; else from rows widened first.
 
     For bfloat16 in and out a float32 weight is written as the exact sum of three bfloat16 numbers and its row listed
-    three times. A part that is 0 makes NaN of an infinite row, so where a block's sums hold a NaN they are done again
-    the other way; looking for one takes 3% of the time. Float16's range is too small for such parts.
+    three times; once where all weights are bfloat16 numbers, as some routers give them. A part that is 0 makes NaN of
+    an infinite row, so where a block's sums hold a NaN they are done again the other way; looking for one takes 3% of
+    the time. Float16's range is too small for such parts.
     """
     width = out.shape[1]
+    if weights is not None and rows.dtype == out.dtype == torch.bfloat16 and weights.equal(weights.bfloat16().float()):
+        weights = weights.bfloat16()
     if fits_bag(rows, weights, out):
         sums = bag(rows, members, offsets, weights)
         out.copy_(sums if sums.shape[1] == width else sums[:, :width])
@@ -74,8 +77,8 @@ def dtype_of_sums(rows: Tensor, out: Tensor) -> torch.dtype:
 
 def fits_bag(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
     """Whether embedding_bag accumulates and rounds these as they are like we promise; it does so in float32 itself."""
-    unweighted = weights is None and rows.dtype == out.dtype == torch.bfloat16
-    return unweighted or rows.dtype == dtype_of_sums(rows, out)
+    exact = weights is None or weights.dtype == torch.bfloat16
+    return (exact and rows.dtype == out.dtype == torch.bfloat16) or rows.dtype == dtype_of_sums(rows, out)
 
 
 def bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
