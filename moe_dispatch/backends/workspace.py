@@ -86,8 +86,8 @@ class Workspace:
 
 
 def _new_storage(nbytes: int) -> torch.UntypedStorage:
-    """With an eighth of slack, so that slowly changing sizes do not allocate every time."""
-    return torch.UntypedStorage(nbytes + nbytes // 8, device="cpu")
+    """With a sixteenth of slack, so that slowly changing sizes do not allocate every time."""
+    return torch.UntypedStorage(nbytes + nbytes // 16, device="cpu")
 
 
 def _is_back(storage: torch.UntypedStorage) -> bool:

@@ -273,7 +273,7 @@ def test_overhead_is_measured_alone_and_together(command: Command) -> None:
         (["--experts", "4", "--top-k", "8"], "bench: .* must be possible, got top-8 of 4 experts"),
         (
             ["-c", "depep"],
-            "--contenders: Unknown backend 'depep'.*Besides backends there are by-hand, floor, torchtitan, transformers",
+            "--contenders: Unknown backend 'depep'.*Besides backends there are by-hand, floor, torchtitan",
         ),
         (["-c", "alltoall+speed=9"], "--contenders: backend 'alltoall.speed=9': speed: Extra inputs are not permitted"),
         (["-c", "hybridep+emulate=true"], "--contenders must be the real thing, got 'hybridep.emulate=true'"),

@@ -1,14 +1,15 @@
 """The least that a layer can cost in torch: its collectives on the fewest bytes, and the row passes it cannot avoid.
 
 Everything else is given away: routing is known, exchanged and sorted before the clock starts, all memory is there, and
-rows are weighted in their own dtype. It computes the layer all the same, and is checked like every other contender.
+rows are weighted in their own dtype. It computes the layer all the same, and is checked like every other contender. A
+row travels with its slots in a packet, because another collective costs more than the copy that this takes.
 
 The passes, over T rows at home, S rows on the wire and R grouped rows, each block by block where that is faster:
 
 ====================================  =======  ======  =========================================
 pass                                  reads    writes  primitive
 ====================================  =======  ======  =========================================
-pack                                  T        S       ``index_select(out=)``
+pack                                  2 T      T + S   ``copy_``, ``index_select(out=)``
 expand                                S        R       ``index_select(out=)``
 weighted reduce                       R        S       ``embedding_bag`` with weights
 final sum                             S        T       ``embedding_bag``
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch.backends.permutation import SlotIndex, group_slots
+from moe_dispatch.backends.wire import packet, row_format
 from moe_dispatch.cli.bench.contenders import Contender, Experts
 from moe_dispatch.cli.bench.workload import Shape, Tokens
 
@@ -65,7 +67,7 @@ class Way:
         source_S: int64, the home row of each row sent, by destination rank.
         member_S: int64, the sent rows by home row, which begin at ``cu_T``.
         index: received rows grouped by local expert; ``local_ids_R`` their experts.
-        buffers: rows by name, each written once in forward and backward.
+        buffers: packets and rows by name, each written once in forward and backward.
     """
 
     group: dist.ProcessGroup
@@ -113,21 +115,27 @@ def find_way(tokens: Tokens, shape: Shape, group: dist.ProcessGroup) -> Way:
         cu_T=torch.searchsorted(by_row.values, torch.arange(shape.tokens + 1)),
         index=index,
         local_ids_R=torch.arange(local).repeat_interleave(counts),
-        buffers=_buffers(tokens, len(source_S), index),
+        buffers=_buffers(tokens.x_TD, shape.top_k, len(source_S), index),
     )
 
 
-def _buffers(tokens: Tokens, sent: int, index: SlotIndex) -> dict[str, Tensor]:
-    (count, hidden), slots = tokens.x_TD.shape, tokens.ids_TK.shape[1]
-    lengths = {"out": sent, "in": index.num_rows, "rows": index.num_grouped, "gradient": index.num_grouped}
-    lengths |= {"y": count, "x": count}
-    rows = {name: tokens.x_TD.new_zeros(length, hidden) for name, length in lengths.items()}
-    rows |= {name: rows["rows"].new_zeros(_block_rows(rows["rows"]), hidden) for name in ("block", "products")}
-    sides = {"in": index.num_rows, "out": sent}
-    slots_of = {f"slots {side}": torch.zeros(length, slots) for side, length in sides.items()}
-    # Ids take no part any more: two bytes a slot, which travel with the weights, stand for them.
-    ids_of = {f"ids {side}": torch.zeros(length, 2 * slots, dtype=torch.uint8) for side, length in sides.items()}
-    return {**rows, **slots_of, **ids_of, "dots": tokens.x_TD.new_zeros(index.num_grouped)}
+def _buffers(tokens: Tensor, top_k: int, sent: int, index: SlotIndex) -> dict[str, Tensor]:
+    """Zeros; "there" and "back" are packets, of a row with its slots' weights and ids, and with their gradients."""
+    (count, hidden), row = tokens.shape, row_format(tokens.dtype, tokens.shape[1])
+    there, back = packet(row, top_k, torch.float32, torch.int16), packet(row, top_k, torch.float32)
+    packets = {
+        "packets": (count, there),
+        **{"there out": (sent, there), "there in": (index.num_rows, there)},
+        **{"back out": (index.num_rows, back), "back in": (sent, back)},
+    }
+    block = _block_rows(tokens, index.num_grouped)
+    rows = {"rows": index.num_grouped, "gradient": index.num_grouped, "block": block, "products": block}
+    rows |= {"here": sent, "away": index.num_rows, "y": count, "x": count}
+    return {
+        **{name: tokens.new_zeros(length, form.stride, dtype=torch.uint8) for name, (length, form) in packets.items()},
+        **{name: tokens.new_zeros(length, hidden) for name, length in rows.items()},
+        "dots": tokens.new_zeros(index.num_grouped),
+    }
 
 
 class _Dispatch(torch.autograd.Function):
@@ -136,24 +144,25 @@ class _Dispatch(torch.autograd.Function):
         ctx.way = way
         space, index, ones = way.buffers, way.index, [1] * way.group.size()
         way.group.alltoall_base(way.counts_in, way.counts_out, ones, ones).wait()
-        torch.index_select(weights_TK, 0, way.source_S, out=space["slots out"])
-        torch.index_select(x_TD, 0, way.source_S, out=space["out"])
-        way.exchange(space["slots in"], space["slots out"])
-        way.exchange(space["ids in"], space["ids out"])
-        way.exchange(space["in"], space["out"])
-        torch.index_select(space["in"], 0, index.source_R, out=space["rows"])
-        return space["rows"].detach(), space["slots in"].take(index.slot_N)
+        form = packet(row_format(x_TD.dtype, x_TD.shape[1]), weights_TK.shape[1], torch.float32, torch.int16)
+        form.row.write(x_TD, form.rows(space["packets"]))
+        form.weights(space["packets"]).copy_(weights_TK)
+        torch.index_select(space["packets"], 0, way.source_S, out=space["there out"])
+        way.exchange(space["there in"], space["there out"])
+        torch.index_select(form.row.read(form.rows(space["there in"])), 0, index.source_R, out=space["rows"])
+        return space["rows"].detach(), form.weights(space["there in"]).take(index.slot_N)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor, dots_R: Tensor) -> Any:
         way: Way = ctx.way
         space, index = way.buffers, way.index
-        sum_rows(grad_RD, index.byrow_N, index.cu_S, None, space["in"])
-        space["slots in"].zero_().view(-1).index_copy_(0, index.slot_N, dots_R)
-        way.exchange(space["out"], space["in"], home=True)
-        way.exchange(space["slots out"], space["slots in"], home=True)
-        sum_rows(space["out"], way.member_S, way.cu_T, None, space["x"])
-        return space["x"].detach(), torch.embedding_bag(space["slots out"], way.member_S, way.cu_T[:-1])[0], None
+        form = packet(row_format(grad_RD.dtype, grad_RD.shape[1]), index.top_k, torch.float32)
+        sum_rows(grad_RD, index.byrow_N, index.cu_S, None, form.row.read(form.rows(space["back out"])))
+        form.weights(space["back out"]).copy_(index.to_slots(dots_R))
+        way.exchange(space["back in"], space["back out"], home=True)
+        sum_rows(space["back in"].view(grad_RD.dtype), way.member_S, way.cu_T, None, space["x"])
+        grad_weights_TK = torch.embedding_bag(form.weights(space["back in"]).contiguous(), way.member_S, way.cu_T[:-1])
+        return space["x"].detach(), grad_weights_TK[0], None
 
 
 class _Combine(torch.autograd.Function):
@@ -162,9 +171,10 @@ class _Combine(torch.autograd.Function):
         ctx.way = way
         ctx.save_for_backward(rows_RD, weights_R)
         space, index = way.buffers, way.index
-        sum_rows(rows_RD.detach(), index.byrow_N, index.cu_S, weights_R[index.byrow_N].to(rows_RD.dtype), space["in"])
-        way.exchange(space["out"], space["in"], home=True)
-        sum_rows(space["out"], way.member_S, way.cu_T, None, space["y"])
+        weights_N = weights_R[index.byrow_N].to(rows_RD.dtype)
+        sum_rows(rows_RD.detach(), index.byrow_N, index.cu_S, weights_N, space["away"])
+        way.exchange(space["here"], space["away"], home=True)
+        sum_rows(space["here"], way.member_S, way.cu_T, None, space["y"])
         return space["y"].detach()
 
     @staticmethod
@@ -172,12 +182,12 @@ class _Combine(torch.autograd.Function):
         way: Way = ctx.way
         rows_RD, weights_R = ctx.saved_tensors
         space, source = way.buffers, way.index.source_R
-        torch.index_select(grad_TD, 0, way.source_S, out=space["out"])
-        way.exchange(space["in"], space["out"])
+        torch.index_select(grad_TD, 0, way.source_S, out=space["here"])
+        way.exchange(space["away"], space["here"])
         weights_R1 = weights_R.to(rows_RD.dtype).unsqueeze(1)
         for block in _blocks(rows_RD):
             count = block.stop - block.start
-            gradient = torch.index_select(space["in"], 0, source[block], out=space["block"][:count])
+            gradient = torch.index_select(space["away"], 0, source[block], out=space["block"][:count])
             product = torch.mul(gradient, rows_RD[block], out=space["products"][:count])
             torch.sum(product, 1, out=space["dots"][block])
             torch.mul(gradient, weights_R1[block], out=space["gradient"][block])
@@ -190,15 +200,16 @@ def sum_rows(rows: Tensor, members: Tensor, cu: Tensor, weights: Tensor | None, 
     edges = cu[torch.tensor([0, *(block.stop for block in blocks)])].tolist()
     for block, begin, end in zip(blocks, edges, edges[1:], strict=False):
         offsets, part = cu[block.start : block.stop + 1] - begin, None if weights is None else weights[begin:end]
-        out[block].copy_(torch.embedding_bag(rows, members[begin:end], offsets, False, 0, False, part, True)[0])
+        sums = torch.embedding_bag(rows, members[begin:end], offsets, False, 0, False, part, True)[0]
+        out[block].copy_(sums[:, : out.shape[1]])
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    step = _block_rows(rows)
+    step = _block_rows(rows, len(rows))
     return [slice(begin, min(begin + step, len(rows))) for begin in range(0, len(rows), step)]
 
 
-def _block_rows(rows: Tensor) -> int:
-    if rows.device.type != "cpu":
-        return max(1, len(rows))
-    return max(1, _BLOCK_BYTES // max(1, rows.shape[1] * rows.itemsize))
+def _block_rows(rows: Tensor, most: int) -> int:
+    """How many rows make a block of at most ``most``."""
+    fitting = most if rows.device.type != "cpu" else _BLOCK_BYTES // (rows.shape[1] * rows.itemsize)
+    return max(1, min(fitting, most))
