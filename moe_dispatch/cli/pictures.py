@@ -226,10 +226,10 @@ def save_panels(panels: Sequence[Panel], causes: Sequence[str], path: Path, *, x
     with mpl.rc_context(_FILE_STYLE):
         size = (_PANEL_WIDTH * columns, 1.0 + rows * (0.9 + 0.3 * tallest))
         figure = Figure(figsize=size, dpi=120, layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False).flat
+        grid = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, panel in zip(grid, panels, strict=False):
             _draw_panel(axes, panel, causes, xlabel)
-        for axes in list(grid)[len(panels) :]:
+        for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.suptitle(title)
         handles, labels = figure.axes[0].get_legend_handles_labels()

@@ -11,6 +11,7 @@ from typing import Any, final
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from moe_dispatch import Dispatcher
@@ -21,6 +22,7 @@ from moe_dispatch.cli.bench.floor import Floor
 from moe_dispatch.cli.bench.results import load_results
 from moe_dispatch.cli.bench.timing import Timing, time_in_turn
 from moe_dispatch.cli.bench.workload import Shape, Tokens, draw_tokens
+from moe_dispatch.cli.pictures import Bar, Panel, save_panels
 from moe_dispatch.testing.ranks import run_ranks
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
@@ -129,6 +131,14 @@ def test_layer_looks_at_other_shapes_where_none_is_given(no_peers: None) -> None
     core = [(4096, 64, 8)] * 4
     assert shapes() == [*core, (64, 64, 8), (16384, 64, 8), (4096, 64, 2), (4096, 8, 8), (4096, 256, 8)]
     assert shapes(dtype="bfloat16") == core[:2]
+
+
+def test_picture_has_no_empty_panel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[bool] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.extend(axes.axison for axes in self.axes))
+    panel = Panel(title="one", bars=(Bar(label="alltoall", parts=(1.0,), low=0.5, high=1.5),))
+    save_panels([panel] * 3, ["dispatch"], tmp_path / "bench.png", xlabel="ms", title="three")
+    assert drawn == [True, True, True, False]
 
 
 @final
