@@ -152,7 +152,7 @@ def test_benchmark_measures_ours_beside_the_peers(tmp_path: Path) -> None:
     here = [name for name in PEERS if not missing_packages(name)]
     assert [result.case.routing for result in results.cases] == list(SKEWS)
     for result in results.cases:
-        assert list(result.contenders) == ["alltoall", *here]
+        assert list(result.contenders) == ["alltoall", "by-hand", "floor", *here]
         ours = result.contenders["alltoall"]
         assert len(ours.timing.runs) == 2
         assert ours.bytes_sent is not None

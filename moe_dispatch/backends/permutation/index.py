@@ -80,16 +80,16 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -
         counts: pairs per key, on the host.
         pad_multiple: each group's length is rounded up to this; empty groups stay empty.
 
-    Cost: one stable sort of N keys, else single passes; no host sync.
+    Cost: one stable sort of S*K keys, one of N indices, else single passes; no host sync.
     """
     num_rows, top_k = keys_SK.shape
     real, device = sum(counts), keys_SK.device
-    grouped_SK = (keys_SK >= 0) & (keys_SK < len(counts))
-    inrow_N = true_places(grouped_SK.reshape(-1), real).view(-1)
-    order_N = keys_SK.take(inrow_N).sort(stable=True).indices
-    slot_N = inrow_N.index_select(0, order_N)
+    # Without the sign bit, negative keys sort behind all groups, like those beyond the last.
+    keys = keys_SK.bitwise_and(torch.iinfo(keys_SK.dtype).max)
+    slot_N = keys.reshape(-1).sort(stable=True).indices[:real]
     source_R = slot_N.div(top_k, rounding_mode="floor")
-    byrow_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(real, device=device))
+    byrow = slot_N.sort()
+    byrow_N, firsts_S = byrow.indices, torch.arange(0, (num_rows + 1) * top_k, top_k, device=device)
     place_N, padding, padded = None, None, real
     if pad_multiple > 1:
         place_N, padding, padded = _with_padding(counts, pad_multiple, device)
@@ -103,7 +103,7 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -
         slot_N=slot_N,
         place_N=place_N,
         byrow_N=byrow_N,
-        cu_S=running_total(grouped_SK.sum(1)),
+        cu_S=torch.searchsorted(byrow.values, firsts_S),
         padding=padding,
     )
 
