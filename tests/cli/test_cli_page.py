@@ -50,9 +50,14 @@ def test_output_of_bench_on_the_page(command: Command, monkeypatch: pytest.Monke
         contenders = [] if "-c" in words else ["-c", "alltoall,by-hand,floor"]
         answer = command(*words, "--top-k", "2", *contenders)
         assert answer.status == 0, answer
-        printed, paragraphs = without_numbers(answer.out), paragraphs_of(output)
+        printed, paragraphs = without_numbers(_undecided(answer.out)), paragraphs_of(_undecided(output))
         assert len(paragraphs) > 1
         assert [paragraph for paragraph in paragraphs if paragraph not in printed] == []
+
+
+def _undecided(output: str) -> str:
+    """Without whether two runs are apart, which is chance."""
+    return re.sub(r" (yes|no) *$", " #", output, flags=re.MULTILINE)
 
 
 def paragraphs_of(output: str) -> list[str]:
