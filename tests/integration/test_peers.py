@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from moe_dispatch.cli.bench.agreement import check_agreement
 from moe_dispatch.cli.bench.contenders import Ours
-from moe_dispatch.cli.bench.interception import Recorder, bytes_by_phase, floor_bytes, record_layer
+from moe_dispatch.cli.bench.interception import Recorder
 from moe_dispatch.cli.bench.peers import PEERS, missing_packages
 from moe_dispatch.cli.bench.results import load_results
-from moe_dispatch.cli.bench.traffic import sent_by_phase
+from moe_dispatch.cli.bench.traffic import floor_bytes, sent_by_phase
 from moe_dispatch.cli.bench.workload import (
     TOLERANCES,
     DisagreementError,
@@ -64,7 +64,7 @@ def bytes_of_peer(rank: int, peer: str) -> tuple[dict[str, int], int]:
     slots = int((tokens.ids_TK // local != rank).sum())
     counts = 8 * (WIDE.experts - local)
     contender = PEERS[peer](WIDE, world())
-    sent = bytes_by_phase(record_layer(contender, tokens))
+    sent = sent_by_phase(contender, tokens)
     assert sent_by_phase(contender, tokens) == sent
     return sent, slots * WIDE.hidden * 4 + counts
 
@@ -74,7 +74,7 @@ def bytes_of_ours(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, i
     tokens = draw_tokens(WIDE, "skewed", dtype, rank)
     ours = Ours(WIDE, world())
     before = sum(ours.dispatcher.metrics().bytes_sent.values())
-    sent = bytes_by_phase(record_layer(ours, tokens))
+    sent = sent_by_phase(ours, tokens)
     return sent, sum(ours.dispatcher.metrics().bytes_sent.values()) - before, floor_bytes(tokens, world())
 
 

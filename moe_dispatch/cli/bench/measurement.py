@@ -15,12 +15,11 @@ from moe_dispatch.cli.bench.agreement import check_agreement
 from moe_dispatch.cli.bench.case import Case
 from moe_dispatch.cli.bench.contenders import Contender, identity_experts, run_layer
 from moe_dispatch.cli.bench.entrants import Entrant
-from moe_dispatch.cli.bench.interception import PHASES, floor_bytes
 from moe_dispatch.cli.bench.memory import peak_bytes
 from moe_dispatch.cli.bench.overhead import Overhead, measure_overhead
 from moe_dispatch.cli.bench.results import CaseResult, Measured, OverheadResult
 from moe_dispatch.cli.bench.timing import Timing, time_in_turn
-from moe_dispatch.cli.bench.traffic import sent_by_phase
+from moe_dispatch.cli.bench.traffic import PHASES, floor_bytes, sent_by_phase
 from moe_dispatch.cli.bench.workload import Tokens
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import Send
