@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -114,10 +114,10 @@ class AllGather(TracedRoutes, Backend):
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
         everyone = packets.new_empty(len(packets) * comm.size, form.stride)
         comm.all_gather(everyone, packets, label="dispatch")
-        ids_SK, first = form.ids(everyone), comm.rank * shape.num_local_experts
-        received = nullcontext((form.row.read(form.rows(everyone)), form.weights(everyone)))
+        rows_SD, weights_SK, ids_SK = form.unpack(everyone)
+        received, first = (rows_SD, weights_SK), comm.rank * shape.num_local_experts
         if sizes.capacity is not None:
-            index = self.context.group_statically(ids_SK - first, form.weights(everyone), sizes.capacity)
+            index = self.context.group_statically(ids_SK - first, weights_SK, sizes.capacity)
             return arrive_statically(rows_TD, weights_TK, self._route(index, rows_TD.device), received)
         counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[first : first + shape.num_local_experts])
         route = self._route(group_slots(ids_SK - first, counts, shape.pad_multiple), rows_TD.device)

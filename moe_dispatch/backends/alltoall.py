@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -56,26 +54,25 @@ class AllToAllOptions(BackendOptions):
     pair_rows: Factor = "worst"
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Transit:
-    """A dispatch between sending and receiving; its two buffers are the workspace's."""
+class _Counts(NamedTuple):
+    """What ranks tell each other first: a table of int64, each row L counts of slots, by expert, and one of rows.
 
-    rows_TD: Tensor
-    weights_TK: Tensor
-    rank_TK: Tensor
-    source_S: Tensor
-    traffic: Traffic
-    tokens_per_expert_L: Tensor
-    form: Packet
-    outgoing: Tensor
+    Attributes:
+        flat: all of it, 1 + 2 P rows of L + 1: sums of what comes in, then what goes to each rank, then what comes.
+        total: (1, L + 1), the first row.
+        received: (P, L + 1), the last rows.
+    """
+
+    flat: Tensor
+    total: Tensor
     received: Tensor
-    work: dist.Work | None
 
 
 @final
 class AllToAll(TracedRoutes, Backend):
     """Cost: one host sync and two collectives (counts, data) per dispatch, one per combine, one per backward of either.
+
+    While the counts travel rows are packed, on the CPU by destination, and while the rows do, their way home is sorted.
 
     Bytes to other ranks: in dispatch, per distinct (row, other rank), the row and 6 bytes per top_k slot; in combine
     the row; in the backwards the row, and 4 bytes per slot for the gradient of the weights. Source: the de-duplication
@@ -145,8 +142,7 @@ class AllToAll(TracedRoutes, Backend):
     ) -> Callable[[], Arrived]:
         if sizes.capacity is not None:
             return self._dispatch_statically(rows_TD, ids_TK, weights_TK, sizes.capacity)
-        transit = self._send(rows_TD, ids_TK, weights_TK)
-        return lambda: self._receive(transit)
+        return self._dispatch_counted(rows_TD, ids_TK, weights_TK)
 
     def _dispatch_statically(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, capacity: Capacity
@@ -154,10 +150,10 @@ class AllToAll(TracedRoutes, Backend):
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
         permutation, pair_rows = self.context.permutation_on(rows_TD.device), capacity.pair_rows
         assert pair_rows is not None
-        rank_TK = ids_TK.div(shape.num_local_experts, rounding_mode="floor")
+        owner_TK = (ids_TK + shape.num_local_experts).div(shape.num_local_experts, rounding_mode="floor")
         lanes = lanes_of(
-            rank_members(rank_TK, comm.size),
-            rank_TK,
+            rank_members(owner_TK, comm.size),
+            owner_TK,
             weights_TK.detach(),
             pair_rows,
             may_overflow=pair_rows < tokens_of(shape),
@@ -172,74 +168,73 @@ class AllToAll(TracedRoutes, Backend):
             if work is not None:
                 work.wait()
             space.give(outgoing)
-            keys_SK = form.ids(received) - comm.rank * shape.num_local_experts
+            rows_SD, weights_SK, ids_SK = form.unpack(received)
+            keys_SK = ids_SK - comm.rank * shape.num_local_experts
             route = self._route(
                 even_traffic(pair_rows, comm.size),
                 (lanes.source_S, lanes.member_N, lanes.cu_T),
-                index=self.context.group_statically(keys_SK, form.weights(received), capacity),
+                index=self.context.group_statically(keys_SK, weights_SK, capacity),
             )
-            return arrive_statically(
+            arrived = arrive_statically(
                 rows_TD,
                 weights_TK,
                 route,
-                self._unpack(form, received),
+                (rows_SD, weights_SK),
                 needed=wanted_here(received, form, pair_rows),
                 busiest_pair=lanes.busiest,
             )
+            space.give(received)
+            return arrived
 
         return complete
 
-    def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Transit:
+    def _dispatch_counted(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Callable[[], Arrived]:
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
-        rank_TK = ids_TK.div(shape.num_local_experts, rounding_mode="floor")
-        members_PT = rank_members(rank_TK, comm.size)
-        traffic, tokens_per_expert_L = self._exchange_counts(ids_TK, rank_TK, members_PT)
-        source_S = true_places(members_PT, sum(traffic.rows_out)).select(1, 1).contiguous()
+        shifted_TK = ids_TK + shape.num_local_experts
+        owner_TK = shifted_TK.div(shape.num_local_experts, rounding_mode="floor")
+        members_PT = rank_members(owner_TK, comm.size)
+        counts, counting = self._send_counts(shifted_TK + owner_TK, members_PT)
         form = _form(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
-        outgoing = space.take((source_S.shape[0], form.stride), rows_TD.device)
+        # While the counts are under way; but how many rows leave a GPU is read together with them.
+        sending = self._outgoing(packets, members_PT) if packets.is_cpu else None
+        if counting is not None:
+            counting.wait()
+        traffic = self._read_counts(counts)
+        source_S, outgoing = sending or self._outgoing(packets, members_PT, sum(traffic.rows_out))
         received = space.take((sum(traffic.rows_in), form.stride), rows_TD.device)
-        self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
         work = comm.all_to_all(received, outgoing, traffic.rows_in, traffic.rows_out, label="dispatch")
-        return _Transit(
-            rows_TD=rows_TD,
-            weights_TK=weights_TK,
-            rank_TK=rank_TK,
-            source_S=source_S,
-            traffic=traffic,
-            tokens_per_expert_L=tokens_per_expert_L,
-            form=form,
-            outgoing=outgoing,
-            received=received,
-            work=work,
-        )
+        by_row = source_S.sort(stable=True)  # while the rows are under way
+        cu_T = torch.searchsorted(by_row.values, torch.arange(rows_TD.shape[0] + 1, device=rows_TD.device))
 
-    def _receive(self, transit: _Transit) -> Arrived:
-        shape, traffic, form = self.context.shape, transit.traffic, transit.form
-        if transit.work is not None:
-            transit.work.wait()
-        self.context.workspace.give(transit.outgoing)
-        first = self.context.communicator.rank * shape.num_local_experts
-        keys_SK = form.ids(transit.received) - first
-        by_row = transit.source_S.sort(stable=True)
-        rows_T = torch.arange(transit.rows_TD.shape[0] + 1, device=transit.received.device)
-        route = self._route(
-            traffic,
-            (transit.source_S, by_row.indices, torch.searchsorted(by_row.values, rows_T)),
-            index=group_slots(keys_SK, traffic.tokens_per_expert, shape.pad_multiple),
-            home=group_slots(transit.rank_TK, traffic.slots_out) if self._exact else None,
-            weights_TK=transit.weights_TK.detach() if self._exact else None,
-        )
-        unpacked = self._unpack(form, transit.received)
-        return arrive(
-            *(transit.rows_TD, transit.weights_TK, route, unpacked, traffic.tokens_per_expert, shape.pad_multiple),
-            real_L=transit.tokens_per_expert_L,
-        )
+        def complete() -> Arrived:
+            if work is not None:
+                work.wait()
+            space.give(outgoing)
+            rows_SD, weights_SK, ids_SK = form.unpack(received)
+            keys_SK = ids_SK - comm.rank * shape.num_local_experts
+            route = self._route(
+                traffic,
+                (source_S, by_row.indices, cu_T),
+                index=group_slots(keys_SK, traffic.tokens_per_expert, shape.pad_multiple),
+                home=group_slots(owner_TK - 1, traffic.slots_out) if self._exact else None,
+                weights_TK=weights_TK.detach() if self._exact else None,
+            )
+            arrived = arrive(
+                *(rows_TD, weights_TK, route, (rows_SD, weights_SK), traffic.tokens_per_expert, shape.pad_multiple),
+                real_L=counts.flat[: shape.num_local_experts],
+            )
+            space.give(received)
+            return arrived
 
-    @contextmanager
-    def _unpack(self, form: Packet, received: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        yield form.row.read(form.rows(received)), form.weights(received)
-        self.context.workspace.give(received)
+        return complete
+
+    def _outgoing(self, packets: Tensor, members_PT: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
+        """The home rows of what is sent, int64 (count,), and their packets. ``count`` may be None on the CPU."""
+        source_S = true_places(members_PT, count).select(1, 1).contiguous()
+        outgoing = self.context.workspace.take((source_S.shape[0], packets.shape[1]), packets.device)
+        self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
+        return source_S, outgoing
 
     def _route(
         self,
@@ -303,47 +298,48 @@ class AllToAll(TracedRoutes, Backend):
         assert isinstance(self.options, AllToAllOptions)
         return self.options.reduction == "exact"
 
-    def _exchange_counts(self, ids_TK: Tensor, rank_TK: Tensor, members_PT: Tensor) -> tuple[Traffic, Tensor]:
-        """Tell every rank how many rows come, and how many slots for each of its experts; read both sides at once.
+    def _send_counts(self, places_TK: Tensor, members_PT: Tensor) -> tuple[_Counts, dist.Work | None]:
+        """Start to tell every rank how many slots come for each of its experts, and how many rows.
 
-        Returns:
-            All counts, and those per local expert on the device, int64 (L,).
+        Args:
+            places_TK: int64 (T, K), where a slot is counted: for expert e of rank r e + (r + 1) (L + 1); for none any
+                place in the first row, which is overwritten.
+            members_PT: as of ``rank_members``.
         """
-        comm, width = self.context.communicator, 1 + self.context.shape.num_local_experts
-        # A row for the sums of what comes in, then a row for each rank of what goes out, then of what comes in. A row
-        # begins with a count of rows, so expert e of rank r is counted e + r + 1 places into the second. Slots that go
-        # nowhere, -1 of rank -1, are counted at the end of the first, which is overwritten.
-        places = (ids_TK + rank_TK).add_(width + 1).reshape(-1)
-        table = count_values(places, (1 + 2 * comm.size) * width).view(-1, width)
-        total, outgoing, received = table[0], table[1 : 1 + comm.size], table[1 + comm.size :]
-        torch.sum(members_PT, 1, out=outgoing.select(1, 0))
-        self._swap(outgoing, received)
-        torch.sum(received, 0, out=total)
-        host_total, *host = read_host(table)
-        host_out, host_in = host[: comm.size], host[comm.size :]
-        refused = {rank: -row[0] for rank, row in enumerate(host_in) if row[0] < 0}
-        if refused:
-            raise PeerError(refusal(refused))
-        traffic = Traffic(
-            rows_out=[row[0] for row in host_out],
-            rows_in=[row[0] for row in host_in],
-            slots_out=[sum(row[1:]) for row in host_out] if self._exact else [],
-            slots_in=[sum(row[1:]) for row in host_in] if self._exact else [],
-            tokens_per_expert=host_total[1:],
-        )
-        return traffic, total[1:]
+        size, width = self.context.communicator.size, 1 + self.context.shape.num_local_experts
+        counts = count_values(places_TK.reshape(-1), (1 + 2 * size) * width)
+        total, outgoing, received = counts.view(-1, width).split_with_sizes([1, size, size])
+        torch.sum(members_PT, 1, out=outgoing.select(1, -1))
+        return _Counts(counts, total, received), self._swap(outgoing, received)
 
-    def _swap(self, outgoing: Tensor, received: Tensor) -> None:
-        """Row p of ``outgoing`` to rank p."""
+    def _read_counts(self, counts: _Counts) -> Traffic:
+        """Sum what came in, and read both sides at once."""
+        size, slots = self.context.communicator.size, self.context.shape.num_local_experts
+        torch.sum(counts.received, 0, keepdim=True, out=counts.total)
+        host = read_host(counts.flat)
+        rows = host[slots :: 1 + slots]
+        rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
+        if min(rows_in) < 0:
+            raise PeerError(refusal({rank: -count for rank, count in enumerate(rows_in) if count < 0}))
+        slots_out, slots_in = [], []
+        if self._exact:
+            by_rank = [sum(host[start : start + slots]) for start in range(1 + slots, len(host), 1 + slots)]
+            slots_out, slots_in = by_rank[:size], by_rank[size:]
+        return Traffic(
+            rows_out=rows_out, rows_in=rows_in, slots_out=slots_out, slots_in=slots_in, tokens_per_expert=host[:slots]
+        )
+
+    def _swap(self, outgoing: Tensor, received: Tensor) -> dist.Work | None:
+        """Row p of ``outgoing`` to rank p; started, not awaited."""
         ones = [1] * self.context.shape.ep_size
-        work = self.context.communicator.all_to_all(received, outgoing, ones, ones, label="counts")
-        if work is not None:
-            work.wait()
+        return self.context.communicator.all_to_all(received, outgoing, ones, ones, label="counts")
 
     def refuse(self, code: int, device: torch.device) -> None:
         shape, comm = self.context.shape, self.context.communicator
         mark = torch.full((comm.size, 1 + shape.num_local_experts), -code, dtype=torch.int64, device=device)
-        self._swap(mark, torch.empty_like(mark))
+        work = self._swap(mark, torch.empty_like(mark))
+        if work is not None:
+            work.wait()
 
     def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
         return send_again(rows_TD, state)
@@ -357,7 +353,12 @@ def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *,
     return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
 
 
-def rank_members(rank_TK: Tensor, ep_size: int) -> Tensor:
-    """bool (P, T): which ranks own at least one expert of which row. ``rank_TK`` is -1 for slots that go nowhere."""
-    members = torch.zeros(ep_size + 1, rank_TK.shape[0], dtype=torch.bool, device=rank_TK.device)
-    return members.scatter_(0, rank_TK.t() + 1, True)[1:]
+def rank_members(owner_TK: Tensor, ep_size: int) -> Tensor:
+    """bool (P, T): which ranks own at least one expert of which row.
+
+    Args:
+        owner_TK: int64, 1 + the rank of each slot's expert, 0 for slots that go nowhere.
+        ep_size: P.
+    """
+    members = torch.zeros(ep_size + 1, owner_TK.shape[0], dtype=torch.bool, device=owner_TK.device)
+    return members.scatter_(0, owner_TK.t(), True)[1:]

@@ -15,7 +15,7 @@ from moe_dispatch.backends.base import BackendContext, WireDtype
 from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.permutation import Permutation, SlotIndex, StaticIndex
 from moe_dispatch.backends.traceable import TraceableRoute
-from moe_dispatch.backends.wire import Packet, packet, row_format
+from moe_dispatch.backends.wire import packet, row_format
 
 
 @final
@@ -98,15 +98,10 @@ class AllToAllRoute(TraceableRoute):
         with space.lease((sum(splits_in), width), rows.device) as received:
             with space.lease((source.shape[0], width), rows.device) as outgoing:
                 self.permutation.gather(rows, source, outgoing)
-                self._all_to_all(received, outgoing, splits_in, splits_out, label)
+                work = self.context.communicator.all_to_all(received, outgoing, splits_in, splits_out, label=label)
+                if work is not None:
+                    work.wait()
             yield received
-
-    def _all_to_all(
-        self, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], label: str
-    ) -> None:
-        work = self.context.communicator.all_to_all(out, inp, out_splits, in_splits, label=label)
-        if work is not None:
-            work.wait()
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
@@ -120,23 +115,25 @@ class AllToAllRoute(TraceableRoute):
             None if values_R is None else values_R.dtype,
         )
         space, device = self.context.workspace, rows_RD.device
-        with space.lease((self.source_S.shape[0], form.stride), device) as received:
-            with space.lease((self.index.num_rows, form.stride), device) as outgoing:
-                self.permutation.reduce(rows_RD, self.index, weights_R, form.row.read(form.rows(outgoing)))
-                if values_R is not None:
-                    form.weights(outgoing).copy_(self.index.to_slots(values_R))
-                self._all_to_all(received, outgoing, self.traffic.rows_out, self.traffic.rows_in, label)
-            return self._sum_at_home(form, received, rows_RD.dtype)
-
-    def _sum_at_home(self, form: Packet, received: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        num_rows = self.cu_T.shape[0] - 1
-        out = self.context.workspace.lend(num_rows, form.row.hidden, dtype=dtype, device=received.device)
+        received = space.take((self.source_S.shape[0], form.stride), device)
+        outgoing = space.take((self.index.num_rows, form.stride), device)
+        self.permutation.reduce(rows_RD, self.index, weights_R, form.row.read(form.rows(outgoing)))
+        if values_R is not None:
+            form.weights(outgoing).copy_(self.index.to_slots(values_R))
+        traffic = self.traffic
+        work = self.context.communicator.all_to_all(received, outgoing, traffic.rows_out, traffic.rows_in, label=label)
+        # Made while the rows are under way.
+        out = space.lend(self.num_home_rows, form.row.hidden, dtype=rows_RD.dtype, device=device)
+        values = None if values_R is None else values_R.new_empty(self.num_home_rows, form.top_k)
         # The whole packets are summed, as numbers of the row's dtype: sums over what is behind the row are not kept.
-        self.permutation.sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
-        if form.weight_dtype is None:
-            return out, None
-        values = torch.empty(num_rows, form.top_k, dtype=form.weight_dtype, device=received.device)
-        self.permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
+        packets = received.view(form.row.wire_dtype)
+        if work is not None:
+            work.wait()
+        space.give(outgoing)
+        self.permutation.sum_bags(packets, self.member_S, self.cu_T, None, out)
+        if values is not None:
+            self.permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
+        space.give(received)
         return out, values
 
     def _collect_exact(

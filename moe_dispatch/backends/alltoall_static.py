@@ -50,12 +50,12 @@ def wanted_here(received: Tensor, form: Packet, pair_rows: int) -> Tensor:
     return form.notes(received)[::pair_rows, 0].sum()
 
 
-def lanes_of(members_PT: Tensor, rank_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: bool) -> Lanes:
+def lanes_of(members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: bool) -> Lanes:
     """Give each (row, destination) pair a place.
 
     Args:
         members_PT: bool, which ranks own at least one expert of which row.
-        rank_TK: int64, the rank of each slot's expert, -1 for slots that go nowhere.
+        owner_TK: int64, 1 + the rank of each slot's expert, 0 for slots that go nowhere.
         weights_TK: floating.
         pair_rows: places to each rank. Of more rows, those of the least weight there (the largest of a row's slots)
             stay behind; of equal ones the last.
@@ -64,16 +64,16 @@ def lanes_of(members_PT: Tensor, rank_TK: Tensor, weights_TK: Tensor, pair_rows:
     Cost: single passes over P * T, a stable sort of P * T with ``may_overflow``; no host sync.
     """
     size, count = members_PT.shape
-    kept_PT = _heaviest(members_PT, rank_TK, weights_TK, pair_rows) if may_overflow else members_PT
+    kept_PT = _heaviest(members_PT, owner_TK, weights_TK, pair_rows) if may_overflow else members_PT
     nowhere = size * pair_rows
-    at_PT = kept_PT.cumsum(1) - 1 + torch.arange(0, nowhere, pair_rows, device=rank_TK.device).unsqueeze(1)
+    at_PT = kept_PT.cumsum(1) - 1 + torch.arange(0, nowhere, pair_rows, device=owner_TK.device).unsqueeze(1)
     at_PT = torch.where(kept_PT, at_PT, nowhere)
-    row_PT = torch.arange(count, device=rank_TK.device).expand(size, count)
-    source_S = torch.full((nowhere + 1,), -1, dtype=torch.int64, device=rank_TK.device)
+    row_PT = torch.arange(count, device=owner_TK.device).expand(size, count)
+    source_S = torch.full((nowhere + 1,), -1, dtype=torch.int64, device=owner_TK.device)
     source_S = source_S.index_copy_(0, at_PT.reshape(-1), row_PT.reshape(-1))[:nowhere]
     kept_TP = kept_PT.t()
-    wanted_P = torch.zeros(size + 1, dtype=torch.int64, device=rank_TK.device)
-    wanted_P.scatter_add_(0, (rank_TK + 1).reshape(-1), torch.ones_like(rank_TK).reshape(-1))
+    wanted_P = torch.zeros(size + 1, dtype=torch.int64, device=owner_TK.device)
+    wanted_P.scatter_add_(0, owner_TK.reshape(-1), torch.ones_like(owner_TK).reshape(-1))
     return Lanes(
         source_S=source_S.clamp(min=0),
         is_used_S=source_S >= 0,
@@ -84,11 +84,11 @@ def lanes_of(members_PT: Tensor, rank_TK: Tensor, weights_TK: Tensor, pair_rows:
     )
 
 
-def _heaviest(members_PT: Tensor, rank_TK: Tensor, weights_TK: Tensor, pair_rows: int) -> Tensor:
+def _heaviest(members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_rows: int) -> Tensor:
     size, count = members_PT.shape
     heaviest_TP = weights_TK.new_full((count, size + 1), float("-inf"))
     known_TK = torch.where(weights_TK.isnan(), float("inf"), weights_TK)  # a NaN is to be seen, not dropped
-    heaviest_TP.scatter_reduce_(1, rank_TK + 1, known_TK, "amax")
+    heaviest_TP.scatter_reduce_(1, owner_TK, known_TK, "amax")
     lightness_PT = torch.where(members_PT, -heaviest_TP[:, 1:].t(), float("nan"))  # what is no member sorts last
     order = lightness_PT.sort(dim=1, stable=True).indices[:, :pair_rows]
     return torch.zeros_like(members_PT).scatter_(1, order, True) & members_PT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, final
 
@@ -236,7 +236,7 @@ class DeepEP(Backend):
     def _arrived(self, rows_TD: Tensor, weights_TK: Tensor, delivery: Delivery, capacity: Capacity | None) -> Arrived:
         pad_multiple = self.context.shape.pad_multiple
         delivery.wait()  # v2 puts its rows in order only then
-        received = nullcontext((unpack(delivery.payload, rows_TD.dtype), delivery.weights_SK.to(weights_TK.dtype)))
+        received = (unpack(delivery.payload, rows_TD.dtype), delivery.weights_SK.to(weights_TK.dtype))
         if capacity is not None:
             index = self.context.group_statically(delivery.known_ids_SK, delivery.weights_SK, capacity)
             return arrive_statically(rows_TD, weights_TK, self._route(rows_TD, delivery, index), received)

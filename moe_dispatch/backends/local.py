@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -92,7 +92,7 @@ class Local(TracedRoutes, Backend):
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape = self.context.shape
         rows = row_format(rows_TD.dtype, shape.hidden_size, shape.wire_dtype).round_trip(rows_TD.detach())
-        received = nullcontext((rows, weights_TK.detach()))
+        received = (rows, weights_TK.detach())
         if sizes.capacity is not None:
             index = self.context.group_statically(ids_TK, weights_TK.detach(), sizes.capacity)
             return arrive_statically(rows_TD, weights_TK, self._route(index, rows.device), received)

@@ -52,7 +52,7 @@ def gradient_wire(wire: WireDtype | None) -> WireDtype | None:
     return None if wire is None else "bfloat16"
 
 
-Received = AbstractContextManager[tuple[Tensor, Tensor]]
+Received = tuple[Tensor, Tensor]  # rows (S, D) and the weights of their slots (S, K)
 
 
 def arrive(
@@ -71,7 +71,7 @@ def arrive(
         rows_TD: (T, D), what was sent; read only by autograd.
         weights_TK: (T, K), likewise.
         route: the way it took.
-        received: opens to rows (S, D) and their slots' weights (S, K).
+        received: what the route delivered.
         counts: real rows per local expert.
         pad_multiple: rows per expert were rounded up to this in ``route.index``.
         real_L: ``counts`` on the device, int64 (L,), where the backend has them there.
@@ -106,7 +106,7 @@ def arrive_statically(
         rows_TD: (T, D), what was sent; read only by autograd.
         weights_TK: (T, K), likewise.
         route: the way it took.
-        received: opens to rows (S, D) and their slots' weights (S, K).
+        received: what the route delivered.
         needed: int64 (), the rows that this rank's experts needed room for, where more than arrived.
         busiest_pair: int64 (), the most rows that this rank had for one rank; None where that has no bound.
     """
@@ -153,8 +153,8 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, rows_TD: Tensor, weights_TK: Tensor, route: Route, received: Received
     ) -> tuple[Tensor, Tensor]:
         ctx.route = route
-        with received as (rows_SD, weights_SK):
-            return route.permutation.expand(rows_SD, route.index, rows_TD.dtype), route.index.to_grouped(weights_SK)
+        rows_SD, weights_SK = received
+        return route.permutation.expand(rows_SD, route.index, rows_TD.dtype), route.index.to_grouped(weights_SK)
 
     @staticmethod
     def backward(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:

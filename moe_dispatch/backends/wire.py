@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -104,6 +105,7 @@ class Packet:
         note_at: byte of one int32 for the backend's own use; ``ids_at`` where there is none.
         ids_at: byte where the ids begin.
         stride: bytes from one packet to the next.
+        widths: bytes of each part, and of what lies between them: row, gap, weights, note, ids, gap.
     """
 
     row: RowFormat
@@ -114,14 +116,28 @@ class Packet:
     note_at: int
     ids_at: int
     stride: int
+    widths: tuple[int, ...]
 
     def pack(self, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """uint8 (T, stride), one packet a row."""
         packets = torch.empty(rows_TD.shape[0], self.stride, dtype=torch.uint8, device=rows_TD.device)
-        self.row.write(rows_TD, self.rows(packets))
-        self.weights(packets).copy_(weights_TK)
-        self.ids(packets).copy_(ids_TK)
+        rows, weights, ids = self._parts(packets)
+        self.row.write(rows_TD, rows)
+        weights.copy_(weights_TK)
+        ids.copy_(ids_TK)
         return packets
+
+    def unpack(self, packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows as ``RowFormat.read`` gives them, (T, D); weights and ids, (T, K), strided views."""
+        rows, weights, ids = self._parts(packets)
+        return self.row.read(rows), weights, ids
+
+    def _parts(self, packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Strided views of rows as bytes, weights and ids."""
+        assert self.weight_dtype is not None
+        assert self.id_dtype is not None
+        rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)  # sooner than three slices
+        return rows, weights.view(self.weight_dtype), ids.view(self.id_dtype)
 
     def rows(self, packets: Tensor) -> Tensor:
         """The bytes of the rows, uint8 (T, row.nbytes), a strided view; the packets themselves where all is row."""
@@ -158,7 +174,9 @@ def packet(
     ids_at = note_at + 4 * note
     unit = max(weight_bytes, id_bytes, row.wire_dtype.itemsize)
     stride = round_up(ids_at + top_k * id_bytes, unit)
-    return Packet(row, top_k, weight_dtype, id_dtype, weights_at, note_at, ids_at, stride)
+    edges = (0, row.nbytes, weights_at, note_at, ids_at, ids_at + top_k * id_bytes, stride)
+    widths = tuple(end - begin for begin, end in pairwise(edges))
+    return Packet(row, top_k, weight_dtype, id_dtype, weights_at, note_at, ids_at, stride, widths)
 
 
 def id_dtype_for(num_experts: int) -> torch.dtype:

@@ -32,7 +32,7 @@ class Workspace:
     def take(self, shape: int | tuple[int, int], device: torch.device) -> Tensor:
         """uint8 of this shape, contents undefined. Pass it, or any view of it, to ``give`` when done."""
         nbytes = shape if isinstance(shape, int) else shape[0] * shape[1]
-        if device.type != "cpu" or nbytes < _WORTH_KEEPING:
+        if nbytes < _WORTH_KEEPING or device.type != "cpu":
             return torch.empty(shape, dtype=torch.uint8, device=device)
         flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage(nbytes), 0, (nbytes,), (1,))
         return flat.view(shape)
@@ -50,7 +50,7 @@ class Workspace:
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer from ``take``; its contents may change from now on."""
-        if buffer.device.type == "cpu" and buffer.numel() >= _WORTH_KEEPING:
+        if buffer.numel() >= _WORTH_KEEPING and buffer.device.type == "cpu":
             with self._lock:
                 self._free.append(buffer.untyped_storage())
 
@@ -60,7 +60,7 @@ class Workspace:
         Always fresh where ``torch.use_deterministic_algorithms`` fills fresh memory, to show what is never written.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if device.type != "cpu" or nbytes < _WORTH_KEEPING or torch.are_deterministic_algorithms_enabled():
+        if nbytes < _WORTH_KEEPING or device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
             return torch.empty(shape, dtype=dtype, device=device)
         with self._lock:
             storage = self._returned(nbytes)

@@ -287,7 +287,8 @@ class Dispatcher(nn.Module):
         layout, num_rows = plan.layout, x_TD.shape[0]
         recorder = channel.recorder
         note = None if recorder is None else recorder.note(self._lease, self.name, x, routing, layout)
-        ids_TK, weights_TK = routing.topk_ids, self._anchored(routing.topk_weights.to(accumulation_dtype(x.dtype)))
+        ids_TK, weights_TK, wide = routing.topk_ids, routing.topk_weights, accumulation_dtype(x.dtype)
+        weights_TK = _anchored(channel, weights_TK if weights_TK.dtype == wide else weights_TK.to(wide))
         if self.config.graph_safe:
             channel.prepare_counters(x.device)
         real_rows, valid_T = plan.real_rows, plan.valid_T
@@ -310,23 +311,32 @@ class Dispatcher(nn.Module):
         ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK, asks=not self.config.graph_safe)
         ids_TK, weights_TK = pad_rows(ids_TK, padded, -1), pad_rows(weights_TK, padded, 0)
         x_TD = pad_rows(x_TD, padded, 0)
+        finish = channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, plan.sizes)
         home = Home(layout=layout, shape=x.shape, num_rows=num_rows, real_rows=real_rows, count=count, padded=padded)
-        started = iter([channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, plan.sizes)])
         if recorder is not None and note is not None:  # no rank refused: its peers keep this call too
             recorder.keep(note)
 
         def complete() -> Dispatched:
-            _ = self._lease.channel  # raises where closed
-            finish = next(started, None)
-            if finish is None:
-                raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
             arrived = finish()
             channel.meter.record(arrived, padded=padded - count, cut=num_rows - count)
             if arrived.demand is not None:
                 channel.high_water.record(arrived.demand)
             return self._dispatched(arrived, home)
 
-        return InFlight(finish=complete) if async_op else complete()
+        return InFlight(finish=self._waiting(complete)) if async_op else complete()
+
+    def _waiting(self, complete: Callable[[], Dispatched]) -> Callable[[], Dispatched]:
+        """``complete``, once, and only while the dispatcher is open."""
+        waiting = iter([complete])
+
+        def wait() -> Dispatched:
+            _ = self._lease.channel  # raises where closed
+            finish = next(waiting, None)
+            if finish is None:
+                raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
+            return finish()
+
+        return wait
 
     def _dispatched(self, arrived: Arrived, home: Home) -> Dispatched:
         self._outlive(arrived.rows)
@@ -362,7 +372,7 @@ class Dispatcher(nn.Module):
         check_gradients("Dispatcher.dispatch", (x_TD,), self.config, channel.needs)
         if home.real_rows is not None:
             x_TD = take_rows(x_TD, home.real_rows)
-        x_TD = self._anchored(pad_rows(x_TD, home.padded, 0))
+        x_TD = _anchored(channel, pad_rows(x_TD, home.padded, 0))
         rows = channel.backend.dispatch_again(x_TD, state.backend)
         self._outlive(rows)
         return Dispatched(
@@ -374,9 +384,6 @@ class Dispatcher(nn.Module):
             pad_multiple=again.pad_multiple,
             state=_State(lease=self._lease, home=home, backend=state.backend),
         )
-
-    def _anchored(self, tensor: Tensor) -> Tensor:
-        return anchor(tensor) if self._lease.channel.communicator.size > 1 else tensor
 
     def _outlive(self, rows: Tensor) -> None:
         """Keep the channel open for the backward of these rows, also where the dispatcher is dropped before."""
@@ -424,7 +431,7 @@ class Dispatcher(nn.Module):
             channel = self._lease.channel
             check_combine(rows, sent.rows, self.config, channel.needs)
             y_TD = channel.backend.combine(
-                rows, self._anchored(sent.weights), state.backend, weighted=self.config.weights == "combine"
+                rows, _anchored(channel, sent.weights), state.backend, weighted=self.config.weights == "combine"
             )
             return state.home.restore(y_TD)
 
@@ -507,6 +514,10 @@ class Dispatcher(nn.Module):
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""
         self._lease.release()
+
+
+def _anchored(channel: Channel, tensor: Tensor) -> Tensor:
+    return anchor(tensor) if channel.communicator.size > 1 else tensor
 
 
 def build_dispatcher(

@@ -38,16 +38,16 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
         LayoutError: the layout is malformed or does not fit ``like``.
         InputError: too many rows, or a layout that does not know how many where the backend needs it.
     """
-    num_rows = layout.num_rows(None if like is None else like.shape)
-    real_rows, cuts = None, cuts_rows(channel, layout)
+    count = num_rows = layout.num_rows(None if like is None else like.shape)
     if num_rows is not None:
         layout.check(num_rows, values=channel.config.debug)
-        real_rows = layout.real_rows(num_rows) if cuts else None
-    valid_T = None
-    if like is not None and num_rows is not None and channel.config.graph_safe and layout.on_host:
+    real_rows, valid_T = None, None
+    if cuts_rows(channel, layout):
+        count = layout.num_real(num_rows)
+        real_rows = None if num_rows is None else layout.real_rows(num_rows)
+    elif like is not None and num_rows is not None and layout.on_host:
         # Here, because a copy from the host has no place in a captured graph.
         valid_T = layout.valid_T(num_rows, like.device)
-    count = layout.num_real(num_rows) if cuts else num_rows
     _check_count(channel, layout, count)
     if like is not None and real_rows is not None:
         real_rows = real_rows.to(like.device, non_blocking=True)
@@ -56,7 +56,7 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
 
 def cuts_rows(channel: Channel, layout: Layout) -> bool:
     """Whether rows that are no tokens are cut out, rather than sent nowhere: not where shapes must not change."""
-    return layout.on_host and not channel.config.graph_safe
+    return not layout.all_real and layout.on_host and not channel.config.graph_safe
 
 
 def settle_plan(channel: Channel, draft: Draft) -> Plan:
@@ -174,8 +174,8 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
             f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
             "Raise max_tokens_per_rank."
         )
-    if not _needs_agreement(channel) or channel.row_counts == "assume":  # later nobody could tell the peers
-        check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
+    if needs.max_rows is not None and (not _needs_agreement(channel) or channel.row_counts == "assume"):
+        check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)  # later nobody could tell the peers
 
 
 def _needs_agreement(channel: Channel) -> bool:

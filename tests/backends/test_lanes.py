@@ -43,7 +43,8 @@ def sent_by_hand(rank_TK: Tensor, weights_TK: Tensor, pair_rows: int) -> list[li
 
 
 def lanes(rank_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: bool = True) -> Lanes:
-    return lanes_of(rank_members(rank_TK, SIZE), rank_TK, weights_TK, pair_rows, may_overflow=may_overflow)
+    owner_TK = rank_TK + 1
+    return lanes_of(rank_members(owner_TK, SIZE), owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
 
 
 @FIXED

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import build_dispatcher
 from moe_dispatch.backends.alltoall import AllToAll, rank_members
+from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.permutation import group_slots
 from moe_dispatch.config import DispatcherConfig
@@ -87,7 +88,7 @@ def _grouped_by_rank(ep_size: int) -> Any:
 
 
 FUNCTIONS: dict[str, Callable[[int], Any]] = {
-    "rank_members": lambda ep_size: rank_members(_ids(ep_size) // LOCAL, ep_size),
+    "rank_members": lambda ep_size: rank_members(_ids(ep_size) // LOCAL + 1, ep_size),
     "count_experts": lambda ep_size: count_experts(_ids(ep_size), ep_size * LOCAL),
     "group_slots": _grouped_by_rank,
 }
@@ -104,7 +105,7 @@ def test_pure_functions_grow_at_most_linearly_up_to_4096_ranks(name: str) -> Non
 
 def test_pure_functions_are_right_at_4096_ranks() -> None:
     ids = _ids(4096)
-    members = rank_members(ids // LOCAL, 4096)
+    members = rank_members(ids // LOCAL + 1, 4096)
     assert members.shape == (4096, ROWS)
     assert members.sum(0).tolist() == [len(set(row)) for row in (ids // LOCAL).tolist()]
     assert torch.equal(count_experts(ids, 8192), torch.bincount(ids.flatten(), minlength=8192))
@@ -126,12 +127,11 @@ def _send(ep_size: int) -> Cost:
     config = DispatcherConfig(backend="alltoall", num_experts=ep_size * LOCAL, top_k=SLOTS, hidden_size=HIDDEN)
     with fake_group(ep_size) as group:
         dispatcher = build_dispatcher(config, group)
-        backend = dispatcher._lease.channel.backend
-        assert isinstance(backend, AllToAll)
-        routing = Routing(_ids(ep_size), torch.ones(ROWS, SLOTS))
+        channel, ids_TK = dispatcher._lease.channel, _ids(ep_size)
         with counted() as cost:
-            transit = backend._send(torch.zeros(ROWS, HIDDEN), routing.topk_ids, routing.topk_weights)
-        assert sum(transit.traffic.rows_out) == sum(len(set(row)) for row in (routing.topk_ids // LOCAL).tolist())
+            channel.backend.dispatch_async(torch.zeros(ROWS, HIDDEN), ids_TK, torch.ones(ROWS, SLOTS), Sizes())
+        sent = sum(len(set(row) - {0}) for row in (ids_TK // LOCAL).tolist())
+        assert channel.communicator.bytes_sent["dispatch"] == sent * (4 * HIDDEN + 6 * SLOTS)
         dispatcher.close()
     return cost
 
@@ -141,9 +141,10 @@ def _silent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fake exchange of counts leaves in memory is not read: nobody sends to this rank."""
     original = AllToAll._swap
 
-    def swap(backend: AllToAll, outgoing: Tensor, received: Tensor) -> None:
-        original(backend, outgoing, received)
+    def swap(backend: AllToAll, outgoing: Tensor, received: Tensor) -> dist.Work | None:
+        work = original(backend, outgoing, received)
         received.zero_()
+        return work
 
     monkeypatch.setattr(AllToAll, "_swap", swap)
 
@@ -159,9 +160,9 @@ def test_quadratic_metadata_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
     small = _send(64)
     original = AllToAll._swap
 
-    def swap(backend: AllToAll, outgoing: Tensor, received: Tensor) -> None:
-        original(backend, outgoing, received)
+    def swap(backend: AllToAll, outgoing: Tensor, received: Tensor) -> dist.Work | None:
         outgoing.repeat(backend.context.shape.ep_size, 1)
+        return original(backend, outgoing, received)
 
     monkeypatch.setattr(AllToAll, "_swap", swap)
     with pytest.raises(AssertionError):

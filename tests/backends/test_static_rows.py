@@ -93,7 +93,7 @@ def test_blocks_change_no_bit(dtype: torch.dtype, weighted: bool, monkeypatch: p
     weights = rows_of(index.num_grouped, 1, torch.promote_types(dtype, torch.float32), seed=1).squeeze(1)
     wanted = reduced(STATIC["torch"], rows, index, weights if weighted else None)
     for nbytes in (1, 7 * 6 * 4):  # one row in a block, and seven: the last block is short
-        monkeypatch.setitem(blocks.BLOCK_BYTES, "cpu", nbytes)
+        monkeypatch.setattr(blocks, "CPU_BLOCK_BYTES", nbytes)
         assert torch.equal(reduced(STATIC["torch"], rows, index, weights if weighted else None), wanted)
 
 

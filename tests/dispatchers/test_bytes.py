@@ -83,8 +83,8 @@ def test_per_expert_sending_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
         pairs = _pairs(_routing(rank).topk_ids, rank)
         assert pairs["slots"] > 1.5 * pairs["distinct"]
 
-    def all_ranks(rank_TK: Tensor, ep_size: int) -> Tensor:
-        return torch.ones(ep_size, rank_TK.shape[0], dtype=torch.bool)
+    def all_ranks(owner_TK: Tensor, ep_size: int) -> Tensor:
+        return torch.ones(ep_size, owner_TK.shape[0], dtype=torch.bool)
 
     expected = [_pairs(_routing(rank).topk_ids, rank)["distinct"] * (4 * HIDDEN + 6 * SLOTS) for rank in range(SIZE)]
     monkeypatch.setattr(alltoall, "rank_members", all_ranks)

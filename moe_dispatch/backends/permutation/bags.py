@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | 
     """``out[s]`` = sum over ``i`` in ``cu_S[s]:cu_S[s+1]`` of ``rows[members_N[i]] * weights_N[i]``, in that order."""
     if members_N.shape[0] == 0 or out.numel() == 0:
         out.zero_()
-    elif out.device.type == "cpu":
+    elif out.is_cpu:
         _sum_by_rows(rows, members_N, cu_S, weights_N, out)
     else:
         sum_by_columns(rows, members_N, cu_S, weights_N, out)
@@ -20,7 +22,7 @@ def sum_bags(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | 
 
 def _sum_by_rows(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
     """In blocks of bags, whose edges in ``members_N`` are read on the host."""
-    blocks = list(row_blocks(out))
+    blocks = row_blocks(out)
     if len(blocks) == 1:
         _sum_block(rows, members_N, cu_S, weights_N, out)
         return
@@ -39,20 +41,25 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
     an infinite row, so where a block's sums hold a NaN they are done again the other way; looking for one takes 3% of
     the time. Float16's range is too small for such parts.
     """
-    width = out.shape[1]
-    if weights is not None and rows.dtype == out.dtype == torch.bfloat16 and weights.equal(weights.bfloat16().float()):
-        weights = weights.bfloat16()
     if fits_bag(rows, weights, out):
-        sums = bag(rows, members, offsets, weights)
-        out.copy_(sums if sums.shape[1] == width else sums[:, :width])
+        _write(bag(rows, members, offsets, weights), out)
         return
     if weights is not None and rows.dtype == out.dtype == torch.bfloat16:
-        sums = bag(rows, members.repeat_interleave(3), offsets * 3, _three_parts(weights))[:, :width]
-        out.copy_(sums)
-        if not sums.sum().isnan():
+        high = weights.bfloat16()
+        if weights.equal(high.float()):
+            _write(bag(rows, members, offsets, high), out)
             return
-    wide = rows[:, :width].index_select(0, members).to(dtype_of_sums(rows, out))
+        sums = bag(rows, torch.stack((members, members, members), 1).view(-1), offsets * 3, _three_parts(weights, high))
+        _write(sums, out)
+        if not math.isnan(sums.sum().item()):
+            return
+    wide = rows[:, : out.shape[1]].index_select(0, members).to(dtype_of_sums(rows, out))
     out.copy_(bag(wide, torch.arange(len(wide), device=wide.device), offsets, weights))
+
+
+def _write(sums: Tensor, out: Tensor) -> None:
+    """Sums of whole packets into the columns that are kept."""
+    out.copy_(sums if sums.shape[1] == out.shape[1] else sums[:, : out.shape[1]])
 
 
 def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
@@ -65,7 +72,7 @@ def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Ten
         out.copy_(bag(rows, members_N, cu_S, weights_N)[:, :width])
         return
     in_order = torch.arange(members_N.shape[0], device=members_N.device)
-    for block in blocks_of(width, members_N.shape[0], limit=block_bytes(out.device)):
+    for block in blocks_of(width, members_N.shape[0], limit=block_bytes(out)):
         wide = rows[:, block].index_select(0, members_N).to(dtype_of_sums(rows, out))
         out[:, block].copy_(bag(wide, in_order, cu_S, weights_N))
 
@@ -88,9 +95,8 @@ def bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None) 
     return torch.embedding_bag(rows, members, offsets, False, 0, False, weights, True)[0]
 
 
-def _three_parts(weights: Tensor) -> Tensor:
-    """float32 (N,) -> bfloat16 (3N,): 24 bits of mantissa in three times 8."""
-    high = weights.bfloat16()
+def _three_parts(weights: Tensor, high: Tensor) -> Tensor:
+    """float32 (N,), and what bfloat16 has of them -> bfloat16 (3N,): 24 bits of mantissa in three times 8."""
     rest = weights - high
     middle = rest.bfloat16()
     return torch.stack((high, middle, (rest - middle).bfloat16()), 1).view(-1)

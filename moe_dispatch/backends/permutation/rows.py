@@ -60,7 +60,7 @@ def expand_weighted(
     grouped = partial(_grouped, index, device=rows_SD.device, empty=empty)
     buffer, out = grouped(rows_SD.shape[1], dtype=dtype)
     all_dots, dots = (None, None) if partners_RD is None else grouped(dtype=accumulate)
-    blocks = list(row_blocks(out))
+    blocks = row_blocks(out)
     most = blocks[0].stop if blocks else 0
     # The same scratch in every block: fresh temporaries of this size may each cost more than what is computed in them.
     narrow, wide, products = (

@@ -1,0 +1,87 @@
+"""What ``alltoall`` does while a collective is under way: all that needs no answer of another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_dispatch import build_dispatcher
+from moe_dispatch.backends.collectives import Communicator
+from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
+
+ROWS = 6
+original = Communicator.all_to_all
+
+
+@final
+class _Awaited:
+    """Work that tells when it is waited for."""
+
+    def __init__(self, work: dist.Work, done: list[str]) -> None:
+        self._work, self._done = work, done
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._done.append("await")
+
+
+@final
+class _Log(TorchDispatchMode):
+    """Operators in order, and the collectives between them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.done: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.done.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+    def meanwhile(self, label: str) -> list[str]:
+        """Operators between the start of a collective and the wait for it."""
+        start = self.done.index(label)
+        return self.done[start + 1 : self.done.index("await", start)]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> _Log:
+    """Of a dispatch and a combine on rank 0 of two."""
+    logs: dict[int, _Log] = {}
+
+    def all_to_all(
+        comm: Communicator, out: Tensor, inp: Tensor, outs: Sequence[int], ins: Sequence[int], *, label: str
+    ) -> _Awaited:
+        work, done = original(comm, out, inp, outs, ins, label=label), logs[comm.rank].done
+        assert work is not None
+        done.append(label)
+        return _Awaited(work, done)
+
+    def body(group: Group) -> None:
+        assert group is not None
+        dispatcher, x = build_dispatcher(small_config("alltoall"), group), random_rows(ROWS)
+        with _Log() as logs[group.rank()]:
+            sent = dispatcher.dispatch(x, random_routing(ROWS))
+            dispatcher.combine(sent.rows, sent)
+
+    monkeypatch.setattr(Communicator, "all_to_all", all_to_all)
+    on_ranks(body, 2)
+    return logs[0]
+
+
+def test_rows_are_packed_and_put_in_order_while_their_counts_travel(log: _Log) -> None:
+    meanwhile = log.meanwhile("counts")
+    assert meanwhile.count("copy_") == 3  # rows, weights and ids into packets
+    assert meanwhile[-1] == "index_select"
+
+
+def test_the_way_home_is_sorted_while_rows_travel(log: _Log) -> None:
+    assert {"sort", "searchsorted"} <= set(log.meanwhile("dispatch"))
+
+
+def test_memory_for_sums_is_made_while_rows_come_back(log: _Log) -> None:
+    assert "empty" in log.meanwhile("combine")
