@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.collectives import Communicator, device_of
-from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.backends.rank_major import profiler_range
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import overflow
-from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers import eager, overflow
+from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.planning import (
     agrees_on_rows,
     check_plan,
-    cuts_rows,
     draft_plan,
     exchange_mark,
     refuse_agreement,
     refuse_dispatch,
     settle_plan,
 )
-from moe_dispatch.dispatchers.requirements import (
-    check_again,
-    check_combine,
-    check_dtype,
-    check_gradients,
-    check_tensors,
-    check_values,
-    checked_routing,
-)
-from moe_dispatch.dispatchers.rows import Home, anchor, merge_duplicates, pad_rows, take_rows, tie
+from moe_dispatch.dispatchers.requirements import check_tensors, check_values, checked_routing
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.dispatchers.tracing import (
     TracedState,
@@ -54,16 +41,6 @@ from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 Result = TypeVar("Result")
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _State:
-    """What ties a Dispatched to its dispatcher: the lease it came from, the way home, and the backend's state."""
-
-    lease: Lease
-    home: Home
-    backend: Any
 
 
 @final
@@ -251,7 +228,7 @@ class Dispatcher(nn.Module):
             if self.config.debug and (settled is not None or not agrees_on_rows(channel)):
                 exchange_mark(channel)  # before settling, which may make buffers: also a collective
             settled = settled or settle_plan(channel, draft)
-            return self._send(channel, x, x_TD, cast(Routing, routing), settled, async_op=async_op)
+            return eager.send(self._lease, x, x_TD, cast(Routing, routing), settled, async_op=async_op, name=self.name)
 
     def _layout(self, x: Tensor, plan: Plan | Layout | None) -> Layout:
         if isinstance(plan, Plan):
@@ -281,75 +258,6 @@ class Dispatcher(nn.Module):
             check_values(routing, layout.valid_T(x_TD.shape[0], x.device), self.config.num_experts)
         return x_TD
 
-    def _send(
-        self, channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan, *, async_op: bool
-    ) -> Dispatched | InFlight:
-        layout, num_rows = plan.layout, x_TD.shape[0]
-        recorder = channel.recorder
-        note = None if recorder is None else recorder.note(self._lease, self.name, x, routing, layout)
-        ids_TK, weights_TK, wide = routing.topk_ids, routing.topk_weights, accumulation_dtype(x.dtype)
-        weights_TK = _anchored(channel, weights_TK if weights_TK.dtype == wide else weights_TK.to(wide))
-        if self.config.graph_safe:
-            channel.prepare_counters(x.device)
-        real_rows, valid_T = plan.real_rows, plan.valid_T
-        cuts = cuts_rows(channel, layout)
-        if plan.num_rows is None and cuts:
-            real_rows = layout.real_rows(num_rows)
-        if real_rows is not None:
-            real_rows = real_rows.to(x.device, non_blocking=True)
-            x_TD, weights_TK = take_rows(x_TD, real_rows), take_rows(weights_TK, real_rows)
-            ids_TK = ids_TK.index_select(0, real_rows)
-        elif not cuts and valid_T is None:
-            valid_T = layout.valid_T(num_rows, x.device)
-        if valid_T is not None:
-            ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
-            channel.meter.record_masked(valid_T)
-        count = x_TD.shape[0]
-        padded = plan.sizes.padded_rows
-        if padded is None:
-            padded = channel.needs.padded(count)
-        ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK, asks=not self.config.graph_safe)
-        ids_TK, weights_TK = pad_rows(ids_TK, padded, -1), pad_rows(weights_TK, padded, 0)
-        x_TD = pad_rows(x_TD, padded, 0)
-        finish = channel.backend.dispatch_async(x_TD, ids_TK, weights_TK, plan.sizes)
-        home = Home(layout=layout, shape=x.shape, num_rows=num_rows, real_rows=real_rows, count=count, padded=padded)
-        if recorder is not None and note is not None:  # no rank refused: its peers keep this call too
-            recorder.keep(note)
-
-        def complete() -> Dispatched:
-            arrived = finish()
-            channel.meter.record(arrived, padded=padded - count, cut=num_rows - count)
-            if arrived.demand is not None:
-                channel.high_water.record(arrived.demand)
-            return self._dispatched(arrived, home)
-
-        return InFlight(finish=self._waiting(complete)) if async_op else complete()
-
-    def _waiting(self, complete: Callable[[], Dispatched]) -> Callable[[], Dispatched]:
-        """``complete``, once, and only while the dispatcher is open."""
-        waiting = iter([complete])
-
-        def wait() -> Dispatched:
-            _ = self._lease.channel  # raises where closed
-            finish = next(waiting, None)
-            if finish is None:
-                raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
-            return finish()
-
-        return wait
-
-    def _dispatched(self, arrived: Arrived, home: Home) -> Dispatched:
-        self._outlive(arrived.rows)
-        return Dispatched(
-            rows=arrived.rows,
-            tokens_per_expert=arrived.tokens_per_expert,
-            real_tokens_per_expert=arrived.real_tokens_per_expert,
-            tokens_per_expert_list=arrived.tokens_per_expert_list,
-            weights=arrived.weights,
-            pad_multiple=self.config.pad_multiple_rows,
-            state=_State(lease=self._lease, home=home, backend=arrived.state),
-        )
-
     def _dispatch_again(
         self, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, again: Dispatched
     ) -> Dispatched:
@@ -361,36 +269,9 @@ class Dispatcher(nn.Module):
         if isinstance(state, TracedState):
             return send_traced_again(x, again)
         with self._naming, profiler_range("dispatch"):
-            return self._send_again(x, state, again)
+            return eager.send_again(x, again)
 
-    def _send_again(self, x: Tensor, state: _State, again: Dispatched) -> Dispatched:
-        home = state.home
-        x_TD = home.layout.flatten(x)
-        check_again(x_TD, home.num_rows, again.rows.device, self.config)
-        channel = self._lease.channel
-        check_dtype("Dispatcher.dispatch", "x", x_TD, self.config, channel.needs)
-        check_gradients("Dispatcher.dispatch", (x_TD,), self.config, channel.needs)
-        if home.real_rows is not None:
-            x_TD = take_rows(x_TD, home.real_rows)
-        x_TD = _anchored(channel, pad_rows(x_TD, home.padded, 0))
-        rows = channel.backend.dispatch_again(x_TD, state.backend)
-        self._outlive(rows)
-        return Dispatched(
-            rows=rows,
-            tokens_per_expert=again.tokens_per_expert,
-            real_tokens_per_expert=again.real_tokens_per_expert,
-            tokens_per_expert_list=again.tokens_per_expert_list,
-            weights=tie(again.weights, rows),
-            pad_multiple=again.pad_multiple,
-            state=_State(lease=self._lease, home=home, backend=state.backend),
-        )
-
-    def _outlive(self, rows: Tensor) -> None:
-        """Keep the channel open for the backward of these rows, also where the dispatcher is dropped before."""
-        if rows.grad_fn is not None:
-            cast(dict[str, Any], rows.grad_fn.metadata)["moe_dispatch"] = self._lease
-
-    def _state(self, sent: Dispatched, verb: str) -> _State | TracedState:
+    def _state(self, sent: Dispatched, verb: str) -> eager.State | TracedState:
         channel = self._lease.channel  # raises where closed
         if not isinstance(sent, Dispatched):
             raise InputError(
@@ -402,7 +283,7 @@ class Dispatcher(nn.Module):
                 f"Dispatcher.{verb}: sent must come from this dispatcher, got that of another one "
                 f"(this is on channel {channel.name}). Combine with the dispatcher that dispatched."
             )
-        state: _State | TracedState = sent.state
+        state: eager.State | TracedState = sent.state
         if not isinstance(state, TracedState):
             refuse_tracing(verb)
         return state
@@ -428,12 +309,7 @@ class Dispatcher(nn.Module):
         if isinstance(state, TracedState):
             return combine_traced(rows, sent)
         with self._naming, profiler_range("combine"):
-            channel = self._lease.channel
-            check_combine(rows, sent.rows, self.config, channel.needs)
-            y_TD = channel.backend.combine(
-                rows, _anchored(channel, sent.weights), state.backend, weighted=self.config.weights == "combine"
-            )
-            return state.home.restore(y_TD)
+            return eager.combine(rows, sent)
 
     def metrics(self, *, gather: bool = False) -> Metrics:
         """Totals of this dispatcher's channel: local, a host sync on a GPU; with ``gather`` collective, the group's."""
@@ -514,10 +390,6 @@ class Dispatcher(nn.Module):
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""
         self._lease.release()
-
-
-def _anchored(channel: Channel, tensor: Tensor) -> Tensor:
-    return anchor(tensor) if channel.communicator.size > 1 else tensor
 
 
 def build_dispatcher(

@@ -81,13 +81,16 @@ def put_rows(rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
-def anchor(tensor: Tensor) -> Tensor:
+def anchor(tensor: Tensor, ep_size: int) -> Tensor:
     """``tensor``, requiring grad wherever gradients are recorded.
 
     Which of x, the weights and the experts require grad may differ between ranks. What goes through a verb always does,
-    so that every rank takes part in every backward: one that skipped it would leave its peers waiting.
+    so that every rank takes part in every backward: one that skipped it would leave its peers waiting. A rank alone has
+    none, and ranks that compile the same layer have the same backward anyway.
     """
-    return tensor if tensor.requires_grad or not torch.is_grad_enabled() else tie(tensor, _ANCHOR)
+    if ep_size == 1 or tensor.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return tensor
+    return tie(tensor, _ANCHOR)
 
 
 def tie(tensor: Tensor, other: Tensor) -> Tensor:

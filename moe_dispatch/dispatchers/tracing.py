@@ -77,7 +77,7 @@ def dispatch_traced(
     rows_RD, weights_R, real_L, *state = operators.dispatch(
         x_TD,
         ids_TK,
-        _anchored(weights_TK, channel),
+        anchor(weights_TK, channel.communicator.size),
         None if real_rows is None else real_rows.to(x.device, non_blocking=True),
         valid_T,
         channel.name,
@@ -102,7 +102,7 @@ def send_traced_again(x: Tensor, again: Dispatched) -> Dispatched:
     """``Dispatcher.dispatch(again=...)`` by an operator."""
     state: TracedState = again.state
     channel = state.lease.channel
-    x_TD = _anchored(state.layout.flatten(x), channel)
+    x_TD = anchor(state.layout.flatten(x), channel.communicator.size)
     rows_RD = operators.dispatch_again(x_TD, list(state.tensors), state.real_rows, channel.name, again.rows.shape[0])
     return Dispatched(
         rows=rows_RD,
@@ -119,7 +119,7 @@ def combine_traced(rows: Tensor, sent: Dispatched) -> Tensor:
     """``Dispatcher.combine`` by an operator."""
     state: TracedState = sent.state
     channel = state.lease.channel
-    weights_R = _anchored(sent.weights, channel)
+    weights_R = anchor(sent.weights, channel.communicator.size)
     y_TD = operators.combine(rows, weights_R, list(state.tensors), state.real_rows, channel.name, state.num_rows)
     return state.layout.unflatten(y_TD, state.shape)
 
@@ -136,11 +136,6 @@ def _check_plan(channel: Channel, plan: Plan, num_rows: int) -> None:
             f"Dispatcher.dispatch: in a compiled region a plan of {plan.layout} must know the rows of x, got one that "
             "was made without like. Make it with plan(layout, like=x)."
         )
-
-
-def _anchored(tensor: Tensor, channel: Channel) -> Tensor:
-    """Ranks that compile the same layer have the same backward anyway."""
-    return tensor if torch.compiler.is_compiling() or channel.communicator.size == 1 else anchor(tensor)
 
 
 def _merged(ids_TK: Tensor, weights_TK: Tensor, dtype: torch.dtype, *, asks: bool) -> tuple[Tensor, Tensor]:

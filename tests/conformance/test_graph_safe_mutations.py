@@ -17,7 +17,7 @@ from moe_dispatch.backends.alltoall_static import Lanes
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.permutation import StaticIndex, StaticTorchPermutation, group_statically
 from moe_dispatch.backends.permutation.index import SlotIndex
-from moe_dispatch.dispatchers import dispatcher
+from moe_dispatch.dispatchers import eager
 from moe_dispatch.dispatchers.rows import merge_duplicates
 from moe_dispatch.testing import SCENARIOS, ConformanceError, HostSyncError, Ranks
 from moe_dispatch.testing.kit import fitted, scenario_cases
@@ -88,7 +88,7 @@ def unused_places_sent(patch: Patch) -> None:
 
 
 def duplicates_not_merged(patch: Patch) -> None:
-    patch.setattr(dispatcher, "merge_duplicates", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
+    patch.setattr(eager, "merge_duplicates", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
 
 
 def overflow_told_where_there_is_none(patch: Patch) -> None:
@@ -118,7 +118,7 @@ def padded_on_the_host_in_the_backward(patch: Patch) -> None:
 
 
 def looks_for_duplicates(patch: Patch) -> None:
-    patch.setattr(dispatcher, "merge_duplicates", lambda ids_TK, weights_TK, **_: merge_duplicates(ids_TK, weights_TK))
+    patch.setattr(eager, "merge_duplicates", lambda ids_TK, weights_TK, **_: merge_duplicates(ids_TK, weights_TK))
 
 
 def slack_cut_off(patch: Patch) -> None:
