@@ -115,7 +115,8 @@ class AllGather(TracedRoutes, Backend):
         everyone = packets.new_empty(len(packets) * comm.size, form.stride)
         comm.all_gather(everyone, packets, label="dispatch")
         rows_SD, weights_SK, ids_SK = form.unpack(everyone)
-        received, first = (rows_SD, weights_SK), comm.rank * shape.num_local_experts
+        received = (rows_SD, weights_SK)
+        first = comm.rank * shape.num_local_experts
         if sizes.capacity is not None:
             index = self.context.group_statically(ids_SK - first, weights_SK, sizes.capacity)
             return arrive_statically(rows_TD, weights_TK, self._route(index, rows_TD.device), received)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -54,25 +54,12 @@ class AllToAllOptions(BackendOptions):
     pair_rows: Factor = "worst"
 
 
-class _Counts(NamedTuple):
-    """What ranks tell each other first: a table of int64, each row L counts of slots, by expert, and one of rows.
-
-    Attributes:
-        flat: all of it, 1 + 2 P rows of L + 1: sums of what comes in, then what goes to each rank, then what comes.
-        total: (1, L + 1), the first row.
-        received: (P, L + 1), the last rows.
-    """
-
-    flat: Tensor
-    total: Tensor
-    received: Tensor
-
-
 @final
 class AllToAll(TracedRoutes, Backend):
     """Cost: one host sync and two collectives (counts, data) per dispatch, one per combine, one per backward of either.
 
-    While the counts travel rows are packed, on the CPU by destination, and while the rows do, their way home is sorted.
+    While counts travel, rows are packed, and on the CPU also put in order of destination; while rows travel, their way
+    home is sorted.
 
     Bytes to other ranks: in dispatch, per distinct (row, other rank), the row and 6 bytes per top_k slot; in combine
     the row; in the backwards the row, and 4 bytes per slot for the gradient of the weights. Source: the de-duplication
@@ -193,19 +180,21 @@ class AllToAll(TracedRoutes, Backend):
         shifted_TK = ids_TK + shape.num_local_experts
         owner_TK = shifted_TK.div(shape.num_local_experts, rounding_mode="floor")
         members_PT = rank_members(owner_TK, comm.size)
-        counts, counting = self._send_counts(shifted_TK + owner_TK, members_PT)
+        counts, counts_in, counting = self._send_counts(shifted_TK + owner_TK, members_PT)
         form = _form(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD.detach(), weights_TK.detach(), ids_TK)
         # While the counts are under way; but how many rows leave a GPU is read together with them.
-        sending = self._outgoing(packets, members_PT) if packets.is_cpu else None
+        in_order = self._outgoing(packets, members_PT) if packets.is_cpu else None
         if counting is not None:
             counting.wait()
-        traffic = self._read_counts(counts)
-        source_S, outgoing = sending or self._outgoing(packets, members_PT, sum(traffic.rows_out))
+        traffic = self._read_counts(counts, counts_in)
+        source_S, outgoing = in_order or self._outgoing(packets, members_PT, sum(traffic.rows_out))
         received = space.take((sum(traffic.rows_in), form.stride), rows_TD.device)
         work = comm.all_to_all(received, outgoing, traffic.rows_in, traffic.rows_out, label="dispatch")
-        by_row = source_S.sort(stable=True)  # while the rows are under way
+        # While the rows are under way.
+        by_row = source_S.sort(stable=True)
         cu_T = torch.searchsorted(by_row.values, torch.arange(rows_TD.shape[0] + 1, device=rows_TD.device))
+        home = group_slots(owner_TK - 1, traffic.slots_out) if self._exact else None
 
         def complete() -> Arrived:
             if work is not None:
@@ -217,12 +206,12 @@ class AllToAll(TracedRoutes, Backend):
                 traffic,
                 (source_S, by_row.indices, cu_T),
                 index=group_slots(keys_SK, traffic.tokens_per_expert, shape.pad_multiple),
-                home=group_slots(owner_TK - 1, traffic.slots_out) if self._exact else None,
-                weights_TK=weights_TK.detach() if self._exact else None,
+                home=home,
+                weights_TK=None if home is None else weights_TK.detach(),
             )
             arrived = arrive(
                 *(rows_TD, weights_TK, route, (rows_SD, weights_SK), traffic.tokens_per_expert, shape.pad_multiple),
-                real_L=counts.flat[: shape.num_local_experts],
+                real_L=counts[: shape.num_local_experts],
             )
             space.give(received)
             return arrived
@@ -298,25 +287,29 @@ class AllToAll(TracedRoutes, Backend):
         assert isinstance(self.options, AllToAllOptions)
         return self.options.reduction == "exact"
 
-    def _send_counts(self, places_TK: Tensor, members_PT: Tensor) -> tuple[_Counts, dist.Work | None]:
+    def _send_counts(self, places_TK: Tensor, members_PT: Tensor) -> tuple[Tensor, Tensor, dist.Work | None]:
         """Start to tell every rank how many slots come for each of its experts, and how many rows.
 
         Args:
-            places_TK: int64 (T, K), where a slot is counted: for expert e of rank r e + (r + 1) (L + 1); for none any
-                place in the first row, which is overwritten.
+            places_TK: int64 (T, K), where a slot is counted: for local expert e of rank r at e + (r + 1) (L + 1), for
+                none in the first row, which is overwritten.
             members_PT: as of ``rank_members``.
+
+        Returns:
+            A table of int64, flat, whose rows are L counts of slots, by expert, and one of rows: one row for sums of
+            what comes in, P of what goes to each rank, P of what comes; and those last rows, (P, L + 1).
         """
         size, width = self.context.communicator.size, 1 + self.context.shape.num_local_experts
         counts = count_values(places_TK.reshape(-1), (1 + 2 * size) * width)
-        total, outgoing, received = counts.view(-1, width).split_with_sizes([1, size, size])
+        _, outgoing, received = counts.view(-1, width).split_with_sizes([1, size, size])
         torch.sum(members_PT, 1, out=outgoing.select(1, -1))
-        return _Counts(counts, total, received), self._swap(outgoing, received)
+        return counts, received, self._swap(outgoing, received)
 
-    def _read_counts(self, counts: _Counts) -> Traffic:
+    def _read_counts(self, counts: Tensor, received: Tensor) -> Traffic:
         """Sum what came in, and read both sides at once."""
         size, slots = self.context.communicator.size, self.context.shape.num_local_experts
-        torch.sum(counts.received, 0, keepdim=True, out=counts.total)
-        host = read_host(counts.flat)
+        torch.sum(received, 0, out=counts[: 1 + slots])
+        host = read_host(counts)
         rows = host[slots :: 1 + slots]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
         if min(rows_in) < 0:

@@ -97,7 +97,7 @@ def _is_back(storage: torch.UntypedStorage) -> bool:
 
 @final
 class _Lease(AbstractContextManager[Tensor]):
-    """Not a ``contextmanager``: there are two in each verb, and a generator takes three times as long."""
+    """Not a ``contextmanager``: a generator takes three times as long."""
 
     __slots__ = ("_buffer", "_space")
 

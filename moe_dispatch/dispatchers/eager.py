@@ -47,8 +47,7 @@ def send(
     graph_safe, size = channel.config.graph_safe, channel.communicator.size
     recorder = channel.recorder
     note = None if recorder is None else recorder.note(lease, name, x, routing, layout)
-    ids_TK, weights_TK, wide = routing.topk_ids, routing.topk_weights, accumulation_dtype(x.dtype)
-    weights_TK = anchor(weights_TK if weights_TK.dtype == wide else weights_TK.to(wide), size)
+    ids_TK, weights_TK = routing.topk_ids, anchor(routing.topk_weights.to(accumulation_dtype(x.dtype)), size)
     if graph_safe:
         channel.prepare_counters(x.device)
     real_rows, valid_T = plan.real_rows, plan.valid_T
@@ -88,14 +87,13 @@ def send(
 
 def _waiting(lease: Lease, complete: Callable[[], Dispatched]) -> Callable[[], Dispatched]:
     """``complete``, once, and only while the dispatcher is open."""
-    waiting = iter([complete])
+    waiting = [complete]  # emptied, so that an InFlight that is kept does not keep what was sent
 
     def wait() -> Dispatched:
         _ = lease.channel  # raises where closed
-        finish = next(waiting, None)
-        if finish is None:
+        if not waiting:
             raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
-        return finish()
+        return waiting.pop()()
 
     return wait
 

@@ -55,7 +55,7 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
 
 
 def cuts_rows(channel: Channel, layout: Layout) -> bool:
-    """Whether rows that are no tokens are cut out, rather than sent nowhere: not where shapes must not change."""
+    """Whether rows that are no tokens are cut out: if there may be some, the host knows which, and shapes may vary."""
     return not layout.all_real and layout.on_host and not channel.config.graph_safe
 
 
@@ -174,8 +174,8 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
             f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
             "Raise max_tokens_per_rank."
         )
-    if needs.max_rows is not None and (not _needs_agreement(channel) or channel.row_counts == "assume"):
-        check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)  # later nobody could tell the peers
+    if not _needs_agreement(channel) or channel.row_counts == "assume":  # later nobody could tell the peers
+        check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
 
 
 def _needs_agreement(channel: Channel) -> bool:

@@ -43,7 +43,7 @@ def merge_duplicates(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool = True) -
     if ids_TK.shape[1] == 1:
         return ids_TK, weights_TK
     same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
-    known = asks and ids_TK.is_cpu and not torch.compiler.is_compiling()
+    known = asks and not torch.compiler.is_compiling() and ids_TK.is_cpu
     if known and not _has_duplicates(ids_TK, same_TKK):
         return ids_TK, weights_TK
     slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)

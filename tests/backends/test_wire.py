@@ -76,20 +76,33 @@ def test_float8_keeps_every_column_within_an_eighth_of_itself_or_a_step_of_the_s
     st.sampled_from([None, "bfloat16", "float8_e4m3fn"]),
     st.sampled_from([torch.float32, torch.float64]),
     st.sampled_from([8, 40_000]),
+    st.booleans(),
 )
 def test_packets_hold_row_weights_and_ids_apart(
-    dtype: torch.dtype, hidden: int, top_k: int, wire: WireDtype | None, weight_dtype: torch.dtype, num_experts: int
+    dtype: torch.dtype,
+    hidden: int,
+    top_k: int,
+    wire: WireDtype | None,
+    weight_dtype: torch.dtype,
+    num_experts: int,
+    note: bool,
 ) -> None:
     hidden = 128 * (1 + hidden % 3) if wire == "float8_e4m3fn" else hidden
     rows, weights = torch.randn(4, hidden).to(dtype), torch.randn(4, top_k).to(weight_dtype)
     ids = torch.randint(-1, num_experts, (4, top_k))
     row = row_format(dtype, hidden, wire)
-    form = packet(row, top_k, weight_dtype, id_dtype_for(num_experts))
+    form = packet(row, top_k, weight_dtype, id_dtype_for(num_experts), note=note)
     packets = form.pack(rows, weights, ids)
+    if note:
+        form.notes(packets).fill_(-7)
+    unpacked_rows, unpacked_weights, unpacked_ids = form.unpack(packets)
+    assert torch.equal(unpacked_rows.to(dtype), row.round_trip(rows))
+    assert torch.equal(unpacked_weights, weights)
+    assert torch.equal(unpacked_ids.long(), ids)
     assert torch.equal(row.read(form.rows(packets)).to(dtype), row.round_trip(rows))
     assert torch.equal(form.weights(packets), weights)
     assert torch.equal(form.ids(packets).long(), ids)
-    payload = row.nbytes + top_k * (weight_dtype.itemsize + id_dtype_for(num_experts).itemsize)
+    payload = row.nbytes + top_k * (weight_dtype.itemsize + id_dtype_for(num_experts).itemsize) + 4 * note
     assert payload <= form.stride < payload + 16
 
 

@@ -341,6 +341,21 @@ def test_kit_sees(plant: Callable[[Patch], None], backend: BackendSpec, name: st
         run_all(backend, scenario_cases(fitted(backend, scenario, ep_size), ep_size), ranks)
 
 
+def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch) -> None:
+    """With one expert a rank that is before the first place of the table; with more it is overwritten."""
+    send_counts = AllToAll._send_counts
+
+    def too_early(self: AllToAll, places_TK: Tensor, members_PT: Tensor) -> Any:
+        goes_nowhere = places_TK < 1 + self.context.shape.num_local_experts
+        return send_counts(self, places_TK - goes_nowhere.long(), members_PT)
+
+    monkeypatch.setattr(AllToAll, "_send_counts", too_early)
+    ranks = Ranks(timeout=datetime.timedelta(seconds=1))
+    cases = {scenario.name: scenario_cases(fitted("alltoall", scenario, 4), 4) for scenario in SCENARIOS}
+    with pytest.raises(RuntimeError):
+        run_all("alltoall", cases["one_expert_per_rank_partly_nowhere"], ranks)
+
+
 def run_all(backend: BackendSpec, cases: Iterable[Case], ranks: Ranks) -> None:
     for case in cases:
         run_case(backend, case, ranks)

@@ -48,9 +48,10 @@ class _Log(TorchDispatchMode):
         return self.done[start + 1 : self.done.index("await", start)]
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> _Log:
+@pytest.fixture(params=["fast", "exact"])
+def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Log:
     """Of a dispatch and a combine on rank 0 of two."""
+    config = small_config({"name": "alltoall", "reduction": request.param})
     logs: dict[int, _Log] = {}
 
     def all_to_all(
@@ -63,7 +64,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> _Log:
 
     def body(group: Group) -> None:
         assert group is not None
-        dispatcher, x = build_dispatcher(small_config("alltoall"), group), random_rows(ROWS)
+        dispatcher, x = build_dispatcher(config, group), random_rows(ROWS)
         with _Log() as logs[group.rank()]:
             sent = dispatcher.dispatch(x, random_routing(ROWS))
             dispatcher.combine(sent.rows, sent)
@@ -81,7 +82,10 @@ def test_rows_are_packed_and_put_in_order_while_their_counts_travel(log: _Log) -
 
 def test_the_way_home_is_sorted_while_rows_travel(log: _Log) -> None:
     assert {"sort", "searchsorted"} <= set(log.meanwhile("dispatch"))
+    arrived = log.done[log.done.index("await", log.done.index("dispatch")) :]
+    assert arrived.count("sort") == 2  # what arrived, by expert and back
 
 
+@pytest.mark.parametrize("log", ["fast"], indirect=True)
 def test_memory_for_sums_is_made_while_rows_come_back(log: _Log) -> None:
     assert "empty" in log.meanwhile("combine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -140,6 +141,15 @@ def test_async_equals_sync_with_two_calls_in_flight(backend: str, size: int) -> 
         return on_ranks(body, size)
 
     _same(layer(overlap=False), layer(overlap=True))
+
+
+@pytest.mark.parametrize("backend", ["local", "alltoall", "allgather"])
+def test_a_flight_that_has_arrived_keeps_nothing_of_what_was_sent(backend: str) -> None:
+    dispatcher, x = build_dispatcher(small_config(backend)), random_rows(ROWS)
+    flight, sent_x = dispatcher.dispatch(x, random_routing(ROWS), async_op=True), weakref.ref(x)
+    del x
+    assert len(flight.wait().rows)
+    assert sent_x() is None
 
 
 def test_wait_on_what_has_arrived_gives_it_back() -> None:

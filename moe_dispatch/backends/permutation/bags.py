@@ -51,7 +51,7 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
             return
         sums = bag(rows, torch.stack((members, members, members), 1).view(-1), offsets * 3, _three_parts(weights, high))
         _write(sums, out)
-        if not math.isnan(sums.sum().item()):
+        if not math.isnan(out.sum().item()):
             return
     wide = rows[:, : out.shape[1]].index_select(0, members).to(dtype_of_sums(rows, out))
     out.copy_(bag(wide, torch.arange(len(wide), device=wide.device), offsets, weights))
@@ -69,7 +69,7 @@ def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Ten
     """
     width = out.shape[1]
     if fits_bag(rows, weights_N, out) and rows.is_contiguous():  # embedding_bag would copy others wholesale
-        out.copy_(bag(rows, members_N, cu_S, weights_N)[:, :width])
+        _write(bag(rows, members_N, cu_S, weights_N), out)
         return
     in_order = torch.arange(members_N.shape[0], device=members_N.device)
     for block in blocks_of(width, members_N.shape[0], limit=block_bytes(out)):
