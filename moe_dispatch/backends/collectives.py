@@ -35,8 +35,8 @@ class Communicator:
         self, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], *, label: str
     ) -> dist.Work | None:
         """Rows of ``inp`` to the ranks, by ``in_splits`` along dim 0; started, not awaited. None without a group."""
-        rows = inp.shape[0]
-        self._count(label, inp.nbytes - inp.nbytes // rows * in_splits[self.rank] if rows else 0)
+        rows, nbytes = inp.shape[0], inp.nbytes
+        self._count(label, nbytes - nbytes // rows * in_splits[self.rank] if rows else 0)
         if self.group is None:
             out.copy_(inp)
             return None
