@@ -31,7 +31,7 @@ from moe_dispatch.backends.permutation import (
     index_from,
     true_places,
 )
-from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, gradient_wire, send_again
+from moe_dispatch.backends.rank_major import Received, arrive, arrive_statically, bring_home, gradient_wire, send_again
 from moe_dispatch.backends.traceable import TracedRoutes
 from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
@@ -152,21 +152,17 @@ class AllToAll(TracedRoutes, Backend):
         work = comm.all_to_all(received, outgoing, splits, splits, label="dispatch")
 
         def complete() -> Arrived:
-            if work is not None:
-                work.wait()
-            space.give(outgoing)
-            rows_SD, weights_SK, ids_SK = form.unpack(received)
-            keys_SK = ids_SK - comm.rank * shape.num_local_experts
+            delivered, keys_SK = self._landed(work, form, outgoing, received)
             route = self._route(
                 even_traffic(pair_rows, comm.size),
                 (lanes.source_S, lanes.member_N, lanes.cu_T),
-                index=self.context.group_statically(keys_SK, weights_SK, capacity),
+                index=self.context.group_statically(keys_SK, delivered[1], capacity),
             )
             arrived = arrive_statically(
                 rows_TD,
                 weights_TK,
                 route,
-                (rows_SD, weights_SK),
+                delivered,
                 needed=wanted_here(received, form, pair_rows),
                 busiest_pair=lanes.busiest,
             )
@@ -197,11 +193,7 @@ class AllToAll(TracedRoutes, Backend):
         home = group_slots(owner_TK - 1, traffic.slots_out) if self._exact else None
 
         def complete() -> Arrived:
-            if work is not None:
-                work.wait()
-            space.give(outgoing)
-            rows_SD, weights_SK, ids_SK = form.unpack(received)
-            keys_SK = ids_SK - comm.rank * shape.num_local_experts
+            delivered, keys_SK = self._landed(work, form, outgoing, received)
             route = self._route(
                 traffic,
                 (source_S, by_row.indices, cu_T),
@@ -210,7 +202,7 @@ class AllToAll(TracedRoutes, Backend):
                 weights_TK=None if home is None else weights_TK.detach(),
             )
             arrived = arrive(
-                *(rows_TD, weights_TK, route, (rows_SD, weights_SK), traffic.tokens_per_expert, shape.pad_multiple),
+                *(rows_TD, weights_TK, route, delivered, traffic.tokens_per_expert, shape.pad_multiple),
                 real_L=counts[: shape.num_local_experts],
             )
             space.give(received)
@@ -224,6 +216,16 @@ class AllToAll(TracedRoutes, Backend):
         outgoing = self.context.workspace.take((source_S.shape[0], packets.shape[1]), packets.device)
         self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
         return source_S, outgoing
+
+    def _landed(
+        self, work: dist.Work | None, form: Packet, outgoing: Tensor, received: Tensor
+    ) -> tuple[Received, Tensor]:
+        """Wait for packets: their rows and weights; and their slots' experts, 0 to L-1 where they are of this rank."""
+        if work is not None:
+            work.wait()
+        self.context.workspace.give(outgoing)
+        rows_SD, weights_SK, ids_SK = form.unpack(received)
+        return (rows_SD, weights_SK), ids_SK - self.context.communicator.rank * self.context.shape.num_local_experts
 
     def _route(
         self,

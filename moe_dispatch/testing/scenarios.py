@@ -24,7 +24,6 @@ _EAGER: tuple[Scenario, ...] = (
         name="partly_nowhere", routing="partly_nowhere", pad_multiple=16, row_counts=("agree", "static"), forms="all"
     ),
     Scenario(name="one_expert_per_rank", num_experts=4, top_k=2),
-    Scenario(name="one_expert_per_rank_partly_nowhere", num_experts=4, top_k=2, routing="partly_nowhere"),
     Scenario(name="many_experts", num_experts=96, top_k=6, pad_multiple=16),
     # How many tokens there are.
     Scenario(name="one_token", tokens=(1,)),
