@@ -8,7 +8,7 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.capture import capture
 from moe_dispatch.errors import MoEDispatchError
-from moe_dispatch.layouts import BSHD, SBHD, THD, Rows
+from moe_dispatch.layouts import BSHD, SBHD, THD, Masked, Rows
 from moe_dispatch.types import Dispatched, Plan, Routing
 
 __version__ = "0.1.0.dev0"
@@ -20,6 +20,7 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "DispatcherConfig",
+    "Masked",
     "MoEDispatchError",
     "Plan",
     "Routing",

@@ -9,24 +9,25 @@ import pytest
 
 import moe_dispatch
 from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, backends, dispatchers, errors, layouts
-from moe_dispatch.backends.alltoall import AllToAllOptions
+from moe_dispatch.backends.alltoall.backend import AllToAllOptions
 from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
-from moe_dispatch.backends.deepep import DeepEPOptions
-from moe_dispatch.backends.hybridep import HybridEPOptions
+from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
+from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.config import ConstraintOverrides
 
 PACKAGE = """
-    BSHD Dispatched Dispatcher DispatcherConfig MoEDispatchError Plan Routing Rows SBHD THD build_dispatcher capture
+    BSHD Dispatched Dispatcher DispatcherConfig Masked MoEDispatchError Plan Routing Rows SBHD THD
+    build_dispatcher capture
 """
 BACKENDS = """
     Arrived Backend BackendContext BackendOptions Communicator Constraints MoEShape PROTOCOL Rejected Sizes Usable
     Volume Wire known_backends load_backend register_backend
 """
 LAYOUTS = """
-    BSHD Layout Masked PACKING_SUPPORT Packing PackingSupport Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd
-    layout_for padded_length sequence_multiple shard_for_context_parallel thd_to_bshd unshard_from_context_parallel
+    BSHD Layout Masked Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd
+    padded_length sequence_multiple shard_for_context_parallel thd_to_bshd unshard_from_context_parallel
 """
 DISPATCHERS = "Dispatcher Metrics RequiredCapacity build_dispatcher"
 ERRORS = (

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from moe_dispatch import THD, DispatcherConfig, MoEDispatchError, Routing, build_dispatcher
 from moe_dispatch.backends import registry
-from moe_dispatch.backends.vendor import library
+from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.config import PAD_MULTIPLES
 from moe_dispatch.testing import run_ranks
 

@@ -10,10 +10,10 @@ from moe_dispatch.backends.base import (
     MoEShape,
     Sizes,
 )
-from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.backends.registry import known_backends, load_backend, register_backend
-from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.communication import Communicator
+from moe_dispatch.probing import Rejected, Usable
 
 __all__ = [
     "PROTOCOL",

@@ -21,13 +21,13 @@ from moe_dispatch.backends.base import (
     WireDtype,
 )
 from moe_dispatch.backends.capacity import Capacity
-from moe_dispatch.backends.collectives import read_host
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, accumulation_dtype, group_slots
 from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
 from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
+from moe_dispatch.communication import read_host
+from moe_dispatch.permutation import Permutation, SlotIndex, accumulation_dtype, group_slots
 
 
 @final

@@ -12,8 +12,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from moe_dispatch.backends.capacity import Capacity, CapacityFactor, capacity_of, worst_rows
-from moe_dispatch.backends.collectives import Communicator
-from moe_dispatch.backends.permutation import (
+from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.backends.workspace import Workspace
+from moe_dispatch.communication import Communicator
+from moe_dispatch.permutation import (
     Permutation,
     SlotIndex,
     StaticIndex,
@@ -29,9 +31,7 @@ from moe_dispatch.backends.permutation import (
     round_up,
     static_index_from,
 )
-from moe_dispatch.backends.verdict import Rejected, Usable
-from moe_dispatch.backends.volume import Volume, Wire
-from moe_dispatch.backends.workspace import Workspace
+from moe_dispatch.probing import Rejected, Usable
 
 PROTOCOL = 1
 

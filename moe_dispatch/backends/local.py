@@ -12,12 +12,12 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, BackendOptions, Constraints, MoEShape, Sizes, WireDtype
 from moe_dispatch.backends.capacity import Capacity
-from moe_dispatch.backends.collectives import read_host
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, count_values, group_slots
 from moe_dispatch.backends.rank_major import arrive, arrive_statically, bring_home, send_again
 from moe_dispatch.backends.traceable import TraceableRoute, TracedRoutes
 from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.backends.wire import row_format
+from moe_dispatch.communication import read_host
+from moe_dispatch.permutation import Permutation, SlotIndex, count_values, group_slots
 
 
 @final

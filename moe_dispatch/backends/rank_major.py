@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, WireDtype
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, StaticIndex, round_up
 from moe_dispatch.errors import StateError
+from moe_dispatch.permutation import Permutation, SlotIndex, StaticIndex, round_up
 
 
 class Route(ABC):

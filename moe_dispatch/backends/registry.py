@@ -28,9 +28,9 @@ class _BuiltIn:
 _BUILT_IN = {
     "local": _BuiltIn("moe_dispatch.backends.local:Local"),
     "allgather": _BuiltIn("moe_dispatch.backends.allgather:AllGather"),
-    "alltoall": _BuiltIn("moe_dispatch.backends.alltoall:AllToAll"),
-    "deepep": _BuiltIn("moe_dispatch.backends.deepep:DeepEP"),
-    "hybridep": _BuiltIn("moe_dispatch.backends.hybridep:HybridEP"),
+    "alltoall": _BuiltIn("moe_dispatch.backends.alltoall.backend:AllToAll"),
+    "deepep": _BuiltIn("moe_dispatch.backends.deep_ep.deepep:DeepEP"),
+    "hybridep": _BuiltIn("moe_dispatch.backends.deep_ep.hybridep:HybridEP"),
 }
 _REGISTERED: dict[str, type[Backend]] = {}
 # What was loaded by name is kept: looking up entry points reads the metadata of every installed distribution.

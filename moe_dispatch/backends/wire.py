@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import WireDtype
-from moe_dispatch.backends.permutation import round_up
+from moe_dispatch.permutation import round_up
 
 FLOAT8_BLOCK = 128  # columns that share one float32 scale
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max

@@ -9,13 +9,13 @@ from typing import final
 import torch
 
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape
-from moe_dispatch.backends.collectives import Communicator
-from moe_dispatch.backends.verdict import Usable
 from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.cli.names import NamedBackend
+from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
+from moe_dispatch.probing import Usable
 
 # What is planned where deep_ep is not installed: the releases whose rules this package knows and emulates.
 _RELEASES = {"deepep": ("v1.2.1", "v2-2.1.0"), "hybridep": ("hybridep-94a9f8f",)}

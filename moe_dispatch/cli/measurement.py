@@ -16,11 +16,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.cli.comparison import QUANTITIES, Comparison, Outcome, Task, Variant
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import Send
 from moe_dispatch.cli.workload import Step, make_material
+from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.testing.counting import count_collectives

@@ -11,9 +11,9 @@ from typing import Any, final
 
 import torch
 
-from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import RankFailed, Send, on_ranks, under_torchrun
+from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import build_dispatcher
 from moe_dispatch.dispatchers.topology import ranks_per_node

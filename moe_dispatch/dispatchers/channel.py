@@ -14,7 +14,7 @@ import torch
 
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.overflow import HighWaterMark

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_dispatch.backends.collectives import Communicator, device_of
 from moe_dispatch.backends.rank_major import profiler_range
+from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import eager, overflow
 from moe_dispatch.dispatchers.channel import Channel

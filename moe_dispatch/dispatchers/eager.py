@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.dispatchers.channel import Lease
 from moe_dispatch.dispatchers.planning import cuts_rows
 from moe_dispatch.dispatchers.requirements import check_again, check_combine, check_dtype, check_gradients
 from moe_dispatch.dispatchers.rows import Home, anchor, merge_duplicates, pad_rows, take_rows, tie
 from moe_dispatch.errors import StateError
+from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch.backends.base import Constraints, MoEShape
-from moe_dispatch.backends.collectives import Communicator, device_types
-from moe_dispatch.backends.permutation import choose_permutation
 from moe_dispatch.backends.registry import known_backends, load_backend
-from moe_dispatch.backends.verdict import Rejected
+from moe_dispatch.communication import Communicator, device_types
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Blueprint, Channel, ChannelKey, Lease, find_channel, keep_channel
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, probe_backend, shape_of
 from moe_dispatch.dispatchers.topology import detect_ranks_per_node
 from moe_dispatch.errors import ConfigError, MoEDispatchError, PeerError
+from moe_dispatch.permutation import choose_permutation
+from moe_dispatch.probing import Rejected
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Result = TypeVar("Result")

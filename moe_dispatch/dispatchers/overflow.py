@@ -15,7 +15,7 @@ from moe_dispatch.backends.capacity import Capacity, balanced_pair_rows, balance
 from moe_dispatch.errors import CapacityError, InputError, StateError
 
 if TYPE_CHECKING:
-    from moe_dispatch.backends.collectives import Communicator
+    from moe_dispatch.communication import Communicator
     from moe_dispatch.dispatchers.channel import Channel
 
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Sizes
-from moe_dispatch.backends.collectives import device_of
+from moe_dispatch.communication import device_of
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError, reason_code, refusal

@@ -10,9 +10,9 @@ from torch import Tensor
 from moe_dispatch.backends.base import Backend, BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.registry import known_backends, load_backend
-from moe_dispatch.backends.verdict import Rejected, Usable
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError, MoEDispatchError
+from moe_dispatch.probing import Rejected, Usable
 from moe_dispatch.types import Routing
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from itertools import pairwise
 
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 
 
 def detect_ranks_per_node(control: Communicator) -> int:

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch.backends.base import Sizes
-from moe_dispatch.backends.permutation import accumulation_dtype
 from moe_dispatch.dispatchers import operators
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.planning import check_owner
 from moe_dispatch.dispatchers.rows import anchor, merge_duplicates, tie
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Dispatched, Plan, Routing
 
 

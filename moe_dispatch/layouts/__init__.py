@@ -4,7 +4,6 @@ A layout is a frozen value: ``BSHD``, ``SBHD``, ``THD``, ``Rows`` or ``Masked``,
 beside them work on lengths and rows without a process group, except ``broadcast_layout``.
 """
 
-from moe_dispatch.layouts.architecture import PACKING_SUPPORT, Packing, PackingSupport, layout_for
 from moe_dispatch.layouts.base import Layout, ShardKind
 from moe_dispatch.layouts.broadcast import broadcast_layout
 from moe_dispatch.layouts.bshd import BSHD, SBHD
@@ -18,19 +17,15 @@ from moe_dispatch.layouts.thd import THD
 
 __all__ = [
     "BSHD",
-    "PACKING_SUPPORT",
     "SBHD",
     "THD",
     "Layout",
     "Masked",
-    "Packing",
-    "PackingSupport",
     "Rows",
     "Shard",
     "ShardKind",
     "broadcast_layout",
     "bshd_to_thd",
-    "layout_for",
     "padded_length",
     "sequence_multiple",
     "shard_for_context_parallel",

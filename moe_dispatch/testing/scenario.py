@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.base import WireDtype
-from moe_dispatch.backends.permutation import round_up
 from moe_dispatch.config import RowCounts
+from moe_dispatch.permutation import round_up
 from moe_dispatch.testing.forms import FORMS
 from moe_dispatch.testing.routings import ROUTINGS
 

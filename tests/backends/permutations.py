@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from moe_dispatch.backends.permutation import Permutation, TorchPermutation
-from moe_dispatch.backends.permutation.te_kernels import kernels_of
-from moe_dispatch.backends.permutation.te_rows import TransformerEnginePermutation
-from moe_dispatch.backends.permutation.triton_rows import TritonPermutation
+from moe_dispatch.permutation import Permutation, TorchPermutation
+from moe_dispatch.permutation.te_kernels import kernels_of
+from moe_dispatch.permutation.te_rows import TransformerEnginePermutation
+from moe_dispatch.permutation.triton_rows import TritonPermutation
 from tests.backends.te_stand_in import VERSIONS, stand_in
 
 # Triton reads this once, when it is imported, and its compiler and its interpreter exclude each other in a process. So

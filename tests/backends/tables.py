@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.backends.permutation import Permutation, SlotIndex, StaticIndex, group_slots, group_statically
+from moe_dispatch.permutation import Permutation, SlotIndex, StaticIndex, group_slots, group_statically
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -17,7 +17,7 @@ from moe_dispatch.backends.capacity import (
     sized,
     worst_rows,
 )
-from moe_dispatch.backends.permutation import round_up
+from moe_dispatch.permutation import round_up
 
 
 def shape(experts: int, ranks: int, top_k: int, tokens: int, pad_multiple: int = 1, factor: float = 0) -> MoEShape:

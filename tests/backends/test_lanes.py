@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall import rank_members
-from moe_dispatch.backends.alltoall_static import Lanes, lanes_of
+from moe_dispatch.backends.alltoall.backend import rank_members
+from moe_dispatch.backends.alltoall.fixed import Lanes, lanes_of
 
 SIZE = 3
 FIXED = settings(max_examples=200, deadline=None, derandomize=True)

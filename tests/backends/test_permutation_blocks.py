@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.permutation import TorchPermutation, blocks
-from moe_dispatch.backends.permutation.bags import sum_by_columns
-from moe_dispatch.backends.permutation.rows import as_words
+from moe_dispatch.permutation import TorchPermutation, blocks
+from moe_dispatch.permutation.bags import sum_by_columns
+from moe_dispatch.permutation.rows import as_words
 from tests.backends.tables import EXAMPLE, FLOATS, many_slots, reduced, rows_of
 
 TORCH = TorchPermutation()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moe_dispatch.backends.permutation import group_slots, round_up
+from moe_dispatch.permutation import group_slots, round_up
 from tests.backends.tables import EXAMPLE, Table, tables
 
 NAN = float("nan")

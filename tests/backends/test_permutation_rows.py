@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from moe_dispatch.backends.permutation import Permutation, TorchPermutation, accumulation_dtype, group_slots
+from moe_dispatch.permutation import Permutation, TorchPermutation, accumulation_dtype, group_slots
 from tests.backends.permutations import INTERPRETED, implementations
 from tests.backends.tables import EXAMPLE, FLOATS, Table, many_slots, reduced, rows_of, tables
 

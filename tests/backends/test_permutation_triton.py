@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.permutation import TorchPermutation
-from moe_dispatch.backends.permutation.triton_rows import TritonPermutation
-from moe_dispatch.backends.verdict import Rejected, Usable
+from moe_dispatch.permutation import TorchPermutation
+from moe_dispatch.permutation.triton_rows import TritonPermutation
+from moe_dispatch.probing import Rejected, Usable
 from tests.backends.permutations import INTERPRETED
 from tests.backends.tables import EXAMPLE
 
@@ -68,7 +68,7 @@ class Recorder:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Recorder]]:
     """By name, our kernels and the recorders put in their place."""
-    from moe_dispatch.backends.permutation import triton_kernels
+    from moe_dispatch.permutation import triton_kernels
 
     found = {}
     for name in ("gather_kernel", "gather_weighted_kernel", "sum_bags_kernel"):
@@ -186,7 +186,7 @@ def test_probe_reads_the_capability(capability: tuple[int, int], usable: bool, m
 
 def test_probe_tells_what_the_import_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "moe_dispatch.backends.permutation.triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "moe_dispatch.permutation.triton_kernels", raising=False)
     verdict = TritonPermutation.probe("cuda")
     assert isinstance(verdict, Rejected)
     assert verdict.reason.startswith("importing triton raised ModuleNotFoundError: ")

@@ -17,11 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.backends.alltoall import AllToAll, rank_members
+from moe_dispatch.backends.alltoall.backend import AllToAll, rank_members
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.backends.permutation import group_slots
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.permutation import group_slots
 
 LOCAL, SLOTS, HIDDEN, ROWS = 2, 4, 16, 32
 

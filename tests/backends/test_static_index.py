@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.backends.permutation import StaticIndex, front, group_statically
-from moe_dispatch.backends.permutation.static_index import heaviest
+from moe_dispatch.permutation import StaticIndex, front, group_statically
+from moe_dispatch.permutation.static_index import heaviest
 from tests.backends.tables import Table, static_index, tables
 
 NAN, INF = float("nan"), float("inf")

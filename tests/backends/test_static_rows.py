@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.backends.permutation import Permutation, StaticTorchPermutation, TorchPermutation, blocks
-from moe_dispatch.backends.permutation.bags import bag
-from moe_dispatch.backends.permutation.static_rows import in_bfloat16_parts
+from moe_dispatch.permutation import Permutation, StaticTorchPermutation, TorchPermutation, blocks
+from moe_dispatch.permutation.bags import bag
+from moe_dispatch.permutation.static_rows import in_bfloat16_parts
 from moe_dispatch.testing.seat import padding_rows
 from tests.backends.permutations import INTERPRETED, implementations
 from tests.backends.tables import FLOATS, Table, reduced, rows_of, static_index, tables

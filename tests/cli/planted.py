@@ -7,7 +7,7 @@ from typing import Any, final
 from torch import Tensor
 
 from moe_dispatch.backends import Arrived, Backend, BackendOptions, Constraints, MoEShape, Rejected, Sizes, Usable
-from moe_dispatch.backends.alltoall import AllToAll
+from moe_dispatch.backends.alltoall.backend import AllToAll
 
 
 class Planted(Backend):

@@ -68,7 +68,7 @@ def test_what_can_be_used_is_tested(command: Command) -> None:
 
 
 def test_missing_library_is_told_and_what_emulates_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_dispatch.backends.vendor.library.find_spec", lambda name: None)
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.library.find_spec", lambda name: None)
     backend = named(found(command, "--backend", "deepep", status=1), "deepep")
     assert backend["reason"] == "no module named 'deep_ep' is installed"
     assert backend["emulations"] == ["v1.2.1", "v2-2.1.0"]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, Rows, build_dispatcher
-from moe_dispatch.backends.collectives import Communicator
 from moe_dispatch.cli.history import (
     History,
     expert_padding,
@@ -22,6 +21,7 @@ from moe_dispatch.cli.history import (
     overflows,
     recorded_share,
 )
+from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.layouts import Layout
 from moe_dispatch.testing import count_collectives

@@ -9,7 +9,7 @@ import torch
 
 from moe_dispatch.backends import Volume
 from moe_dispatch.backends.allgather import AllGather
-from moe_dispatch.backends.alltoall import AllToAll
+from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.cli.picks import popularity
 from moe_dispatch.cli.sources import random_routing
 from tests.cli.planned import LABELS, TOKENS, config, mixed_ids, plan_of, recorded, run

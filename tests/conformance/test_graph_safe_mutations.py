@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends import base, rank_major
-from moe_dispatch.backends.alltoall import AllToAll
-from moe_dispatch.backends.alltoall_static import Lanes
+from moe_dispatch.backends.alltoall.backend import AllToAll
+from moe_dispatch.backends.alltoall.fixed import Lanes
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.backends.permutation import StaticIndex, StaticTorchPermutation, group_statically
-from moe_dispatch.backends.permutation.index import SlotIndex
 from moe_dispatch.dispatchers import eager
 from moe_dispatch.dispatchers.rows import merge_duplicates
+from moe_dispatch.permutation import StaticIndex, StaticTorchPermutation, group_statically
+from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.testing import SCENARIOS, ConformanceError, HostSyncError, Ranks
 from moe_dispatch.testing.kit import fitted, scenario_cases
 from tests.conformance.test_mutations import Patch, arriving, counts_without_padding, padding_not_cleared, run_all

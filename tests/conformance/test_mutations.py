@@ -11,21 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import alltoall, hybridep, rank_major
-from moe_dispatch.backends.alltoall import AllToAll
+from moe_dispatch.backends import rank_major
+from moe_dispatch.backends.alltoall import backend as alltoall
+from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.backends.deepep import DeepEP
-from moe_dispatch.backends.hybridep import HybridEP, HybridState
-from moe_dispatch.backends.permutation import group_slots, reduce, sum_bags
-from moe_dispatch.backends.permutation import rows as permutation_rows
-from moe_dispatch.backends.permutation.index import SlotIndex
-from moe_dispatch.backends.vendor.hybrid import HybridTransport
-from moe_dispatch.backends.vendor.normal import NormalTransport
-from moe_dispatch.backends.vendor.transport import Way
+from moe_dispatch.backends.deep_ep import hybridep
+from moe_dispatch.backends.deep_ep.deepep import DeepEP
+from moe_dispatch.backends.deep_ep.hybrid import HybridTransport
+from moe_dispatch.backends.deep_ep.hybridep import HybridEP, HybridState
+from moe_dispatch.backends.deep_ep.normal import NormalTransport
+from moe_dispatch.backends.deep_ep.transport import Way
 from moe_dispatch.dispatchers import eager
 from moe_dispatch.dispatchers.rows import Home, merge_duplicates, pad_rows
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.permutation import group_slots, reduce, sum_bags
+from moe_dispatch.permutation import rows as permutation_rows
+from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.testing import SCENARIOS, Case, Ranks, run_case
 from moe_dispatch.testing.case import BackendSpec
 from moe_dispatch.testing.kit import describe, fitted, scenario_cases

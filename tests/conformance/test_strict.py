@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends import BackendContext, MoEShape, Sizes
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch.testing import Strict, run_ranks
 from moe_dispatch.testing.strict import StrictError, StrictOptions

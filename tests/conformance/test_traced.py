@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import base
-from moe_dispatch.backends.permutation import StaticIndex, group_statically
+from moe_dispatch.permutation import StaticIndex, group_statically
 from moe_dispatch.testing import HostSyncError, trace_static
 from tests.dispatchers.layer import HIDDEN, Group, expert_weights, random_routing, random_rows, small_config
 
@@ -79,7 +79,7 @@ def test_one_rank_of_four(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_eager_dispatcher_is_caught(backend: str, device: str | None) -> None:
     """The control; with one slot, so that nothing is asked before the counts are read."""
-    with pytest.raises(HostSyncError, match=r"(aten::bincount at .*index|item at .*collectives)\.py"):
+    with pytest.raises(HostSyncError, match=r"(aten::bincount at .*index|item at .*communication)\.py"):
         trace_static(layer_of(backend, top_k=1), *arguments(1), device=device)
 
 

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import HashStore
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import Backend, Constraints, Rejected, Usable, register_backend, registry
 from moe_dispatch.backends.local import Local
-from moe_dispatch.backends.permutation import TorchPermutation
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, PeerError
+from moe_dispatch.permutation import TorchPermutation
 from moe_dispatch.testing.ranks import thread_group
 from tests.dispatchers.layer import Group, identity_round, outcomes, outcomes_on, raises_everywhere, small_config
 

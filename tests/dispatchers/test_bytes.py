@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends import alltoall
+from moe_dispatch.backends.alltoall import backend as alltoall
 from moe_dispatch.testing import count_collectives
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import base
-from moe_dispatch.backends.permutation import static_index
 from moe_dispatch.errors import CapacityError
+from moe_dispatch.permutation import static_index
 from moe_dispatch.testing import Ranks
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, expert_weights, raises_everywhere, random_rows

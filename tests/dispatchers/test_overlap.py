@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
 ROWS = 6

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import StateError
 from moe_dispatch.testing import run_ranks
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, build_dispatcher
 from moe_dispatch.backends import Constraints
-from moe_dispatch.backends.alltoall_route import AllToAllRoute
+from moe_dispatch.backends.alltoall.route import AllToAllRoute
 from moe_dispatch.backends.local import Local, LocalRoute
-from moe_dispatch.backends.permutation import TorchPermutation, expand
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import THD, Layout
+from moe_dispatch.permutation import TorchPermutation, expand
 from tests.dispatchers.layer import Group, on_ranks, outcomes_on, raises_everywhere, small_config
 
 BACKENDS = [("local", 1), ("alltoall", 2), ("allgather", 2)]

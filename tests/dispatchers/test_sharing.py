@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moe_dispatch import Dispatcher, build_dispatcher
-from moe_dispatch.backends.alltoall import AllToAll
+from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.backends.local import Local
 from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.errors import StateError

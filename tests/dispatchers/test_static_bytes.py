@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends.collectives import Communicator
-from moe_dispatch.backends.permutation import round_up
+from moe_dispatch.communication import Communicator
+from moe_dispatch.permutation import round_up
 from moe_dispatch.testing import Collective, allow_host_syncs, count_collectives, refuse_host_syncs
 from moe_dispatch.testing.routings import ROUTINGS
 from tests.dispatchers.dropping import safe_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers.topology import detect_ranks_per_node, ranks_per_node
 from moe_dispatch.testing.ranks import run_ranks
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer, indices_to_map
-from moe_dispatch.testing.emulation.hybrid_release import RELEASES
+from moe_dispatch.testing.emulation.hybrid.release import RELEASES
 from tests.emulation.hybrid_case import (
     EVERY,
     FIRST,

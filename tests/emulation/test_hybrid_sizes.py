@@ -12,9 +12,9 @@ import torch.distributed as dist
 from moe_dispatch.testing.emulation import EmulatedAbort, EmulatedHang
 from moe_dispatch.testing.emulation.exchange import Exchange
 from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer
-from moe_dispatch.testing.emulation.hybrid_maps import Place
-from moe_dispatch.testing.emulation.hybrid_release import RELEASES
-from moe_dispatch.testing.emulation.hybrid_runtime import Runtime
+from moe_dispatch.testing.emulation.hybrid.maps import Place
+from moe_dispatch.testing.emulation.hybrid.release import RELEASES
+from moe_dispatch.testing.emulation.hybrid.runtime import Runtime
 from tests.emulation.hybrid_case import (
     APRIL,
     BEFORE_RAGGED,

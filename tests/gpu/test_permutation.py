@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.permutation import (
+from moe_dispatch.permutation import (
     Permutation,
     SlotIndex,
     TorchPermutation,
@@ -21,7 +21,7 @@ from moe_dispatch.backends.permutation import (
     known_permutations,
     probe_permutation,
 )
-from moe_dispatch.backends.verdict import Rejected
+from moe_dispatch.probing import Rejected
 from tests.backends.te_stand_in import RECORDED
 
 pytestmark = pytest.mark.gpu

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.vendor.dense import TOLERANCE, TRAINING, Case
-from tests.integration.vendor.rank import Job, Results, run_jobs
-from tests.integration.vendor.titan_layer import TitanRunning
+from tests.integration.deep_ep_users.dense import TOLERANCE, TRAINING, Case
+from tests.integration.deep_ep_users.rank import Job, Results, run_jobs
+from tests.integration.deep_ep_users.titan_layer import TitanRunning
 
 pytestmark = [
     pytest.mark.integration,

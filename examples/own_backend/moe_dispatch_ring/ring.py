@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 
 
 def shift(block: Tensor, communicator: Communicator, label: str) -> Tensor:

@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.backends.permutation import SlotIndex, group_slots
 from moe_dispatch.backends.wire import packet, row_format
 from moe_dispatch.cli.bench.contenders import Contender, Experts
 from moe_dispatch.cli.bench.workload import Shape, Tokens
+from moe_dispatch.permutation import SlotIndex, group_slots
 
 _BLOCK_BYTES = 2 << 20  # of rows on the CPU, so that the next operation finds them in the cache
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 from moe_dispatch.layouts import Layout, Masked, Rows
 
 

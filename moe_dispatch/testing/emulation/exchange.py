@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.backends.collectives import Communicator
+from moe_dispatch.communication import Communicator
 from moe_dispatch.testing.emulation.refusals import EmulatedHang
 
 LABEL = "emulation"

@@ -12,10 +12,10 @@ import torch
 
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.testing.emulation.config import Config
-from moe_dispatch.testing.emulation.elastic import ElasticBuffer, EPHandle
+from moe_dispatch.testing.emulation.elastic.buffer import ElasticBuffer, EPHandle
 from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EventHandle, EventOverlap
 from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer, indices_to_map
-from moe_dispatch.testing.emulation.normal import Buffer
+from moe_dispatch.testing.emulation.normal.buffer import Buffer
 from moe_dispatch.testing.emulation.variants import unemulated_buffer
 
 RELEASES = ("v1.2.1", "v2-2.1.0", "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744")

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_dispatch import THD, Dispatched, Dispatcher, DispatcherConfig, Plan, Routing
-from moe_dispatch.layouts import bshd_to_thd, layout_for, thd_to_bshd
+from moe_dispatch.integrations.packing import packing_for
+from moe_dispatch.layouts import bshd_to_thd, thd_to_bshd
 
 LENGTHS = (70, 5, 33, 1, 64, 18, 90, 7, 12, 41)  # the net works in chunks of 64
 VOCABULARY, HIDDEN, EXPERTS, TOP_K = 31, 32, 8, 2
@@ -112,7 +113,7 @@ def make_model(dtype: torch.dtype) -> Any:
 def convert(model: Any, micro_batch: MicroBatch, group: dist.ProcessGroup) -> list[PackedExperts]:
     """Packed rows in, packed rows out; its MoE layers."""
     layers = model.model.layers
-    packing = layout_for(model.config.model_type, framework="transformers")
+    packing = packing_for(model.config.model_type, framework="transformers")
     for layer in layers:
         if layer.block_type == "linear_attention" and not packing.packed:
             layer.linear_attn = PaddedForward(layer.linear_attn, micro_batch)

@@ -18,16 +18,16 @@ from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch.testing import count_collectives, run_ranks
 from moe_dispatch.testing.emulation import EmulatedHang, emulated_deep_ep
 from moe_dispatch.testing.ranks import thread_group
+from tests.deep_ep_backends.vendors import pool_of
 from tests.dispatchers.layer import outcomes
 from tests.integration.cases import thd_grid, thd_layer
 from tests.integration.cases.thd_by_hand import elastic_by_hand, hybridep_by_hand
 from tests.integration.cases.thd_grid import GRID, PLACEMENTS, SIZES, STEP, allowed_ranks, reason_to_skip
-from tests.integration.vendor.dense import TOLERANCE, worst_row
+from tests.integration.deep_ep_users.dense import TOLERANCE, worst_row
 from tests.sharded.grid import Place
 from tests.sharded.model import Whole, run_whole
 from tests.sharded.packing import Packed
 from tests.sharded.run import Outcome
-from tests.vendor.vendors import pool_of
 
 OLD_RULES, EQUAL_ROWS, ANY_ROWS = "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"
 RELEASES = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.layouts import layout_for
+from moe_dispatch.integrations.packing import packing_for
 from moe_dispatch.testing import run_processes
 from tests.integration.cases.measuring import flat, relative, run_page
 from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, TOP_K, rank_body
@@ -60,24 +60,24 @@ def test_a_mean_for_each_micro_batch_does_depend_on_it() -> None:
 
 
 def test_the_fallback_is_announced_once_on_each_rank() -> None:
-    reason = layout_for("qwen3_5_moe_text", framework="transformers").reason
+    reason = packing_for("qwen3_5_moe_text", framework="transformers").reason
     assert "packed input needs the kernels of fla" in reason
     assert [found["announced"] for found in results()] == [[reason]] * RANKS
     assert len(CUTS) > 1, "models were made more than once"
 
 
 def test_the_layout_follows_from_the_model_and_its_versions() -> None:
-    assert layout_for("qwen3_moe", framework="transformers").packed
-    assert not layout_for("qwen3_5_moe", framework="transformers").packed
-    assert layout_for("qwen3_5_moe", framework="transformers", kernels=True).packed
-    assert not layout_for("qwen3_5_moe", framework="megatron-core", framework_version="0.17.1").packed
-    assert layout_for("qwen3_5_moe", framework="megatron-core", framework_version="0.18.2").packed
+    assert packing_for("qwen3_moe", framework="transformers").packed
+    assert not packing_for("qwen3_5_moe", framework="transformers").packed
+    assert packing_for("qwen3_5_moe", framework="transformers", kernels=True).packed
+    assert not packing_for("qwen3_5_moe", framework="megatron-core", framework_version="0.17.1").packed
+    assert packing_for("qwen3_5_moe", framework="megatron-core", framework_version="0.18.2").packed
 
 
 def test_context_parallelism_is_refused() -> None:
     text = "cp must be 1 for qwen3_5_moe in transformers .*, because it needs a padded batch, which cannot be divided"
     with pytest.raises(ConfigError, match=text):
-        layout_for("qwen3_5_moe", framework="transformers", cp=2)
+        packing_for("qwen3_5_moe", framework="transformers", cp=2)
 
 
 def test_the_code_of_the_page_runs() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integration.vendor.cpu import cpu_for_cuda
+from tests.integration.deep_ep_users.cpu import cpu_for_cuda
 
 
 @final

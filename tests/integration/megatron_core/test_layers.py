@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.integration.deep_ep_users.megatron_layer import GivenRouter
 from tests.integration.megatron_core.jobs import Check, require, run_checks
 from tests.integration.megatron_core.layer import (
     EXPERTS,
@@ -26,7 +27,6 @@ from tests.integration.megatron_core.layer import (
     own_spec,
 )
 from tests.integration.megatron_core.model import gpt_model, gpt_outcome
-from tests.integration.vendor.megatron_layer import GivenRouter
 
 pytestmark = [
     pytest.mark.integration,

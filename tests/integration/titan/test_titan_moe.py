@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integration.deep_ep_users.dense import TOLERANCE
 from tests.integration.titan.moe import EXPERT_WEIGHTS, RANKS, Job, Outcome, Results, run_jobs
-from tests.integration.vendor.dense import TOLERANCE
 
 pytestmark = [
     pytest.mark.integration,

@@ -1,0 +1,210 @@
+"""``deep_ep.ElasticBuffer`` of v2. Source: DeepEP main of 2026-07 (2.1.0), deep_ep/buffers and csrc/elastic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Constraints, MoEShape, WireDtype
+from moe_dispatch.backends.capacity import worst_rows
+from moe_dispatch.backends.deep_ep.library import Library
+from moe_dispatch.backends.deep_ep.pool import BufferPool
+from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
+from moe_dispatch.backends.deep_ep.transport import Delivery, Payload, Transport, Way, arrived
+from moe_dispatch.communication import Communicator
+from moe_dispatch.permutation import round_up
+
+_MOST_RANKS, _MOST_EXPERTS = 1024, 2048
+_torch_deterministic: Any = torch.utils.deterministic  # a module with properties, which type checkers do not see
+# The library refuses to run while torch, in deterministic mode, fills fresh memory.
+_filling = ProcessSwitch(
+    "torch.utils.deterministic.fill_uninitialized_memory",
+    lambda: _torch_deterministic.fill_uninitialized_memory,
+    lambda value: setattr(_torch_deterministic, "fill_uninitialized_memory", value),
+)
+
+
+def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bool, deterministic: bool) -> Constraints:
+    """Needs of 2.1.0; its kernels are compiled for the group's largest row count, so ranks agree on that."""
+    within_node = ranks_per_node >= shape.ep_size
+    # Across nodes the layout of a float8 dispatch need not be that of the bfloat16 gradients that follow its handle.
+    float8: set[WireDtype] = {"float8_e4m3fn"} if within_node and not expand else set()
+    # Its sort selects by masks, which asks the device how many there are: slots of expanded rows, and the lists of what
+    # is forwarded between nodes.
+    sorts_by_masks = deterministic and (expand or not within_node)
+    return Constraints(
+        group_max=True,
+        hidden_multiple=256,
+        dtypes=frozenset({torch.bfloat16}),
+        devices=frozenset({device}),
+        max_top_k=32,
+        group_sizes=frozenset(range(1, _MOST_RANKS + 1)),
+        max_local_experts=min(256, _MOST_EXPERTS // shape.ep_size),
+        pads_experts=expand,
+        wire_dtypes=frozenset({"bfloat16", *float8}),
+        differentiable=not expand,
+        graph_safe=not sorts_by_masks,
+        graph_safe_reason=(
+            f"v2 reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}, which the "
+            "option deterministic=False leaves out"
+        ),
+    )
+
+
+def expanded_rows(shape: MoEShape) -> int:
+    """Expert-major rows for the worst case, as the library counts them: up to ``pad_multiple`` more than it takes."""
+    return round_up(worst_rows(shape) + (shape.pad_multiple - 1) * shape.num_local_experts, shape.pad_multiple)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Expanded:
+    """Expert-major rows: what the library calls expanded.
+
+    Attributes:
+        rows_RD: bfloat16; each expert's rows, then zeros up to the alignment.
+        weights_R: float32, 0 on those zeros.
+        padded_counts: rows per local expert with the zeros, on the host; empty where nobody waited for them.
+        real_counts_L: int32, without them, on the device.
+        way: for the combine.
+    """
+
+    rows_RD: Tensor
+    weights_R: Tensor
+    padded_counts: list[int]
+    real_counts_L: Tensor
+    way: Way
+
+
+@final
+class ElasticTransport(Transport):
+    """Buffers sized for the group's largest row count.
+
+    Cost of ``send`` and ``send_expanded``: one host sync, for the counts, or in graph-safe mode none.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        shape: MoEShape,
+        communicator: Communicator,
+        *,
+        num_sms: int | None,
+        deterministic: bool,
+        on_its_stream: bool,
+        most_rows: int | None,
+    ) -> None:
+        self._shape = shape
+        self._num_sms = num_sms or 0  # 0: the library's choice
+        self._on_its_stream = on_its_stream
+
+        def make(rows: int) -> Any:
+            with _filling.at(False):
+                return library.module.ElasticBuffer(
+                    communicator.group,
+                    num_max_tokens_per_rank=rows,
+                    hidden=shape.hidden_size,
+                    num_topk=shape.top_k,
+                    deterministic=deterministic,
+                    explicitly_destroy=True,
+                )
+
+        if not library.emulated:  # it takes over the group's NCCL communicator, which the first collective makes
+            communicator.touch(torch.device("cuda"))
+        self._ids_dtype: torch.dtype = getattr(library.module, "topk_idx_t", torch.int64)
+        self._pool = BufferPool("deepep", make, most_rows=most_rows)
+
+    @property
+    def buffers(self) -> str:
+        return "buffers for the largest number of rows of any rank"
+
+    def reserve(self, rows: int) -> None:
+        self._pool.reserve(max(rows, 1))
+
+    def send(
+        self,
+        payload: Payload,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        asynchronously: bool,
+        worst_rows: int | None = None,
+    ) -> Delivery:
+        """With ``worst_rows`` it delivers P times the rows that its buffer is for, which is as many."""
+        slot = self._pool.current
+        buffer = slot.buffer
+        on_its_stream = asynchronously and self._on_its_stream
+        with _filling.at(False):
+            received, ids_SK, weights_SK, handle, event = buffer.dispatch(
+                payload,
+                topk_idx=ids_TK.to(self._ids_dtype),
+                topk_weights=weights_TK,
+                num_experts=self._shape.num_experts,
+                num_max_tokens_per_rank=self._pool.rows,
+                num_sms=self._num_sms,
+                previous_event=buffer.capture() if on_its_stream else None,
+                async_with_compute_stream=asynchronously,
+                allocate_on_comm_stream=on_its_stream,
+                do_cpu_sync=worst_rows is None,
+            )
+        return Delivery(
+            payload=received,
+            ids_SK=ids_SK,
+            weights_SK=weights_SK,
+            counts=handle.num_recv_tokens_per_expert_list,
+            way=Way(slot=slot, handle=handle),
+            wait=event.current_stream_wait if asynchronously else arrived,
+            num_received=None if worst_rows is None else handle.psum_num_recv_tokens_per_scaleup_rank[-1],
+        )
+
+    def send_again(self, payload: Payload, way: Way) -> Payload:
+        with _filling.at(False):
+            # The library derives its default number of SMs before it has looked into the handle, and fails.
+            received: Payload = way.buffer.dispatch(
+                payload,
+                handle=way.handle,
+                num_sms=way.handle.num_sms,
+                do_expand=way.handle.do_expand,
+                do_zero_padding=way.handle.do_expand,
+            )[0]
+        return received
+
+    def sum_at_home(self, rows_SD: Tensor, values_SK: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
+        with _filling.at(False):
+            rows_TD, values_TK, _ = way.buffer.combine(rows_SD, way.handle, topk_weights=values_SK)
+        return rows_TD, values_TK
+
+    def send_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Expanded:
+        """Each row to every expert it names. Without a way back for gradients: its combine refuses them.
+
+        In graph-safe mode as many as ``expanded_rows``; those behind the last expert's hold anything, and so do their
+        weights.
+        """
+        slot = self._pool.current
+        buffer = slot.buffer
+        with _filling.at(False):
+            rows_RD, _, weights_R, handle, _ = buffer.dispatch(
+                rows_TD,
+                topk_idx=ids_TK.to(self._ids_dtype),
+                topk_weights=weights_TK,
+                num_experts=self._shape.num_experts,
+                num_max_tokens_per_rank=self._pool.rows,
+                expert_alignment=self._shape.pad_multiple,
+                num_sms=self._num_sms,
+                do_cpu_sync=not self._shape.graph_safe,
+                do_expand=True,
+                do_zero_padding=True,
+            )
+        return Expanded(
+            rows_RD=rows_RD,
+            weights_R=weights_R,
+            padded_counts=handle.num_recv_tokens_per_expert_list,
+            real_counts_L=handle.num_unaligned_recv_tokens_per_expert,
+            way=Way(slot=slot, handle=handle),
+        )
+
+    def close(self) -> None:
+        self._pool.close()

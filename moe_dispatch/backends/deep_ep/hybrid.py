@@ -1,0 +1,358 @@
+"""``deep_ep.HybridEPBuffer``, across its versions: what changed between them is read from the installed signatures.
+
+Source: DeepEP branch hybrid-ep, 0ed15b5 (2025-10) to 94a9f8f (2026-07), and pull request 744 (2026-09).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import gcd, lcm
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.deep_ep.library import Library, parameters
+from moe_dispatch.backends.deep_ep.pool import BufferPool
+from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
+from moe_dispatch.backends.deep_ep.transport import Way
+from moe_dispatch.communication import Communicator
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.permutation import round_up
+
+# The environment variables from which its configuration reads the rows that each kernel takes at a time, and the
+# defaults: 64 since permute fusion (a0d27f1, 2026-03-31), 128 before.
+_CHUNK_VARIABLES = ("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API")
+_CHUNK, _OLD_CHUNK = 64, 128
+_PREPROCESSING_VARIABLE = "NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API"
+_DOMAIN_VARIABLE = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+_MOST_RANKS_PER_DOMAIN = 72
+# Across domains a rank posts three messages per row, and one more, into a queue of 65535.
+_MOST_MESSAGES = 65535
+_SLOT_MULTIPLE = 16  # to which the ragged versions round the slots that ranks share
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What one version wants.
+
+    Attributes:
+        chunks: rows that the dispatch and the combine kernel take at a time.
+        pads_capacity: it rounds its buffers up to the chunk, so that rows need only be aligned for the copy engine.
+        ragged: ranks share a number of slots, and each brings its own number of rows.
+        hidden_multiple: of bfloat16 rows.
+        least_ranks: smallest group.
+        spans_domains: a group may have several NVLink domains.
+        detects_domain: it finds its domains itself, unless its variable says otherwise.
+        idle_ranks: a rank may receive no row; before, it aborted in combine.
+        flags_overflow: it goes without a host sync, and says on the device whether it dropped rows.
+    """
+
+    chunks: tuple[int, int]
+    pads_capacity: bool
+    ragged: bool
+    hidden_multiple: int
+    least_ranks: int
+    spans_domains: bool
+    detects_domain: bool
+    idle_ranks: bool
+    flags_overflow: bool
+
+    def row_multiple(self, domain: int) -> int:
+        """Of the rows per rank, where so many ranks share an NVLink domain."""
+        if self.ragged:
+            return 1
+        return 4 // gcd(4, domain) if self.pads_capacity else lcm(*self.chunks)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows per rank across domains: the largest multiple of the combine chunk whose messages fit the queue."""
+        chunk = self.chunks[1]
+        return (_MOST_MESSAGES - 1) // 3 // chunk * chunk
+
+
+# Of 94a9f8f, for tables on machines without the library.
+NEWEST = Rules(
+    chunks=(_CHUNK, _CHUNK),
+    pads_capacity=True,
+    ragged=False,
+    hidden_multiple=16,
+    least_ranks=1,
+    spans_domains=True,
+    detects_domain=True,
+    idle_ranks=True,
+    flags_overflow=True,
+)
+
+
+def buffer_class(library: Library) -> type[Any] | None:
+    """The class, under the name it has; None where the library is another variant."""
+    module = library.module
+    found: type[Any] | None = getattr(module, "HybridEPBuffer", None) or getattr(module, "HybridEpBuffer", None)
+    return found
+
+
+def rules(cls: type[Any], environment: Mapping[str, str] | None = None) -> Rules:
+    """The rules of a version of the class, told by what its methods take, and by the variables it reads."""
+    environment = os.environ if environment is None else environment
+    dispatch, construct = parameters(cls.dispatch_with_permute), inspect.signature(cls.__init__).parameters
+    fuses = "fuse_permute_dispatch" in dispatch
+    gathers_itself = construct.get("enable_custom_allgather")
+    first, second = (_number(environment, name, _CHUNK if fuses else _OLD_CHUNK) for name in _CHUNK_VARIABLES)
+    return Rules(
+        chunks=(first, second),
+        # 94a9f8f switched the default off, two commits after capacities were padded (4214430, #638).
+        pads_capacity=fuses and gathers_itself is not None and gathers_itself.default is False,
+        ragged="num_of_tokens_per_rank" in dispatch,
+        hidden_multiple=16 if "non_blocking" in dispatch else 512,  # relaxed with 83e0d15 (2025-12-03)
+        least_ranks=1 if fuses else 2,
+        # The first had none of it (0ed15b5); the next took only full buffers across domains (1dddd19).
+        spans_domains=not {"nvlink_domain_size", "ib_dev_name_list"} & construct.keys(),
+        detects_domain=fuses,
+        idle_ranks=fuses,  # 34152ae (2026-04-09), the first with these signatures but one
+        flags_overflow=fuses,  # since a484936 (2026-01-20), but what was before these signatures has not been read
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = environment.get(name, str(otherwise))
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"Backend 'hybridep': {name} must be a positive number, got {text!r}. Correct or unset it.")
+    return int(text)
+
+
+def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse_permute: bool = False) -> Constraints:
+    """Needs of a version for a group whose NVLink domains hold ``domain`` consecutive ranks each.
+
+    Raises:
+        ConfigError: the group has several domains, which this version cannot serve; or its fused kernels would drop.
+    """
+    if fuse_permute and shape.capacity_factor != "worst":
+        raise ConfigError(
+            "Backend 'hybridep': with fuse_permute, capacity_factor must be \"worst\", because its fused combine waits "
+            f"for ever where all rows of a token were dropped, got {shape.capacity_factor}. Leave fuse_permute out, or "
+            'use "worst".'
+        )
+    several = domain < shape.ep_size
+    if several and not found.spans_domains:
+        raise ConfigError(
+            f"Backend 'hybridep': the installed version serves groups within one NVLink domain, got {shape.ep_size} "
+            f"ranks, {domain} to a domain. Install a later one, or use smaller groups."
+        )
+    sizes = (
+        range(domain, shape.ep_size + 1, domain) if several else range(found.least_ranks, _MOST_RANKS_PER_DOMAIN + 1)
+    )
+    return Constraints(
+        row_multiple=found.row_multiple(domain),
+        min_rows=0 if found.ragged else 1,
+        equal_rows=not found.ragged,
+        group_max=True,
+        max_rows=found.most_rows if several else None,
+        hidden_multiple=found.hidden_multiple,
+        # Beyond these two its kernels ask for more shared memory than there is, and do not run.
+        max_hidden=None if found.detects_domain else 8192,
+        max_local_experts=768 if found.pads_capacity else 224,
+        dtypes=frozenset({torch.bfloat16}),
+        devices=frozenset({device}),
+        group_sizes=frozenset(sizes),
+        local_experts_multiple=4 // gcd(4, domain),
+        idle_ranks=found.idle_ranks,
+        pads_experts=True,
+        wire_dtypes=frozenset({"bfloat16"}),
+        graph_safe=found.flags_overflow,
+        graph_safe_reason=(
+            "the installed version reads its counts on the host, which one of 2026-04 (34152ae) or later need not"
+        ),
+        drop_order=None if fuse_permute else "position",
+    )
+
+
+def domain_of(shape: MoEShape, configured: int | None, environment: Mapping[str, str] | None = None) -> int:
+    """Ranks per NVLink domain: as configured, as its variable says, or those that share a host."""
+    environment = os.environ if environment is None else environment
+    found = configured or shape.ranks_per_node or shape.ep_size
+    if configured is None and _DOMAIN_VARIABLE in environment:
+        found = _number(environment, _DOMAIN_VARIABLE, found)
+    return min(found, shape.ep_size)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Delivery:
+    """What a dispatch delivered.
+
+    Attributes:
+        rows_RD: bfloat16, expert-major; each expert's rows by source rank, then row, then its zero padding.
+        probs_R: float32, bit for bit what was sent; +0.0 on padding.
+        padded_L: int64, rows per local expert with padding and without those that were dropped: on the CPU, or with
+            ``room`` on the device, where rows and probabilities behind them hold anything.
+        way: for what follows it.
+        overflowed: bool (), on the device, whether rows were dropped; None without ``room``.
+    """
+
+    rows_RD: Tensor
+    probs_R: Tensor
+    padded_L: Tensor
+    way: Way
+    overflowed: Tensor | None
+
+
+@final
+class HybridTransport:
+    """Buffers for a number of rows per rank. Raw: nothing here is differentiable.
+
+    Cost: one host sync per ``send``, in which the library waits for the counts, or with ``room`` none; none in what
+    follows it.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        shape: MoEShape,
+        communicator: Communicator,
+        *,
+        domain: int,
+        domain_is_configured: bool,
+        knobs: Mapping[str, int],
+        fuse_permute: bool,
+        most_rows: int | None,
+    ) -> None:
+        cls = buffer_class(library)
+        assert cls is not None
+        self._cls = cls
+        self._shape = shape
+        found = rules(cls)
+        self._ragged = found.ragged
+        self._communicator = communicator
+        self._domain = domain
+        # A version that detects its domains may know more than host names tell; a variable beyond the group stops it.
+        self._names_domain = domain_is_configured or not found.detects_domain or _DOMAIN_VARIABLE in os.environ
+        self._arguments = self._constructor_arguments(knobs)
+        # Always given: the default of early versions is 0, by which their kernel divides.
+        self._dispatch_arguments: dict[str, Any] = {"pad_multiple": shape.pad_multiple}
+        self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
+        if shape.graph_safe:
+            self._dispatch_arguments["non_blocking"] = True
+        if fuse_permute:
+            self._refuse_unknown({"fuse_permute_dispatch"}, parameters(cls.dispatch_with_permute))
+            _check_chunks_for_fusion(found)
+            self._dispatch_arguments["fuse_permute_dispatch"] = True
+            self._combine_arguments["fuse_unpermute_combine"] = True
+        self._pool = BufferPool("hybridep", self._make, most_rows=most_rows, multiple=lcm(*found.chunks))
+
+    def _constructor_arguments(self, knobs: Mapping[str, int]) -> dict[str, Any]:
+        shape, known = self._shape, parameters(self._cls.__init__)
+        self._refuse_unknown(knobs.keys(), known)
+        arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
+        more = {"num_of_experts": shape.num_experts, "nvlink_domain_size": self._domain}
+        return arguments | {name: number for name, number in more.items() if name in known}
+
+    def _refuse_unknown(self, wanted: Any, known: frozenset[str]) -> None:
+        unknown = sorted(set(wanted) - known)
+        if unknown:
+            raise ConfigError(
+                f"Backend 'hybridep': the installed {self._cls.__name__} must know {', '.join(unknown)}, got a version "
+                "that does not. Leave the option out, or install a later one."
+            )
+
+    def _make(self, rows: int) -> Any:
+        # What it calls the parameter is deprecated and never read: only its variable tells it the domain.
+        with _domain_variable.at(str(self._domain)) if self._names_domain else nullcontext():
+            buffer = self._cls(group=self._communicator.group, max_num_of_tokens_per_rank=rows, **self._arguments)
+        taken = getattr(buffer, "num_of_hybrid_ep_ranks_per_nvlink_domain", self._domain)
+        if taken != self._domain:
+            raise ConfigError(
+                f"Backend 'hybridep': the library found {taken} ranks per NVLink domain, constraints were taken for "
+                f"{self._domain}. Set the option ranks_per_domain={taken}."
+            )
+        return buffer
+
+    def reserve(self, rows: int) -> None:
+        """Have room for so many rows per rank; the same number on all ranks."""
+        self._pool.reserve(max(rows, 1))
+
+    def send(
+        self, rows_TD: Tensor, map_TE: Tensor, probs_TE: Tensor, *, group_max_rows: int | None, room: int | None = None
+    ) -> Delivery:
+        """Each row once to each NVLink domain and rank that needs it, and there to its experts.
+
+        Args:
+            rows_TD: bfloat16.
+            map_TE: bool, which rows go to which expert of the group.
+            probs_TE: float32, 0 elsewhere.
+            group_max_rows: the most rows that any rank brings, for versions in which ranks share slots.
+            room: graph-safe: R, a multiple of ``pad_multiple``. Of more rows the last are dropped, so the highest
+                experts lose theirs first.
+        """
+        slot = self._pool.current
+        sizes = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SLOT_MULTIPLE)} if self._ragged else {}
+        if room is not None:
+            sizes["num_permuted_tokens"] = room
+        rows_RD, probs_R, _, padded_L, handle = slot.buffer.dispatch_with_permute(
+            hidden=rows_TD, routing_map=map_TE, probs=probs_TE, **sizes, **self._dispatch_arguments
+        )
+        if rows_RD is None:
+            raise StateError(
+                f"Backend 'hybridep': every rank must receive a row, got none on rank {self._communicator.rank}. The "
+                "installed version cannot combine then: install one of 2026-04 (34152ae) or later."
+            )
+        return Delivery(
+            rows_RD=rows_RD,
+            probs_R=probs_R,
+            padded_L=padded_L,
+            way=Way(slot=slot, handle=handle),
+            overflowed=None if room is None else _overflow_flag(handle),
+        )
+
+    def send_again(self, rows_TD: Tensor, num_grouped: int, way: Way) -> Tensor:
+        """Other rows the same way: (R, D), R as before, without a host sync."""
+        rows_RD: Tensor = way.buffer.dispatch_with_permute(
+            hidden=rows_TD, handle=way.handle, num_permuted_tokens=num_grouped, **self._dispatch_arguments
+        )[0]
+        return rows_RD
+
+    def sum_at_home(self, rows_RD: Tensor, probs_R: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
+        """bfloat16 (R, D), unweighted, back and summed: (T, D); and float32 (R,), one per expert row: (T, E)."""
+        summed: tuple[Tensor, Tensor | None] = way.buffer.combine_with_unpermute(
+            hidden=rows_RD, probs=probs_R, handle=way.handle, **self._combine_arguments
+        )
+        return summed
+
+    def close(self) -> None:
+        """Let go of the buffers, which frees them: once no rank's kernels use another's memory any more. Collective."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._communicator.max([0], label="close")
+        self._pool.close()
+
+
+def _overflow_flag(handle: tuple[Any, ...]) -> Tensor:
+    """bool (): its last tensor, in every version that has one; written only where the dispatch did not block."""
+    flag: Tensor = [part for part in handle if isinstance(part, Tensor)][-1]
+    return flag.view(()) != 0
+
+
+def _check_chunks_for_fusion(found: Rules) -> None:
+    preprocessing = _number(os.environ, _PREPROCESSING_VARIABLE, _CHUNK)
+    if len({*found.chunks, preprocessing}) > 1:
+        raise ConfigError(
+            "Backend 'hybridep': fuse_permute needs equal chunks in all kernels, got "
+            f"{found.chunks[0]} (dispatch), {found.chunks[1]} (combine) and {preprocessing} (preprocessing). Set "
+            f"{', '.join((*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE))} alike."
+        )
+
+
+def _write_domain(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(_DOMAIN_VARIABLE, None)
+    else:
+        os.environ[_DOMAIN_VARIABLE] = value
+
+
+_domain_variable = ProcessSwitch(_DOMAIN_VARIABLE, lambda: os.environ.get(_DOMAIN_VARIABLE), _write_domain)

@@ -1,0 +1,163 @@
+"""``deep_ep.Buffer`` of v1 in normal mode. Source: DeepEP v1.2.1, deep_ep/buffer.py and csrc."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.deep_ep.library import Library, parameters
+from moe_dispatch.backends.deep_ep.pool import BufferPool
+from moe_dispatch.backends.deep_ep.transport import Delivery, Payload, Transport, Way, arrived
+from moe_dispatch.communication import Communicator
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.probing import Rejected
+
+_configuring = threading.Lock()  # the number of multiprocessors is an attribute of the class
+_RANKS_PER_NODE = 8  # NUM_MAX_NVL_PEERS: a larger group is one of nodes with eight ranks each
+_IN_NODE = frozenset({2, 4, 8})
+# Those with a default configuration, of which the kernels are built for 2, 4, 8, 16, 18 and 20 nodes.
+_ACROSS_NODES = frozenset({16, 32, 64, 128, 144, 160})
+
+
+def lacking(library: Library) -> Rejected | None:
+    """What an older v1 has not got, if anything."""
+    missing = {"explicitly_destroy"} - parameters(library.module.Buffer.__init__)
+    missing |= {"num_worst_tokens"} - parameters(library.module.Buffer.dispatch)
+    if missing:
+        return Rejected(f"Buffer of deep_ep {library.version} has no {', '.join(sorted(missing))}; v1.2.1 or later has")
+    return None
+
+
+def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraints:
+    """Needs of v1.2.1 for bfloat16 rows, as its kernels check or assume them.
+
+    Raises:
+        ConfigError: it has no kernels for groups that lie so on their nodes.
+    """
+    needed = min(shape.ep_size, _RANKS_PER_NODE)
+    if ranks_per_node % needed:
+        raise ConfigError(
+            f"Backend 'deepep': {shape.ep_size} ranks must lie {needed} to a node, got {ranks_per_node} per node. Use "
+            "groups that do, or set the option ranks_per_node if this is not what the nodes are."
+        )
+    return Constraints(
+        # Hidden sizes that are no multiple of 256 lose the tail of a row in combine until commit abba6ad (2025-09-17).
+        hidden_multiple=256,
+        max_hidden=8191,  # half a row and 8 bytes must fit 8192 bytes
+        dtypes=frozenset({torch.bfloat16}),
+        devices=frozenset({device}),
+        max_top_k=32,
+        group_sizes=_IN_NODE | _ACROSS_NODES,
+        max_local_experts=128,
+        wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
+        graph_safe=shape.ep_size <= _RANKS_PER_NODE,
+        graph_safe_reason=(
+            f"v1 goes without a host sync within a node only, that is up to {_RANKS_PER_NODE} ranks, got "
+            f"{shape.ep_size}; v2 does across nodes too"
+        ),
+    )
+
+
+@final
+class NormalTransport(Transport):
+    """One buffer, whose size depends on hidden size and ranks only.
+
+    Cost of ``send``: one host sync, for the counts, or with ``worst_rows`` none.
+    """
+
+    def __init__(
+        self, library: Library, shape: MoEShape, communicator: Communicator, *, num_sms: int | None, on_its_stream: bool
+    ) -> None:
+        self._shape = shape
+        self._on_its_stream = on_its_stream
+        self._num_sms = num_sms
+        self._cls = library.module.Buffer
+        self._dispatch_config, self._combine_config = self._configs(num_sms)
+        self.nvl_bytes, self.rdma_bytes = self._buffer_bytes()
+        self._pool = BufferPool("deepep", lambda _: self._make(communicator), most_rows=None)
+        self._pool.reserve(1)
+
+    @property
+    def buffers(self) -> str:
+        return f"{self.nvl_bytes} bytes of NVLink and {self.rdma_bytes} of RDMA buffer per rank"
+
+    def reserve(self, rows: int) -> None:
+        """Nothing: its buffer takes any number of rows."""
+
+    def _configs(self, num_sms: int | None) -> tuple[Any, Any]:
+        """Those for this group. The number of SMs is a class attribute there, read while a config is made."""
+        size = self._shape.ep_size
+        with _configuring:
+            before = self._cls.num_sms
+            try:
+                self._cls.set_num_sms(before if num_sms is None else num_sms)
+                return self._cls.get_dispatch_config(size), self._cls.get_combine_config(size)
+            finally:
+                self._cls.set_num_sms(before)
+
+    def _buffer_bytes(self) -> tuple[int, int]:
+        """Bytes of the NVLink and of the RDMA buffer: the vendor's hints, and no RDMA buffer within one node."""
+        row_bytes, size = self._shape.hidden_size * torch.bfloat16.itemsize, self._shape.ep_size
+        configs = (self._dispatch_config, self._combine_config)
+        nvl = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
+        if size <= _RANKS_PER_NODE:
+            return nvl, 0
+        return nvl, max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
+
+    def _make(self, communicator: Communicator) -> Any:
+        # Across nodes a kernel needs a queue pair for every multiprocessor; 24 are the library's default.
+        queues = {"num_qps_per_rank": max(24, self._num_sms or 0)} if self.rdma_bytes else {}
+        return self._cls(communicator.group, self.nvl_bytes, self.rdma_bytes, explicitly_destroy=True, **queues)
+
+    def send(
+        self,
+        payload: Payload,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        asynchronously: bool,
+        worst_rows: int | None = None,
+    ) -> Delivery:
+        slot = self._pool.current
+        buffer = slot.buffer
+        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, self._shape.num_experts)
+        received, ids_SK, weights_SK, counts, handle, event = buffer.dispatch(
+            payload,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            num_worst_tokens=worst_rows or 0,  # ids behind the rows that arrive are -1 then
+            config=self._dispatch_config,
+            async_finish=asynchronously,
+            # Tensors of its stream need the event that orders this stream before it.
+            previous_event=buffer.capture() if asynchronously and self._on_its_stream else None,
+            allocate_on_comm_stream=asynchronously and self._on_its_stream,
+        )
+        return Delivery(
+            payload=received,
+            ids_SK=ids_SK,
+            weights_SK=weights_SK,
+            counts=counts,
+            way=Way(slot=slot, handle=handle),
+            wait=event.current_stream_wait if asynchronously else arrived,
+        )
+
+    def send_again(self, payload: Payload, way: Way) -> Payload:
+        received: Payload = way.buffer.dispatch(payload, handle=way.handle, config=self._dispatch_config)[0]
+        return received
+
+    def sum_at_home(self, rows_SD: Tensor, values_SK: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
+        rows_TD, values_TK, _ = way.buffer.combine(
+            rows_SD, way.handle, topk_weights=values_SK, config=self._combine_config
+        )
+        return rows_TD, values_TK
+
+    def close(self) -> None:
+        self._pool.close()

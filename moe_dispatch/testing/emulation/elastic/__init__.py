@@ -1,0 +1,1 @@
+"""The emulation of ``deep_ep.ElasticBuffer`` of v2."""

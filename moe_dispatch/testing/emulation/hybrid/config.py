@@ -1,0 +1,196 @@
+"""The configuration objects of ``hybrid_ep_cpp``, with the names that drivers read, and the rules they check."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+from moe_dispatch.testing.emulation.hybrid.memory import fits_shared_memory
+from moe_dispatch.testing.emulation.hybrid.release import HybridRelease
+from moe_dispatch.testing.emulation.refusals import EmulatedAbort
+
+SM_COUNT = 132  # of an H100 or H200: the emulation has no device to ask
+_QUEUE_DEPTH = 65536  # config.cuh:18
+
+
+@final
+class TokenDataType(Enum):
+    """What a token is made of on the wire; the value is its bytes."""
+
+    UINT16 = 2
+    UINT8 = 1
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class BufferConfig:
+    """Sizes that the buffers have; ``max_num_of_tokens_per_rank`` is what drivers read."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+    num_of_ranks_per_node: int
+    num_of_nodes: int
+    token_data_type: TokenDataType
+    num_of_blocks_preprocessing_api: int
+    num_of_blocks_dispatch_api: int
+    num_of_blocks_combine_api: int
+    num_of_tokens_per_chunk_dispatch_api: int
+    num_of_tokens_per_chunk_combine_api: int
+
+
+@final
+@dataclass(kw_only=True, slots=True)
+class HybridEpConfigInstance:
+    """What one call's kernels are compiled for; part of every handle."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+    num_of_ranks_per_node: int
+    num_of_nodes: int
+    pad_multiple: int
+    token_data_type: TokenDataType
+    num_of_tokens_per_chunk_preprocessing_api: int
+    num_of_tokens_per_chunk_dispatch_api: int
+    num_of_tokens_per_chunk_combine_api: int
+    num_of_blocks_preprocessing_api: int
+    num_of_blocks_dispatch_api: int
+    num_of_blocks_combine_api: int
+    num_of_blocks_permute: int
+    num_of_blocks_unpermute: int
+    # Settings of the kernels that change no result.
+    num_of_threads_per_block_preprocessing_api: int = 256
+    num_of_stages_dispatch_api: int = 10
+    num_of_stages_permute_block_dispatch_api: int = 10
+    num_of_in_flight_s2g_dispatch_api: int = 8
+    num_of_in_flight_s2g_permute_block_dispatch_api: int = 8
+    num_of_additional_in_flight_s2g_dispatch_api: int = 6
+    num_of_stages_g2s_combine_api: int = 10
+    num_of_stages_s2g_combine_api: int = 2
+    num_of_tokens_per_group_combine_api: int = 4
+    num_of_additional_in_flight_s2g_combine_api: int = 2
+    forward_dispatch_api: bool = True
+    backward_combine_api: bool = True
+    device_side_sync_dispatch_api: bool = True
+    device_side_sync_combine_api: bool = True
+    topk: int = 0  # ragged releases: columns of topk_idx, 0 for a bool map
+    buffer_generation: int = -1  # ragged releases
+
+    def is_valid(self, fuse_permute_dispatch: bool = False) -> bool:
+        chunks = {
+            self.num_of_tokens_per_chunk_preprocessing_api,
+            self.num_of_tokens_per_chunk_dispatch_api,
+            self.num_of_tokens_per_chunk_combine_api,
+        }
+        return sizes_are_valid(self) and (len(chunks) == 1 or not fuse_permute_dispatch)
+
+
+def sizes_are_valid(config: BufferConfig | HybridEpConfigInstance) -> bool:
+    """What TMA can copy (94a9f8f config.cuh:86-93 and 163-170)."""
+    hidden_multiple = 512 if config.token_data_type is TokenDataType.UINT8 else 16
+    experts = config.num_of_experts_per_rank * config.num_of_ranks_per_node
+    chunk_entries = config.num_of_tokens_per_chunk_dispatch_api * config.num_of_ranks_per_node
+    return config.hidden_dim % hidden_multiple == 0 and experts % 4 == 0 and chunk_entries % 4 == 0
+
+
+def capacity_is_valid(release: HybridRelease, config: BufferConfig | HybridEpConfigInstance) -> bool:
+    """Across nodes a dispatch queues up to 3 work requests a token and one more (94a9f8f config.cuh:22-50)."""
+    one_node = config.num_of_nodes <= 1 or not release.limits_rows
+    return one_node or 3 * config.max_num_of_tokens_per_rank + 1 < _QUEUE_DEPTH
+
+
+def chunk_from_environment(api: str, default: int) -> int:
+    """The chunk of DISPATCH, COMBINE or PREPROCESSING, read at each use as the real one does."""
+    return int(os.environ.get(f"NUM_OF_TOKENS_PER_CHUNK_{api}_API", default))
+
+
+@final
+class Configurer:
+    """Fills configurations from the constructor's arguments and the environment (94a9f8f config.cuh:327-470)."""
+
+    def __init__(
+        self,
+        release: HybridRelease,
+        *,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        num_of_ranks_per_node: int,
+        num_of_nodes: int,
+        use_fp8: bool,
+        blocks: dict[str, int | None],
+    ) -> None:
+        """Raises RuntimeError in their words where the sizes cannot work, EmulatedAbort where they assert in C."""
+        self._release = release
+        self._blocks = blocks
+        sms = 24 if num_of_nodes == 1 else 8
+        dispatch, combine, preprocessing = (
+            default if chosen is None else chosen
+            for chosen, default in ((blocks["dispatch"], sms), (blocks["combine"], sms), (blocks["preprocessing"], 108))
+        )
+        if max(dispatch, combine) > SM_COUNT:
+            raise EmulatedAbort(
+                f"{release.lines['sm_count']}: sm_count ({SM_COUNT}) >= num_sms_dispatch_api ({dispatch}) and >= "
+                f"num_sms_combine_api ({combine})"
+            )
+        self.buffer_config = BufferConfig(
+            hidden_dim=hidden_dim,
+            max_num_of_tokens_per_rank=max(max_num_of_tokens_per_rank, 512),
+            num_of_experts_per_rank=num_local_experts,
+            num_of_ranks_per_node=num_of_ranks_per_node,
+            num_of_nodes=num_of_nodes,
+            token_data_type=TokenDataType.UINT8 if use_fp8 else TokenDataType.UINT16,
+            num_of_blocks_preprocessing_api=preprocessing,
+            num_of_blocks_dispatch_api=dispatch,
+            num_of_blocks_combine_api=combine,
+            num_of_tokens_per_chunk_dispatch_api=chunk_from_environment("DISPATCH", release.chunk_tokens),
+            num_of_tokens_per_chunk_combine_api=chunk_from_environment("COMBINE", release.chunk_tokens),
+        )
+        self._pad_capacity(self.buffer_config)
+        if not (sizes_are_valid(self.buffer_config) and capacity_is_valid(release, self.buffer_config)):
+            raise RuntimeError("The buffer config is not valid.")
+
+    def get_default_config(self, fuse_permute_dispatch: bool = False) -> HybridEpConfigInstance:
+        buffer, chunk = self.buffer_config, self._release.chunk_tokens
+        return HybridEpConfigInstance(
+            hidden_dim=buffer.hidden_dim,
+            max_num_of_tokens_per_rank=buffer.max_num_of_tokens_per_rank,
+            num_of_experts_per_rank=buffer.num_of_experts_per_rank,
+            num_of_ranks_per_node=buffer.num_of_ranks_per_node,
+            num_of_nodes=buffer.num_of_nodes,
+            pad_multiple=1,
+            token_data_type=buffer.token_data_type,
+            num_of_tokens_per_chunk_preprocessing_api=chunk_from_environment("PREPROCESSING", chunk),
+            num_of_tokens_per_chunk_dispatch_api=chunk_from_environment("DISPATCH", chunk),
+            num_of_tokens_per_chunk_combine_api=chunk_from_environment("COMBINE", chunk),
+            num_of_blocks_preprocessing_api=buffer.num_of_blocks_preprocessing_api,
+            num_of_blocks_dispatch_api=buffer.num_of_blocks_dispatch_api,
+            num_of_blocks_combine_api=buffer.num_of_blocks_combine_api,
+            num_of_blocks_permute=self._permute_blocks("permute", "dispatch", fuse_permute_dispatch),
+            num_of_blocks_unpermute=self._permute_blocks("unpermute", "combine", fuse_permute_dispatch),
+        )
+
+    def _permute_blocks(self, name: str, beside: str, fused: bool) -> int:
+        chosen = self._blocks[name]
+        if chosen is not None and chosen >= 0:
+            return chosen
+        taken = getattr(self.buffer_config, f"num_of_blocks_{beside}_api")
+        return min(108, SM_COUNT - taken) if fused else SM_COUNT * 16
+
+    def adjust_template(self, config: HybridEpConfigInstance, fuse_permute_dispatch: bool = False) -> None:
+        """The capacity this call's kernels get; RuntimeError where they do not fit a streaming multiprocessor."""
+        self._pad_capacity(config)
+        if not fits_shared_memory(config, fused=fuse_permute_dispatch, sparse_probs=self._release.ragged):
+            raise RuntimeError("Cannot fit kernels into shared memory even with minimum stages.")
+        if self._release.pads_capacity:
+            buffer = self.buffer_config
+            rows = max(buffer.max_num_of_tokens_per_rank, config.max_num_of_tokens_per_rank)
+            buffer.max_num_of_tokens_per_rank = rows
+
+    def _pad_capacity(self, config: BufferConfig | HybridEpConfigInstance) -> None:
+        chunk = config.num_of_tokens_per_chunk_combine_api
+        if self._release.pads_capacity and chunk > 0:
+            config.max_num_of_tokens_per_rank += -config.max_num_of_tokens_per_rank % chunk

@@ -1,0 +1,258 @@
+"""``HybridEpBuffer`` of 0ed15b5 (2025-10-10): one NVLink domain, a fixed capacity, chunks of 128 rows."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.testing.emulation.exchange import Exchange
+from moe_dispatch.testing.emulation.hybrid.call import require_device_sync
+from moe_dispatch.testing.emulation.hybrid.config import SM_COUNT, HybridEpConfigInstance, TokenDataType
+from moe_dispatch.testing.emulation.hybrid.handle import Handle, unpacked
+from moe_dispatch.testing.emulation.hybrid.maps import Place
+from moe_dispatch.testing.emulation.hybrid.release import DISPATCH_FIELDS
+from moe_dispatch.testing.emulation.hybrid.release_0ed15b5_runtime import RuntimeOf0ed15b5
+from moe_dispatch.testing.emulation.hybrid.routing import indices_to_map
+from moe_dispatch.testing.emulation.hybrid.rows import Rows
+from moe_dispatch.testing.emulation.refusals import EmulatedAbort
+from moe_dispatch.testing.host_syncs import allow_host_syncs
+
+_DISPATCH_HANDLE = (*DISPATCH_FIELDS, "num_of_tokens_per_rank")
+_PERMUTE_HANDLE = (*DISPATCH_FIELDS, "row_id_map", "num_of_tokens_per_rank")
+_TOO_MANY = "The number of tokens should be less than or equal to the max number of tokens per rank."
+
+
+@final
+class HybridEpBuffer:
+    """The class as this release spells it. Ranks of the group are taken to be neighbours (a stride of one)."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        num_of_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int = 32,
+        num_sms_combine_api: int = 32,
+        num_sms_preprocessing_api: int = 128,
+        nvlink_domain_size: int | None = None,
+    ) -> None:
+        self.group = group
+        self._exchange = Exchange(group)
+        self.rank, self.group_size = self._exchange.rank, self._exchange.size
+        self.hidden_dim = hidden_dim
+        self.max_num_of_tokens_per_rank = max_num_of_tokens_per_rank
+        self.num_local_experts = num_local_experts
+        self.num_of_experts = num_of_experts
+        self.use_fp8 = use_fp8
+        self.num_sms_preprocessing_api = num_sms_preprocessing_api
+        self.num_sms_dispatch_api = num_sms_dispatch_api
+        self.num_sms_combine_api = num_sms_combine_api
+        with self._exchange.entrance("HybridEpBuffer.__init__ (arguments)"):
+            self._take_place(nvlink_domain_size)
+            most = max(num_sms_preprocessing_api, num_sms_dispatch_api, num_sms_combine_api)
+            assert most <= SM_COUNT, "check the sms occupancy setting"
+        self.init_config()
+        self.init_buffer()
+
+    def _take_place(self, nvlink_domain_size: int | None) -> None:
+        assert self.group_size > 1, (
+            f"The hybrid-ep kernel should be used with at least 2 ranks, but got {self.group_size}."
+        )
+        if nvlink_domain_size is None:
+            nvlink_domain_size = int(os.environ.get("NVLINK_DOMAIN_SIZE", "8"))
+        assert nvlink_domain_size >= 1, "The rank stride should be less than or equal to the nvlink domain size."
+        self.nvlink_domain_size = nvlink_domain_size
+        self.num_of_ranks_per_node = min(nvlink_domain_size, self.group_size)
+        assert self.group_size % self.num_of_ranks_per_node == 0, (
+            "The number of ranks should be divisible by the number of ranks per node."
+        )
+        self.local_rank = self.rank % self.num_of_ranks_per_node
+        self.node_rank = self.rank // self.num_of_ranks_per_node
+        self.num_of_nodes = self.group_size // self.num_of_ranks_per_node
+        if self.num_of_nodes > 1:
+            raise EmulatedAbort(
+                f"hybrid_ep.cu:14: assert(false): inter-node communication is not supported, got {self.group_size} "
+                f"ranks and {self.num_of_ranks_per_node} a node."
+            )
+
+    def init_config(
+        self,
+        num_of_threads_per_block_preprocessing_api: int | None = None,
+        num_of_stages_dispatch_api: int | None = None,
+        num_of_tokens_per_chunk_dispatch_api: int | None = None,
+        device_side_sync_dispatch_api: bool = True,
+        num_of_stages_g2s_combine_api: int | None = None,
+        num_of_stages_s2g_combine_api: int | None = None,
+        num_of_tokens_per_chunk_combine_api: int | None = None,
+        num_of_tokens_per_group_combine_api: int | None = None,
+        num_of_additional_in_flight_s2g_combine_api: int | None = None,
+        device_side_sync_combine_api: bool = True,
+    ) -> None:
+        """Chunk sizes; threads, stages and groups change no result.
+
+        Raises:
+            NotImplementedError: kernels that do not wait for each other.
+        """
+        require_device_sync(
+            {
+                "device_side_sync_dispatch_api": device_side_sync_dispatch_api,
+                "device_side_sync_combine_api": device_side_sync_combine_api,
+            }
+        )
+        self.config = HybridEpConfigInstance(
+            hidden_dim=self.hidden_dim,
+            max_num_of_tokens_per_rank=self.max_num_of_tokens_per_rank,
+            num_of_experts_per_rank=self.num_local_experts,
+            num_of_ranks_per_node=self.num_of_ranks_per_node,
+            num_of_nodes=self.num_of_nodes,
+            pad_multiple=1,
+            token_data_type=TokenDataType.UINT8 if self.use_fp8 else TokenDataType.UINT16,
+            num_of_tokens_per_chunk_preprocessing_api=_CHUNK,
+            num_of_tokens_per_chunk_dispatch_api=_chunk("DISPATCH", num_of_tokens_per_chunk_dispatch_api),
+            num_of_tokens_per_chunk_combine_api=_chunk("COMBINE", num_of_tokens_per_chunk_combine_api),
+            num_of_blocks_preprocessing_api=self.num_sms_preprocessing_api,
+            num_of_blocks_dispatch_api=self.num_sms_dispatch_api,
+            num_of_blocks_combine_api=self.num_sms_combine_api,
+            num_of_blocks_permute=1,
+            num_of_blocks_unpermute=1,
+        )
+
+    def init_buffer(self) -> None:
+        """Buffers of the configured capacity; they never grow. Collective."""
+        place = Place(rank=self.rank, ranks_per_node=self.num_of_ranks_per_node, nodes=self.num_of_nodes)
+        self.runtime = RuntimeOf0ed15b5(self._exchange, place, self.config, self.num_of_experts)
+
+    @allow_host_syncs()
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: int = -1,
+        handle: tuple[Any, ...] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
+        """Received rows, probs (n, experts of the node), scales, handle; None for all tensors where no row came."""
+        with self._exchange.entrance("HybridEpBuffer.dispatch (arguments)") as entry:
+            entry.same = {"handle": "cached" if handle is not None else "none"}
+            routing, probs = self._routing(hidden, topk_idx, topk_weights, routing_map, probs)
+            assert handle is not None or routing is not None, "The handle and routing_map should be both None"
+            kept = None if handle is None else self._kept(_DISPATCH_HANDLE, handle)
+        if kept is None:
+            assert routing is not None
+            kept = self.runtime.metadata_preprocessing(routing, hidden.shape[0])
+        sent = Rows(tokens=hidden, probs=probs, scales=scaling_factor)
+        rows = self.runtime.dispatch(kept, sent, num_dispatched_tokens)
+        out = kept.packed(_DISPATCH_HANDLE)
+        return (None, None, None, out) if rows is None else (rows.tokens, rows.probs, rows.scales, out)
+
+    @allow_host_syncs()
+    def combine(
+        self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum over ranks."""
+        with self._exchange.entrance("HybridEpBuffer.combine (arguments)"):
+            assert handle is not None, "The handle is necessary for combine."
+            kept = self._kept(_DISPATCH_HANDLE, handle)
+        combined = self.runtime.combine(kept, Rows(tokens=hidden, probs=probs))
+        return combined.tokens, combined.probs
+
+    @allow_host_syncs()
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_dispatched_tokens: int = -1,
+        num_permuted_tokens: int = -1,
+        pad_multiple: int = 0,
+        handle: tuple[Any, ...] | None = None,
+        use_host_meta: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
+        """Expert rows, probs (R,), scales, padded rows per expert int32 (L,), handle.
+
+        All tensors are None on a rank that receives no row, and the counts are None with a cached handle.
+        ``use_host_meta`` says where counts lie, which on a CPU is one place.
+        """
+        with self._exchange.entrance("HybridEpBuffer.dispatch_with_permute (arguments)") as entry:
+            entry.same = {"handle": "cached" if handle is not None else "none"}
+            routing, probs = self._routing(hidden, topk_idx, topk_weights, routing_map, probs)
+            if handle is None:
+                if routing is None:
+                    raise AttributeError("'NoneType' object has no attribute 'size'")
+                same_rows = hidden.shape[0] == routing.shape[0]
+                assert same_rows, "The hidden and the routing_map should have the same row number."
+            kept = None if handle is None else self._kept(_PERMUTE_HANDLE, handle)
+        if kept is None:
+            assert routing is not None
+            kept = self.runtime.metadata_preprocessing(routing, hidden.shape[0])
+        rows = self.runtime.dispatch_with_permute(
+            kept,
+            Rows(tokens=hidden, probs=probs, scales=scaling_factor),
+            received=num_dispatched_tokens,
+            num_out=num_permuted_tokens,
+            pad_multiple=pad_multiple,
+        )
+        out = kept.packed(_PERMUTE_HANDLE)
+        if rows is None:
+            return None, None, None, None, out
+        return rows.tokens, rows.probs, rows.scales, kept.tokens_per_expert, out
+
+    @allow_host_syncs()
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        num_dispatched_tokens: int = -1,
+        handle: tuple[Any, ...] | None = None,
+        pad_multiple: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum over experts and ranks; ``pad_multiple`` has no effect."""
+        with self._exchange.entrance("HybridEpBuffer.combine_with_unpermute (arguments)"):
+            assert handle is not None, "The handle is necessary in the combine pass."
+            kept = self._kept(_PERMUTE_HANDLE, handle)
+        rows = Rows(tokens=hidden, probs=probs)
+        combined = self.runtime.combine_with_unpermute(kept, rows, received=num_dispatched_tokens)
+        return combined.tokens, combined.probs
+
+    def _routing(
+        self,
+        hidden: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        routing_map: Tensor | None,
+        probs: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        assert hidden.shape[0] <= self.max_num_of_tokens_per_rank, _TOO_MANY
+        if routing_map is not None:
+            assert routing_map.dtype == torch.bool
+            return routing_map, probs
+        if topk_idx is None:
+            return None, probs
+        return indices_to_map(topk_idx, topk_weights, hidden.shape[0], self.num_of_experts)
+
+    def _kept(self, names: tuple[str, ...], handle: tuple[Any, ...]) -> Handle:
+        return unpacked(names, handle, config=self.config)
+
+
+_CHUNK = 128
+
+
+def _chunk(api: str, chosen: int | None) -> int:
+    from_environment = int(os.environ.get(f"NUM_OF_TOKENS_PER_CHUNK_{api}_API", _CHUNK))
+    return from_environment if chosen is None else chosen

@@ -1,0 +1,1 @@
+"""The emulation of ``deep_ep.Buffer`` of v1, normal mode."""

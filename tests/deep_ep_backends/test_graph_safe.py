@@ -1,0 +1,241 @@
+"""The vendor backends without a host sync: the same numbers, whatever stands where nothing may be read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import Dispatcher, Routing, build_dispatcher
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.testing.emulation import emulated_deep_ep, memory
+from tests.deep_ep_backends.static_layer import experts, one_layer, poisoned
+from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, config, rank_of
+from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
+
+MOST = 12
+OLD = {**HYBRID, "emulate": "hybridep-34152ae"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "v1": V1,
+    "v2": V2,
+    "hybrid": HYBRID,
+    "ragged": RAGGED,
+    "old": OLD,
+    "fused": {**HYBRID, "fuse_permute": True},
+    "old fused": {**OLD, "fuse_permute": True},
+}
+EXPANDING = {**V2, "expand": True, "deterministic": False}
+# Rows by rank: the maximum, below it, unequal, none on one rank, none at all.
+ROWS = [(12, 12, 12, 12), (7, 7, 7, 7), (3, 12, 1, 8), (0, 9, 4, 0), (0, 0, 0, 0)]
+
+
+def rows_of(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
+
+
+def routing_of(rows: int, seed: int) -> Routing:
+    """Random, with slots that go nowhere, and weights of 0."""
+    routing = random_routing(rows, seed)
+    ids, weights = routing.topk_ids.clone(), routing.topk_weights.clone()
+    ids[2::5, 0], weights[1::4, 1] = -1, 0
+    return Routing(ids, weights)
+
+
+def pair(backend: dict[str, Any], group: Group, **fields: Any) -> tuple[Dispatcher, Dispatcher]:
+    """The eager and the graph-safe dispatcher."""
+    fields = {"max_tokens_per_rank": MOST, **fields}
+    return (
+        build_dispatcher(config(backend, **fields), group),
+        build_dispatcher(config(backend, graph_safe=True, **fields), group),
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "size", "pad_multiple"),
+    [*((variant, 2, pad) for variant in VARIANTS for pad in (1, 16)), ("v1", 4, 1), ("hybrid", 4, 16), ("v2", 1, 16)],
+)
+def test_outputs_and_gradients_are_those_of_eager_mode(variant: str, size: int, pad_multiple: int) -> None:
+    def body(group: Group) -> None:
+        eager, static = pair(VARIANTS[variant], group, pad_multiple=pad_multiple)
+        for case, counts in enumerate(ROWS):
+            seed = 10 * case + rank_of(group)
+            rows = counts[rank_of(group)]
+            x, routing = rows_of(rows, seed), routing_of(rows, seed)
+            expected, found = one_layer(eager, x, routing), one_layer(static, x, routing)
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (counts, name, (found[name] - value).abs().max())
+        assert not static.check().overflowed
+        eager.close()
+        static.close()
+
+    on_ranks(body, size)
+
+
+def test_what_stands_in_fresh_memory_may_look_like_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """v2 writes no ids behind the rows that arrived; the emulation's own fill would be told from ids."""
+    original = memory.uninitialised
+
+    def stale(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype) if dtype == torch.int64 else original(shape, dtype)
+
+    monkeypatch.setattr(memory, "uninitialised", stale)
+
+    def body(group: Group) -> None:
+        eager, static = pair(V2, group)
+        for rows in (0, 5):
+            x, routing = rows_of(rows, rank_of(group)), routing_of(rows, rank_of(group))
+            expected, found = one_layer(eager, x, routing), one_layer(static, x, routing)
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), name
+            sent = static.dispatch(x, routing, async_op=True).wait()  # sorted only where it is waited for
+            assert torch.equal(sent.real_tokens_per_expert, expected["real counts of the first call"])
+        eager.close()
+        static.close()
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("backend", [*VARIANTS.values(), EXPANDING], ids=[*VARIANTS, "expanding"])
+def test_shapes_and_places_are_fixed(backend: dict[str, Any]) -> None:
+    def body(group: Group) -> None:
+        _, static = pair(backend, group, pad_multiple=16)
+        capacity = static.plan(like=rows_of(1, 0)).sizes.capacity
+        assert capacity is not None
+        assert capacity.rows == 2 * MOST * 2
+        for rows in (0, 5, 12):
+            sent = static.dispatch(rows_of(rows, 0), routing_of(rows, 0))
+            assert sent.rows.shape == (capacity.buffer_rows, 256)
+            assert sent.weights.shape == (capacity.buffer_rows,)
+            assert sent.tokens_per_expert_list is None
+            assert sent.tokens_per_expert.dtype == sent.real_tokens_per_expert.dtype == torch.int64
+            real, padded = sent.real_tokens_per_expert, sent.tokens_per_expert
+            assert torch.equal(padded, -(-real // 16) * 16)
+            starts = padded.cumsum(0) - padded
+            for start, count, end in zip(starts.tolist(), real.tolist(), (starts + padded).tolist(), strict=True):
+                assert (sent.rows[start + count : end] == 0).all()
+                assert (sent.weights[start + count : end] == 0).all()
+        needed = static.required_capacity()
+        assert (needed.pair_rows, needed.overflowed) == (0, False)
+        ids = routing_of(12, 0).topk_ids  # of both ranks, in the fullest call
+        assert needed.rows == 2 * max(int((ids[ids >= 0] // 4 == rank).sum()) for rank in range(2))
+        static.close()
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("backend", [*VARIANTS.values(), EXPANDING], ids=[*VARIANTS, "expanding"])
+def test_the_library_is_told_not_to_wait(backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it does is seen in no result: so this looks at what it is called with, also in backwards and repeats."""
+    module = emulated_deep_ep(backend["emulate"])
+    cls, dispatch = {
+        "deepep": (getattr(module, "ElasticBuffer", None) or module.Buffer, "dispatch"),
+        "hybridep": (getattr(module, "HybridEPBuffer", None), "dispatch_with_permute"),
+    }[backend["name"]]
+    original, calls = getattr(cls, dispatch), []
+
+    @functools.wraps(original)  # the backends tell releases by their signatures
+    def spied(self: Any, *args: Any, **given: Any) -> Any:
+        calls.append(given)
+        return original(self, *args, **given)
+
+    monkeypatch.setattr(cls, dispatch, spied)
+
+    def body(group: Group) -> None:
+        static = build_dispatcher(config(backend, graph_safe=True, max_tokens_per_rank=MOST), group)
+        x, routing = rows_of(5, 0), routing_of(5, 0)
+        if backend is EXPANDING:
+            static.combine(static.dispatch(x, again=static.dispatch(x, routing)).rows, static.dispatch(x, routing))
+        else:
+            one_layer(static, x, routing)
+        static.close()
+
+    on_ranks(body, 2)
+    assert len(calls) == 2 * (3 if backend is EXPANDING else 7)
+    for given in calls:
+        is_new = given.get("handle") is None
+        if backend["name"] == "hybridep":
+            assert given["non_blocking"]
+            assert given["num_permuted_tokens"] == 2 * MOST * 2
+        elif backend is V1:
+            assert given.get("num_worst_tokens", 0) == (2 * MOST if is_new else 0)
+        else:
+            assert not is_new or given["do_cpu_sync"] is False
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 16])
+@pytest.mark.parametrize("size", [1, 2])
+def test_expanded_rows_of_v2(size: int, pad_multiple: int) -> None:
+    """Without gradients; within an expert in the order of arrival, which the sums at home do not show."""
+
+    def body(group: Group) -> None:
+        eager, static = pair(EXPANDING, group, pad_multiple=pad_multiple)
+        for case, counts in enumerate(ROWS):
+            seed = 10 * case + rank_of(group)
+            rows = counts[rank_of(group)]
+            x, routing = rows_of(rows, seed).bfloat16().float(), routing_of(rows, seed)
+            expected, found = expanded(eager, x, routing), expanded(static, x, routing)
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-2)
+        assert not static.check().overflowed
+        eager.close()
+        static.close()
+
+    on_ranks(body, size)
+
+
+@torch.no_grad()
+def expanded(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> dict[str, Tensor]:
+    """Outputs of two calls in flight, one of them sent again; counts."""
+    first, other = dispatcher.dispatch(x, routing), dispatcher.dispatch(-x, routing)
+    repeated = dispatcher.dispatch(2 * x, again=first)
+    sent = {"other": other, "first": first, "again": repeated, "first once more": first}
+    results = {name: dispatcher.combine(experts(poisoned(one)), poisoned(one)) for name, one in sent.items()}
+    return results | {"counts": first.tokens_per_expert, "real counts": first.real_tokens_per_expert}
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
+        {"hidden_size": 512},
+        "graph_safe is not possible: the installed version reads its counts on the host, which one of 2026-04 "
+        "(34152ae) or later need not",
+    ),
+    (
+        {**V2, "expand": True},
+        {},
+        "v2 reads the device while it sorts expanded rows, which the option deterministic=False",
+    ),
+    ({**V2, "ranks_per_node": 1}, {}, "v2 reads the device while it sorts rows across nodes, which the option determi"),
+    (
+        V1,
+        {"on_overflow": "raise"},
+        'capacity_factor must be "worst", without on_overflow, because its library cannot drop rows, got',
+    ),
+    (V2, {"capacity_factor": 1.0, "on_overflow": "raise"}, 'must be "worst", without on_overflow, because its library'),
+    (HYBRID, {"capacity_factor": 1.0, "on_overflow": "drop"}, "it drops rows by position, got on_overflow='drop'. Use"),
+    (
+        VARIANTS["fused"],
+        {"capacity_factor": 1.0, "on_overflow": "raise"},
+        'with fuse_permute, capacity_factor must be "worst", because its fused combine waits for ever where all rows '
+        "of a token were dropped, got 1.0. Leave fuse_permute out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "fields", "text"), REFUSED)
+def test_what_cannot_be_is_refused_with_what_would_work(
+    backend: dict[str, Any], fields: dict[str, Any], text: str
+) -> None:
+    settings = {"max_tokens_per_rank": MOST, "graph_safe": True, **fields}
+    results = outcomes(lambda group: build_dispatcher(config(backend, **settings), group), 2)
+    raises_everywhere(results, ConfigError, text)
+
+
+@pytest.mark.parametrize("backend", [V1, V2, HYBRID], ids=["v1", "v2", "hybrid"])
+def test_a_finite_capacity_asks_what_becomes_of_the_rest(backend: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="on_overflow must be chosen with a finite capacity, got None"):
+        config(backend, graph_safe=True, max_tokens_per_rank=MOST, capacity_factor=1.0)

@@ -1,0 +1,181 @@
+"""Whether deep_ep can be used here, and the reason in a sentence where it cannot. No real library is touched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch import DispatcherConfig, build_dispatcher
+from moe_dispatch.backends import Rejected, Usable
+from moe_dispatch.backends.deep_ep import library
+from moe_dispatch.backends.deep_ep.deepep import DeepEP
+from moe_dispatch.backends.deep_ep.hybridep import HybridEP
+from moe_dispatch.errors import BackendUnavailableError
+from moe_dispatch.testing.emulation import emulated_deep_ep
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this machine had the right device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Write a package deep_ep that runs some code when it is imported."""
+
+    def write(code: str) -> None:
+        folder = tmp_path / "deep_ep"
+        folder.mkdir()
+        (folder / "__init__.py").write_text(code)
+        (folder / "part.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return write
+
+
+def reason(cls: Any) -> str:
+    verdict = cls.probe(cls.Options())
+    assert isinstance(verdict, Rejected)
+    return verdict.reason
+
+
+@pytest.mark.parametrize("cls", [DeepEP, HybridEP])
+def test_not_installed(cls: Any) -> None:
+    assert reason(cls) == "no module named 'deep_ep' is installed"
+
+
+@pytest.mark.parametrize("cls", [DeepEP, HybridEP])
+def test_no_device(cls: Any, package: Callable[[str], None]) -> None:
+    package("raise RuntimeError('it must not be imported')")
+    assert reason(cls) == "torch sees no CUDA device"
+
+
+def test_an_older_device(package: Callable[[str], None], hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    package("raise RuntimeError('it must not be imported')")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert reason(DeepEP) == "its kernels need compute capability 9.0, this device has 8.0"
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("assert False, 'NCCL differs from what was linked'", "AssertionError: NCCL differs from what was linked"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise OSError('libnvshmem.so: cannot open')", "OSError: libnvshmem.so: cannot open"),
+        ("assert False", "AssertionError: no text"),
+    ],
+)
+def test_an_import_that_raises(code: str, told: str, package: Callable[[str], None], hopper: None) -> None:
+    package(f"import deep_ep.part\n{code}")
+    assert reason(DeepEP) == f"importing 'deep_ep' raised {told}"
+    assert not [name for name in sys.modules if name.startswith("deep_ep")], "nothing is left half imported"
+    text = rf"Backend 'deepep' cannot be used here: importing 'deep_ep' raised {told.partition(':')[0]}.*choose one of"
+    with pytest.raises(BackendUnavailableError, match=text):
+        build_dispatcher(DispatcherConfig(backend="deepep", num_experts=8, top_k=2, hidden_size=256))
+
+
+@pytest.fixture
+def installed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A module in place of the installed deep_ep."""
+
+    def put(**names: Any) -> None:
+        module = ModuleType("deep_ep")
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, "deep_ep", module)
+
+    return put
+
+
+def test_the_variant_is_told_by_attributes(installed: Install) -> None:
+    v1, v2 = emulated_deep_ep("v1.2.1"), emulated_deep_ep("v2-2.1.0")
+    installed(Buffer=v1.Buffer, __version__="1.2.1+abc")
+    assert DeepEP.probe(DeepEP.Options()) == Usable(version="1.2.1+abc", features=("v1", "normal mode"))
+    assert "has no HybridEPBuffer: it is not built from the branch hybrid-ep" in reason(HybridEP)
+    installed(Buffer=v1.Buffer, ElasticBuffer=v2.ElasticBuffer, __version__="2.1.0")
+    assert DeepEP.probe(DeepEP.Options()) == Usable(version="2.1.0", features=("v2", "compact", "expand"))
+    hybrid = emulated_deep_ep("hybridep-94a9f8f")
+    installed(Buffer=v1.Buffer, HybridEPBuffer=hybrid.HybridEPBuffer)
+    assert HybridEP.probe(HybridEP.Options()) == Usable(
+        version="of unknown version", features=("chunks of 64 and 64 rows",)
+    )
+    installed()
+    assert reason(DeepEP) == "deep_ep of unknown version has neither Buffer nor ElasticBuffer"
+
+
+def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:
+    class Old:
+        def __init__(self, group: Any, num_nvl_bytes: int = 0) -> None: ...
+
+        def dispatch(self, x: Any, handle: Any = None) -> None: ...
+
+    installed(Buffer=Old, __version__="1.0.0")
+    assert reason(DeepEP) == (
+        "Buffer of deep_ep 1.0.0 has no explicitly_destroy, num_worst_tokens; v1.2.1 or later has"
+    )
+
+
+@pytest.mark.parametrize("name", ["deepep", "hybridep"])
+def test_an_emulation_is_usable_anywhere_and_says_what_it_is(name: str) -> None:
+    config = DispatcherConfig(backend={"name": name, "emulate": True}, num_experts=8, top_k=2, hidden_size=256)
+    cls = {"deepep": DeepEP, "hybridep": HybridEP}[name]
+    verdict = cls.probe(config.backend_options)
+    assert isinstance(verdict, Usable)
+    assert verdict.features[-1] == "emulated"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "abc"), ("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "0")],
+)
+def test_a_malformed_variable_is_a_reason(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    verdict = HybridEP.probe(HybridEP.Options(emulate=True))
+    assert isinstance(verdict, Rejected)
+    assert verdict.reason == (
+        f"Backend 'hybridep': {name} must be a positive number, got {value!r}. Correct or unset it"
+    )
+
+
+def test_a_malformed_domain_is_refused_when_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "x")
+    config = DispatcherConfig(backend={"name": "hybridep", "emulate": True}, num_experts=8, top_k=2, hidden_size=256)
+    with pytest.raises(
+        ValueError, match=r"RANKS_PER_NVLINK_DOMAIN must be a positive number, got 'x'. Correct or unset"
+    ):
+        build_dispatcher(config)
+
+
+def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bare:
+        pass
+
+    installed(HybridEPBuffer=Bare)
+    assert "asking deep_ep what it needs raised AttributeError" in reason(HybridEP)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: 1 // 0)
+    assert "asking deep_ep what it needs raised ZeroDivisionError" in reason(DeepEP)
+
+
+def test_real_libraries_need_a_group(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = library.Library(module=emulated_deep_ep("v2-2.1.0"), version="2.1.0", emulated=False)
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep.find_library", lambda release: found)
+    with pytest.raises(ValueError, match="'deepep': it needs a process group, also for one rank, got None"):
+        build_dispatcher(DispatcherConfig(backend="deepep", num_experts=8, top_k=2, hidden_size=256))
+    found = library.Library(module=emulated_deep_ep("hybridep-94a9f8f"), version="x", emulated=False)
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.hybridep.find_library", lambda release: found)
+    with pytest.raises(ValueError, match="'hybridep': it needs a process group, also for one rank, got None"):
+        build_dispatcher(DispatcherConfig(backend="hybridep", num_experts=8, top_k=2, hidden_size=256))
+
+
+def test_find_spec_is_not_asked_for_what_is_imported(installed: Install) -> None:
+    installed(Buffer=SimpleNamespace)
+    assert isinstance(library.find_library(None), library.Library)

@@ -1,0 +1,321 @@
+"""What the vendor backends say of themselves, by version, environment and topology, and what is refused for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.backends import Constraints, MoEShape
+from moe_dispatch.backends.deep_ep import hybrid
+from moe_dispatch.backends.deep_ep.deepep import DeepEP
+from moe_dispatch.backends.deep_ep.hybridep import HybridEP
+from moe_dispatch.errors import ConfigError, InputError
+from moe_dispatch.testing.emulation import emulated_deep_ep
+from tests.dispatchers.layer import outcomes_on, raises_everywhere
+
+DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+
+
+def shape(ep_size: int = 8, ranks_per_node: int | None = None, experts: int = 64) -> MoEShape:
+    return MoEShape(
+        num_experts=experts,
+        top_k=4,
+        hidden_size=1024,
+        ep_size=ep_size,
+        pad_multiple=1,
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def deepep(where: MoEShape, **options: Any) -> Constraints:
+    return DeepEP.constraints(where, DeepEP.Options(**{"emulate": True, **options}))
+
+
+def hybridep(where: MoEShape, **options: Any) -> Constraints:
+    return HybridEP.constraints(where, HybridEP.Options(**{"emulate": True, **options}))
+
+
+@pytest.mark.parametrize(
+    ("ep_size", "ranks_per_node", "fits"),
+    [
+        (2, 2, True),
+        (4, 8, True),
+        (8, 4, False),
+        (4, 2, False),
+        (8, 8, True),
+        (16, 8, True),
+        (16, 16, True),
+        (16, 4, False),
+    ],
+)
+def test_groups_of_v1_follow_the_nodes(ep_size: int, ranks_per_node: int, fits: bool) -> None:
+    places: list[Callable[[], Constraints]] = [
+        lambda: deepep(shape(ep_size, ranks_per_node)),
+        lambda: deepep(shape(ep_size, 3), ranks_per_node=ranks_per_node),
+    ]
+    for constraints in places:
+        if fits:
+            assert constraints().group_sizes == frozenset({2, 4, 8, 16, 32, 64, 128, 144, 160})
+            continue
+        text = (
+            f"{ep_size} ranks must lie {min(ep_size, 8)} to a node, got {ranks_per_node} per node. Use groups that do"
+        )
+        with pytest.raises(ConfigError, match=text):
+            constraints()
+
+
+def test_numbers_of_v1_and_v2() -> None:
+    v1, v2 = deepep(shape()), deepep(shape(), emulate="v2-2.1.0")
+    assert (v1.hidden_multiple, v1.max_hidden, v1.max_top_k, v1.max_local_experts) == (256, 8191, 32, 128)
+    assert (v2.hidden_multiple, v2.max_hidden, v2.max_top_k, v2.max_local_experts) == (256, None, 32, 256)
+    assert deepep(shape(ep_size=64), emulate="v2-2.1.0").max_local_experts == 32  # 2048 experts in all
+    assert not v1.equal_rows
+    assert not v1.group_max
+    assert v2.group_max
+    assert not v2.equal_rows
+    assert v1.differentiable
+    assert v2.differentiable
+    assert not deepep(shape(), emulate="v2-2.1.0", expand=True).differentiable
+    with pytest.raises(ConfigError, match=r"expand needs v2 \(ElasticBuffer\), got v1.2.1. Leave expand out"):
+        deepep(shape(), expand=True)
+
+
+@pytest.mark.parametrize(
+    ("release", "ranks_per_domain", "multiple"),
+    [
+        ("hybridep-0ed15b5", 8, 128),
+        ("hybridep-34152ae", 4, 64),
+        ("hybridep-94a9f8f", 8, 1),
+        ("hybridep-94a9f8f", 4, 1),
+        ("hybridep-94a9f8f", 2, 2),
+        ("hybridep-94a9f8f", 1, 4),
+        ("hybridep-744", 1, 1),
+    ],
+)
+def test_row_multiple_of_hybridep(release: str, ranks_per_domain: int, multiple: int) -> None:
+    found = hybridep(shape(), emulate=release, ranks_per_domain=ranks_per_domain)
+    assert found.row_multiple == multiple
+    assert found.equal_rows == (release != "hybridep-744")
+    assert found.min_rows == (0 if release == "hybridep-744" else 1)
+
+
+def test_chunks_come_from_the_variables_the_library_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "96")
+    monkeypatch.setenv("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "128")
+    assert hybridep(shape(), emulate="hybridep-34152ae").row_multiple == 384
+    assert hybridep(shape(ranks_per_node=4), emulate="hybridep-34152ae").max_rows == 21760
+
+
+@pytest.mark.parametrize(("chunk", "most"), [("64", 21824), ("128", 21760), ("32", 21824)])
+def test_rows_across_domains(chunk: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", chunk)
+    assert 3 * most + 1 < 65536 <= 3 * (most + int(chunk)) + 1
+    assert hybridep(shape(ranks_per_node=4)).max_rows == most
+    assert hybridep(shape(ranks_per_node=8)).max_rows is None
+
+
+def test_the_domain_is_configured_or_named_by_its_variable_or_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hybrid.domain_of(shape(ranks_per_node=4), None) == 4
+    assert hybrid.domain_of(shape(), None) == 8
+    monkeypatch.setenv(DOMAIN, "2")
+    assert hybrid.domain_of(shape(ranks_per_node=4), None) == 2
+    assert hybrid.domain_of(shape(ranks_per_node=4), 1) == 1
+    assert hybrid.domain_of(shape(ranks_per_node=4), 72) == 8
+
+
+@pytest.mark.parametrize(("domain", "multiple"), [(1, 4), (2, 2), (3, 4), (4, 1), (6, 2), (8, 1)])
+def test_experts_per_rank_times_ranks_per_domain_divide_by_four(domain: int, multiple: int) -> None:
+    assert hybridep(shape(ep_size=24, experts=96), ranks_per_domain=domain).local_experts_multiple == multiple
+
+
+def test_numbers_of_old_hybridep_releases() -> None:
+    old, new = hybridep(shape(), emulate="hybridep-0ed15b5"), hybridep(shape())
+    assert (old.hidden_multiple, new.hidden_multiple) == (512, 16)
+    assert old.group_sizes is not None
+    assert new.group_sizes is not None
+    assert (old.max_local_experts, new.max_local_experts) == (224, 768)
+    assert (old.max_hidden, new.max_hidden) == (8192, None)
+    assert 1 not in old.group_sizes
+    assert 1 in new.group_sizes
+    assert 73 not in new.group_sizes
+    assert new.pads_experts
+
+
+def test_the_newest_rules_are_those_of_its_class() -> None:
+    cls = emulated_deep_ep("hybridep-94a9f8f").HybridEPBuffer
+    assert hybrid.rules(cls, {}) == hybrid.NEWEST
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "v1 on one rank": (
+        {"backend": {"name": "deepep", "emulate": True}},
+        1,
+        ("ep_size must be one of 2, 4, 8", "got 1"),
+    ),
+    "v1 on three": (
+        {"backend": {"name": "deepep", "emulate": True}, "num_experts": 9},
+        3,
+        ("Backend 'deepep': ep_size must be one of 2, 4, 8, 16, 32, 64, 128, 144, 160, got 3",),
+    ),
+    "hidden of v1": (
+        {"backend": {"name": "deepep", "emulate": True}, "hidden_size": 384},
+        2,
+        ("Backend 'deepep': hidden_size must be a multiple of 256, got 384",),
+    ),
+    "wide hidden of v1": (
+        {"backend": {"name": "deepep", "emulate": True}, "hidden_size": 8192},
+        2,
+        ("Backend 'deepep': hidden_size must be at most 8191, got 8192",),
+    ),
+    "many experts of v1": (
+        {"backend": {"name": "deepep", "emulate": True}, "num_experts": 258},
+        2,
+        ("experts per rank must be at most 128, got 129 (258 experts over 2 ranks)", "Use a larger ep_size"),
+    ),
+    "top_k of v2": (
+        {"backend": {"name": "deepep", "emulate": "v2-2.1.0"}, "num_experts": 64, "top_k": 33},
+        2,
+        ("Backend 'deepep': top_k must be at most 32, got 33",),
+    ),
+    "experts of hybridep": (
+        {"backend": {"name": "hybridep", "emulate": True}, "num_experts": 6},
+        2,
+        ("Backend 'hybridep': experts per rank must be a multiple of 2, got 3 (6 experts over 2 ranks)",),
+    ),
+    "hidden of hybridep": (
+        {"backend": {"name": "hybridep", "emulate": True}, "hidden_size": 24},
+        2,
+        ("Backend 'hybridep': hidden_size must be a multiple of 16, got 24",),
+    ),
+    "rows across domains": (
+        {"backend": {"name": "hybridep", "emulate": True, "ranks_per_domain": 1}, "max_tokens_per_rank": 30000},
+        2,
+        ("Backend 'hybridep': at most 21824 rows per rank fit, got 30000", "micro-batches of at most 21824"),
+    ),
+    "an option of later versions": (
+        {"backend": {"name": "hybridep", "emulate": "hybridep-0ed15b5", "num_blocks_permute": 8}, "hidden_size": 512},
+        2,
+        ("the installed HybridEpBuffer must know num_blocks_permute, got a version that does not",),
+    ),
+    "fp8 on hybridep": (
+        {"backend": {"name": "hybridep", "emulate": True}, "wire_dtype": "float8_e4m3fn"},
+        2,
+        ("Backend 'hybridep': wire_dtype must be one of None, 'bfloat16', got 'float8_e4m3fn'",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_build_on_all_ranks_alike(name: str) -> None:
+    fields, size, texts = REFUSED[name]
+    config = DispatcherConfig(**{"num_experts": 8, "top_k": 2, "hidden_size": 256, **fields})
+    raises_everywhere(outcomes_on(lambda group: build_dispatcher(config, group), size), ConfigError, *texts)
+
+
+def test_fusion_needs_equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API", "128")
+    backend = {"name": "hybridep", "emulate": True, "fuse_permute": True}
+    text = r"fuse_permute needs equal chunks in all kernels, got 64 \(dispatch\), 64 \(combine\) and 128"
+    with pytest.raises(ConfigError, match=text):
+        build_dispatcher(DispatcherConfig(backend=backend, num_experts=8, top_k=2, hidden_size=256))
+
+
+def test_early_hybridep_stays_within_a_domain() -> None:
+    with pytest.raises(
+        ConfigError, match=r"serves groups within one NVLink domain, got 8 ranks, 4 to a domain. Install"
+    ):
+        hybridep(shape(ranks_per_node=4), emulate="hybridep-0ed15b5")
+
+
+def test_options_that_would_have_no_effect_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"allocate_on_comm_stream is for async_op, which expand cannot do. Leave one"
+    ):
+        DispatcherConfig(
+            backend={"name": "deepep", "expand": True, "allocate_on_comm_stream": True},
+            num_experts=8,
+            top_k=2,
+            hidden_size=256,
+        )
+
+
+def test_float8_of_v2_is_for_groups_within_a_node() -> None:
+    assert "float8_e4m3fn" in deepep(shape(ranks_per_node=8), emulate="v2-2.1.0").wire_dtypes
+    assert "float8_e4m3fn" not in deepep(shape(ranks_per_node=4), emulate="v2-2.1.0").wire_dtypes
+
+
+def test_every_number_can_be_overridden() -> None:
+    overrides: dict[str, Any] = {
+        "constraints": {
+            "row_multiple": 192,
+            "max_rows": 400,
+            "hidden_multiple": 128,
+            "max_hidden": 10000,
+            "max_top_k": 2,
+            "group_sizes": [1, 3],
+            "local_experts_multiple": 8,
+            "max_local_experts": 999,
+        }
+    }
+    config = DispatcherConfig(
+        backend={"name": "hybridep", "emulate": True},
+        num_experts=8,
+        top_k=2,
+        hidden_size=128,
+        **overrides,
+    )
+    dispatcher = build_dispatcher(config)
+    needs = dispatcher._lease.channel.needs
+    assert needs.group_sizes == frozenset({1, 3})
+    assert (needs.hidden_multiple, needs.max_local_experts, needs.max_hidden) == (128, 999, 10000)
+    assert dispatcher.plan(like=torch.zeros(5, 128)).sizes.padded_rows == 192
+    dispatcher.close()
+
+
+@pytest.mark.parametrize("name", ["hybridep", "deepep"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_other_dtypes_are_refused_with_the_way_out(name: str, dtype: torch.dtype) -> None:
+    release: Any = True if name == "hybridep" else "v2-2.1.0"
+    fields: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 256}
+    dispatcher = build_dispatcher(DispatcherConfig(backend={"name": name, "emulate": release}, **fields))
+    x, routing = torch.ones(4, 256, dtype=dtype), Routing(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))
+    with pytest.raises(InputError, match=rf'x must be torch.bfloat16, got {dtype}. Set wire_dtype="bfloat16", or use'):
+        dispatcher.dispatch(x, routing)
+    sent = dispatcher.dispatch(x.bfloat16(), routing)
+    with pytest.raises(InputError, match=rf"rows must be torch.bfloat16, got {dtype}. Set wire_dtype"):
+        dispatcher.combine(sent.rows.to(dtype), sent)
+    with pytest.raises(InputError, match=rf"x must be torch.bfloat16, got {dtype}. Set wire_dtype"):
+        dispatcher.dispatch(x, again=sent)
+    dispatcher.close()
+    wired = build_dispatcher(
+        DispatcherConfig(backend={"name": name, "emulate": release}, wire_dtype="bfloat16", **fields)
+    )
+    assert wired.dispatch(x, routing).rows.dtype == dtype
+    wired.close()
+
+
+def test_where_deepep_is_graph_safe() -> None:
+    """v1 within a node; v2 unless it has to sort what it can only find by asking the device."""
+    assert deepep(shape(8, 8)).graph_safe
+    across = deepep(shape(16, 8))
+    assert not across.graph_safe
+    assert across.graph_safe_reason == (
+        "v1 goes without a host sync within a node only, that is up to 8 ranks, got 16; v2 does across nodes too"
+    )
+    v2 = "v2-2.1.0"
+    assert deepep(shape(8, 8), emulate=v2).graph_safe
+    for where, options in [(shape(16, 8), {}), (shape(8, 8), {"expand": True})]:
+        assert not deepep(where, emulate=v2, **options).graph_safe
+        assert deepep(where, emulate=v2, deterministic=False, **options).graph_safe
+        assert "the option deterministic=False" in deepep(where, emulate=v2, **options).graph_safe_reason
+
+
+def test_which_hybridep_is_graph_safe() -> None:
+    for release, is_safe in {"0ed15b5": False, "34152ae": True, "94a9f8f": True, "744": True}.items():
+        assert hybridep(shape(4, 4), emulate=f"hybridep-{release}").graph_safe == is_safe
+    assert hybridep(shape(4, 4)).drop_order == "position"
+    assert hybridep(shape(4, 4), fuse_permute=True).drop_order is None

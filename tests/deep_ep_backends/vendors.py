@@ -1,0 +1,50 @@
+"""What the tests of the vendor backends share: their releases, a small config, rows out and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_dispatch import Dispatcher, DispatcherConfig, Routing
+from moe_dispatch.backends.deep_ep.deepep import DeepEP
+from moe_dispatch.backends.deep_ep.hybridep import HybridEP
+from moe_dispatch.backends.deep_ep.pool import BufferPool
+from tests.dispatchers.layer import Group, random_routing
+
+V1: dict[str, Any] = {"name": "deepep", "emulate": "v1.2.1"}
+V2: dict[str, Any] = {"name": "deepep", "emulate": "v2-2.1.0"}
+HYBRID: dict[str, Any] = {"name": "hybridep", "emulate": "hybridep-94a9f8f"}
+RAGGED: dict[str, Any] = {"name": "hybridep", "emulate": "hybridep-744"}
+ALL = [V1, V2, HYBRID, RAGGED]
+names = [backend["emulate"] for backend in ALL]
+
+
+def config(backend: dict[str, Any], **fields: Any) -> DispatcherConfig:
+    sizes: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 256, "wire_dtype": "bfloat16"}
+    return DispatcherConfig(backend=backend, **{**sizes, **fields})
+
+
+def identity(dispatcher: Dispatcher, rows: int, *, seed: int = 0) -> None:
+    """Rows out and back; numbers that bfloat16 holds exactly."""
+    routing = random_routing(rows, seed)
+    x = torch.arange(rows * 256).view(rows, 256).remainder(64).float()
+    sent = dispatcher.dispatch(x, Routing(routing.topk_ids, torch.ones(rows, 2)))
+    torch.testing.assert_close(dispatcher.combine(sent.rows, sent), 2 * x)
+
+
+def pool_of(dispatcher: Dispatcher) -> BufferPool:
+    backend = dispatcher._lease.channel.backend
+    assert isinstance(backend, (DeepEP, HybridEP))
+    transport: Any = backend.transport
+    pool: BufferPool = transport._pool
+    return pool
+
+
+def rank_of(group: Group) -> int:
+    return 0 if group is None else group.rank()
+
+
+def identity_and_close(dispatcher: Dispatcher) -> None:
+    identity(dispatcher, 3)
+    dispatcher.close()

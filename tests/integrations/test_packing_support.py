@@ -1,0 +1,111 @@
+"""Packed or padded, by model family and framework version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.integrations import packing
+from moe_dispatch.integrations.packing import PACKING_SUPPORT, packing_for
+
+
+@pytest.mark.parametrize(
+    ("framework", "found", "packed"),
+    [
+        ("megatron-core", "0.17.1", False),
+        ("megatron-core", "0.18.0rc2", False),
+        ("megatron-core", "0.18.0.dev3", False),
+        ("megatron-core", "0.18", True),
+        ("megatron-core", "0.18.0+cu12", True),
+        ("megatron-core", "0.19.2", True),
+        ("transformers", "5.8.1", False),
+        ("transformers", "5.10.2", True),
+        ("transformers", "5.23.0", True),
+    ],
+)
+def test_gated_delta_net_takes_packed_input_from_a_release_on(framework: Any, found: str, packed: bool) -> None:
+    assert packing_for("qwen3_5_moe", framework=framework, framework_version=found, kernels=True).packed is packed
+
+
+def test_reasons_say_what_the_caller_must_see_to() -> None:
+    reason = packing_for("qwen3_next", framework="transformers", framework_version="5.23.0", kernels=True).reason
+    assert "as since 5.9.0" in reason
+    assert "Pass cu_seq_lens_q" in reason
+    reason = packing_for("qwen3_next", framework="transformers", framework_version="5.0.0").reason
+    assert reason == "qwen3_next needs a padded batch in transformers 5.0.0: packed input does not work before 5.9.0."
+    reason = packing_for("kimi_linear", framework="transformers", framework_version="5.23.0").reason
+    assert reason.endswith("packed input does not work in any release known here.")
+
+
+def test_attention_takes_packed_input_with_context_parallelism() -> None:
+    assert packing_for("qwen3_moe", framework="transformers", cp=4).packed
+    assert packing_for("qwen3_5", framework="megatron-core", framework_version="0.18.2", cp=2).packed
+
+
+@pytest.mark.parametrize(
+    ("framework", "found", "text"),
+    [
+        ("megatron-core", "0.17.1", r"needs a padded batch, .*, got cp 2. Use cp=1 or megatron-core 0.18.0\."),
+        (
+            "transformers",
+            "5.0.0",
+            r"cp must be 1 for qwen3_5 in transformers 5.0.0, because it needs .*, got cp 2. Use cp=1\.",
+        ),
+        ("transformers", "5.23.0", r"because its layers cannot divide a packed sequence, got cp 2"),
+    ],
+)
+def test_what_cannot_work_with_context_parallelism_is_refused(framework: Any, found: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        packing_for("qwen3_5", framework=framework, framework_version=found, kernels=True, cp=2)
+
+
+def test_packed_input_needs_the_kernels_that_keep_sequences_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"causal_conv1d"}
+    monkeypatch.setattr("moe_dispatch.integrations.packing.find_spec", lambda name: name if name in installed else None)
+    versions: Any = {"framework": "transformers", "framework_version": "5.23.0"}
+    packing = packing_for("qwen3_5_moe", **versions)
+    assert not packing.packed
+    assert packing.reason.endswith("packed input needs the kernels of fla, which are not installed.")
+    with pytest.raises(ConfigError, match="because it needs a padded batch, which cannot be divided, got cp 2"):
+        packing_for("qwen3_5_moe", cp=2, **versions)
+    installed.add("fla")
+    assert packing_for("qwen3_5_moe", **versions).packed
+    assert "fla and causal_conv1d" in packing_for("qwen3_5_moe", kernels=False, **versions).reason
+    assert packing_for("qwen3_5_moe", framework="megatron-core", framework_version="0.18.2", kernels=False).packed
+
+
+def test_a_padded_batch_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    packing._announce.cache_clear()
+    versions: Any = {"framework": "transformers", "framework_version": "5.0.0"}
+    reasons = [packing_for(name, **versions).reason for name in ("qwen3_5", "qwen3_next", "qwen3_5", "qwen3_moe")]
+    assert [record.getMessage() for record in caplog.records] == reasons[:2]
+    assert {(record.name, record.levelname) for record in caplog.records} == {("moe_dispatch", "WARNING")}
+
+
+def test_the_installed_version_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_dispatch.integrations.packing.version", {"transformers": "5.8.0"}.__getitem__)
+    assert not packing_for("qwen3_5", framework="transformers").packed
+
+
+def test_unusable_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="framework must be one of megatron-core, transformers, got 'jax'"):
+        packing_for("qwen3_5", framework="jax")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="framework_version must be numbers, got 'main'"):
+        packing_for("qwen3_5", framework="transformers", framework_version="main")
+    monkeypatch.setattr("moe_dispatch.integrations.packing.version", missing)
+    with pytest.raises(ConfigError, match="must be given while megatron-core is not installed"):
+        packing_for("qwen3_5", framework="megatron-core")
+
+
+def missing(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError
+
+    raise PackageNotFoundError(name)
+
+
+def test_the_table_names_each_family_once_and_its_source() -> None:
+    pairs = [(rule.framework, name) for rule in PACKING_SUPPORT for name in rule.model_types]
+    assert len(set(pairs)) == len(pairs)
+    assert all("read 20" in rule.source for rule in PACKING_SUPPORT)
