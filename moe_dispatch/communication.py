@@ -1,15 +1,18 @@
-"""Every collective of the library, in one place, with the bytes it sends."""
+"""Every collective of the library, with the bytes it sends, and the one way in which ranks raise together."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from moe_dispatch.errors import ConfigError, MoEDispatchError, PeerError
 
 
 @final
@@ -26,6 +29,10 @@ class Communicator:
         self.size = 1 if group is None else group.size()
         self.bytes_sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+
+    def let_go(self) -> None:
+        """Drop the process group, at the end of the process; nothing can be sent from then on."""
+        self.group = None
 
     def _count(self, label: str, nbytes: int) -> None:
         self.calls[label] += 1
@@ -74,6 +81,16 @@ class Communicator:
         if self.group is not None:
             self.group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
 
+    def gather_integers(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+        """The host integers of every rank, by rank; as many on each. Cost: one all-gather."""
+        if self.group is None:
+            return [list(values)]
+        device = control_device(self.group)
+        mine = torch.tensor(values, dtype=torch.int64, device=device)
+        everyone = torch.empty(self.size * len(values), dtype=torch.int64, device=device)
+        self.all_gather(everyone, mine, label=label)
+        return [list(part) for part in everyone.view(self.size, -1).tolist()]
+
     def gather_json(self, value: Any, *, label: str) -> list[Any]:
         """``value`` of every rank, by rank. Cost: two collectives; for building and reporting, not for a step."""
         if self.group is None:
@@ -86,12 +103,30 @@ class Communicator:
         self.all_gather(everyone, mine, label=label)
         return [json.loads(bytes(part)) for part in everyone.view(self.size, longest).tolist()]
 
+    def broadcast(self, values: Tensor | None, length: int, *, source: int, label: str) -> Tensor:
+        """The int64 ``values`` of rank ``source`` on every rank, as a CPU tensor.
+
+        Args:
+            values: (length,), on rank ``source``; None elsewhere.
+            length: the same number on every rank.
+            source: rank in the group.
+            label: name under which calls and bytes are counted.
+        """
+        assert self.group is not None
+        device = control_device(self.group)
+        inside = torch.empty(length, dtype=torch.int64, device=device) if values is None else values.to(device)
+        self._count(label, inside.nbytes * (self.size - 1) if self.rank == source else 0)
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self.group.broadcast([inside], options).wait()
+        return inside.cpu()
+
     def gather_bytes(self, payload: Tensor, *, label: str) -> list[Tensor] | None:
         """``payload`` of every rank on rank 0, by rank; None on the others.
 
         Args:
             payload: uint8 on the CPU, of any length.
-            label: to count by.
+            label: name under which calls and bytes are counted.
 
         Cost: two collectives; rank 0 holds P times the longest. For reporting, not for a step.
         """
@@ -105,6 +140,99 @@ class Communicator:
         self._count(label, mine.nbytes if self.rank else 0)
         self.group.gather([everyone] if everyone else [], [mine], dist.GatherOptions()).wait()
         return [part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)] if everyone else None
+
+
+def raise_alike(
+    control: Communicator,
+    problem: Exception | None,
+    *,
+    values: Sequence[int] = (),
+    facts: Mapping[str, Any] | None = None,
+    label: str,
+) -> list[int]:
+    """Raise on every rank if any rank has a problem or other facts; else agree on numbers. Collective.
+
+    An error that only one rank raises leaves its peers waiting in the next collective. So a rank catches what it found
+    wrong, enters this function with it as all others do with None, and every rank raises.
+
+    Args:
+        control: communicator of the ranks; a CPU group does not make a GPU wait.
+        problem: the error of this rank, or None.
+        values: integers of this rank, as many on every rank. They do not count on a rank with a problem.
+        facts: JSON values by name that must be equal on all ranks.
+        label: name under which calls and bytes are counted.
+
+    Returns:
+        The maximum of each of ``values`` over the ranks.
+
+    Raises:
+        Exception: ``problem`` itself, on the rank that has it.
+        PeerError: another rank has a problem; with its number and its text.
+        ConfigError: the facts differ; with the name and the values of two ranks.
+
+    Cost: one all-reduce of the values, two numbers for the facts and one for the problem, and a host sync on a GPU-only
+    group. Only if it raises, an exchange of texts.
+    """
+    unheard: Exception | None = None
+    try:
+        digest = () if facts is None else _digest(facts)
+        found = control.max([int(problem is not None), *digest, *values], label=label)
+        refused, digests, highest = found[0], found[1 : 1 + len(digest)], found[1 + len(digest) :]
+        if not refused and (not digests or digests[0] == -digests[1]):
+            return highest
+        told = control.gather_json([_plain(facts), None if problem is None else _text(problem)], label=label)
+    except Exception as failure:  # the peers left for another collective: this rank's own error matters more
+        if problem is None:
+            raise
+        unheard = failure
+    if problem is not None:
+        if unheard is not None:
+            problem.add_note(f"The other ranks were not told: {unheard}")
+        raise problem
+    if not refused:
+        _refuse_difference([of_rank or {} for of_rank, _ in told])
+    raise PeerError(
+        "; ".join(f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(told) if text is not None)
+    )
+
+
+def _digest(facts: Mapping[str, Any]) -> tuple[int, int]:
+    """A number for the facts and its negative: their maxima over ranks cancel exactly where all ranks have the same."""
+    number = int(hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:15], 16)
+    return number, -number
+
+
+def canonical_json(value: Any) -> str:
+    """One text for equal values: keys are sorted, and a float without a fraction is written as an integer."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _text(problem: Exception) -> str:
+    """What peers are told. Errors of other libraries are named, because they may have no text."""
+    if isinstance(problem, MoEDispatchError):
+        return str(problem)
+    return f"{type(problem).__name__}: {str(problem) or 'no text'}"
+
+
+def _refuse_difference(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for the first fact that differs. Ranks with other versions of the library may lack a name."""
+    for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
+        texts = [canonical_json(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
+        values = [repr(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise ConfigError(
+                    f"Ranks disagree on {name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}. "
+                    "Give every rank the same config, library and environment."
+                )
 
 
 def device_types(group: dist.ProcessGroup | None) -> set[str]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
@@ -14,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
-from moe_dispatch.backends.registry import load_backend
+from moe_dispatch.backends.registry import AUTO, choose_backend, parse_backend
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
+from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
@@ -52,6 +54,9 @@ class ConstraintOverrides(BaseModel):
 class DispatcherConfig(BaseModel):
     """Everything about a Dispatcher except its process group. Frozen, strict; unknown fields are refused.
 
+    Two configs are equal if they mean the same: ``"alltoall"`` and ``{"name": "alltoall"}``, ``"fp8"`` and ``16``,
+    ``row_counts=None`` and the policy that None stands for.
+
     Attributes:
         backend: a name, or a mapping of ``name`` and that backend's options. "auto" picks and says which.
         num_experts: E, experts in the whole expert-parallel group.
@@ -77,7 +82,7 @@ class DispatcherConfig(BaseModel):
         permutation: implementation of the one-rank reorder: "torch", "triton" (ours), "te" (transformer-engine's
             kernels), honoured or refused; "auto" is Triton on CUDA devices where it can be used, else torch.
         device: "cpu" or "cuda" to refuse tensors elsewhere; None takes any.
-        debug: exchange refusals and check values (ids, weights, lengths) in every call; costs host syncs.
+        debug: exchange refusals and check values (ids, weights, lengths) in every plan and dispatch; costs host syncs.
         constraints: numbers to use instead of the backend's own.
 
     Raises:
@@ -112,20 +117,17 @@ class DispatcherConfig(BaseModel):
             except ValidationError as error:
                 raise ConfigError(_problems(error)) from error
 
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, DispatcherConfig) else NotImplemented
+
     def __hash__(self) -> int:
         return hash(self.digest)
 
     @field_validator("backend")
     @classmethod
     def _backend_is_known(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
-        name, options = _split(value)
-        if name == "auto" and options:
-            raise ConfigError(
-                f'backend: options need a named backend, got "auto" with {sorted(options)}. Name the backend.'
-            )
-        if name != "auto":
-            load_backend(name).Options.model_validate(options)
-        return copy.deepcopy(value)  # what the caller does to the mapping later is not meant for the config
+        parse_backend(value)
+        return copy.deepcopy(value)  # the caller may change the mapping later
 
     @model_validator(mode="after")
     def _fields_agree(self) -> DispatcherConfig:
@@ -152,10 +154,8 @@ class DispatcherConfig(BaseModel):
         return self
 
     def _check_capacity(self) -> None:
-        bounds = {
-            "capacity_factor": self.capacity_factor,
-            "pair_rows": _split(self.backend)[1].get("pair_rows", "worst"),
-        }
+        options = {} if self.backend_options is None else self.backend_options.capacity_bounds
+        bounds = {"capacity_factor": self.capacity_factor, **options}
         finite = [f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst"]
         given = finite if self.on_overflow is None else [*finite, f"on_overflow={self.on_overflow!r}"]
         if given and not self.graph_safe:
@@ -169,16 +169,19 @@ class DispatcherConfig(BaseModel):
                 'Set on_overflow to "raise" or "drop".'
             )
 
-    @property
-    def backend_name(self) -> str:
-        """The backend's name, without its options."""
-        return _split(self.backend)[0]
+    @cached_property
+    def backend_options(self) -> BackendOptions | None:
+        """``backend``, parsed; None for "auto"."""
+        return parse_backend(self.backend)
+
+    def options_for(self, ep_size: int) -> BackendOptions:
+        """``backend`` on a group of ``ep_size`` ranks: as named, or what "auto" chooses there."""
+        return choose_backend(ep_size) if self.backend_options is None else self.backend_options
 
     @property
-    def backend_options(self) -> BackendOptions:
-        """The backend's typed options."""
-        name, options = _split(self.backend)
-        return load_backend(name).Options.model_validate(options)
+    def backend_name(self) -> str:
+        """The backend's name, or "auto"."""
+        return AUTO if self.backend_options is None else self.backend_options.name
 
     @property
     def pad_multiple_rows(self) -> int:
@@ -186,9 +189,29 @@ class DispatcherConfig(BaseModel):
         return self.pad_multiple if isinstance(self.pad_multiple, int) else PAD_MULTIPLES[self.pad_multiple]
 
     @property
+    def row_counts_policy(self) -> RowCounts:
+        """``row_counts``, with None replaced by what it stands for."""
+        return self.row_counts or ("static" if self.graph_safe else "agree")
+
+    @cached_property
+    def canonical(self) -> dict[str, Any]:
+        """All fields as JSON values in the one form that equal configs share."""
+        options = {} if self.backend_options is None else self.backend_options.model_dump(mode="json")
+        return {
+            **self.model_dump(mode="json"),
+            "backend": {"name": self.backend_name, **options},
+            "pad_multiple": self.pad_multiple_rows,
+            "row_counts": self.row_counts_policy,
+        }
+
+    @cached_property
     def digest(self) -> str:
-        """Hexadecimal digest of all fields; ranks compare it when a dispatcher is built."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """Hexadecimal digest of ``canonical``; ranks compare it when a dispatcher is built."""
+        return hashlib.sha256(canonical_json(self.canonical).encode()).hexdigest()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> DispatcherConfig:
+        """As ``replace``, so that a copy with changes is validated too."""
+        return self.replace(**(update or {}))
 
     def replace(self, **changes: Any) -> DispatcherConfig:
         """A copy with some fields changed, validated like a new one."""
@@ -244,21 +267,9 @@ def _problems(error: ValidationError) -> str:
     )
 
 
-def _split(backend: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    if isinstance(backend, str):
-        return backend, {}
-    options = dict(backend)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise ConfigError(
-            f'backend: a mapping must have "name", a string, got {backend!r}. Write {{"name": "alltoall"}}.'
-        )
-    return name, options
-
-
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     found = {
-        name.removeprefix(ENVIRONMENT_PREFIX).lower(): _json_or_text(value)
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): json_or_text(value)
         for name, value in environment.items()
         if name.startswith(ENVIRONMENT_PREFIX)
     }
@@ -271,7 +282,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _json_or_text(value: str) -> Any:
+def json_or_text(value: str) -> Any:
+    """Parse a value as JSON; text that is not JSON stays text."""
     try:
         return json.loads(value)
     except json.JSONDecodeError:

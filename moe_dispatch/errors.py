@@ -39,27 +39,3 @@ class CapacityError(MoEDispatchError, RuntimeError):
 
 class PeerError(MoEDispatchError, RuntimeError):
     """Another rank of the group refused the call, so this rank must not wait for it."""
-
-
-# What a refusing rank can tell its peers inside an exchange of integers.
-REASONS = {
-    1: "its tensors do not fit the config or each other",
-    2: "its layout is malformed or does not fit x",
-    3: "it was given a plan of another dispatcher",
-    4: "it failed before the exchange",
-}
-
-
-def reason_code(error: BaseException) -> int:
-    """The code of an error, for ``REASONS``."""
-    if isinstance(error, LayoutError):
-        return 2
-    if isinstance(error, InputError):
-        return 1
-    return 3 if isinstance(error, StateError) else 4
-
-
-def refusal(codes: dict[int, int]) -> str:
-    """The text of a PeerError from codes by rank."""
-    told = "; ".join(f"rank {rank} refused: {REASONS.get(code, REASONS[4])}" for rank, code in sorted(codes.items()))
-    return f"{told}. Look at the error that rank raised."

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import final
+
+_importing = threading.RLock()
 
 
 @final
@@ -37,11 +40,12 @@ def import_whole(name: str, package: str) -> ModuleType:
     Raises:
         Exception: Whatever the import raises.
     """
-    before = set(sys.modules)
-    try:
-        return import_module(name)
-    except BaseException:
-        for other in set(sys.modules) - before:
-            if other.partition(".")[0] == package:
-                del sys.modules[other]
-        raise
+    with _importing:  # a failing import must not forget what another thread has just loaded
+        before = set(sys.modules)
+        try:
+            return import_module(name)
+        except BaseException:
+            for other in set(sys.modules) - before:
+                if other.partition(".")[0] == package:
+                    del sys.modules[other]
+            raise

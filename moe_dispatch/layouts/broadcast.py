@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, LayoutError
 from moe_dispatch.layouts.base import Layout
 from moe_dispatch.layouts.encoding import decode, encodable, encode
@@ -42,29 +43,22 @@ def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int =
         raise ConfigError(
             f"broadcast_layout: src must lie in 0..{group.size() - 1}, got {src}. Pass a rank of the group."
         )
-    device = _wire_device(group)
+    communicator = Communicator(group)
     message = (
         encode(layout) if layout is not None and encodable(layout) else torch.empty(0, dtype=torch.int64, device="cpu")
     )
-    length = _agree(layout, message, group, src, device)
-    wire = message.to(device) if group.rank() == src else torch.empty(length, dtype=torch.int64, device=device)
-    dist.broadcast(wire, group=group, group_src=src)
-    received = layout if layout is not None else decode(wire.cpu())
-    _verify(received, group, src, device)
+    length = _check_givers(layout, message, communicator, src)
+    mine = message if communicator.rank == src else None
+    arrived = communicator.broadcast(mine, length, source=src, label="layout")
+    received = layout if layout is not None else decode(arrived)
+    _verify(received, communicator, src)
     return received
 
 
-def _wire_device(group: dist.ProcessGroup) -> torch.device:
-    kinds = [device.type for device in group._device_types]
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    return torch.device(kinds[0], torch.accelerator.current_device_index())
-
-
-def _agree(layout: Layout | None, message: Tensor, group: dist.ProcessGroup, src: int, device: torch.device) -> int:
-    """The length of the message, once every rank has seen that exactly ``src`` holds a layout it can send."""
+def _check_givers(layout: Layout | None, message: Tensor, communicator: Communicator, src: int) -> int:
+    """The length of the message. Every rank sees the same states, so all ranks raise alike."""
     state = _ABSENT if layout is None else _PRESENT if encodable(layout) else _FOREIGN
-    states = _all_gather([state, len(message)], group, device)
+    states = communicator.gather_integers([state, len(message)], label="layout")
     givers = [rank for rank, (state, _) in enumerate(states) if state != _ABSENT]
     if givers != [src]:
         raise LayoutError(
@@ -79,8 +73,8 @@ def _agree(layout: Layout | None, message: Tensor, group: dist.ProcessGroup, src
     return states[src][1]
 
 
-def _verify(received: Layout, group: dist.ProcessGroup, src: int, device: torch.device) -> None:
-    digests = _all_gather(_digest(encode(received)), group, device)
+def _verify(received: Layout, communicator: Communicator, src: int) -> None:
+    digests = communicator.gather_integers(_digest(encode(received)), label="layout")
     wrong = [rank for rank, digest in enumerate(digests) if digest != digests[src]]
     if wrong:
         raise LayoutError(
@@ -92,11 +86,3 @@ def _verify(received: Layout, group: dist.ProcessGroup, src: int, device: torch.
 def _digest(message: Tensor) -> list[int]:
     digest = hashlib.sha256(repr(message.tolist()).encode()).digest()
     return [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in range(0, 32, 8)]
-
-
-def _all_gather(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    gathered: list[list[int]] = torch.stack(every).tolist()
-    return gathered

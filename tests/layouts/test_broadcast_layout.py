@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, LayoutError
 from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows, Shard, broadcast_layout
 from moe_dispatch.layouts.encoding import encode
@@ -116,14 +116,15 @@ def test_a_rank_outside_the_group_is_refused() -> None:
 
 
 def test_a_layout_that_arrives_changed_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    broadcast = dist.broadcast
+    broadcast = Communicator.broadcast
 
-    def corrupting(tensor: Tensor, **kwargs: Any) -> None:
-        broadcast(tensor, **kwargs)
-        if threading.current_thread().name in ("rank-1", "rank-3"):
+    def corrupting(communicator: Communicator, *args: Any, **kwargs: Any) -> Tensor:
+        tensor = broadcast(communicator, *args, **kwargs)
+        if communicator.rank in (1, 3):
             tensor[-1] += 1
+        return tensor
 
-    monkeypatch.setattr(dist, "broadcast", corrupting)
+    monkeypatch.setattr(Communicator, "broadcast", corrupting)
 
     def body(group: dist.ProcessGroup) -> bool:
         with pytest.raises(LayoutError, match=r"must hold the layout of rank 0, got another one on ranks \[1, 3\]"):

@@ -1,0 +1,105 @@
+"""Two configs are equal exactly if they mean the same, however they are written."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from moe_dispatch import DispatcherConfig
+from moe_dispatch.config import ConstraintOverrides
+from moe_dispatch.errors import ConfigError
+
+SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 4}
+FINITE: dict[str, Any] = {**SAFE, "on_overflow": "raise"}
+ALLTOALL = {"name": "alltoall", "reduction": "fast", "pair_rows": "worst"}
+
+# Each entry lists fields that mean the same; no two entries mean the same.
+MEANINGS: dict[str, list[dict[str, Any]]] = {
+    "auto": [{}, {"backend": "auto"}, {"backend": {"name": "auto"}}, {"row_counts": "agree"}, {"pad_multiple": "bf16"}],
+    "alltoall": [
+        {"backend": "alltoall"},
+        {"backend": {"name": "alltoall"}},
+        *({"backend": dict(options)} for options in itertools.permutations(ALLTOALL.items())),
+        {"backend": "alltoall", "row_counts": "agree"},
+        {"backend": "alltoall", "constraints": {}},
+        {"backend": "alltoall", "constraints": {"max_rows": None}},
+    ],
+    "exact": [
+        {"backend": {"name": "alltoall", "reduction": "exact"}},
+        {"backend": {"reduction": "exact", "pair_rows": "worst", "name": "alltoall"}},
+    ],
+    "another backend": [{"backend": "local"}, {"backend": {"name": "local", "reduction": "fast"}}],
+    "the same option of another backend": [{"backend": {"name": "local", "reduction": "exact"}}],
+    "padded": [{"pad_multiple": "fp8"}, {"pad_multiple": 16}],
+    "padded to more": [{"pad_multiple": "mxfp8"}, {"pad_multiple": 32}],
+    "check": [{"row_counts": "check"}],
+    "static": [{"row_counts": "static", "max_tokens_per_rank": 4}],
+    "bounded": [{"max_tokens_per_rank": 4}, {"max_tokens_per_rank": 4, "row_counts": "agree"}],
+    "graph-safe": [SAFE, {**SAFE, "row_counts": "static"}, {**SAFE, "capacity_factor": "worst"}],
+    "finite": [{**FINITE, "capacity_factor": 1}, {**FINITE, "capacity_factor": 1.0}],
+    "finite pairs": [
+        {**FINITE, "backend": {"name": "alltoall", "pair_rows": 1}},
+        {**FINITE, "backend": {"name": "alltoall", "pair_rows": 1.0}},
+    ],
+    "drop": [{**SAFE, "capacity_factor": 1, "on_overflow": "drop"}],
+    "debug": [{"debug": True}],
+    "overrides": [{"constraints": {"max_rows": 64}}, {"constraints": ConstraintOverrides(max_rows=64)}],
+    "other overrides": [{"constraints": {"max_rows": 65}}],
+    "sizes": [
+        {"constraints": {"group_sizes": [1, 2]}},
+        {"constraints": {"group_sizes": (1, 2)}},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_configs_that_mean_the_same_are_equal(name: str) -> None:
+    one, *others = (DispatcherConfig(**{**SIZES, **fields}) for fields in MEANINGS[name])
+    for other in (one.replace(), *others):
+        assert other == one
+        assert (hash(other), other.digest, other.canonical) == (hash(one), one.digest, one.canonical)
+    assert len({one, *others}) == 1
+
+
+def test_configs_that_differ_are_not_equal() -> None:
+    configs = [DispatcherConfig(**{**SIZES, **fields[0]}) for fields in MEANINGS.values()]
+    for one, other in itertools.combinations(configs, 2):
+        assert one != other
+    assert len({config.digest for config in configs}) == len(configs)
+    assert configs[0] != "auto"
+
+
+def test_what_the_caller_changes_later_does_not_count() -> None:
+    options = {"name": "alltoall", "reduction": "fast"}
+    config = DispatcherConfig(**SIZES, backend=options)
+    options["reduction"] = "exact"
+    assert config == DispatcherConfig(**SIZES, backend="alltoall")
+
+
+def test_a_copy_is_validated_and_has_a_digest_of_its_own() -> None:
+    config = DispatcherConfig(**SIZES, backend="alltoall", constraints=ConstraintOverrides(max_rows=7))
+    before = config.digest, config.canonical, config.backend_options  # each is kept once it was asked for
+    copied = config.model_copy(update={"top_k": 3, "backend": "local"})
+    assert (copied.top_k, copied.backend_name, copied.constraints.max_rows) == (3, "local", 7)
+    assert copied == DispatcherConfig(**{**SIZES, "top_k": 3}, backend="local", constraints={"max_rows": 7})
+    assert copied.digest != config.digest
+    assert copied.canonical["top_k"] == 3
+    assert (config.digest, config.canonical, config.backend_options) == before
+    assert config.model_copy() == config.model_copy(deep=True) == config
+
+
+@pytest.mark.parametrize(
+    ("update", "told"),
+    [
+        ({"top_k": 9}, r"top_k \(9\) must not exceed num_experts \(8\)"),
+        ({"capacity": 3}, "capacity: Extra inputs are not permitted"),
+        ({"hidden_size": "64"}, "hidden_size: .*valid integer"),
+        ({"backend": "alltoal"}, "Unknown backend 'alltoal'"),
+    ],
+)
+def test_a_copy_that_cannot_work_is_refused(update: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        DispatcherConfig(**SIZES).model_copy(update=update)

@@ -1,0 +1,146 @@
+"""``raise_alike``, the one way in which ranks raise together: who raises what, and what the ranks agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_dispatch.communication import Communicator, canonical_json, raise_alike
+from moe_dispatch.errors import ConfigError, InputError, PeerError
+from tests.dispatchers.layer import Group, outcomes, raises_everywhere
+
+FACTS: dict[str, Any] = {"dtypes": ["bfloat16"], "rows": 64, "options": {"name": "alltoall", "factor": 1}}
+
+
+def _entered(size: int, *by_rank: dict[str, Any], seconds: float = 10) -> list[Any]:
+    """What ``raise_alike`` returned or raised on each rank, given ``by_rank``; the last entry is for all ranks left."""
+
+    def body(group: Group) -> list[int]:
+        assert group is not None
+        given = {"problem": None, **by_rank[min(group.rank(), len(by_rank) - 1)]}
+        return raise_alike(Communicator(group), given.pop("problem"), label="test", **given)
+
+    return outcomes(body, size, seconds=seconds)
+
+
+def test_values_come_back_as_their_maxima() -> None:
+    assert _entered(3, {"values": [3, -7]}, {"values": [5, -9]}, {"values": [4, -8]}) == [[5, -7]] * 3
+
+
+def test_nothing_to_tell() -> None:
+    assert _entered(3, {}) == [[]] * 3
+    assert _entered(3, {"facts": FACTS}) == [[]] * 3
+
+
+def test_one_rank_alone() -> None:
+    problem = InputError("x is wrong.")
+    assert raise_alike(Communicator(None), None, values=[2, 3], facts=FACTS, label="test") == [2, 3]
+    with pytest.raises(InputError) as caught:
+        raise_alike(Communicator(None), problem, label="test")
+    assert caught.value is problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [
+        (InputError("x is wrong. Mend it."), "x is wrong. Mend it."),
+        (RuntimeError("no luck"), "RuntimeError: no luck"),
+        (KeyError(), "KeyError: no text"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("facts", [None, FACTS], ids=["no facts", "facts"])
+def test_the_rank_with_a_problem_raises_it_and_its_peers_name_it(
+    problem: Exception, told: str, facts: dict[str, Any] | None
+) -> None:
+    alike = {"values": [1], "facts": facts}
+    results = _entered(3, alike, {**alike, "problem": problem}, alike)
+    assert results[1] is problem
+    assert not getattr(problem, "__notes__", [])
+    for peer in (results[0], results[2]):
+        assert (type(peer), str(peer)) == (PeerError, f"rank 1 refused: {told}")
+
+
+def test_every_problem_is_told() -> None:
+    results = _entered(3, {"problem": InputError("first.")}, {}, {"problem": InputError("third.")})
+    assert [str(result) for result in results] == ["first.", "rank 0 refused: first.; rank 2 refused: third.", "third."]
+    assert [type(result) for result in results] == [InputError, PeerError, InputError]
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({**FACTS, "rows": 32}, "Ranks disagree on rows: rank 0 has 64, rank 2 has 32. Give every rank the same"),
+        ({**FACTS, "dtypes": []}, "Ranks disagree on dtypes: rank 0 has ['bfloat16'], rank 2 has []."),
+        ({**FACTS, "options": {"name": "alltoall", "factor": 1.5}}, "Ranks disagree on options: rank 0 has {'name'"),
+        ({}, "Ranks disagree on dtypes: rank 0 has ['bfloat16'], rank 2 has nothing."),
+        ({**FACTS, "newer": 3}, "Ranks disagree on newer: rank 0 has nothing, rank 2 has 3."),
+        ({**FACTS, "newer": None}, "Ranks disagree on newer: rank 0 has nothing, rank 2 has None."),
+    ],
+)
+def test_facts_that_differ_are_named_with_both_values_on_every_rank(other: dict[str, Any], told: str) -> None:
+    results = _entered(3, {"facts": FACTS}, {"facts": FACTS}, {"facts": other})
+    raises_everywhere(results, ConfigError, told)
+    assert len({str(result) for result in results}) == 1
+
+
+def test_a_problem_comes_before_facts_that_differ() -> None:
+    problem = InputError("x is wrong.")
+    results = _entered(2, {"facts": FACTS}, {"facts": {}, "problem": problem})
+    raises_everywhere(results[:1], PeerError, "rank 1 refused: x is wrong.")
+    assert results[1] is problem
+
+
+def test_equal_facts_may_be_written_differently() -> None:
+    other = {"options": {"factor": 1.0, "name": "alltoall"}, "rows": 64, "dtypes": ("bfloat16",)}
+    assert _entered(2, {"facts": FACTS}, {"facts": other}) == [[]] * 2
+
+
+@pytest.mark.parametrize("group_fails_in", ["max", "gather_json"])
+def test_a_rank_that_cannot_tell_its_peers_raises_its_own_error(
+    group_fails_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(Communicator, group_fails_in, broken)
+    problem = InputError("x is wrong.")
+    with pytest.raises(InputError) as caught:
+        raise_alike(Communicator(None), problem, label="test")
+    assert caught.value is problem
+    assert problem.__notes__ == ["The other ranks were not told: Connection closed by peer"]
+    assert problem.__suppress_context__
+
+
+def test_a_peer_that_left() -> None:
+    problem = InputError("x is wrong.")
+
+    def body(group: Group) -> None:
+        assert group is not None
+        if group.rank() < 2:
+            raise_alike(Communicator(group), problem if group.rank() == 0 else None, label="test")
+
+    mine, peer, absent = outcomes(body, 3, seconds=1)
+    assert mine is problem
+    assert mine.__notes__[0].startswith("The other ranks were not told: ")
+    assert isinstance(peer, RuntimeError)
+    assert not isinstance(peer, PeerError), "it heard of nothing, so it must not say that a rank refused"
+    assert absent is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+        ({"a": 1}, {"a": 1.0}, True),
+        ({"a": [1, {"b": 2.0}]}, {"a": (1.0, {"b": 2})}, True),
+        ({"a": 1}, {"a": 1.5}, False),
+        ({"a": 1}, {"a": "1"}, False),
+        ({"a": True}, {"a": 1}, False),
+        ({"a": None}, {}, False),
+        ([1, 2], [2, 1], False),
+    ],
+)
+def test_canonical_json(one: Any, other: Any, equal: bool) -> None:
+    assert (canonical_json(one) == canonical_json(other)) == equal
