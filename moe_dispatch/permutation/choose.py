@@ -1,4 +1,4 @@
-"""Permutations by name."""
+"""The implementations of the one-rank reorder by name."""
 
 from __future__ import annotations
 
@@ -21,30 +21,36 @@ _CLASSES: dict[str, type[Permutation]] = {
 
 
 def known_permutations() -> list[str]:
-    """Every name but "auto"; the reference first."""
+    """List every name except "auto"; the reference comes first."""
     return list(_CLASSES)
 
 
 def probe_permutation(name: str, device_type: str) -> Usable | Rejected:
-    """Whether a known permutation can move rows on devices of this type; imports what it needs. Never raises."""
+    """Tell whether a known permutation can move rows on devices of this type. Never raises."""
     return _CLASSES[name].probe(device_type)
 
 
 @cache
 def choose_permutation(name: str, device_type: str) -> Permutation:
-    """The permutation of a config; the same object each time, for they hold nothing of a call.
+    """Return the permutation that a config names. It is the same object each time, because it holds no call's state.
 
     Args:
-        name: one of ``known_permutations``, honoured or refused; "auto" is Triton on CUDA devices where it can be used,
-            else torch.
-        device_type: of the rows it is to move.
+        name: One of ``known_permutations``, which is honoured or refused; or "auto": Triton on CUDA devices if it can
+            be used, else torch.
+        device_type: Type of the device of the rows.
 
     Raises:
-        ConfigError: no such name.
-        BackendUnavailableError: it cannot be used here, and why.
+        ConfigError: There is no such name.
+        BackendUnavailableError: It cannot be used here; the text says why.
     """
     if name == "auto":
-        return _best(device_type)
+        if device_type == "cpu":
+            return TorchPermutation()
+        verdict = probe_permutation("triton", device_type)
+        if isinstance(verdict, Usable):
+            return TritonPermutation()
+        logger.warning("permutation=\"auto\": using 'torch'. Not triton: %s.", verdict.reason)
+        return TorchPermutation()
     if name not in _CLASSES:
         near = difflib.get_close_matches(name, _CLASSES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -57,14 +63,3 @@ def choose_permutation(name: str, device_type: str) -> Permutation:
             f"Repair that, or choose one of: auto, {', '.join(usable)}."
         )
     return _CLASSES[name]()
-
-
-def _best(device_type: str) -> Permutation:
-    """What "auto" means; off the CPU it says why where that is not Triton, once."""
-    if device_type == "cpu":
-        return TorchPermutation()
-    verdict = TritonPermutation.probe(device_type)
-    if isinstance(verdict, Rejected):
-        logger.warning("permutation=\"auto\": using 'torch'. Not triton: %s.", verdict.reason)
-        return TorchPermutation()
-    return TritonPermutation()

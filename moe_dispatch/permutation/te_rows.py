@@ -1,42 +1,60 @@
-"""Moving the rows of a one-rank reorder by transformer-engine's fused kernels; the one module that imports it.
+"""The one-rank reorder by the fused kernels of transformer-engine; the one module that imports it.
 
-Its public functions (``moe_permute_with_probs``, ``moe_permute_and_pad_with_probs``, ``moe_unpermute``) derive an index
-of their own from a boolean (row, expert) table in every call: with padding that is two host syncs, a row of weight 0
-arrives as zeros, a row cannot name a key twice, and a row's experts are summed from the last to the first. An index is
-what we have already, so it goes straight to the kernels beneath them,
-``transformer_engine.pytorch.triton.permutation``, which take it as a table of positions and leave autograd to us.
+The public functions of transformer-engine (``moe_permute_with_probs``, ``moe_permute_and_pad_with_probs``,
+``moe_unpermute``) derive an index of their own from a boolean (row, expert) table in every call. With padding that
+costs two host syncs, a row of weight 0 arrives as zeros, a row cannot name a key twice, and the experts of a row are
+summed from the last to the first. We have an index already, so we call the kernels beneath those functions, in
+``transformer_engine.pytorch.triton.permutation``. They take a table of positions and leave autograd to us.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from typing import final
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch.errors import BackendUnavailableError
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.index import SlotIndex
-from moe_dispatch.permutation.rows import TorchPermutation, _clear_padding
-from moe_dispatch.permutation.te_kernels import FusedKernels, kernels_of, layout_problem, row_map
+from moe_dispatch.permutation.rows import TorchPermutation, clear_padding
 from moe_dispatch.probing import Rejected, Usable, import_whole
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+# Arguments by function. From 2.10.0 to 2.20.2 they are the same, except that 2.12 added pad_offsets, which we do not
+# need: the positions in our table include the padding.
+_ARGUMENTS = {
+    "make_row_id_map": "routing_map num_tokens num_experts",
+    "permute_with_mask_map": (
+        "inp row_id_map probs scale num_tokens num_experts num_out_tokens hidden_size scale_hidden_dim"
+    ),
+    "unpermute_with_mask_map": "inp row_id_map merging_probs permuted_probs num_tokens num_experts hidden_size",
+    "unpermute_with_mask_map_bwd_with_merging_probs": (
+        "fwd_output_grad row_id_map fwd_input merging_probs num_tokens num_experts num_out_tokens hidden_size"
+    ),
+}
+_ORDERS_ZEROING = (2, 20)
 
 
 @final
 class TransformerEnginePermutation(Permutation):
-    """Kernels of transformer-engine where they do what we promise, the torch implementation elsewhere.
+    """The reorder by transformer-engine's kernels where they do what we promise, and by torch elsewhere.
 
-    - ``expand``, ``reduce``: theirs. Sums are in slot order, accumulated in float32 and rounded once, into a tensor
-      that is then copied into ``out``.
-    - ``expand_weighted`` with the gradient of weights: theirs from 2.20 on; before, a program's zeroing of that
-      gradient is not ordered before its writing. Their dot products are added in blocks whose size is tuned by timing
-      in every process, so the gradient of weights may differ in its last bits from run to run. Hence torch's where
+    - ``expand`` and ``reduce`` use the kernels. Sums are in slot order, accumulated in float32 and rounded once, to a
+      tensor that is then copied to ``out``.
+    - ``expand_weighted`` with the gradient of the weights uses the kernel from 2.20 on. Before, a program's zeroing of
+      that gradient was not ordered before its writing. The kernel adds dot products in blocks whose size is tuned by
+      timing in every process, so the last bits of the gradient may differ from run to run. So torch computes it if
       ``torch.use_deterministic_algorithms(True)`` is set.
-    - torch's: everything with float64 (theirs accumulate in float32); sums into another dtype than the rows' (theirs
-      round into that first); weighted gradients without the gradient of weights, ``sum_bags`` and ``gather`` (there are
-      no kernels); no rows at all.
+    - Torch does the rest: float64 (the kernels accumulate in float32), sums into another dtype than that of the rows
+      (the kernels round to that dtype first), weighted gradients without the gradient of the weights, ``sum_bags`` and
+      ``gather`` (there are no kernels), and an index without rows.
 
     Cost: about ten small torch operations per call to write the table of positions, int32 (S, 2K+1).
     """
@@ -56,9 +74,7 @@ class TransformerEnginePermutation(Permutation):
         try:
             kernels = _load()
             problem = layout_problem(kernels, torch.device(device_type))
-        except (
-            Exception
-        ) as error:  # also AssertionError, FileNotFoundError and OSError, where CUDA libraries are missing
+        except Exception as error:  # missing CUDA libraries raise AssertionError, FileNotFoundError or OSError
             return Rejected(f"loading transformer-engine raised {type(error).__name__}: {error}".rstrip("."))
         return Usable(version=kernels.version) if problem is None else Rejected(problem)
 
@@ -66,11 +82,11 @@ class TransformerEnginePermutation(Permutation):
         self._torch.gather(rows, source, out)
 
     def expand(self, rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
-        if dtype not in _DTYPES or not _has_pairs(index):
+        if dtype not in _DTYPES or not _has_rows(index):
             return self._torch.expand(rows_SD, index, dtype)
-        with torch.cuda.device_of(rows_SD):  # theirs allocate on the current device
+        with torch.cuda.device_of(rows_SD):  # the kernels allocate on the current device
             out = self._kernels.permute(rows_SD.to(dtype), row_map(index), index.num_grouped)
-        return _clear_padding(out, index)
+        return clear_padding(out, index)
 
     def expand_weighted(
         self,
@@ -82,15 +98,17 @@ class TransformerEnginePermutation(Permutation):
     ) -> tuple[Tensor, Tensor | None]:
         if weights_R is None:
             return self.expand(rows_SD, index, dtype), None
-        if partners_RD is None or not self._can_expand_weighted(rows_SD, index, dtype):
+        widens = torch.promote_types(rows_SD.dtype, dtype) == dtype  # narrowing would round before the product
+        promised = self._kernels.orders_zeroing and not torch.are_deterministic_algorithms_enabled()
+        if partners_RD is None or not (widens and promised and dtype in _DTYPES and _has_rows(index)):
             return self._torch.expand_weighted(rows_SD, index, weights_R, partners_RD, dtype)
         weights_SK = index.to_slots(weights_R.float())
         with torch.cuda.device_of(rows_SD):
             out, dots_SK = self._kernels.unpermute_backward(rows_SD.to(dtype), row_map(index), partners_RD, weights_SK)
-        return _clear_padding(out, index), index.to_grouped(dots_SK).to(weights_R.dtype)
+        return clear_padding(out, index), index.to_grouped(dots_SK).to(weights_R.dtype)
 
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
-        if rows_RD.dtype not in _DTYPES or rows_RD.dtype != out.dtype or not _has_pairs(index):
+        if rows_RD.dtype not in _DTYPES or rows_RD.dtype != out.dtype or not _has_rows(index):
             self._torch.reduce(rows_RD, index, weights_R, out)
             return
         weights_SK = None if weights_R is None else index.to_slots(weights_R.float())
@@ -100,10 +118,69 @@ class TransformerEnginePermutation(Permutation):
     def sum_bags(self, rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
         self._torch.sum_bags(rows, members_N, cu_S, weights_N, out)
 
-    def _can_expand_weighted(self, rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> bool:
-        widens = torch.promote_types(rows_SD.dtype, dtype) == dtype  # narrowing would round before the product
-        promised = self._kernels.orders_zeroing and not torch.are_deterministic_algorithms_enabled()
-        return widens and promised and dtype in _DTYPES and _has_pairs(index)
+
+def _has_rows(index: SlotIndex) -> bool:
+    return index.byrow_N.shape[0] > 0
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedKernels:
+    """Functions of transformer-engine, called alike in every version. ``kernels_of`` makes it.
+
+    In its methods ``map_SM`` is the table that ``row_map`` makes.
+
+    Attributes:
+        version: Version of the library.
+        functions: The functions by name; ``pad_offsets`` is bound if a function has it.
+    """
+
+    version: str
+    functions: dict[str, Callable[..., Any]]
+
+    @property
+    def orders_zeroing(self) -> bool:
+        """Whether a program zeroes the gradient of weights before any of its warps writes to it: 2.20 and later."""
+        numbers = re.match(r"(\d+)\.(\d+)", self.version)
+        return numbers is not None and tuple(map(int, numbers.groups())) >= _ORDERS_ZEROING
+
+    def permute(self, rows_SD: Tensor, map_SM: Tensor, num_grouped: int) -> Tensor:
+        """Return the grouped rows, (R, D); padding holds anything."""
+        rows_RD: Tensor = self.functions["permute_with_mask_map"](
+            inp=rows_SD,
+            probs=None,
+            scale=None,
+            num_out_tokens=num_grouped,
+            scale_hidden_dim=None,
+            **_sizes(map_SM, rows_SD),
+        )[0]
+        return rows_RD
+
+    def unpermute(self, rows_RD: Tensor, map_SM: Tensor, weights_SK: Tensor | None) -> Tensor:
+        """Return the sums, (S, D): in the order of the map, in float32, rounded once to the dtype of the rows."""
+        sums_SD: Tensor = self.functions["unpermute_with_mask_map"](
+            inp=rows_RD, merging_probs=weights_SK, permuted_probs=None, **_sizes(map_SM, rows_RD)
+        )[0]
+        return sums_SD
+
+    def unpermute_backward(
+        self, grad_SD: Tensor, map_SM: Tensor, rows_RD: Tensor, weights_SK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the rows, (R, D) whose padding holds anything, and of the weights, (S, K)."""
+        grad_RD, grad_SK = self.functions["unpermute_with_mask_map_bwd_with_merging_probs"](
+            fwd_output_grad=grad_SD,
+            fwd_input=rows_RD,
+            merging_probs=weights_SK,
+            num_out_tokens=rows_RD.shape[0],
+            **_sizes(map_SM, grad_SD),
+        )
+        return grad_RD, grad_SK
+
+
+def _sizes(map_SM: Tensor, rows: Tensor) -> dict[str, Any]:
+    """Return the shared arguments. The kernels index weights by expert; we give them K columns, one for each k."""
+    num_rows, top_k = map_SM.shape[0], map_SM.shape[1] // 2
+    return {"row_id_map": map_SM, "num_tokens": num_rows, "num_experts": top_k, "hidden_size": rows.shape[1]}
 
 
 def _load() -> FusedKernels:
@@ -111,5 +188,60 @@ def _load() -> FusedKernels:
     return kernels_of(module, str(sys.modules["transformer_engine"].__version__))
 
 
-def _has_pairs(index: SlotIndex) -> bool:
-    return index.byrow_N.shape[0] > 0
+def kernels_of(module: Any, version: str) -> FusedKernels:
+    """Look up the functions of ``transformer_engine.pytorch.triton.permutation``.
+
+    Raises:
+        BackendUnavailableError: A function is missing, or takes other arguments than in the versions we know.
+    """
+    functions: dict[str, Callable[..., Any]] = {}
+    for name, known in _ARGUMENTS.items():
+        function: Any = getattr(module, name, None)
+        takes = set() if function is None else {*inspect.signature(function).parameters}
+        if takes - {"pad_offsets"} != {*known.split()}:
+            raise BackendUnavailableError(
+                f"transformer-engine {version}: {name} must take ({known.replace(' ', ', ')}), "
+                f"got ({', '.join(sorted(takes))}). Install a version from 2.10 to 2.20."
+            )
+        functions[name] = partial(function, pad_offsets=None) if "pad_offsets" in takes else function
+    return FusedKernels(version=version, functions=functions)
+
+
+def row_map(index: SlotIndex) -> Tensor:
+    """Make the table of positions that the kernels read, int32 (S, 2K+1).
+
+    A row of n slots that have a key has their n grouped positions from column 0 on, their n values of k from column K
+    on, and n in the last column. The kernels add in this order. They do not read the other columns.
+    """
+    top_k, device = index.top_k, index.byrow_N.device
+    width = 2 * top_k + 1
+    slot_SK = torch.arange(index.num_rows * top_k, device=device).view(-1, top_k)
+    slot_N = index.in_row_order(slot_SK)
+    row_N = slot_N.div(top_k, rounding_mode="floor")
+    column_N = torch.arange(len(slot_N), device=device) - index.cu_S.index_select(0, row_N)
+    first_N = row_N * width + column_N
+    table = torch.zeros(index.num_rows * width, dtype=torch.int32, device=device)
+    table.index_copy_(0, first_N, index.byrow_N.int())
+    table.index_copy_(0, first_N + top_k, (slot_N - row_N * top_k).int())
+    table[width - 1 :: width] = index.cu_S.diff()
+    return table.view(-1, width)
+
+
+def layout_problem(kernels: FusedKernels, device: torch.device) -> str | None:
+    """Compare the table that transformer-engine makes for an example with the layout of ``row_map``.
+
+    Returns:
+        What is wrong with the table; None if nothing is.
+
+    Cost: three small kernels and a host sync.
+    """
+    routing_SE = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]], dtype=torch.int32, device=device)
+    table: Tensor = kernels.functions["make_row_id_map"](routing_map=routing_SE, num_tokens=3, num_experts=3)
+    expected: list[dict[int, int]] = [{0: 0, 2: 3}, {}, {0: 1, 1: 2}]  # for each row: expert -> position
+    found: list[dict[int, int]] = []
+    for row in table.tolist():
+        count = row[-1] if len(row) == 7 else 0
+        found.append(dict(zip(row[3 : 3 + count], row[:count], strict=True)))
+    if found == expected:
+        return None
+    return f"transformer-engine {kernels.version}: its table of positions must hold {expected}, got {table.tolist()}"

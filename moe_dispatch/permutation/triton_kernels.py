@@ -1,8 +1,8 @@
-"""Triton kernels of the one-rank reorder, and how they are launched. The one module that imports triton.
+"""Triton kernels of the one-rank reorder, and their launchers. The one module that imports triton.
 
-A program handles a block of columns of one row, or a whole row where it sums along it. No atomics, and no tuning at run
-time: which numbers are added in which order depends on shapes alone, so every run gives the same bits. Offsets are 64
-bits wide. What a mask leaves out is never read.
+A program handles a block of columns of one row, or a whole row if it sums along the row. There are no atomics and no
+tuning at run time: the order of additions depends on shapes alone, so every run gives the same bits. Offsets are 64
+bits wide. Masked elements are never read.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -13,15 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_dispatch.permutation.base import accumulation_dtype
+
 VERSION: str = triton.__version__
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# Columns that a program handles at once: of 16-bit numbers, one access of 16 bytes to each lane of eight warps.
+# The most columns that a program handles at once. For 16-bit numbers, each lane of eight warps accesses 16 bytes.
 _MAX_BLOCK = 2048
 
 
 @triton.jit
 def _rounded(values, out):
-    """As ``out`` holds them; from float64 by way of float32, as torch does it and as 16-bit types need it."""
+    """Round to the dtype of ``out``; float64 goes through float32, as in torch and as 16-bit types need it."""
     if values.dtype == tl.float64 and out.dtype.element_ty != tl.float64:
         values = values.to(tl.float32)
     return values.to(out.dtype.element_ty)
@@ -104,7 +106,7 @@ def sum_bags_kernel(
     tl.store(out + at * out_stride + columns * out_step, _rounded(total, out), mask=inside)
 
 
-@torch.compiler.disable  # what compiles a model cannot trace the choice of a device, nor Triton's interpreter
+@torch.compiler.disable  # torch.compile can trace neither the choice of a device nor the interpreter of Triton
 def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
     """Launch ``gather_kernel``: rows (S, D), source int64 (n,), out (n, D)."""
     if out.numel():
@@ -121,7 +123,6 @@ def gather_weighted(
     weights: Tensor,
     out: Tensor,
     *,
-    accumulate: torch.dtype,
     partners: Tensor | None = None,
     dots: Tensor | None = None,
 ) -> None:
@@ -133,15 +134,13 @@ def gather_weighted(
                 *rows.stride(),
                 *((0, 0) if partners is None else partners.stride()),
                 out.stride(0),
-                accumulate=_dtype(accumulate),
+                accumulate=_accumulation(out),
                 **_by_width(out.shape[1]),
             )
 
 
 @torch.compiler.disable
-def sum_bags(
-    rows: Tensor, members: Tensor, edges: Tensor, weights: Tensor | None, out: Tensor, *, accumulate: torch.dtype
-) -> None:
+def sum_bags(rows: Tensor, members: Tensor, edges: Tensor, weights: Tensor | None, out: Tensor) -> None:
     """Launch ``sum_bags_kernel``: rows (n, at least D), members int64 (N,), edges int64 (S+1,), out (S, D)."""
     if out.numel():
         weights = None if weights is None else weights.contiguous()
@@ -150,7 +149,7 @@ def sum_bags(
                 *(rows, members.contiguous(), edges.contiguous(), weights, out, out.shape[1]),
                 *rows.stride(),
                 *out.stride(),
-                accumulate=_dtype(accumulate),
+                accumulate=_accumulation(rows, out),
                 **_by_width(out.shape[1]),
             )
 
@@ -165,5 +164,6 @@ def _by_width(width: int) -> dict[str, int]:
     return {"block": block, "num_warps": max(1, block // 256)}
 
 
-def _dtype(dtype: torch.dtype) -> tl.dtype:
+def _accumulation(*tensors: Tensor) -> tl.dtype:
+    dtype = accumulation_dtype(*(tensor.dtype for tensor in tensors))
     return tl.float64 if dtype == torch.float64 else tl.float32

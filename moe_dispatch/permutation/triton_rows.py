@@ -1,4 +1,4 @@
-"""Moving the rows of a one-rank reorder by our Triton kernels: each operation is one pass over its rows."""
+"""The one-rank reorder by our Triton kernels: each operation is one pass over its rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.permutation.base import Permutation
-from moe_dispatch.permutation.blocks import accumulation_dtype
+from moe_dispatch.permutation.base import Permutation, accumulation_dtype
 from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.permutation.rows import as_words
 from moe_dispatch.probing import Rejected, Usable, import_whole
@@ -18,12 +17,12 @@ _OLDEST_CAPABILITY = (8, 0)  # the first that computes with bfloat16, and the fi
 
 @final
 class TritonPermutation(Permutation):
-    """Kernels of ours. No temporary memory but an index of R and one of N; nothing tuned at run time.
+    """The reorder by our kernels. Temporary memory is one index of R and one of N; nothing is tuned at run time.
 
-    Results equal the torch implementation's in every bit in copies, gradients of rows and unweighted sums, but that
-    torch's sums of bfloat16 on the CPU round a tie away from zero, here as everywhere to even. They differ in the last
-    bits of the accumulation dtype in weighted sums (one fused multiply-add to each term here; torch's depends on the
-    device) and in gradients of weights (torch adds along a row in another order).
+    Copies, gradients of rows and unweighted sums equal the torch implementation in every bit, with one exception: the
+    CPU sums of torch round a tie in bfloat16 away from zero, ours round it to even. Weighted sums differ in the last
+    bits of the accumulation dtype: ours use one fused multiply-add per term, the arithmetic of torch depends on the
+    device. Gradients of weights differ likewise, because torch adds along a row in another order.
     """
 
     name = "triton"
@@ -37,13 +36,17 @@ class TritonPermutation(Permutation):
             kernels = _load()
         except Exception as error:  # whatever a broken installation raises
             return Rejected(f"importing triton raised {type(error).__name__}: {error}".rstrip("."))
-        if device_type == "cuda":
-            problem = _problem_of_device()
-        elif device_type == "cpu" and kernels.INTERPRETED:
-            problem = None
-        else:
-            problem = f"Triton's kernels run on CUDA devices, and on the CPU in its interpreter, got {device_type!r}"
-        return Usable(version=kernels.VERSION) if problem is None else Rejected(problem)
+        if device_type == "cpu" and kernels.INTERPRETED:
+            return Usable(version=kernels.VERSION)
+        if device_type != "cuda":
+            where = "on CUDA devices, and on the CPU in its interpreter"
+            return Rejected(f"Triton's kernels run {where}, got {device_type!r}")
+        if not torch.cuda.is_available():
+            return Rejected("torch sees no CUDA device")
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < _OLDEST_CAPABILITY:
+            return Rejected(f"compute capability 8.0 or later is needed, got {major}.{minor}")
+        return Usable(version=kernels.VERSION)
 
     def gather(self, rows: Tensor, source: Tensor, out: Tensor) -> None:
         if rows.dtype == out.dtype:
@@ -68,10 +71,7 @@ class TritonPermutation(Permutation):
         accumulate = accumulation_dtype(dtype)
         out = torch.empty(index.num_grouped, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
         dots = None if partners_RD is None else torch.empty(index.num_grouped, dtype=accumulate, device=out.device)
-        source = index.source_or_none()
-        self._kernels.gather_weighted(
-            rows_SD, source, weights_R, out, accumulate=accumulate, partners=partners_RD, dots=dots
-        )
+        self._kernels.gather_weighted(rows_SD, index.source_or_none(), weights_R, out, partners=partners_RD, dots=dots)
         return out, None if dots is None else dots.to(weights_R.dtype)
 
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
@@ -79,18 +79,8 @@ class TritonPermutation(Permutation):
         self.sum_bags(rows_RD, index.byrow_N, index.cu_S, weights_N, out)
 
     def sum_bags(self, rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
-        accumulate = accumulation_dtype(torch.promote_types(rows.dtype, out.dtype))
-        self._kernels.sum_bags(rows, members_N, cu_S, weights_N, out, accumulate=accumulate)
+        self._kernels.sum_bags(rows, members_N, cu_S, weights_N, out)
 
 
 def _load() -> Any:
     return import_whole("moe_dispatch.permutation.triton_kernels", "triton")
-
-
-def _problem_of_device() -> str | None:
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < _OLDEST_CAPABILITY:
-        return f"compute capability 8.0 or later is needed, got {capability[0]}.{capability[1]}"
-    return None

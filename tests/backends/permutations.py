@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from moe_dispatch.permutation import Permutation, TorchPermutation
-from moe_dispatch.permutation.te_kernels import kernels_of
-from moe_dispatch.permutation.te_rows import TransformerEnginePermutation
+from moe_dispatch.permutation.te_rows import TransformerEnginePermutation, kernels_of
 from moe_dispatch.permutation.triton_rows import TritonPermutation
 from tests.backends.te_stand_in import VERSIONS, stand_in
 

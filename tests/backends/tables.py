@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.permutation import Permutation, SlotIndex, StaticIndex, group_slots, group_statically
+from moe_dispatch.permutation import Permutation, SlotIndex, group_slots, group_statically
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -83,7 +83,7 @@ def static_index(
     weights: Tensor | None = None,
     dtype: torch.dtype = torch.int64,
     slack: int = 0,
-) -> StaticIndex:
+) -> SlotIndex:
     """The table's index of fixed size: room for what it needs and ``slack``, or for any ``rows`` of it."""
     size = max(len(table.grouped()) + slack, 1)
     if rows is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.permutation import TorchPermutation, blocks
+from moe_dispatch.permutation import TorchPermutation, bags
 from moe_dispatch.permutation.bags import sum_by_columns
 from moe_dispatch.permutation.rows import as_words
 from tests.backends.tables import EXAMPLE, FLOATS, many_slots, reduced, rows_of
@@ -28,7 +28,7 @@ def passes(dtype: torch.dtype) -> list[Tensor]:
 def test_blocks_change_no_bit(dtype: torch.dtype, rows_per_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     whole = passes(dtype)
-    monkeypatch.setattr(blocks, "CPU_BLOCK_BYTES", 4 * 6 * rows_per_block)
+    monkeypatch.setattr(bags, "CPU_BLOCK_BYTES", 4 * 6 * rows_per_block)
     torch.manual_seed(0)
     assert all(map(torch.equal, passes(dtype), whole))
 
@@ -46,7 +46,7 @@ def test_sums_by_columns_are_those_by_rows(
     weights_N = torch.rand(num_members, generator=torch.Generator().manual_seed(1)) if weighted else None
     by_rows, by_columns = torch.empty(2, 40, 6, dtype=dtype)
     TORCH.sum_bags(packets, members_N, index.cu_S, weights_N, by_rows)
-    monkeypatch.setattr(blocks, "CPU_BLOCK_BYTES", 4 * num_members * columns)
+    monkeypatch.setattr(bags, "CPU_BLOCK_BYTES", 4 * num_members * columns)
     sum_by_columns(packets[:, :6], members_N, index.cu_S, weights_N, by_columns)
     torch.testing.assert_close(by_columns, by_rows, rtol=torch.finfo(dtype).eps, atol=1e-6)
     contiguous = torch.empty_like(by_columns)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
-from moe_dispatch.permutation import group_slots, round_up
-from tests.backends.tables import EXAMPLE, Table, tables
+from moe_dispatch.permutation import SlotIndex, group_slots, round_up
+from tests.backends.tables import EXAMPLE, Table, static_index, tables
 
 NAN = float("nan")
+CPU = torch.device("cpu")
+COUNTS = {"counts", "real_L", "padded_L", "needed"}
 FIXED = settings(max_examples=120, deadline=None, derandomize=True)
 
 
@@ -62,6 +65,75 @@ def test_values_to_grouped_and_back(table: Table) -> None:
     back_SK = table.index.to_slots(poisoned_R)
     assert torch.equal(back_SK, torch.where(table.has_no_key, 0, values_SK))
     assert torch.equal(table.index.in_row_order(values_SK), values_SK[~table.has_no_key])
+
+
+def test_example_of_the_docstring() -> None:
+    index = group_slots(torch.tensor([[1, 0], [-1, 1]]), [1, 2], 2)
+    assert index.place_N is not None
+    assert index.padding is not None
+    assert index.source_R.tolist() == [0, 0, 0, 1]
+    assert index.slot_N.tolist() == [1, 0, 3]
+    assert index.place_N.tolist() == [0, 2, 3]
+    assert index.byrow_N.tolist() == [2, 0, 3]
+    assert index.cu_S.tolist() == [0, 2, 3]
+    assert index.padding.tolist() == [1]
+
+
+@FIXED
+@given(tables())
+def test_counts_of_keys(table: Table) -> None:
+    padded = [round_up(count, table.multiple) for count in table.counts]
+    for given_L in (None, torch.tensor(table.counts)):
+        index = group_slots(table.tensor, table.counts, table.multiple, real_L=given_L)
+        real_L, padded_L, on_the_host = index.tokens_per_key(CPU)
+        assert (real_L.tolist(), padded_L.tolist(), on_the_host) == (table.counts, padded, tuple(padded))
+        assert (padded_L is real_L) == (table.multiple == 1)
+        assert given_L is None or real_L is given_L
+
+
+@pytest.mark.parametrize("fixed_size", [False, True])
+@FIXED
+@given(tables())
+def test_index_from_its_tensors(fixed_size: bool, table: Table) -> None:
+    """It has the tables of the index and no counts. No table shares memory with another."""
+    assume(table.keys or not fixed_size)
+    index = static_index(table, slack=2) if fixed_size else table.index
+    given_tensors = index.tensors()
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in given_tensors if tensor.numel()]
+    assert len({*addresses}) == len(addresses)
+    again = SlotIndex.from_tensors(given_tensors, index.top_k, index.pad_multiple, fixed_size=fixed_size)
+    assert again.fixed_size == index.fixed_size == fixed_size
+    for field in dataclasses.fields(SlotIndex):
+        found, expected = getattr(again, field.name), getattr(index, field.name)
+        if field.name in COUNTS:
+            assert found is None
+        else:
+            assert found is expected or (isinstance(found, int) and found == expected), field.name
+
+
+@pytest.mark.parametrize("num_rows", [None, 5])
+@pytest.mark.parametrize("pad_multiple", [1, 4])
+def test_blank_index_has_the_shapes(num_rows: int | None, pad_multiple: int) -> None:
+    """``new_size`` is called once for each size that the keys or the number of rows decide."""
+    table = Table([[0, 1], [1, 2], [-1, 2], [2, 0], [2, 3]], 2, 4, pad_multiple)
+    wanted = [tensor.shape for tensor in table.index.tensors()]
+    sizes = [6] * (num_rows is None) + [9] + [16, 7] * (pad_multiple > 1)
+    blank = SlotIndex.blank(num_rows, 2, pad_multiple, new_size=lambda: sizes.pop(0), device=CPU)
+    assert not sizes
+    assert [tensor.shape for tensor in blank.tensors()] == wanted
+    assert (blank.num_rows, blank.fixed_size) == (5, False)
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 4])
+def test_blank_index_of_fixed_size_has_the_shapes(pad_multiple: int) -> None:
+    made = static_index(Table([[0, 1], [1, 2], [-1, 2], [2, 0], [2, 3]], 2, 4, pad_multiple), slack=3)
+
+    def new_size() -> int:
+        raise AssertionError("all sizes are known")
+
+    blank = SlotIndex.blank(5, 2, pad_multiple, new_size=new_size, device=CPU, num_keys=4, buffer_rows=made.num_grouped)
+    assert [tensor.shape for tensor in blank.tensors()] == [tensor.shape for tensor in made.tensors()]
+    assert (blank.num_rows, blank.num_grouped, blank.fixed_size) == (5, made.num_grouped, True)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ import torch
 
 from moe_dispatch.errors import BackendUnavailableError
 from moe_dispatch.permutation import TorchPermutation, group_slots, te_rows
-from moe_dispatch.permutation.te_kernels import kernels_of, layout_problem, row_map
-from moe_dispatch.permutation.te_rows import TransformerEnginePermutation
+from moe_dispatch.permutation.te_rows import TransformerEnginePermutation, kernels_of, layout_problem, row_map
 from moe_dispatch.probing import Rejected, Usable
 from tests.backends.tables import EXAMPLE, FLOATS, rows_of
 from tests.backends.te_stand_in import RECORDED, VERSIONS, stand_in

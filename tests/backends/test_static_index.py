@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.permutation import StaticIndex, front, group_statically
-from moe_dispatch.permutation.static_index import heaviest
+from moe_dispatch.permutation import SlotIndex, front, group_statically
+from moe_dispatch.permutation.index import heaviest
 from tests.backends.tables import Table, static_index, tables
 
 NAN, INF = float("nan"), float("inf")
@@ -35,16 +35,23 @@ def test_static_index_begins_with_the_eager_one(dtype: torch.dtype, slack: int, 
     assert index.cu_S.tolist() == eager.cu_S.tolist()
     assert index.source_R.tolist() == eager.source_R.tolist() + [0] * slack
     assert index.source_or_none().tolist() == eager.source_or_none().tolist() + [-1] * slack
-    assert index.real_L.tolist() == table.counts
-    assert int(index.padded_L.sum()) == padded
-    assert int(index.needed) == real
+    real_L, padded_L, on_the_host = index.tokens_per_key(index.cu_S.device)
+    assert real_L.tolist() == table.counts
+    assert int(padded_L.sum()) == padded
+    assert on_the_host is None
+    assert needed(index) == real
     assert index.place_N is not None
     place = list(range(real)) if eager.place_N is None else eager.place_N.tolist()
     assert index.place_N.tolist() == place + [index.num_grouped] * (table.tensor.numel() - real)
     expect_valid(index)
 
 
-def expect_valid(index: StaticIndex) -> None:
+def needed(index: SlotIndex) -> int:
+    assert index.needed is not None
+    return int(index.needed)
+
+
+def expect_valid(index: SlotIndex) -> None:
     """What stands behind the real entries may be read by anyone who reads a whole buffer."""
     assert index.source_R.min() >= 0
     assert index.source_R.max() < index.num_rows
@@ -104,7 +111,7 @@ def test_what_is_dropped_has_no_key(case: tuple[Table, Tensor, int]) -> None:
     wanted = static_index(shorter, rows=room)
     for name in ("slot_N", "place_N", "byrow_N", "cu_S", "filled_R", "real_L", "padded_L"):
         assert getattr(index, name).tolist() == getattr(wanted, name).tolist(), name
-    assert int(index.needed) == sum(table.counts)
+    assert needed(index) == sum(table.counts)
 
 
 @FIXED
@@ -119,11 +126,11 @@ def test_ten_thousand_routings() -> None:
     """Needed is what a count says, and pairs are dropped exactly where that is more than there is room for."""
     generator = torch.Generator().manual_seed(0)
     keys, weights = torch.randint(-3, 6, (10_000, 3, 2), generator=generator), torch.rand(3, 2, generator=generator)
-    needed = ((keys >= 0) & (keys < 4)).flatten(1).sum(1).tolist()
+    wanted = ((keys >= 0) & (keys < 4)).flatten(1).sum(1).tolist()
     overflows = 0
-    for keys_SK, count in zip(keys, needed, strict=True):
+    for keys_SK, count in zip(keys, wanted, strict=True):
         index = group_statically(keys_SK, 4, rows=3, buffer_rows=3, pad_multiple=1, weights_SK=weights)
-        assert int(index.needed) == count
-        assert int(index.real_L.sum()) == min(count, 3)
+        assert needed(index) == count
+        assert int(index.tokens_per_key(index.cu_S.device)[0].sum()) == min(count, 3)
         overflows += count > 3
     assert 2_000 < overflows < 8_000
