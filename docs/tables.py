@@ -11,24 +11,23 @@ from typing import Any, get_args
 
 import torch
 
-from moe_dispatch.backends import Backend, Constraints, MoEShape, known_backends, load_backend
+from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_backends, load_backend
 from moe_dispatch.backends.base import WireDtype, listed_sizes
 from moe_dispatch.backends.capacity import capacity_of
 from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
 ROOT = Path(__file__).parent.parent
+_PACKAGE = "moe_dispatch.backends."
 # Constraints may depend on sizes; these are the table's example.
 SHAPE = MoEShape(num_experts=64, top_k=8, hidden_size=4096, ep_size=8, pad_multiple=1, ranks_per_node=8)
 
 
 def backends_table() -> str:
     """What each backend of this package needs and offers, from its ``Constraints`` and options."""
-    classes = [
-        cls for cls in map(load_backend, known_backends()) if cls.__module__.startswith("moe_dispatch.backends.")
-    ]
-    lines = [["", *(f"`{cls.name}`" for cls in classes)]]
+    ours = [options for options in map(load_backend, known_backends()) if options.__module__.startswith(_PACKAGE)]
+    lines = [["", *(f"`{options.name}`" for options in ours)]]
     for title, cell in _ROWS:
-        lines.append([title, *(cell(cls, cls.constraints(SHAPE, cls.Options())) for cls in classes)])
+        lines.append([title, *(cell(options, options().constraints(SHAPE)) for options in ours)])
     return _markdown(lines)
 
 
@@ -97,32 +96,32 @@ def _listed(values: Sequence[object] | frozenset[object] | None, none: str = "an
     return none if values is None else ", ".join(sorted(str(value).removeprefix("torch.") for value in values))
 
 
-def _how(cls: type[Backend], needs: Constraints) -> str:
-    sentence = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "").split("\n\n")[0].replace("\n", " ")
+def _how(options: type[BackendOptions], needs: Constraints) -> str:
+    sentence = inspect.cleandoc(sys.modules[options.__module__].__doc__ or "").split("\n\n")[0].replace("\n", " ")
     return sentence.partition(": ")[2].rstrip(".")
 
 
-def _sizes(cls: type[Backend], needs: Constraints) -> str:
+def _sizes(options: type[BackendOptions], needs: Constraints) -> str:
     return "any" if needs.group_sizes is None else listed_sizes(needs.group_sizes)
 
 
-def _rows_per_rank(cls: type[Backend], needs: Constraints) -> str:
+def _rows_per_rank(options: type[BackendOptions], needs: Constraints) -> str:
     equal = "made equal" if needs.equal_rows else "any, may differ"
     multiple = f", a multiple of {needs.row_multiple}" if needs.row_multiple > 1 else ""
     return equal + multiple + (f", at most {needs.max_rows}" if needs.max_rows is not None else "")
 
 
-def _hidden(cls: type[Backend], needs: Constraints) -> str:
+def _hidden(options: type[BackendOptions], needs: Constraints) -> str:
     multiple = "any" if needs.hidden_multiple == 1 else f"a multiple of {needs.hidden_multiple}"
     return multiple if needs.max_hidden is None else f"{multiple}, at most {needs.max_hidden}"
 
 
-def _wires(cls: type[Backend], needs: Constraints) -> str:
+def _wires(options: type[BackendOptions], needs: Constraints) -> str:
     return ", ".join(["`None`", *(f'`"{wire}"`' for wire in sorted(needs.wire_dtypes))])
 
 
-def _options(cls: type[Backend], needs: Constraints) -> str:
-    fields = cls.Options.model_json_schema().get("properties", {})
+def _options(options: type[BackendOptions], needs: Constraints) -> str:
+    fields = options.model_json_schema().get("properties", {})
     return ", ".join(f"`{name}`" + _choices(field) for name, field in fields.items()) or "none"
 
 
@@ -131,26 +130,26 @@ def _choices(field: dict[str, Any]) -> str:
     return f" ({', '.join(map(repr, field['enum']))})".replace("'", '"') if "enum" in field else ""
 
 
-def _graph_safe(cls: type[Backend], needs: Constraints) -> str:
+def _graph_safe(options: type[BackendOptions], needs: Constraints) -> str:
     return "yes" if needs.graph_safe else f"no: {needs.graph_safe_reason}"
 
 
-_Cell = Callable[[type[Backend], Constraints], str]
+_Cell = Callable[[type[BackendOptions], Constraints], str]
 _ROWS: tuple[tuple[str, _Cell], ...] = (
     ("how", _how),
     ("ep_size", _sizes),
     ("rows per rank", _rows_per_rank),
     ("hidden size", _hidden),
-    ("top_k", lambda cls, needs: "any" if needs.max_top_k is None else f"at most {needs.max_top_k}"),
-    ("dtypes", lambda cls, needs: _listed(needs.dtypes, "float64, float32, bfloat16, float16")),
-    ("devices", lambda cls, needs: _listed(needs.devices)),
+    ("top_k", lambda options, needs: "any" if needs.max_top_k is None else f"at most {needs.max_top_k}"),
+    ("dtypes", lambda options, needs: _listed(needs.dtypes, "float64, float32, bfloat16, float16")),
+    ("devices", lambda options, needs: _listed(needs.devices)),
     ("`wire_dtype`", _wires),
-    ("rows per expert padded by", lambda cls, needs: "its library" if needs.pads_experts else "this package"),
+    ("rows per expert padded by", lambda options, needs: "its library" if needs.pads_experts else "this package"),
     ("options", _options),
-    ("exchanges counts in every dispatch", lambda cls, needs: "yes" if needs.exchanges_counts else "no"),
+    ("exchanges counts in every dispatch", lambda options, needs: "yes" if needs.exchanges_counts else "no"),
     ("graph-safe", _graph_safe),
-    ("`torch.compile(fullgraph=True)`", lambda cls, needs: "yes" if needs.compilable else "no"),
-    ("backward", lambda cls, needs: "yes" if needs.differentiable else "no"),
+    ("`torch.compile(fullgraph=True)`", lambda options, needs: "yes" if needs.compilable else "no"),
+    ("backward", lambda options, needs: "yes" if needs.differentiable else "no"),
 )
 
 

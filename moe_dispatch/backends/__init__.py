@@ -1,4 +1,4 @@
-"""Backends: one file each behind the contract of ``base``; the registry finds them by name."""
+"""Backends: one file or folder each behind the contract of ``base``; the registry finds them by name."""
 
 from moe_dispatch.backends.base import (
     PROTOCOL,
@@ -8,9 +8,10 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
+    Route,
     Sizes,
 )
-from moe_dispatch.backends.registry import known_backends, load_backend, register_backend
+from moe_dispatch.backends.registry import known_backends, load_backend, parse_backend, register_backend
 from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.communication import Communicator
 from moe_dispatch.probing import Rejected, Usable
@@ -25,11 +26,13 @@ __all__ = [
     "Constraints",
     "MoEShape",
     "Rejected",
+    "Route",
     "Sizes",
     "Usable",
     "Volume",
     "Wire",
     "known_backends",
     "load_backend",
+    "parse_backend",
     "register_backend",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -15,21 +15,16 @@ from moe_dispatch.backends.capacity import Capacity, CapacityFactor, capacity_of
 from moe_dispatch.backends.volume import Volume, Wire
 from moe_dispatch.backends.workspace import Workspace
 from moe_dispatch.communication import Communicator
+from moe_dispatch.errors import StateError
 from moe_dispatch.permutation import (
     Permutation,
     SlotIndex,
-    StaticIndex,
-    StaticTorchPermutation,
     TorchPermutation,
     accumulation_dtype,
-    blank_index,
-    blank_static_index,
     choose_permutation,
+    group_slots,
     group_statically,
     index_bytes,
-    index_from,
-    round_up,
-    static_index_from,
 )
 from moe_dispatch.probing import Rejected, Usable
 
@@ -72,7 +67,7 @@ class Constraints:
         dtypes: dtypes of rows it carries, None for any floating dtype.
         devices: device types of rows, None for any.
         max_top_k: largest top_k, None for no limit.
-        group_sizes: allowed ep sizes, None for any.
+        group_sizes: allowed ep sizes, None for any; ``group_sizes_hint`` says what to do about another one.
         local_experts_multiple: experts per rank must be a multiple of this.
         max_local_experts: most experts per rank, None for no limit.
         idle_ranks: a rank may receive no row at all; where it may not, the backend raises.
@@ -98,6 +93,7 @@ class Constraints:
     devices: frozenset[str] | None = None
     max_top_k: int | None = None
     group_sizes: frozenset[int] | None = None
+    group_sizes_hint: str = "Use another ep_size or another backend."
     local_experts_multiple: int = 1
     max_local_experts: int | None = None
     idle_ranks: bool = True
@@ -116,8 +112,8 @@ class Constraints:
         return None if self.max_rows is None else self.max_rows // self.row_multiple * self.row_multiple
 
     def padded(self, rows: int) -> int:
-        """How many rows a rank brings that has so many."""
-        return round_up(max(rows, self.min_rows), self.row_multiple)
+        """The rows that a rank with ``rows`` rows brings."""
+        return -(-max(rows, self.min_rows) // self.row_multiple) * self.row_multiple
 
     def sizes(self, largest: int) -> Sizes:
         """What follows from the largest count of any rank."""
@@ -131,12 +127,6 @@ def listed_sizes(sizes: frozenset[int]) -> str:
     if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
         return f"{ordered[0]} to {ordered[-1]}"
     return ", ".join(map(str, ordered))
-
-
-class BackendOptions(BaseModel):
-    """Base of a backend's typed options; unknown fields are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 @final
@@ -174,6 +164,89 @@ class MoEShape:
         return self.num_experts // self.ep_size
 
 
+class BackendOptions(BaseModel, ABC):
+    """The options of a backend, and all that can be said of it before it is open.
+
+    A config's ``backend`` is parsed into one of these. Fields are frozen and strict; unknown ones are refused.
+
+    Attributes:
+        name: what a config writes.
+        protocol: the version of this contract that the backend was written for.
+        auto_reason: why ``backend="auto"`` does not choose this backend, for the log.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: ClassVar[str]
+    protocol: ClassVar[int] = PROTOCOL
+    auto_reason: ClassVar[str] = "must be chosen by name"
+
+    def probe(self) -> Usable | Rejected:
+        """Whether it can run on this machine with these options. Never raises, imports nothing that is missing."""
+        return Usable(version=torch.__version__)
+
+    @abstractmethod
+    def constraints(self, shape: MoEShape) -> Constraints:
+        """What the installed version needs for this shape."""
+
+    @property
+    def capacity_bounds(self) -> dict[str, CapacityFactor]:
+        """Options that bound the rows of a graph-safe dispatch, by name; "worst" bounds nothing."""
+        return {}
+
+    def capacity(self, shape: MoEShape) -> Capacity:
+        """Room of a graph-safe dispatch, from the config's factors. Asked only where ``shape.graph_safe``."""
+        return capacity_of(shape)
+
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire | None:
+        """Bytes that ranks send each other in one dispatch, one combine and their backwards. Nothing is exchanged.
+
+        Args:
+            shape: graph-safe or eager.
+            volume: rows and slots that ranks exchange.
+            dtype: of the rows, and of what experts give back.
+
+        Returns:
+            Bytes; None where the backend does not tell.
+        """
+        return None
+
+    def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes that one graph-safe dispatch allocates, by purpose: what ``Plan.bytes`` tells.
+
+        Args:
+            shape: graph-safe.
+            sizes: of the dispatch, with a capacity.
+            rows: Tp, the rows that a rank brings.
+            dtype: of the rows.
+        """
+        return grouped_bytes(shape, sizes, dtype)
+
+    @abstractmethod
+    def open(self, context: BackendContext) -> Backend:
+        """The open backend, with its buffers. Collective, in the same order on all ranks."""
+
+
+def grouped_bytes(
+    shape: MoEShape, sizes: Sizes, dtype: torch.dtype, *, arrived_rows: int | None = None
+) -> dict[str, int]:
+    """Bytes of what experts are given in graph-safe mode; with ``arrived_rows``, S, also of the index behind it."""
+    capacity, wide = sizes.capacity, accumulation_dtype(dtype).itemsize
+    assert capacity is not None
+    # A buffer that our permutation fills has one row more than it gives out, for slots without a place.
+    grouped = capacity.buffer_rows if arrived_rows is None else capacity.buffer_rows + 1
+    found = {"rows": grouped * shape.hidden_size * dtype.itemsize, "weights": grouped * wide}
+    if arrived_rows is not None:
+        found["index"] = index_bytes(
+            arrived_rows,
+            shape.top_k,
+            shape.num_local_experts,
+            buffer_rows=capacity.buffer_rows,
+            pad_multiple=shape.pad_multiple,
+        )
+    return found
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BackendContext:
@@ -201,35 +274,49 @@ class BackendContext:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def permutation_on(self, device: torch.device) -> Permutation:
-        """What reorders rows on a device: as named, or for "auto" the best at hand there."""
+        """The implementation that reorders rows on a device: as named, or for "auto" the best at hand there."""
         chosen = choose_permutation(self.permutation, device.type)
         if chosen.name != "torch":
             return chosen
-        return (StaticTorchPermutation if self.shape.graph_safe else TorchPermutation)(self.workspace.lend)
+        return TorchPermutation(self.workspace.lend, fixed_size=self.shape.graph_safe)
 
-    def grouped_bytes(self, capacity: Capacity, dtype: torch.dtype, arrived_rows: int | None = None) -> dict[str, int]:
-        """Bytes of what experts are given, and with ``arrived_rows``, S, of the ``StaticIndex`` behind it."""
-        shape, wide = self.shape, accumulation_dtype(dtype).itemsize
-        grouped = capacity.buffer_rows if arrived_rows is None else capacity.buffer_rows + StaticIndex.spare
-        found = {"rows": grouped * shape.hidden_size * dtype.itemsize, "weights": grouped * wide}
-        if arrived_rows is not None:
-            found["index"] = index_bytes(
-                arrived_rows,
-                shape.top_k,
-                shape.num_local_experts,
-                buffer_rows=capacity.buffer_rows,
-                pad_multiple=shape.pad_multiple,
-            )
-        return found
+    def group(
+        self,
+        local_ids_SK: Tensor,
+        weights_SK: Tensor,
+        capacity: Capacity | None,
+        *,
+        counts: Sequence[int] = (),
+    ) -> SlotIndex:
+        """Group slots by this rank's experts, 0 to L-1; slots with another id belong to no expert here.
+
+        Args:
+            local_ids_SK: integer (S, K).
+            weights_SK: floating (S, K); with a ``capacity`` that may be too small the lightest slots are dropped.
+            capacity: room of a graph-safe dispatch; None where the index has as many rows as the routing needs.
+            counts: slots per local expert, on the host; only without a capacity.
+        """
+        shape = self.shape
+        if capacity is None:
+            return group_slots(local_ids_SK, counts, shape.pad_multiple)
+        return group_statically(
+            local_ids_SK,
+            shape.num_local_experts,
+            rows=capacity.rows,
+            buffer_rows=capacity.buffer_rows,
+            pad_multiple=shape.pad_multiple,
+            weights_SK=weights_SK if capacity.rows < worst_rows(shape, capacity.pair_rows) else None,
+        )
 
     def index_from(self, tensors: Sequence[Tensor]) -> SlotIndex:
         """The index of a dispatch, whose ``tensors()`` these are."""
-        return (static_index_from if self.shape.graph_safe else index_from)(tensors, self.shape.top_k)
+        shape = self.shape
+        return SlotIndex.from_tensors(tensors, shape.top_k, shape.pad_multiple, fixed_size=shape.graph_safe)
 
     def blank_index(
         self, rows: int | None, new_size: Callable[[], int], *, capacity: Capacity | None, device: torch.device
     ) -> SlotIndex:
-        """The index of a dispatch that delivers so many rows, without values: for tracing, by symbols of sizes.
+        """The index of a dispatch that delivers ``rows`` rows, without values, for tracing.
 
         Args:
             rows: S; None where only running tells.
@@ -237,32 +324,95 @@ class BackendContext:
             capacity: of a graph-safe dispatch, whose sizes are all known.
             device: of the tables.
         """
-        shape = self.shape
-        if capacity is None:
-            edges = new_size() if rows is None else rows + 1
-            return blank_index(edges, shape.top_k, shape.pad_multiple, new_size=new_size, device=device)
-        assert rows is not None
-        sizes = {"buffer_rows": capacity.buffer_rows, "pad_multiple": shape.pad_multiple}
-        return blank_static_index(rows, shape.top_k, shape.num_local_experts, **sizes, device=device)
-
-    def group_statically(self, local_ids_SK: Tensor, weights_SK: Tensor, capacity: Capacity) -> StaticIndex:
-        """Group slots by this rank's experts, 0 to L-1, in a buffer of fixed size; by weight where not all fit."""
-        return group_statically(
-            local_ids_SK,
-            self.shape.num_local_experts,
-            rows=capacity.rows,
-            buffer_rows=capacity.buffer_rows,
-            pad_multiple=self.shape.pad_multiple,
-            weights_SK=weights_SK if capacity.rows < worst_rows(self.shape, capacity.pair_rows) else None,
+        return SlotIndex.blank(
+            rows,
+            self.shape.top_k,
+            self.shape.pad_multiple,
+            new_size=new_size,
+            device=device,
+            num_keys=self.shape.num_local_experts,
+            buffer_rows=None if capacity is None else capacity.buffer_rows,
         )
+
+
+class Route(ABC):
+    """The way that the rows of one dispatch took, frozen: all that ``combine`` and the backwards need.
+
+    The methods are raw: they are called with gradients off, and autograd is the dispatcher's. All of them but
+    ``tensors`` are collective. Padding is never read: expert rows and gradients may hold anything there, NaN included.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def send(self, rows_TD: Tensor) -> Tensor:
+        """Send other rows the same way, without exchanging counts: (Tp, D) to expert-major rows (R, D)."""
+
+    @abstractmethod
+    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+        """Bring expert rows back, summed over top_k.
+
+        Args:
+            rows_RD: (R, D).
+            weights_R: multiply each row by its weight, in ``max(float32, dtype)``; None for a plain sum.
+
+        Returns:
+            (Tp, D) in the dtype of ``rows_RD``.
+        """
+
+    @abstractmethod
+    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the dispatched rows, (Tp, D), and of their weights, (Tp, K), where ``grad_R`` is given.
+
+        What a rank passes for ``grad_R``, a tensor or None, is alike on all ranks.
+        """
+
+    @abstractmethod
+    def combine_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the expert rows, (R, D), and of their weights, (R,), where ``rows_RD`` is given.
+
+        Args:
+            grad_TD: (Tp, D), the gradient of what ``combine`` gave.
+            rows_RD: the rows that were combined; None where no gradient of the weights is wanted. Ranks may differ.
+            weights_R: as ``combine`` was given them.
+        """
+
+    @property
+    def num_rows(self) -> int:
+        """Tp, the rows that this rank brought. Only where ``Constraints.compilable``."""
+        raise _not_compilable(self)
+
+    @property
+    def num_grouped(self) -> int:
+        """R, the expert-major rows. Only where ``Constraints.compilable``."""
+        raise _not_compilable(self)
+
+    def tensors(self) -> list[Tensor]:
+        """The route as tensors, for ``Backend.restore``. Only where ``Constraints.compilable``.
+
+        No tensor shares memory with another one or with what was dispatched. What lives on the host, such as the sizes
+        of messages, becomes an int64 tensor on the CPU.
+        """
+        raise _not_compilable(self)
+
+
+def _not_compilable(owner: object) -> StateError:
+    return StateError(
+        f"{type(owner).__qualname__}: a backend that declares compilable must turn its routes into tensors and back, "
+        "got one that does not. Define tensors, num_rows and num_grouped of the route, restore and blank_route of the "
+        "backend, or declare compilable=False."
+    )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrived:
-    """What a backend's dispatch gives back; fields as in ``Dispatched``, ``state`` is the backend's own and frozen.
+    """What a backend's dispatch gives back; fields as in ``Dispatched``.
 
     Attributes:
+        route: the backend's own, frozen: for combine and the backwards.
         demand: graph-safe: int64 (2,) on the device, the real rows that this rank's experts needed room for, dropped
             ones included, and the rows that this rank had for its busiest pair, 0 where pairs have no bound.
     """
@@ -272,71 +422,27 @@ class Arrived:
     tokens_per_expert: Tensor
     real_tokens_per_expert: Tensor
     tokens_per_expert_list: tuple[int, ...] | None
-    state: Any
+    route: Route
     demand: Tensor | None = None
 
 
 class Backend(ABC):
-    """Moves aligned rows between ranks; knows nothing of models, layouts or padding of tokens.
+    """An open backend: moves aligned rows between ranks; knows nothing of models, layouts or padding of tokens.
 
-    A backend sets attributes only in ``__init__``, ``open`` and ``close``; a call's state lives in ``Arrived.state``.
+    Attributes are set only in ``__init__`` and ``close``; what a call leaves behind lives in its ``Route``. All methods
+    are called with gradients off.
+
+    Attributes:
+        collective_close: whether ``close`` waits for the peers. A dispatcher that is merely collected then leaves the
+            backend open.
     """
 
-    name: ClassVar[str]
-    protocol: ClassVar[int] = PROTOCOL
-    Options: ClassVar[type[BackendOptions]] = BackendOptions
-    # Whether close() is collective: then a dispatcher that is merely collected leaves the backend open.
     collective_close: ClassVar[bool] = False
 
-    def __init__(self, context: BackendContext, options: BackendOptions) -> None:
+    def __init__(self, context: BackendContext) -> None:
         self.context = context
-        self.options = options
 
-    @classmethod
-    def probe(cls, options: BackendOptions) -> Usable | Rejected:
-        """Whether it can run on this machine, with these options. Never raises, imports nothing that is not there."""
-        return Usable(version=torch.__version__)
-
-    @classmethod
-    @abstractmethod
-    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
-        """What the installed version needs for this shape."""
-
-    @classmethod
-    def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
-        """Room of a graph-safe dispatch, from the config's factors. Asked only where ``shape.graph_safe``."""
-        return capacity_of(shape)
-
-    @classmethod
-    def wire_bytes(cls, shape: MoEShape, options: BackendOptions, volume: Volume, dtype: torch.dtype) -> Wire | None:
-        """What ranks send each other in one dispatch, combine and their backwards: for plans, nothing is exchanged.
-
-        Args:
-            shape: graph-safe or eager.
-            options: of the backend.
-            volume: what the routing comes to.
-            dtype: of the rows, and of what experts give back.
-
-        Returns:
-            Bytes; None where the backend does not tell.
-        """
-        return None
-
-    def footprint(self, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes that one graph-safe dispatch allocates, by purpose: what ``Plan.bytes`` tells.
-
-        Args:
-            sizes: of the dispatch, with a capacity.
-            rows: how many this rank brings, padded.
-            dtype: of the rows.
-        """
-        assert sizes.capacity is not None
-        return self.context.grouped_bytes(sizes.capacity, dtype)
-
-    def open(self) -> None:  # noqa: B027 - most backends hold nothing
-        """Acquire buffers; collective, in the same order on all ranks."""
-
-    def reserve(self, sizes: Sizes) -> None:  # noqa: B027
+    def reserve(self, sizes: Sizes) -> None:  # noqa: B027 - most backends hold nothing
         """Have room for dispatches of these sizes; called whenever sizes are settled, with the same ones on all ranks.
 
         Buffers grow here and never inside ``dispatch``, so that no rank decides to on its own.
@@ -352,8 +458,7 @@ class Backend(ABC):
         Args:
             rows_TD: (Tp, D), as many rows as the constraints ask for.
             ids_TK: int64 (Tp, K), global expert ids, no expert twice in a row, -1 for none.
-            weights_TK: float32 or float64 (Tp, K), 0 or anything where the id is -1. Wherever gradients are recorded
-                they require grad, so that the backward of dispatch runs on every rank alike.
+            weights_TK: float32 or float64 (Tp, K), 0 or anything where the id is -1.
             sizes: what the ranks agreed on; with a ``capacity`` in graph-safe mode, where nothing here may read a
                 device or have a shape that depends on the routing. Rows beyond ``sum(tokens_per_expert)`` then hold
                 anything.
@@ -366,24 +471,26 @@ class Backend(ABC):
         arrived = self.dispatch(rows_TD, ids_TK, weights_TK, sizes)
         return lambda: arrived
 
-    @abstractmethod
-    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
-        """Send other rows the way of an earlier dispatch, without exchanging counts; expert-major rows (R, D)."""
+    def refuse(self, device: torch.device) -> None:  # noqa: B027 - only where constraints.exchanges_counts
+        """Join the count exchange of a dispatch that this rank refuses, with a mark.
 
-    @abstractmethod
-    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        """Bring expert rows home, summed over top_k.
-
-        Args:
-            rows_RD: (R, D); rows that are padding are never read.
-            weights_R: the dispatch's weights. They are an input even where ``weighted`` is False, so that the backward
-                of combine always leads to the backward of dispatch, on every rank alike.
-            state: of the dispatch.
-            weighted: multiply each row by its weight in ``max(float32, dtype)``.
-
-        Returns:
-            (Tp, D) in the dtype of ``rows_RD``.
+        ``dispatch`` of the peers raises ``PeerError`` where it finds the mark; all ranks then hear the error's text.
         """
 
-    def refuse(self, code: int, device: torch.device) -> None:  # noqa: B027 - only where constraints.exchanges_counts
-        """Join the count exchange of a dispatch this rank refuses, so that its peers raise instead of waiting."""
+    def restore(self, tensors: Sequence[Tensor]) -> Route:
+        """The route whose ``tensors()`` these are; no device is read. Only where ``Constraints.compilable``."""
+        raise _not_compilable(self)
+
+    def blank_route(
+        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
+    ) -> Route:
+        """The route of a dispatch, its tensors without values, for fake kernels. Only where ``Constraints.compilable``.
+
+        Args:
+            num_rows: Tp; None where only running tells.
+            weights_TK: for its dtype and device; it may be wrong in all else, which running it refuses.
+            new_size: makes a symbol for a size that only running tells. Each must be the length of some tensor of the
+                route; sizes that are static need none.
+            capacity: of a graph-safe dispatch, whose sizes are all static.
+        """
+        raise _not_compilable(self)

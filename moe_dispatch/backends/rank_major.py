@@ -1,27 +1,32 @@
-"""Dispatch and combine for every backend whose exchange delivers rows in the order of their source rank.
+"""The route of every backend whose exchange delivers rows in the order of their source rank.
 
-Such a backend only knows a ``Route``: how rows travel from home to the ranks that need them, and how sums travel back.
-Spreading rows over experts, weighting, padding and the whole of autograd are done here, once. The two verbs are each
-other's backward: the gradient of dispatch is collected like a combine, that of combine is spread like a dispatch.
+Such a backend only says how rows travel from the ranks that have them to the ranks that need them (``spread``), and how
+sums travel back (``collect``). Copying rows to their experts, weighting and padding are written here, once. The two
+directions are each other's backward: the gradient of dispatch is collected as in combine, the gradient of combine is
+spread as in dispatch.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, WireDtype
-from moe_dispatch.errors import StateError
-from moe_dispatch.permutation import Permutation, SlotIndex, StaticIndex, round_up
+from moe_dispatch.backends.base import Arrived, Route, WireDtype
+from moe_dispatch.permutation import Permutation, SlotIndex
 
 
-class Route(ABC):
-    """The way of one dispatch, frozen: which rows go where, and back. Its methods are raw, outside autograd."""
+class RankMajorRoute(Route):
+    """A route over a ``SlotIndex``: which of the S rows that arrived here goes to which expert.
+
+    Attributes:
+        permutation: what copies rows to their experts and sums them.
+        index: where each (row, slot) pair stands among the expert-major rows.
+        wire_dtype: what rows travel in; None is their own dtype.
+    """
 
     __slots__ = ()
     permutation: Permutation
@@ -30,196 +35,78 @@ class Route(ABC):
 
     @abstractmethod
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> AbstractContextManager[Tensor]:
-        """Send rows out; gives (S, D) in the wire's or the rows' dtype, valid inside the block."""
+        """Send rows out as ``wire``; gives (S, D) in the wire's or the rows' dtype, valid inside the block."""
 
     @abstractmethod
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Bring expert rows home, weighted and summed: (T, D); and one value per slot along with them: (T, K).
+        """Bring expert rows back, weighted and summed: (T, D); and one value per slot along with them: (T, K).
 
         Rows and values on padding are never read.
         """
 
     @property
-    def gradient_wire(self) -> WireDtype | None:
-        """What gradients and combined rows travel in: never narrower than bfloat16."""
-        return gradient_wire(self.wire_dtype)
+    def num_grouped(self) -> int:
+        return self.index.num_grouped
+
+    @final
+    def send(self, rows_TD: Tensor) -> Tensor:
+        with self.spread(rows_TD, self.wire_dtype, label="dispatch") as rows_SD:
+            return self.permutation.expand(rows_SD, self.index, rows_TD.dtype)
+
+    @final
+    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+        return self.collect(rows_RD, weights_R, None, label="combine")[0]
+
+    @final
+    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.collect(grad_RD, None, grad_R, label="dispatch.backward")
+
+    @final
+    def combine_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        with self.spread(grad_TD, back_wire(self.wire_dtype), label="combine.backward") as grad_SD:
+            return self.permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 
 
-def gradient_wire(wire: WireDtype | None) -> WireDtype | None:
-    """What gradients and combined rows travel in, where rows are sent as ``wire``."""
+def back_wire(wire: WireDtype | None) -> WireDtype | None:
+    """What combined rows and gradients travel in, where rows are sent as ``wire``: never narrower than bfloat16."""
     return None if wire is None else "bfloat16"
 
 
-Received = tuple[Tensor, Tensor]  # rows (S, D) and the weights of their slots (S, K)
-
-
 def arrive(
-    rows_TD: Tensor,
-    weights_TK: Tensor,
-    route: Route,
-    received: Received,
-    counts: Sequence[int],
-    pad_multiple: int,
-    *,
-    real_L: Tensor | None = None,
-) -> Arrived:
-    """Turn what a route delivered into expert-major rows attached to autograd.
-
-    Args:
-        rows_TD: (T, D), what was sent; read only by autograd.
-        weights_TK: (T, K), likewise.
-        route: the way it took.
-        received: what the route delivered.
-        counts: real rows per local expert.
-        pad_multiple: rows per expert were rounded up to this in ``route.index``.
-        real_L: ``counts`` on the device, int64 (L,), where the backend has them there.
-    """
-    rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, route, received)  # type: ignore[no-untyped-call]
-    padded = counts if pad_multiple == 1 else [round_up(count, pad_multiple) for count in counts]
-    if real_L is None:
-        real_L = torch.tensor(counts, dtype=torch.int64, device="cpu").to(rows_RD.device, non_blocking=True)
-    padded_L = real_L if pad_multiple == 1 else (real_L + (-real_L % pad_multiple))
-    return Arrived(
-        rows=rows_RD,
-        weights=weights_R,
-        tokens_per_expert=padded_L,
-        real_tokens_per_expert=real_L,
-        tokens_per_expert_list=tuple(padded),
-        state=route,
-    )
-
-
-def arrive_statically(
-    rows_TD: Tensor,
-    weights_TK: Tensor,
-    route: Route,
-    received: Received,
+    route: RankMajorRoute,
+    rows_SD: Tensor,
+    weights_SK: Tensor,
+    dtype: torch.dtype,
     *,
     needed: Tensor | None = None,
     busiest_pair: Tensor | None = None,
 ) -> Arrived:
-    """``arrive`` for a route whose ``index`` is a ``StaticIndex``: counts stay on the device.
+    """Copy the rows that arrived to their experts.
 
     Args:
-        rows_TD: (T, D), what was sent; read only by autograd.
-        weights_TK: (T, K), likewise.
-        route: the way it took.
-        received: what the route delivered.
-        needed: int64 (), the rows that this rank's experts needed room for, where more than arrived.
-        busiest_pair: int64 (), the most rows that this rank had for one rank; None where that has no bound.
+        route: with the index that was just made: its counts are on the host, or in graph-safe mode on the device.
+        rows_SD: rows by source rank.
+        weights_SK: of their slots.
+        dtype: of the rows that were sent.
+        needed: int64 (), graph-safe: the rows that this rank's experts needed room for, where more than arrived here.
+        busiest_pair: int64 (), graph-safe: the most rows that this rank had for one rank; None where that has no bound.
     """
     index = route.index
-    assert isinstance(index, StaticIndex)
-    rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, route, received)  # type: ignore[no-untyped-call]
     needed = index.needed if needed is None else needed
-    pair = torch.zeros_like(needed) if busiest_pair is None else busiest_pair
+    demand = None
+    if needed is not None:
+        demand = torch.stack([needed, torch.zeros_like(needed) if busiest_pair is None else busiest_pair])
+    real_L, padded_L, padded_list = index.tokens_per_key(rows_SD.device)
     return Arrived(
-        rows=rows_RD,
-        weights=weights_R,
-        tokens_per_expert=index.padded_L,
-        real_tokens_per_expert=index.real_L,
-        tokens_per_expert_list=None,
-        state=route,
-        demand=torch.stack([needed, pair]),
+        rows=route.permutation.expand(rows_SD, index, dtype),
+        weights=index.to_grouped(weights_SK),
+        tokens_per_expert=padded_L,
+        real_tokens_per_expert=real_L,
+        tokens_per_expert_list=padded_list,
+        route=route,
+        demand=demand,
     )
-
-
-def send_again(rows_TD: Tensor, route: Route) -> Tensor:
-    """Other rows the same way: (R, D), differentiable."""
-    result: Tensor = _DispatchAgain.apply(rows_TD, route)  # type: ignore[no-untyped-call]
-    return result
-
-
-def bring_home(rows_RD: Tensor, weights_R: Tensor, route: Route, *, weighted: bool) -> Tensor:
-    """(R, D) expert rows -> (T, D), summed over slots; differentiable in rows and weights."""
-    result: Tensor = _Combine.apply(rows_RD, weights_R, route, weighted)  # type: ignore[no-untyped-call]
-    return result
-
-
-def refuse_double_backward(verb: str) -> None:
-    """Raise where autograd records a backward, which ours does not support."""
-    if torch.is_grad_enabled():
-        raise StateError(
-            f"Dispatcher.{verb}: double backward is not supported, got a backward with create_graph=True. "
-            "Use create_graph=False, or keep gradient penalties out of the MoE layer."
-        )
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows_TD: Tensor, weights_TK: Tensor, route: Route, received: Received
-    ) -> tuple[Tensor, Tensor]:
-        ctx.route = route
-        rows_SD, weights_SK = received
-        return route.permutation.expand(rows_SD, route.index, rows_TD.dtype), route.index.to_grouped(weights_SK)
-
-    @staticmethod
-    def backward(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:
-        refuse_double_backward("dispatch")
-        # Always with the gradient of the weights: what travels must not depend on what one rank needs.
-        return *dispatch_backward(grad_rows_RD, grad_weights_R, ctx.route), None, None
-
-
-class _DispatchAgain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_TD: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        with route.spread(rows_TD, route.wire_dtype, label="dispatch") as rows_SD:
-            return route.permutation.expand(rows_SD, route.index, rows_TD.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_rows_RD: Tensor) -> Any:
-        refuse_double_backward("dispatch")
-        return dispatch_backward(grad_rows_RD, None, ctx.route)
-
-
-class _Combine(torch.autograd.Function):
-    """``weights_R`` leads on to the backward of dispatch even where no expert saw a row and the result is detached."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, route: Route, weighted: bool) -> Tensor:
-        ctx.route, ctx.weighted = route, weighted
-        wants_dots = weighted and ctx.needs_input_grad[1]
-        ctx.save_for_backward(weights_R, rows_RD if wants_dots else None)
-        return route.collect(rows_RD, weights_R if weighted else None, None, label="combine")[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> Any:
-        refuse_double_backward("combine")
-        weights_R, rows_RD = ctx.saved_tensors
-        return *combine_backward(grad_TD, rows_RD, weights_R if ctx.weighted else None, ctx.route), None, None
-
-
-def dispatch_backward(grad_RD: Tensor, grad_R: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the rows sent, (T, D), and of their weights, (T, K), where those of the arrived ones are given."""
-    with profiler_range("dispatch.backward"):
-        return route.collect(grad_RD, None, grad_R, label="dispatch.backward")
-
-
-def combine_backward(
-    grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None, route: Route
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the expert rows, (R, D), in the dtype of ``grad_TD``; of their weights, (R,), if given the rows."""
-    with (
-        profiler_range("combine.backward"),
-        route.spread(grad_TD, route.gradient_wire, label="combine.backward") as grad_SD,
-    ):
-        return route.permutation.expand_weighted(grad_SD, route.index, weights_R, rows_RD, grad_TD.dtype)
-
-
-def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """A ``moe_dispatch::name`` range in profiles; costs nothing while no profiler runs."""
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function(f"moe_dispatch::{name}")
-    return _NO_RANGE
-
-
-class _NoRange(AbstractContextManager[None]):
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-_NO_RANGE = _NoRange()

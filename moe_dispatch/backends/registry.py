@@ -3,51 +3,81 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import final
+from typing import Any
 
-from moe_dispatch.backends.base import PROTOCOL, Backend
-from moe_dispatch.errors import BackendUnavailableError, ConfigError
+from moe_dispatch.backends.base import PROTOCOL, BackendOptions
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
+from moe_dispatch.probing import Rejected, Usable
 
 ENTRY_POINT_GROUP = "moe_dispatch.backends"
+AUTO = "auto"
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _BuiltIn:
-    path: str
-
-    def load(self) -> type[Backend]:
-        module, _, name = self.path.partition(":")
-        cls: type[Backend] = getattr(import_module(module), name)
-        return cls
-
-
-_BUILT_IN = {
-    "local": _BuiltIn("moe_dispatch.backends.local:Local"),
-    "allgather": _BuiltIn("moe_dispatch.backends.allgather:AllGather"),
-    "alltoall": _BuiltIn("moe_dispatch.backends.alltoall.backend:AllToAll"),
-    "deepep": _BuiltIn("moe_dispatch.backends.deep_ep.deepep:DeepEP"),
-    "hybridep": _BuiltIn("moe_dispatch.backends.deep_ep.hybridep:HybridEP"),
+_PATHS = {
+    "local": "moe_dispatch.backends.local:LocalOptions",
+    "allgather": "moe_dispatch.backends.allgather:AllGatherOptions",
+    "alltoall": "moe_dispatch.backends.alltoall.backend:AllToAllOptions",
+    "deepep": "moe_dispatch.backends.deep_ep.deepep:DeepEPOptions",
+    "hybridep": "moe_dispatch.backends.deep_ep.hybridep:HybridEPOptions",
 }
-_REGISTERED: dict[str, type[Backend]] = {}
+_BUILT_IN = {name: EntryPoint(name, path, ENTRY_POINT_GROUP) for name, path in _PATHS.items()}
+_REGISTERED: dict[str, type[BackendOptions]] = {}
 # What was loaded by name is kept: looking up entry points reads the metadata of every installed distribution.
-_LOADED: dict[str, type[Backend]] = {}
+_LOADED: dict[str, type[BackendOptions]] = {}
 
 
-def register_backend(cls: type[Backend]) -> type[Backend]:
-    """Make a backend known by its ``name`` in this process; usable as a decorator. Packages use an entry point instead.
+def parse_backend(spec: str | Mapping[str, Any]) -> BackendOptions | None:
+    """What a config's ``backend`` says: the options of the backend it names; None for "auto".
+
+    Args:
+        spec: a name, or a mapping of ``name`` and that backend's options.
 
     Raises:
-        ConfigError: the name is taken, or the class speaks another protocol.
+        ConfigError: no such backend, a mapping without a name, or options for "auto".
+        ValidationError: pydantic's, for options that the backend does not know or of the wrong type.
+        BackendUnavailableError: the backend's package failed to import.
     """
-    if cls.name in known_backends() and _REGISTERED.get(cls.name) is not cls:
+    options = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'backend: a mapping must have "name", a string, got {spec!r}. Write {{"name": "alltoall"}}.')
+    if name != AUTO:
+        return load_backend(name).model_validate(options)
+    if options:
         raise ConfigError(
-            f"register_backend: the name {cls.name!r} is taken. Choose another name for {cls.__qualname__}."
+            f'backend: options need a named backend, got "auto" with {sorted(options)}. Name the backend.'
         )
-    _REGISTERED[cls.name] = _checked(cls.name, cls)
+    return None
+
+
+def choose_backend(ep_size: int) -> BackendOptions:
+    """What "auto" means: no exchange on one rank, else the torch backend that sends the fewest bytes."""
+    return load_backend("local" if ep_size == 1 else "alltoall")()
+
+
+def probe_backend(name: str) -> Usable | Rejected:
+    """Whether a known backend can run here with its default options. An import or a probe that raises is rejected."""
+    try:
+        return load_backend(name)().probe()
+    except MoEDispatchError as error:
+        return Rejected(str(error).rstrip("."))
+    except Exception as error:  # a probe must not raise, but a third party's may
+        return Rejected(f"its probe raised {type(error).__name__}: {error}".rstrip("."))
+
+
+def register_backend(cls: type[BackendOptions]) -> type[BackendOptions]:
+    """Make a backend known in this process by the ``name`` of its options class; usable as a decorator.
+
+    Packages declare an entry point instead.
+
+    Raises:
+        ConfigError: the name is taken, or the class is no options class, has no name, or is of another protocol.
+    """
+    name = _checked(getattr(cls, "name", None), cls).name
+    if name in known_backends() and _REGISTERED.get(name) is not cls:
+        raise ConfigError(f"register_backend: the name {name!r} is taken. Choose another name for {cls.__qualname__}.")
+    _REGISTERED[name] = cls
     return cls
 
 
@@ -56,8 +86,8 @@ def known_backends() -> list[str]:
     return sorted({*_BUILT_IN, *_REGISTERED, *_third_party()})
 
 
-def load_backend(name: str) -> type[Backend]:
-    """The class behind a name.
+def load_backend(name: str) -> type[BackendOptions]:
+    """The options class behind a name.
 
     Raises:
         ConfigError: no such name, or a class of another protocol.
@@ -84,13 +114,18 @@ def _third_party() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in _BUILT_IN}
 
 
-def _checked(name: str, cls: object) -> type[Backend]:
-    if not (isinstance(cls, type) and issubclass(cls, Backend)):
-        raise ConfigError(f"Backend {name!r} must be a subclass of moe_dispatch.backends.Backend, got {cls!r}.")
+def _checked(name: str | None, cls: object) -> type[BackendOptions]:
+    if not (isinstance(cls, type) and issubclass(cls, BackendOptions)):
+        raise ConfigError(f"Backend {name!r} must be a subclass of moe_dispatch.backends.BackendOptions, got {cls!r}.")
     if cls.protocol != PROTOCOL:
         raise ConfigError(
             f"Backend {name!r} speaks protocol {cls.protocol}, this moe-dispatch speaks {PROTOCOL}. "
             "Install versions that agree."
+        )
+    if name is None or getattr(cls, "name", None) != name:
+        raise ConfigError(
+            f"Backend {name!r}: the options class must have this name, got {getattr(cls, 'name', None)!r}. "
+            f'Set name = "..." in {cls.__qualname__}, as a config writes it.'
         )
     return cls
 

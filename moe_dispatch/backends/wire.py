@@ -120,24 +120,21 @@ class Packet:
 
     def pack(self, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """uint8 (T, stride), one packet a row."""
+        assert self.weight_dtype is not None
+        assert self.id_dtype is not None
         packets = torch.empty(rows_TD.shape[0], self.stride, dtype=torch.uint8, device=rows_TD.device)
-        rows, weights, ids = self._parts(packets)
+        rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)  # sooner than three slices
         self.row.write(rows_TD, rows)
-        weights.copy_(weights_TK)
-        ids.copy_(ids_TK)
+        weights.view(self.weight_dtype).copy_(weights_TK)
+        ids.view(self.id_dtype).copy_(ids_TK)
         return packets
 
     def unpack(self, packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows as ``RowFormat.read`` gives them, (T, D); weights and ids, (T, K), strided views."""
-        rows, weights, ids = self._parts(packets)
-        return self.row.read(rows), weights, ids
-
-    def _parts(self, packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Strided views of rows as bytes, weights and ids."""
         assert self.weight_dtype is not None
         assert self.id_dtype is not None
-        rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)  # sooner than three slices
-        return rows, weights.view(self.weight_dtype), ids.view(self.id_dtype)
+        rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)
+        return self.row.read(rows), weights.view(self.weight_dtype), ids.view(self.id_dtype)
 
     def rows(self, packets: Tensor) -> Tensor:
         """The bytes of the rows, uint8 (T, row.nbytes), a strided view; the packets themselves where all is row."""

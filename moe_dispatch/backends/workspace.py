@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from contextlib import AbstractContextManager
 from typing import final
 
 import torch
@@ -67,8 +66,9 @@ class Workspace:
             if storage is None:
                 storage = _new_storage(nbytes)
                 self._lent.append(storage)
-            flat = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (math.prod(shape),), (1,))
-        return flat.view(shape)
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            # No view: autograd forbids to write to a view that one of its functions gives out.
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
     def _returned(self, nbytes: int) -> torch.UntypedStorage | None:
         """The smallest that is back and of fitting size; one that has become a little too small is given up."""
@@ -80,10 +80,6 @@ class Workspace:
         self._lent = [each for each in self._lent if not any(each is last for last in outgrown[-1:])]
         return None
 
-    def lease(self, shape: int | tuple[int, int], device: torch.device) -> AbstractContextManager[Tensor]:
-        """``take`` and, at the end of the block, ``give``."""
-        return _Lease(self, self.take(shape, device))
-
 
 def _new_storage(nbytes: int) -> torch.UntypedStorage:
     """With a sixteenth of slack, so that slowly changing sizes do not allocate every time."""
@@ -93,19 +89,3 @@ def _new_storage(nbytes: int) -> torch.UntypedStorage:
 def _is_back(storage: torch.UntypedStorage) -> bool:
     """Whether only the workspace holds it: no tensor, no view, no autograd graph, and no other process."""
     return int(torch._C._storage_Use_Count(storage._cdata)) == 1 and not storage.is_shared()
-
-
-@final
-class _Lease(AbstractContextManager[Tensor]):
-    """Not a ``contextmanager``: a generator takes three times as long."""
-
-    __slots__ = ("_buffer", "_space")
-
-    def __init__(self, space: Workspace, buffer: Tensor) -> None:
-        self._space, self._buffer = space, buffer
-
-    def __enter__(self) -> Tensor:
-        return self._buffer
-
-    def __exit__(self, *_: object) -> None:
-        self._space.give(self._buffer)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import (
-    Arrived,
     Backend,
+    BackendContext,
     BackendOptions,
     Constraints,
     MoEShape,
-    Sizes,
     known_backends,
     load_backend,
+    parse_backend,
     register_backend,
     registry,
 )
@@ -27,23 +25,15 @@ from moe_dispatch.errors import BackendUnavailableError, ConfigError
 BUILT_IN = ["allgather", "alltoall", "local"]
 
 
-class Ours(Backend):
+class Ours(BackendOptions):
     name = "ours"
 
-    class Options(BackendOptions):
-        speed: int = 1
+    speed: int = 1
 
-    @classmethod
-    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+    def constraints(self, shape: MoEShape) -> Constraints:
         return Constraints()
 
-    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        raise NotImplementedError
-
-    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
-        raise NotImplementedError
-
-    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
+    def open(self, context: BackendContext) -> Backend:
         raise NotImplementedError
 
 
@@ -53,6 +43,10 @@ class OfTheFuture(Ours):
 
 class NoBackend:
     pass
+
+
+def _class(qualname: str, name: str) -> type[BackendOptions]:
+    return type(qualname, (Ours,), {"__module__": __name__, "__qualname__": qualname, "name": name})
 
 
 Install = Callable[..., None]
@@ -91,12 +85,12 @@ def test_entry_point_is_listed_unimported_and_loaded_on_use(install: Install) ->
     assert {"ours", "absent", *BUILT_IN} <= set(known_backends())
     assert load_backend("ours") is Ours
     config = DispatcherConfig(backend={"name": "ours", "speed": 3}, num_experts=2, top_k=1, hidden_size=4)
-    assert config.backend_options == Ours.Options(speed=3)
+    assert config.backend_options == Ours(speed=3)
 
 
 def test_entry_point_cannot_take_the_name_of_ours(install: Install) -> None:
     install(alltoall=f"{__name__}:Ours")
-    assert load_backend("alltoall").__name__ == "AllToAll"
+    assert load_backend("alltoall").__name__ == "AllToAllOptions"
     assert known_backends().count("alltoall") == 1
 
 
@@ -123,7 +117,9 @@ def test_entry_point_of_another_protocol(install: Install) -> None:
 
 def test_entry_point_to_no_backend(install: Install) -> None:
     install(strange=f"{__name__}:NoBackend")
-    with pytest.raises(ConfigError, match=r"'strange' must be a subclass of moe_dispatch.backends.Backend, got .*NoB"):
+    with pytest.raises(
+        ConfigError, match=r"'strange' must be a subclass of moe_dispatch.backends.BackendOptions, got .*NoB"
+    ):
         load_backend("strange")
 
 
@@ -133,9 +129,9 @@ def test_registered_backend_and_a_name_that_is_taken(install: Install) -> None:
     assert load_backend("ours") is Ours
     assert "ours" in known_backends()
     with pytest.raises(ConfigError, match=r"the name 'ours' is taken. Choose another name for Another"):
-        register_backend(type("Another", (Ours,), {"__qualname__": "Another"}))
+        register_backend(_class("Another", "ours"))
     with pytest.raises(ConfigError, match="the name 'local' is taken"):
-        register_backend(type("Local", (Ours,), {"name": "local"}))
+        register_backend(_class("Local", "local"))
 
 
 def test_registering_another_protocol_leaves_no_trace(install: Install) -> None:
@@ -158,3 +154,28 @@ def test_unknown_name_with_the_list_and_the_nearest(install: Install, name: str,
 def test_unknown_name_far_from_all(install: Install) -> None:
     with pytest.raises(ConfigError, match=r"Unknown backend 'xyz'. Known backends: [a-z, ]+\.$"):
         load_backend("xyz")
+
+
+def test_parsed_specs() -> None:
+    assert parse_backend("auto") is None
+    assert parse_backend({"name": "auto"}) is None
+    assert parse_backend("alltoall") == parse_backend({"name": "alltoall"}) == load_backend("alltoall")()
+    register_backend(Ours)
+    assert parse_backend({"name": "ours", "speed": 3}) == Ours(speed=3)
+    with pytest.raises(ConfigError, match=r'a mapping must have "name", a string, got {.speed.: 3}. Write'):
+        parse_backend({"speed": 3})
+    with pytest.raises(ConfigError, match=r"options need a named backend, got \"auto\" with \['speed'\]. Name the"):
+        parse_backend({"name": "auto", "speed": 3})
+
+
+def test_the_mapping_that_is_parsed_stays_as_it_was() -> None:
+    spec = {"name": "alltoall", "reduction": "exact"}
+    parse_backend(spec)
+    assert spec == {"name": "alltoall", "reduction": "exact"}
+
+
+def test_what_is_registered_must_be_an_options_class_with_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"must be a subclass of moe_dispatch\.backends\.BackendOptions"):
+        register_backend(Backend)  # type: ignore[type-abstract]
+    with pytest.raises(ConfigError, match="the options class must have this name, got None"):
+        register_backend(BackendOptions)  # type: ignore[type-abstract]

@@ -17,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.backends.alltoall.backend import AllToAll, rank_members
+from moe_dispatch.backends.alltoall.backend import rank_members
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.local import count_experts
+from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.permutation import group_slots
 
@@ -127,7 +128,7 @@ def _send(ep_size: int) -> Cost:
     config = DispatcherConfig(backend="alltoall", num_experts=ep_size * LOCAL, top_k=SLOTS, hidden_size=HIDDEN)
     with fake_group(ep_size) as group:
         dispatcher = build_dispatcher(config, group)
-        channel, ids_TK = dispatcher._lease.channel, _ids(ep_size)
+        channel, ids_TK = dispatcher._channel, _ids(ep_size)
         with counted() as cost:
             channel.backend.dispatch_async(torch.zeros(ROWS, HIDDEN), ids_TK, torch.ones(ROWS, SLOTS), Sizes())
         sent = sum(len(set(row) - {0}) for row in (ids_TK // LOCAL).tolist())
@@ -139,14 +140,15 @@ def _send(ep_size: int) -> Cost:
 @pytest.fixture
 def _silent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fake exchange of counts leaves in memory is not read: nobody sends to this rank."""
-    original = AllToAll._swap
+    original = Communicator.all_to_all
 
-    def swap(backend: AllToAll, outgoing: Tensor, received: Tensor) -> dist.Work | None:
-        work = original(backend, outgoing, received)
-        received.zero_()
+    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> dist.Work | None:
+        work = original(self, out, inp, *splits, label=label)
+        if label == "counts":
+            out.zero_()
         return work
 
-    monkeypatch.setattr(AllToAll, "_swap", swap)
+    monkeypatch.setattr(Communicator, "all_to_all", all_to_all)
 
 
 @pytest.mark.usefixtures("_silent_peers")
@@ -158,12 +160,13 @@ def test_a_dispatch_grows_at_most_linearly_up_to_1024_ranks() -> None:
 def test_quadratic_metadata_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: counts of every rank for every rank, as an all-gather of them would leave."""
     small = _send(64)
-    original = AllToAll._swap
+    original = Communicator.all_to_all
 
-    def swap(backend: AllToAll, outgoing: Tensor, received: Tensor) -> dist.Work | None:
-        outgoing.repeat(backend.context.shape.ep_size, 1)
-        return original(backend, outgoing, received)
+    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> dist.Work | None:
+        if label == "counts":
+            inp.repeat(self.size, 1)
+        return original(self, out, inp, *splits, label=label)
 
-    monkeypatch.setattr(AllToAll, "_swap", swap)
+    monkeypatch.setattr(Communicator, "all_to_all", all_to_all)
     with pytest.raises(AssertionError):
         _linear(small, _send(256), times=4)

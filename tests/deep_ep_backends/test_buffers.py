@@ -227,7 +227,7 @@ def test_a_mark_reaches_peers_before_they_make_buffers() -> None:
         dispatcher.dispatch(torch.ones(4, 256), Routing(ids, routing.topk_weights))
 
     first, second = outcomes(body, 2, seconds=3)
-    raises_everywhere([first], PeerError, "rank 1 refused: its tensors do not fit")
+    raises_everywhere([first], PeerError, "rank 1 refused: Dispatcher.dispatch: topk_ids must be torch.int64, got")
     assert isinstance(second, InputError)
 
 

@@ -55,7 +55,7 @@ def overflowing(backend: dict[str, Any], group: Group, **fields: Any) -> Dispatc
 
 
 def capacity_of(dispatcher: Dispatcher) -> Capacity:
-    capacity = dispatcher._lease.channel.capacity
+    capacity = dispatcher._channel.capacity
     assert capacity is not None
     return capacity
 
@@ -63,7 +63,7 @@ def capacity_of(dispatcher: Dispatcher) -> Capacity:
 def expert_sum(dispatcher: Dispatcher, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """A layer of experts that multiply by powers of two, so that a sum tells which slots are in it."""
     sent = dispatcher.dispatch(x, Routing(ids, weights))
-    first = rank_of(dispatcher._lease.channel.communicator.group) * len(sent.tokens_per_expert)
+    first = rank_of(dispatcher._channel.communicator.group) * len(sent.tokens_per_expert)
     factor = PER_EXPERT[first:][: len(sent.tokens_per_expert)].repeat_interleave(sent.tokens_per_expert)
     rows = sent.rows.clone()
     rows[: len(factor)] *= factor.unsqueeze(1)
@@ -123,7 +123,7 @@ def test_raise_tells_all_ranks_alike(case: str) -> None:
 def test_random_routings_are_reported_where_rows_were_dropped_and_only_there(release: str, pad_multiple: int) -> None:
     generator = torch.Generator().manual_seed(pad_multiple)
     dispatcher = overflowing(RELEASES[release], None, capacity_factor=0.5, pad_multiple=pad_multiple)
-    capacity, backend = capacity_of(dispatcher), dispatcher._lease.channel.backend
+    capacity, backend = capacity_of(dispatcher), dispatcher._channel.backend
     sizes = dispatcher.plan(like=torch.ones(MOST, 256)).sizes
     seen = set()
     for _ in range(200):

@@ -14,7 +14,7 @@ import torch
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.deep_ep import library
-from moe_dispatch.backends.deep_ep.normal import NormalTransport
+from moe_dispatch.backends.deep_ep.normal import NormalDriver
 from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
 from tests.deep_ep_backends.vendors import (
     ALL,
@@ -78,13 +78,13 @@ def test_two_dispatchers_of_different_sizes_side_by_side(backend: dict[str, Any]
 
 def test_the_last_of_a_channel_frees_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[int] = []
-    original = NormalTransport.close
+    original = NormalDriver.close
 
-    def close(self: NormalTransport) -> None:
+    def close(self: NormalDriver) -> None:
         freed.append(1)
         original(self)
 
-    monkeypatch.setattr(NormalTransport, "close", close)
+    monkeypatch.setattr(NormalDriver, "close", close)
 
     def body(group: Group) -> None:
         one, two = (build_dispatcher(config(V1), group) for _ in range(2))
@@ -184,5 +184,5 @@ def test_peers_of_a_refusing_rank_are_told(backend: dict[str, Any]) -> None:
         dispatcher.dispatch(torch.ones(4, 256), random_routing(4 + rank_of(group)))
 
     first, second = outcomes(body, 2)
-    raises_everywhere([first], PeerError, "rank 1 refused: its tensors do not fit")
+    raises_everywhere([first], PeerError, "rank 1 refused: Dispatcher.dispatch: x has 4 tokens but routing has 5")
     assert isinstance(second, InputError)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
-from moe_dispatch.backends import Rejected, Usable
+from moe_dispatch.backends import BackendOptions, Rejected, Usable
 from moe_dispatch.backends.deep_ep import library
-from moe_dispatch.backends.deep_ep.deepep import DeepEP
-from moe_dispatch.backends.deep_ep.hybridep import HybridEP
+from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
+from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import BackendUnavailableError
 from moe_dispatch.testing.emulation import emulated_deep_ep
 
@@ -43,27 +43,27 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return write
 
 
-def reason(cls: Any) -> str:
-    verdict = cls.probe(cls.Options())
+def reason(options: type[BackendOptions]) -> str:
+    verdict = options().probe()
     assert isinstance(verdict, Rejected)
     return verdict.reason
 
 
-@pytest.mark.parametrize("cls", [DeepEP, HybridEP])
-def test_not_installed(cls: Any) -> None:
-    assert reason(cls) == "no module named 'deep_ep' is installed"
+@pytest.mark.parametrize("options", [DeepEPOptions, HybridEPOptions])
+def test_not_installed(options: type[BackendOptions]) -> None:
+    assert reason(options) == "no module named 'deep_ep' is installed"
 
 
-@pytest.mark.parametrize("cls", [DeepEP, HybridEP])
-def test_no_device(cls: Any, package: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("options", [DeepEPOptions, HybridEPOptions])
+def test_no_device(options: type[BackendOptions], package: Callable[[str], None]) -> None:
     package("raise RuntimeError('it must not be imported')")
-    assert reason(cls) == "torch sees no CUDA device"
+    assert reason(options) == "torch sees no CUDA device"
 
 
 def test_an_older_device(package: Callable[[str], None], hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     package("raise RuntimeError('it must not be imported')")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert reason(DeepEP) == "its kernels need compute capability 9.0, this device has 8.0"
+    assert reason(DeepEPOptions) == "its kernels need compute capability 9.0, this device has 8.0"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_an_older_device(package: Callable[[str], None], hopper: None, monkeypat
 )
 def test_an_import_that_raises(code: str, told: str, package: Callable[[str], None], hopper: None) -> None:
     package(f"import deep_ep.part\n{code}")
-    assert reason(DeepEP) == f"importing 'deep_ep' raised {told}"
+    assert reason(DeepEPOptions) == f"importing 'deep_ep' raised {told}"
     assert not [name for name in sys.modules if name.startswith("deep_ep")], "nothing is left half imported"
     text = rf"Backend 'deepep' cannot be used here: importing 'deep_ep' raised {told.partition(':')[0]}.*choose one of"
     with pytest.raises(BackendUnavailableError, match=text):
@@ -99,17 +99,15 @@ def installed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 def test_the_variant_is_told_by_attributes(installed: Install) -> None:
     v1, v2 = emulated_deep_ep("v1.2.1"), emulated_deep_ep("v2-2.1.0")
     installed(Buffer=v1.Buffer, __version__="1.2.1+abc")
-    assert DeepEP.probe(DeepEP.Options()) == Usable(version="1.2.1+abc", features=("v1", "normal mode"))
-    assert "has no HybridEPBuffer: it is not built from the branch hybrid-ep" in reason(HybridEP)
+    assert DeepEPOptions().probe() == Usable(version="1.2.1+abc", features=("v1", "normal mode"))
+    assert "has no HybridEPBuffer: it is not built from the branch hybrid-ep" in reason(HybridEPOptions)
     installed(Buffer=v1.Buffer, ElasticBuffer=v2.ElasticBuffer, __version__="2.1.0")
-    assert DeepEP.probe(DeepEP.Options()) == Usable(version="2.1.0", features=("v2", "compact", "expand"))
+    assert DeepEPOptions().probe() == Usable(version="2.1.0", features=("v2", "compact", "expand"))
     hybrid = emulated_deep_ep("hybridep-94a9f8f")
     installed(Buffer=v1.Buffer, HybridEPBuffer=hybrid.HybridEPBuffer)
-    assert HybridEP.probe(HybridEP.Options()) == Usable(
-        version="of unknown version", features=("chunks of 64 and 64 rows",)
-    )
+    assert HybridEPOptions().probe() == Usable(version="of unknown version", features=("chunks of 64 and 64 rows",))
     installed()
-    assert reason(DeepEP) == "deep_ep of unknown version has neither Buffer nor ElasticBuffer"
+    assert reason(DeepEPOptions) == "deep_ep of unknown version has neither Buffer nor ElasticBuffer"
 
 
 def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:
@@ -119,7 +117,7 @@ def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:
         def dispatch(self, x: Any, handle: Any = None) -> None: ...
 
     installed(Buffer=Old, __version__="1.0.0")
-    assert reason(DeepEP) == (
+    assert reason(DeepEPOptions) == (
         "Buffer of deep_ep 1.0.0 has no explicitly_destroy, num_worst_tokens; v1.2.1 or later has"
     )
 
@@ -127,8 +125,8 @@ def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:
 @pytest.mark.parametrize("name", ["deepep", "hybridep"])
 def test_an_emulation_is_usable_anywhere_and_says_what_it_is(name: str) -> None:
     config = DispatcherConfig(backend={"name": name, "emulate": True}, num_experts=8, top_k=2, hidden_size=256)
-    cls = {"deepep": DeepEP, "hybridep": HybridEP}[name]
-    verdict = cls.probe(config.backend_options)
+    assert config.backend_options is not None
+    verdict = config.backend_options.probe()
     assert isinstance(verdict, Usable)
     assert verdict.features[-1] == "emulated"
 
@@ -139,7 +137,7 @@ def test_an_emulation_is_usable_anywhere_and_says_what_it_is(name: str) -> None:
 )
 def test_a_malformed_variable_is_a_reason(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    verdict = HybridEP.probe(HybridEP.Options(emulate=True))
+    verdict = HybridEPOptions(emulate=True).probe()
     assert isinstance(verdict, Rejected)
     assert verdict.reason == (
         f"Backend 'hybridep': {name} must be a positive number, got {value!r}. Correct or unset it"
@@ -160,9 +158,9 @@ def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, monkeypa
         pass
 
     installed(HybridEPBuffer=Bare)
-    assert "asking deep_ep what it needs raised AttributeError" in reason(HybridEP)
+    assert "asking deep_ep what it needs raised AttributeError" in reason(HybridEPOptions)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: 1 // 0)
-    assert "asking deep_ep what it needs raised ZeroDivisionError" in reason(DeepEP)
+    assert "asking deep_ep what it needs raised ZeroDivisionError" in reason(DeepEPOptions)
 
 
 def test_real_libraries_need_a_group(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:

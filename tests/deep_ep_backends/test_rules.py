@@ -11,8 +11,8 @@ import torch
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid
-from moe_dispatch.backends.deep_ep.deepep import DeepEP
-from moe_dispatch.backends.deep_ep.hybridep import HybridEP
+from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
+from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch.testing.emulation import emulated_deep_ep
 from tests.dispatchers.layer import outcomes_on, raises_everywhere
@@ -32,11 +32,11 @@ def shape(ep_size: int = 8, ranks_per_node: int | None = None, experts: int = 64
 
 
 def deepep(where: MoEShape, **options: Any) -> Constraints:
-    return DeepEP.constraints(where, DeepEP.Options(**{"emulate": True, **options}))
+    return DeepEPOptions(**{"emulate": True, **options}).constraints(where)
 
 
 def hybridep(where: MoEShape, **options: Any) -> Constraints:
-    return HybridEP.constraints(where, HybridEP.Options(**{"emulate": True, **options}))
+    return HybridEPOptions(**{"emulate": True, **options}).constraints(where)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,9 @@ def test_numbers_of_old_hybridep_releases() -> None:
 
 
 def test_the_newest_rules_are_those_of_its_class() -> None:
-    cls = emulated_deep_ep("hybridep-94a9f8f").HybridEPBuffer
-    assert hybrid.rules(cls, {}) == hybrid.NEWEST
+    release = HybridEPOptions(emulate=True).release
+    assert release is not None
+    assert hybrid.rules(emulated_deep_ep(release).HybridEPBuffer, {}) == hybrid.NEWEST
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
@@ -262,14 +263,14 @@ def test_every_number_can_be_overridden() -> None:
         }
     }
     config = DispatcherConfig(
-        backend={"name": "hybridep", "emulate": True},
+        backend={"name": "hybridep", "emulate": "hybridep-94a9f8f"},
         num_experts=8,
         top_k=2,
         hidden_size=128,
         **overrides,
     )
     dispatcher = build_dispatcher(config)
-    needs = dispatcher._lease.channel.needs
+    needs = dispatcher._channel.needs
     assert needs.group_sizes == frozenset({1, 3})
     assert (needs.hidden_multiple, needs.max_local_experts, needs.max_hidden) == (128, 999, 10000)
     assert dispatcher.plan(like=torch.zeros(5, 128)).sizes.padded_rows == 192

@@ -34,10 +34,10 @@ def identity(dispatcher: Dispatcher, rows: int, *, seed: int = 0) -> None:
 
 
 def pool_of(dispatcher: Dispatcher) -> BufferPool:
-    backend = dispatcher._lease.channel.backend
+    backend = dispatcher._channel.backend
     assert isinstance(backend, (DeepEP, HybridEP))
-    transport: Any = backend.transport
-    pool: BufferPool = transport._pool
+    driver: Any = backend.driver
+    pool: BufferPool = driver._pool
     return pool
 
 

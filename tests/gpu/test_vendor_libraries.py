@@ -21,8 +21,7 @@ NAMES = ("deepep", "hybridep")
 
 
 def usable_or_skip(name: str, ep_size: int) -> None:
-    cls = load_backend(name)
-    verdict = cls.probe(cls.Options())
+    verdict = load_backend(name)().probe()
     if isinstance(verdict, Rejected):
         pytest.skip(f"{name}: {verdict.reason}")
     if not any(True for _ in backend_cases(name, (ep_size,))):

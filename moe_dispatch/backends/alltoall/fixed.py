@@ -1,7 +1,8 @@
-"""The graph-safe way of ``alltoall``: every rank sends every rank the same number of rows, whatever the routing.
+"""Graph-safe ``alltoall``: every rank sends every rank the same number of rows, whatever the routing.
 
-Rows that a pair does not need travel with ids of -1. Counts stand in the same buffers, so no host ever reads one: the
-first row of each pair has a note of how many slots its sender wanted there, with those it had no room for.
+Rows that a pair of ranks does not need travel with ids of -1. Counts travel in the same buffers, so the host never
+reads one: the first row of each pair carries a note, the number of slots its sender had for that rank, including those
+for which there was no room.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from moe_dispatch.permutation import Permutation, front, running_total
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Lanes:
+class SendTable:
     """Which rows stand in which of the P * pair_rows places of a send buffer.
 
     Attributes:
-        source_S: int64, the home row of each place, by destination rank, then row; row 0 where there is none.
+        source_S: int64, the row that stands in each place, by destination rank, then row; row 0 where there is none.
         is_used_S: bool.
-        member_N: int64 (P * T,), the used places in the order of their home rows, then anything.
-        cu_T: int64 (T+1,), where each home row begins in ``member_N``.
+        member_N: int64 (P * T,), the used places in the order of their rows, then anything.
+        cu_T: int64 (T+1,), where the places of each row begin in ``member_N``.
         busiest: int64 (), the most rows that this rank had for one rank.
         wanted_P: int64, the slots that this rank had for each.
     """
@@ -50,7 +51,9 @@ def wanted_here(received: Tensor, form: Packet, pair_rows: int) -> Tensor:
     return form.notes(received)[::pair_rows, 0].sum()
 
 
-def lanes_of(members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: bool) -> Lanes:
+def send_table(
+    members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: bool
+) -> SendTable:
     """Give each (row, destination) pair a place.
 
     Args:
@@ -74,7 +77,7 @@ def lanes_of(members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_rows
     kept_TP = kept_PT.t()
     wanted_P = torch.zeros(size + 1, dtype=torch.int64, device=owner_TK.device)
     wanted_P.scatter_add_(0, owner_TK.reshape(-1), torch.ones_like(owner_TK).reshape(-1))
-    return Lanes(
+    return SendTable(
         source_S=source_S.clamp(min=0),
         is_used_S=source_S >= 0,
         member_N=front(at_PT.t().reshape(-1), kept_TP.reshape(-1)),
@@ -94,6 +97,6 @@ def _heaviest(members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_row
     return torch.zeros_like(members_PT).scatter_(1, order, True) & members_PT
 
 
-def lane_bytes(size: int, rows: int, pair_rows: int) -> int:
-    """Bytes of the tables of ``Lanes`` that live until the backward: source_S, member_N and cu_T."""
+def send_table_bytes(size: int, rows: int, pair_rows: int) -> int:
+    """Bytes of the tables of a ``SendTable`` that live until the backward: source_S, member_N and cu_T."""
     return 8 * (size * pair_rows + (size * rows + 1) + rows + 1)

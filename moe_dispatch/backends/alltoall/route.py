@@ -1,4 +1,4 @@
-"""The way of one dispatch of ``alltoall``: what goes to which rank, and back."""
+"""The route of ``alltoall``: which rows go to which rank, and back."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import BackendContext, WireDtype
-from moe_dispatch.backends.traceable import TraceableRoute
+from moe_dispatch.backends.rank_major import RankMajorRoute, back_wire
 from moe_dispatch.backends.wire import packet, row_format
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import Permutation, SlotIndex, StaticIndex
+from moe_dispatch.permutation import Permutation, SlotIndex
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Host counts of one dispatch: rows to and from each rank, slots too where exact, rows per local expert."""
+class Splits:
+    """Host counts of one dispatch: rows to and from each rank, slots too where exact, and slots per local expert."""
 
     rows_out: list[int]
     rows_in: list[int]
@@ -30,20 +30,20 @@ class Traffic:
     tokens_per_expert: list[int]
 
     def tensor(self) -> Tensor:
-        """All counts in one int64 tensor on the CPU; ``traffic_from`` reads them again."""
+        """All counts in one int64 tensor on the CPU; ``splits_from`` reads them again."""
         parts = (self.rows_out, self.rows_in, self.slots_out, self.slots_in, self.tokens_per_expert)
         return torch.tensor([count for part in parts for count in part], dtype=torch.int64, device="cpu")
 
 
-def traffic_from(counts: Tensor, ep_size: int, *, exact: bool) -> Traffic:
-    """The traffic whose ``tensor()`` this is. It is on the host, so reading it waits for nothing."""
+def splits_from(counts: Tensor, ep_size: int, *, exact: bool) -> Splits:
+    """The splits whose ``tensor()`` this is. It is on the host, so reading it waits for nothing."""
     values = iter(read_host(counts))
 
     def part(length: int) -> list[int]:
         return list(islice(values, length))
 
     slots = ep_size if exact else 0
-    return Traffic(
+    return Splits(
         rows_out=part(ep_size),
         rows_in=part(ep_size),
         slots_out=part(slots),
@@ -52,65 +52,65 @@ def traffic_from(counts: Tensor, ep_size: int, *, exact: bool) -> Traffic:
     )
 
 
-def even_traffic(pair_rows: int, ep_size: int) -> Traffic:
+def even_splits(pair_rows: int, ep_size: int) -> Splits:
     """The same number of rows from each rank to each: all that a graph-safe exchange needs to know."""
-    splits = [pair_rows] * ep_size
-    return Traffic(rows_out=splits, rows_in=splits, slots_out=[], slots_in=[], tokens_per_expert=[])
+    rows = [pair_rows] * ep_size
+    return Splits(rows_out=rows, rows_in=rows, slots_out=[], slots_in=[], tokens_per_expert=[])
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AllToAllRoute(TraceableRoute):
+class AllToAllRoute(RankMajorRoute):
     """One data collective each way.
 
     Attributes:
-        source_S: int64, the home row of each row sent, by destination rank, then row.
-        member_S: int64, the sent rows in the order of their home rows; ``cu_T`` int64 (T+1,) where each home row
-            begins.
-        home: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK`` to apply at home;
-            else both None.
+        source_S: int64, which of this rank's rows is sent, by destination rank, then row.
+        member_S: int64, the sent rows in the order of the rows they are copies of; ``cu_T`` int64 (T+1,) where the
+            copies of each row begin.
+        slots_by_rank: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK``, which are
+            applied on the rank that sent the rows; else both None.
     """
 
     context: BackendContext
     permutation: Permutation
-    traffic: Traffic
+    splits: Splits
     index: SlotIndex
     wire_dtype: WireDtype | None
     source_S: Tensor
     member_S: Tensor
     cu_T: Tensor
-    home: SlotIndex | None
+    slots_by_rank: SlotIndex | None
     weights_TK: Tensor | None
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
-        encoded = row.encode(rows_TD)
-        with self._exchange(encoded, self.source_S, self.traffic.rows_out, self.traffic.rows_in, label) as received:
-            yield row.read(received)
+        row, splits = row_format(rows_TD.dtype, rows_TD.shape[1], wire), self.splits
+        received = self._exchange(row.encode(rows_TD), self.source_S, splits.rows_out, splits.rows_in, label)
+        yield row.read(received)
+        self.context.workspace.give(received)
 
-    @contextmanager
     def _exchange(
         self, rows: Tensor, source: Tensor, splits_out: Sequence[int], splits_in: Sequence[int], label: str
-    ) -> Iterator[Tensor]:
-        """Gather ``rows[source]``, uint8, and exchange them; the received rows, uint8, valid inside the block."""
+    ) -> Tensor:
+        """Send ``rows[source]``, uint8; the rows that arrive, in memory of the workspace."""
         space, width = self.context.workspace, rows.shape[1]
-        with space.lease((sum(splits_in), width), rows.device) as received:
-            with space.lease((source.shape[0], width), rows.device) as outgoing:
-                self.permutation.gather(rows, source, outgoing)
-                work = self.context.communicator.all_to_all(received, outgoing, splits_in, splits_out, label=label)
-                if work is not None:
-                    work.wait()
-            yield received
+        received = space.take((sum(splits_in), width), rows.device)
+        outgoing = space.take((source.shape[0], width), rows.device)
+        self.permutation.gather(rows, source, outgoing)
+        work = self.context.communicator.all_to_all(received, outgoing, splits_in, splits_out, label=label)
+        if work is not None:
+            work.wait()
+        space.give(outgoing)
+        return received
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
-        if self.home is not None:
+        if self.slots_by_rank is not None:
             weights_TK = None if weights_R is None else self.weights_TK
-            return self._collect_exact(self.home, rows_RD, weights_TK, values_R, label)
+            return self._collect_exact(self.slots_by_rank, rows_RD, weights_TK, values_R, label)
         form = packet(
-            row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire),
+            row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(self.wire_dtype)),
             self.index.top_k,
             None if values_R is None else values_R.dtype,
         )
@@ -120,11 +120,11 @@ class AllToAllRoute(TraceableRoute):
         self.permutation.reduce(rows_RD, self.index, weights_R, form.row.read(form.rows(outgoing)))
         if values_R is not None:
             form.weights(outgoing).copy_(self.index.to_slots(values_R))
-        traffic = self.traffic
-        work = self.context.communicator.all_to_all(received, outgoing, traffic.rows_out, traffic.rows_in, label=label)
-        # Made while the rows are under way.
-        out = space.lend(self.num_home_rows, form.row.hidden, dtype=rows_RD.dtype, device=device)
-        values = None if values_R is None else values_R.new_empty(self.num_home_rows, form.top_k)
+        splits = self.splits
+        work = self.context.communicator.all_to_all(received, outgoing, splits.rows_out, splits.rows_in, label=label)
+        # Made while the rows travel.
+        out = space.lend(self.num_rows, form.row.hidden, dtype=rows_RD.dtype, device=device)
+        values = None if values_R is None else values_R.new_empty(self.num_rows, form.top_k)
         # The whole packets are summed, as numbers of the row's dtype: sums over what is behind the row are not kept.
         packets = received.view(form.row.wire_dtype)
         if work is not None:
@@ -137,9 +137,14 @@ class AllToAllRoute(TraceableRoute):
         return out, values
 
     def _collect_exact(
-        self, home: SlotIndex, rows_RD: Tensor, weights_TK: Tensor | None, values_R: Tensor | None, label: str
+        self,
+        slots_by_rank: SlotIndex,
+        rows_RD: Tensor,
+        weights_TK: Tensor | None,
+        values_R: Tensor | None,
+        label: str,
     ) -> tuple[Tensor, Tensor | None]:
-        row = row_format(rows_RD.dtype, rows_RD.shape[1], self.gradient_wire)
+        row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(self.wire_dtype))
         form = packet(row, 1, None if values_R is None else values_R.dtype)
         if values_R is None:
             packets = row.encode(rows_RD)
@@ -147,23 +152,26 @@ class AllToAllRoute(TraceableRoute):
             packets = torch.empty(rows_RD.shape[0], form.stride, dtype=torch.uint8, device=rows_RD.device)
             row.write(rows_RD, form.rows(packets))
             form.weights(packets).copy_(values_R.unsqueeze(1))
-        traffic = self.traffic
-        with self._exchange(packets, self.index.byrow_N, traffic.slots_in, traffic.slots_out, label) as received:
-            out = self.context.workspace.lend(home.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
-            weights_N = None if weights_TK is None else home.in_row_order(weights_TK)
-            self.permutation.sum_bags(received.view(row.wire_dtype), home.byrow_N, home.cu_S, weights_N, out)
-            values = None if values_R is None else home.to_slots(form.weights(received).reshape(-1))
+        space, splits = self.context.workspace, self.splits
+        received = self._exchange(packets, self.index.byrow_N, splits.slots_in, splits.slots_out, label)
+        out = space.lend(slots_by_rank.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
+        weights_N = None if weights_TK is None else slots_by_rank.in_row_order(weights_TK)
+        self.permutation.sum_bags(
+            received.view(row.wire_dtype), slots_by_rank.byrow_N, slots_by_rank.cu_S, weights_N, out
+        )
+        values = None if values_R is None else slots_by_rank.to_slots(form.weights(received).reshape(-1))
+        space.give(received)
         return out, values
 
     def tensors(self) -> list[Tensor]:
-        ways = [self.source_S, self.member_S, self.cu_T]
-        if isinstance(self.index, StaticIndex):
-            return ways + self.index.tensors()
-        ways.insert(0, self.traffic.tensor())
-        if self.home is not None and self.weights_TK is not None:
-            ways += [self.weights_TK.clone(), *self.home.tensors()]
-        return ways + self.index.tensors()
+        ways = [self.source_S, self.member_S, self.cu_T, *self.index.tensors()]
+        if self.index.fixed_size:
+            return ways
+        exact = [] if self.slots_by_rank is None or self.weights_TK is None else [self.weights_TK.clone()]
+        if self.slots_by_rank is not None:
+            exact += self.slots_by_rank.tensors()
+        return [self.splits.tensor(), *exact, *ways]
 
     @property
-    def num_home_rows(self) -> int:
+    def num_rows(self) -> int:
         return self.cu_T.shape[0] - 1

@@ -1,1 +1,1 @@
-"""What the backends that drive ``deep_ep`` share: finding the library, its buffers, and one module per buffer class."""
+"""Backends over the library ``deep_ep``: ``deepep`` and ``hybridep``, and what drives each of its buffer classes."""

@@ -8,13 +8,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints, MoEShape, WireDtype
+from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape, WireDtype
 from moe_dispatch.backends.capacity import worst_rows
+from moe_dispatch.backends.deep_ep.driver import Driver, Handle, Payload, RankMajorRows, arrived
 from moe_dispatch.backends.deep_ep.library import Library
 from moe_dispatch.backends.deep_ep.pool import BufferPool
 from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
-from moe_dispatch.backends.deep_ep.transport import Delivery, Payload, Transport, Way, arrived
-from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import round_up
 
 _MOST_RANKS, _MOST_EXPERTS = 1024, 2048
@@ -69,18 +68,18 @@ class Expanded:
         weights_R: float32, 0 on those zeros.
         padded_counts: rows per local expert with the zeros, on the host; empty where nobody waited for them.
         real_counts_L: int32, without them, on the device.
-        way: for the combine.
+        handle: of this dispatch, for the combine.
     """
 
     rows_RD: Tensor
     weights_R: Tensor
     padded_counts: list[int]
     real_counts_L: Tensor
-    way: Way
+    handle: Handle
 
 
 @final
-class ElasticTransport(Transport):
+class ElasticDriver(Driver):
     """Buffers sized for the group's largest row count.
 
     Cost of ``send`` and ``send_expanded``: one host sync, for the counts, or in graph-safe mode none.
@@ -89,14 +88,13 @@ class ElasticTransport(Transport):
     def __init__(
         self,
         library: Library,
-        shape: MoEShape,
-        communicator: Communicator,
+        context: BackendContext,
         *,
         num_sms: int | None,
         deterministic: bool,
         on_its_stream: bool,
-        most_rows: int | None,
     ) -> None:
+        shape, communicator = context.shape, context.communicator
         self._shape = shape
         self._num_sms = num_sms or 0  # 0: the library's choice
         self._on_its_stream = on_its_stream
@@ -115,7 +113,7 @@ class ElasticTransport(Transport):
         if not library.emulated:  # it takes over the group's NCCL communicator, which the first collective makes
             communicator.touch(torch.device("cuda"))
         self._ids_dtype: torch.dtype = getattr(library.module, "topk_idx_t", torch.int64)
-        self._pool = BufferPool("deepep", make, most_rows=most_rows)
+        self._pool = BufferPool("deepep", make, most_rows=context.most_rows)
 
     @property
     def buffers(self) -> str:
@@ -132,10 +130,10 @@ class ElasticTransport(Transport):
         *,
         asynchronously: bool,
         worst_rows: int | None = None,
-    ) -> Delivery:
+    ) -> RankMajorRows:
         """With ``worst_rows`` it delivers P times the rows that its buffer is for, which is as many."""
-        slot = self._pool.current
-        buffer = slot.buffer
+        pooled = self._pool.current
+        buffer = pooled.buffer
         on_its_stream = asynchronously and self._on_its_stream
         with _filling.at(False):
             received, ids_SK, weights_SK, handle, event = buffer.dispatch(
@@ -150,41 +148,41 @@ class ElasticTransport(Transport):
                 allocate_on_comm_stream=on_its_stream,
                 do_cpu_sync=worst_rows is None,
             )
-        return Delivery(
+        return RankMajorRows(
             payload=received,
             ids_SK=ids_SK,
             weights_SK=weights_SK,
             counts=handle.num_recv_tokens_per_expert_list,
-            way=Way(slot=slot, handle=handle),
+            handle=Handle(pooled=pooled, raw=handle),
             wait=event.current_stream_wait if asynchronously else arrived,
             num_received=None if worst_rows is None else handle.psum_num_recv_tokens_per_scaleup_rank[-1],
         )
 
-    def send_again(self, payload: Payload, way: Way) -> Payload:
+    def send_again(self, payload: Payload, handle: Handle) -> Payload:
         with _filling.at(False):
             # The library derives its default number of SMs before it has looked into the handle, and fails.
-            received: Payload = way.buffer.dispatch(
+            received: Payload = handle.buffer.dispatch(
                 payload,
-                handle=way.handle,
-                num_sms=way.handle.num_sms,
-                do_expand=way.handle.do_expand,
-                do_zero_padding=way.handle.do_expand,
+                handle=handle.raw,
+                num_sms=handle.raw.num_sms,
+                do_expand=handle.raw.do_expand,
+                do_zero_padding=handle.raw.do_expand,
             )[0]
         return received
 
-    def sum_at_home(self, rows_SD: Tensor, values_SK: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
+    def combine(self, rows_SD: Tensor, values_SK: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
         with _filling.at(False):
-            rows_TD, values_TK, _ = way.buffer.combine(rows_SD, way.handle, topk_weights=values_SK)
+            rows_TD, values_TK, _ = handle.buffer.combine(rows_SD, handle.raw, topk_weights=values_SK)
         return rows_TD, values_TK
 
     def send_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Expanded:
-        """Each row to every expert it names. Without a way back for gradients: its combine refuses them.
+        """Each row to every expert it names. It has no backward: its combine refuses gradients.
 
         In graph-safe mode as many as ``expanded_rows``; those behind the last expert's hold anything, and so do their
         weights.
         """
-        slot = self._pool.current
-        buffer = slot.buffer
+        pooled = self._pool.current
+        buffer = pooled.buffer
         with _filling.at(False):
             rows_RD, _, weights_R, handle, _ = buffer.dispatch(
                 rows_TD,
@@ -203,7 +201,7 @@ class ElasticTransport(Transport):
             weights_R=weights_R,
             padded_counts=handle.num_recv_tokens_per_expert_list,
             real_counts_L=handle.num_unaligned_recv_tokens_per_expert,
-            way=Way(slot=slot, handle=handle),
+            handle=Handle(pooled=pooled, raw=handle),
         )
 
     def close(self) -> None:

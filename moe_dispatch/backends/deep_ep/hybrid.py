@@ -16,12 +16,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
+from moe_dispatch.backends.deep_ep.driver import Handle
 from moe_dispatch.backends.deep_ep.library import Library, parameters
 from moe_dispatch.backends.deep_ep.pool import BufferPool
 from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
-from moe_dispatch.backends.deep_ep.transport import Way
-from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation import round_up
 
@@ -77,11 +76,11 @@ class Rules:
         return (_MOST_MESSAGES - 1) // 3 // chunk * chunk
 
 
-# Of 94a9f8f, for tables on machines without the library.
+# Of pull request 744, the newest release that is supported: for tables on machines without the library.
 NEWEST = Rules(
     chunks=(_CHUNK, _CHUNK),
     pads_capacity=True,
-    ragged=False,
+    ragged=True,
     hidden_multiple=16,
     least_ranks=1,
     spans_domains=True,
@@ -184,27 +183,27 @@ def domain_of(shape: MoEShape, configured: int | None, environment: Mapping[str,
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Delivery:
-    """What a dispatch delivered.
+class ExpertMajorRows:
+    """The rows that one dispatch brought to the experts of this rank.
 
     Attributes:
         rows_RD: bfloat16, expert-major; each expert's rows by source rank, then row, then its zero padding.
         probs_R: float32, bit for bit what was sent; +0.0 on padding.
         padded_L: int64, rows per local expert with padding and without those that were dropped: on the CPU, or with
             ``room`` on the device, where rows and probabilities behind them hold anything.
-        way: for what follows it.
+        handle: of this dispatch, for combine and the backwards.
         overflowed: bool (), on the device, whether rows were dropped; None without ``room``.
     """
 
     rows_RD: Tensor
     probs_R: Tensor
     padded_L: Tensor
-    way: Way
+    handle: Handle
     overflowed: Tensor | None
 
 
 @final
-class HybridTransport:
+class HybridDriver:
     """Buffers for a number of rows per rank. Raw: nothing here is differentiable.
 
     Cost: one host sync per ``send``, in which the library waits for the counts, or with ``room`` none; none in what
@@ -214,22 +213,21 @@ class HybridTransport:
     def __init__(
         self,
         library: Library,
-        shape: MoEShape,
-        communicator: Communicator,
+        context: BackendContext,
         *,
         domain: int,
         domain_is_configured: bool,
         knobs: Mapping[str, int],
         fuse_permute: bool,
-        most_rows: int | None,
     ) -> None:
+        shape = context.shape
         cls = buffer_class(library)
         assert cls is not None
         self._cls = cls
         self._shape = shape
         found = rules(cls)
         self._ragged = found.ragged
-        self._communicator = communicator
+        self._communicator = context.communicator
         self._domain = domain
         # A version that detects its domains may know more than host names tell; a variable beyond the group stops it.
         self._names_domain = domain_is_configured or not found.detects_domain or _DOMAIN_VARIABLE in os.environ
@@ -244,7 +242,7 @@ class HybridTransport:
             _check_chunks_for_fusion(found)
             self._dispatch_arguments["fuse_permute_dispatch"] = True
             self._combine_arguments["fuse_unpermute_combine"] = True
-        self._pool = BufferPool("hybridep", self._make, most_rows=most_rows, multiple=lcm(*found.chunks))
+        self._pool = BufferPool("hybridep", self._make, most_rows=context.most_rows, multiple=lcm(*found.chunks))
 
     def _constructor_arguments(self, knobs: Mapping[str, int]) -> dict[str, Any]:
         shape, known = self._shape, parameters(self._cls.__init__)
@@ -279,7 +277,7 @@ class HybridTransport:
 
     def send(
         self, rows_TD: Tensor, map_TE: Tensor, probs_TE: Tensor, *, group_max_rows: int | None, room: int | None = None
-    ) -> Delivery:
+    ) -> ExpertMajorRows:
         """Each row once to each NVLink domain and rank that needs it, and there to its experts.
 
         Args:
@@ -290,11 +288,11 @@ class HybridTransport:
             room: graph-safe: R, a multiple of ``pad_multiple``. Of more rows the last are dropped, so the highest
                 experts lose theirs first.
         """
-        slot = self._pool.current
+        pooled = self._pool.current
         sizes = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SLOT_MULTIPLE)} if self._ragged else {}
         if room is not None:
             sizes["num_permuted_tokens"] = room
-        rows_RD, probs_R, _, padded_L, handle = slot.buffer.dispatch_with_permute(
+        rows_RD, probs_R, _, padded_L, handle = pooled.buffer.dispatch_with_permute(
             hidden=rows_TD, routing_map=map_TE, probs=probs_TE, **sizes, **self._dispatch_arguments
         )
         if rows_RD is None:
@@ -302,30 +300,32 @@ class HybridTransport:
                 f"Backend 'hybridep': every rank must receive a row, got none on rank {self._communicator.rank}. The "
                 "installed version cannot combine then: install one of 2026-04 (34152ae) or later."
             )
-        return Delivery(
+        return ExpertMajorRows(
             rows_RD=rows_RD,
             probs_R=probs_R,
             padded_L=padded_L,
-            way=Way(slot=slot, handle=handle),
+            handle=Handle(pooled=pooled, raw=handle),
             overflowed=None if room is None else _overflow_flag(handle),
         )
 
-    def send_again(self, rows_TD: Tensor, num_grouped: int, way: Way) -> Tensor:
+    def send_again(self, rows_TD: Tensor, num_grouped: int, handle: Handle) -> Tensor:
         """Other rows the same way: (R, D), R as before, without a host sync."""
-        rows_RD: Tensor = way.buffer.dispatch_with_permute(
-            hidden=rows_TD, handle=way.handle, num_permuted_tokens=num_grouped, **self._dispatch_arguments
+        rows_RD: Tensor = handle.buffer.dispatch_with_permute(
+            hidden=rows_TD, handle=handle.raw, num_permuted_tokens=num_grouped, **self._dispatch_arguments
         )[0]
         return rows_RD
 
-    def sum_at_home(self, rows_RD: Tensor, probs_R: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
+    def combine(self, rows_RD: Tensor, probs_R: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
         """bfloat16 (R, D), unweighted, back and summed: (T, D); and float32 (R,), one per expert row: (T, E)."""
-        summed: tuple[Tensor, Tensor | None] = way.buffer.combine_with_unpermute(
-            hidden=rows_RD, probs=probs_R, handle=way.handle, **self._combine_arguments
+        summed: tuple[Tensor, Tensor | None] = handle.buffer.combine_with_unpermute(
+            hidden=rows_RD, probs=probs_R, handle=handle.raw, **self._combine_arguments
         )
         return summed
 
     def close(self) -> None:
-        """Let go of the buffers, which frees them: once no rank's kernels use another's memory any more. Collective."""
+        """Release the buffers once no rank's kernels use another rank's memory. Collective; the second time nothing."""
+        if self._pool.closed:
+            return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self._communicator.max([0], label="close")

@@ -9,20 +9,28 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
+from moe_dispatch.backends.base import (
+    Arrived,
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Route,
+    Sizes,
+)
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.deep_ep import hybrid
-from moe_dispatch.backends.deep_ep.hybrid import Delivery, HybridTransport
-from moe_dispatch.backends.deep_ep.library import Library, find_library, never_raising, openable, report_open
-from moe_dispatch.backends.deep_ep.transport import Way
-from moe_dispatch.backends.rank_major import profiler_range, refuse_double_backward
+from moe_dispatch.backends.deep_ep.driver import Handle
+from moe_dispatch.backends.deep_ep.hybrid import HybridDriver
+from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
 from moe_dispatch.backends.volume import Volume, Wire, payload
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import accumulation_dtype, running_total
 from moe_dispatch.probing import Rejected, Usable
 
 Release = Literal["hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"]
-_NEWEST: Release = "hybridep-94a9f8f"
+_NEWEST: Release = "hybridep-744"
 _Count = Annotated[int, Field(ge=1)]
 
 
@@ -38,8 +46,11 @@ class HybridEPOptions(BackendOptions):
         fuse_permute: permute inside the dispatch kernel, and back inside the combine kernel.
         ranks_per_domain: consecutive ranks of the group in one NVLink domain; None takes what its environment variable
             says, else the ranks that share a host.
-        emulate: run on the emulation of ``deep_ep``, on CPU tensors: True for 94a9f8f, or the name of a release.
+        emulate: run on the emulation of ``deep_ep``, on CPU tensors: True for the newest release, or
+            the name of one.
     """
+
+    name = "hybridep"
 
     num_sms_dispatch: _Count | None = None
     num_sms_combine: _Count | None = None
@@ -65,32 +76,101 @@ class HybridEPOptions(BackendOptions):
         }
         return {name: number for name, number in given.items() if number is not None}
 
+    def probe(self) -> Usable | Rejected:
+        return probed(self._probe)
+
+    def _probe(self) -> Usable | Rejected:
+        library = self._library()
+        if isinstance(library, Rejected):
+            return library
+        found = hybrid.rules(_buffer_class(library))
+        rows = "ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows"
+        return Usable(version=library.version, features=(rows, *(("emulated",) if library.emulated else ())))
+
+    def constraints(self, shape: MoEShape) -> Constraints:
+        library, domain = self._library(), hybrid.domain_of(shape, self.ranks_per_domain)
+        if isinstance(library, Rejected):  # for tables: where it is to be used, probe has refused it
+            return hybrid.constraints(hybrid.NEWEST, "cuda", shape, domain, fuse_permute=self.fuse_permute)
+        found = hybrid.rules(_buffer_class(library))
+        return hybrid.constraints(found, library.device, shape, domain, fuse_permute=self.fuse_permute)
+
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire:
+        row_bytes = shape.hidden_size * torch.bfloat16.itemsize
+        return payload(volume, out_bytes=row_bytes, back_bytes=row_bytes)
+
+    def open(self, context: BackendContext) -> Backend:
+        library = openable(self.name, self._library(), context.communicator)
+        domain, is_configured = (
+            hybrid.domain_of(context.shape, self.ranks_per_domain),
+            self.ranks_per_domain is not None,
+        )
+        driver = HybridDriver(
+            library,
+            context,
+            domain=domain,
+            domain_is_configured=is_configured,
+            knobs=self.knobs,
+            fuse_permute=self.fuse_permute,
+        )
+        source = "configured" if is_configured else "detected"
+        report_open(self.name, library, context.communicator, f"{domain} ranks per NVLink domain ({source})")
+        return HybridEP(context, driver)
+
+    def _library(self) -> Library | Rejected:
+        found = find_library(self.release)
+        if isinstance(found, Library) and hybrid.buffer_class(found) is None:
+            return Rejected(f"deep_ep {found.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep")
+        return found
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HybridState:
-    """What one dispatch leaves for its combine and the backwards.
+class HybridRoute(Route):
+    """The route of one dispatch through the library.
 
     Attributes:
-        transport: the open library.
-        way: its handle, opaque whatever its length, and the buffer it belongs to.
+        driver: of the open library.
+        handle: the library's own, opaque whatever its length.
         ids_TK: int64, which entry of a dense gradient is whose.
         is_real_R: bool, False on padding; behind the last expert's rows anything.
     """
 
-    transport: HybridTransport
-    way: Way
+    driver: HybridDriver
+    handle: Handle
     ids_TK: Tensor
     is_real_R: Tensor
 
     def send(self, rows_TD: Tensor) -> Tensor:
-        """(T, D) to their experts again: bfloat16 (R, D), zero on padding."""
-        return self.transport.send_again(rows_TD.bfloat16().contiguous(), len(self.is_real_R), self.way)
+        rows_RD = self.driver.send_again(rows_TD.bfloat16().contiguous(), len(self.is_real_R), self.handle)
+        return rows_RD.to(rows_TD.dtype)
 
-    def bring_home(self, rows_RD: Tensor, values_R: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(R, D) summed: (T, D); one value per expert row: (T, K), 0 where a slot goes nowhere. Padding is not read."""
+    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+        if weights_R is None:
+            return self._sum(rows_RD, None)[0]
+        wide = accumulation_dtype(rows_RD.dtype)
+        weighted_RD = (rows_RD.to(wide) * weights_R.to(wide).unsqueeze(1)).bfloat16()
+        return self._sum(weighted_RD, None)[0].to(rows_RD.dtype)
+
+    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self._sum(grad_RD, grad_R)
+
+    def combine_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        grad_RD = self.driver.send_again(grad_TD.bfloat16().contiguous(), len(self.is_real_R), self.handle)
+        if weights_R is None:
+            return grad_RD.to(grad_TD.dtype), None
+        wide, dots_R = accumulation_dtype(grad_TD.dtype), None
+        grad_RD = grad_RD.to(wide)
+        if rows_RD is not None:
+            # Padding of the outputs may hold NaN: it is left out, not multiplied by 0.
+            dots_R = torch.where(self.is_real_R, torch.linalg.vecdot(grad_RD, rows_RD.to(wide)), 0).to(weights_R.dtype)
+        return (grad_RD * weights_R.to(wide).unsqueeze(1)).to(grad_TD.dtype), dots_R
+
+    def _sum(self, rows_RD: Tensor, values_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Rows back and summed: (T, D); one value per expert row: (T, K), 0 where a slot goes nowhere."""
         values = None if values_R is None else values_R.float().contiguous()
-        rows_TD, values_TE = self.transport.sum_at_home(rows_RD.bfloat16().contiguous(), values, self.way)
+        rows_TD, values_TE = self.driver.combine(rows_RD.bfloat16().contiguous(), values, self.handle)
         if values_R is None or values_TE is None:
             return rows_TD.to(rows_RD.dtype), None
         values_TK = torch.where(self.ids_TK < 0, 0, values_TE.gather(1, self.ids_TK.clamp(min=0)))
@@ -111,168 +191,42 @@ class HybridEP(Backend):
     it reports to have needed is then the least that it can have been, and ``grow`` may take several turns.
     """
 
-    name = "hybridep"
-    Options = HybridEPOptions
     collective_close = True
 
-    def __init__(self, context: BackendContext, options: BackendOptions) -> None:
-        super().__init__(context, options)
-        self._transport: HybridTransport | None = None
-
-    @classmethod
-    @never_raising
-    def probe(cls, options: BackendOptions) -> Usable | Rejected:
-        library = _library(options)
-        if isinstance(library, Rejected):
-            return library
-        found = hybrid.rules(_buffer_class(library))
-        rows = "ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows"
-        return Usable(version=library.version, features=(rows, *(("emulated",) if library.emulated else ())))
-
-    @classmethod
-    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
-        assert isinstance(options, HybridEPOptions)
-        library, domain = _library(options), hybrid.domain_of(shape, options.ranks_per_domain)
-        if isinstance(library, Rejected):  # for tables: where it is to be used, probe has refused it
-            return hybrid.constraints(hybrid.NEWEST, "cuda", shape, domain, fuse_permute=options.fuse_permute)
-        found = hybrid.rules(_buffer_class(library))
-        return hybrid.constraints(found, library.device, shape, domain, fuse_permute=options.fuse_permute)
-
-    @classmethod
-    def wire_bytes(cls, shape: MoEShape, options: BackendOptions, volume: Volume, dtype: torch.dtype) -> Wire:
-        row_bytes = shape.hidden_size * torch.bfloat16.itemsize
-        return payload(volume, out_bytes=row_bytes, back_bytes=row_bytes)
-
-    def open(self) -> None:
-        shape, comm, options = self.context.shape, self.context.communicator, self._options
-        library = openable("hybridep", _library(options), comm)
-        self._transport = HybridTransport(
-            library,
-            shape,
-            comm,
-            domain=hybrid.domain_of(shape, options.ranks_per_domain),
-            domain_is_configured=options.ranks_per_domain is not None,
-            knobs=options.knobs,
-            fuse_permute=options.fuse_permute,
-            most_rows=self.context.most_rows,
-        )
-        source = "detected" if options.ranks_per_domain is None else "configured"
-        domain = hybrid.domain_of(shape, options.ranks_per_domain)
-        report_open("hybridep", library, comm, f"{domain} ranks per NVLink domain ({source})")
-
-    @property
-    def _options(self) -> HybridEPOptions:
-        assert isinstance(self.options, HybridEPOptions)
-        return self.options
-
-    @property
-    def transport(self) -> HybridTransport:
-        """The open library."""
-        assert self._transport is not None
-        return self._transport
+    def __init__(self, context: BackendContext, driver: HybridDriver) -> None:
+        super().__init__(context)
+        self.driver = driver
 
     def reserve(self, sizes: Sizes) -> None:
         rows = sizes.padded_rows if sizes.padded_rows is not None else sizes.group_max_rows
         if rows is not None:
-            self.transport.reserve(rows)
+            self.driver.reserve(rows)
 
     def close(self) -> None:
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close()
+        self.driver.close()
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        map_TE, probs_TE = _dense(ids_TK, _marked(weights_TK.detach()), self.context.shape.num_experts)
+        map_TE, probs_TE = _dense(ids_TK, _marked(weights_TK), self.context.shape.num_experts)
         capacity = sizes.capacity
-        sent = self.transport.send(
-            rows_TD.detach().bfloat16().contiguous(),
+        sent = self.driver.send(
+            rows_TD.bfloat16().contiguous(),
             map_TE,
             probs_TE,
             group_max_rows=sizes.group_max_rows,
             room=None if capacity is None else capacity.buffer_rows,
         )
-        counts = None if capacity is not None else tuple(read_host(sent.padded_L))
         padded_L = sent.padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
         is_real_R = (sent.probs_R != 0) | torch.signbit(sent.probs_R)
         real_L = _real_counts(is_real_R, padded_L)
-        state = HybridState(transport=self.transport, way=sent.way, ids_TK=ids_TK, is_real_R=is_real_R)
-        rows_RD, weights_R = _Dispatch.apply(rows_TD, weights_TK, state, sent)  # type: ignore[no-untyped-call]
         return Arrived(
-            rows=rows_RD,
-            weights=weights_R,
+            rows=sent.rows_RD.to(rows_TD.dtype),
+            weights=(sent.probs_R + 0.0).to(weights_TK.dtype),  # -0.0 becomes 0.0 again
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,
-            tokens_per_expert_list=counts,
-            state=state,
+            tokens_per_expert_list=None if capacity is not None else tuple(read_host(sent.padded_L)),
+            route=HybridRoute(driver=self.driver, handle=sent.handle, ids_TK=ids_TK, is_real_R=is_real_R),
             demand=None if capacity is None else _demand(real_L, sent.overflowed, capacity),
         )
-
-    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
-        result: Tensor = _DispatchAgain.apply(rows_TD, state)  # type: ignore[no-untyped-call]
-        return result
-
-    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        result: Tensor = _Combine.apply(rows_RD, weights_R, state, weighted)  # type: ignore[no-untyped-call]
-        return result
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows_TD: Tensor, weights_TK: Tensor, state: HybridState, sent: Delivery
-    ) -> tuple[Tensor, Tensor]:
-        ctx.state = state
-        return sent.rows_RD.to(rows_TD.dtype), (sent.probs_R + 0.0).to(weights_TK.dtype)  # -0.0 becomes 0.0 again
-
-    @staticmethod
-    def backward(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:
-        refuse_double_backward("dispatch")
-        with profiler_range("dispatch.backward"):
-            # Always with the gradient of the weights: what travels must not depend on what one rank needs.
-            return *ctx.state.bring_home(grad_rows_RD, grad_weights_R), None, None
-
-
-class _DispatchAgain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_TD: Tensor, state: HybridState) -> Tensor:
-        ctx.state = state
-        return state.send(rows_TD).to(rows_TD.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_rows_RD: Tensor) -> Any:
-        refuse_double_backward("dispatch")
-        with profiler_range("dispatch.backward"):
-            return ctx.state.bring_home(grad_rows_RD)[0], None
-
-
-class _Combine(torch.autograd.Function):
-    """``weights_R`` leads on to the backward of dispatch even where no expert saw a row and the result is detached."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, state: HybridState, weighted: bool) -> Tensor:
-        ctx.state, ctx.dtype, ctx.weighted = state, rows_RD.dtype, weighted
-        ctx.save_for_backward(*((rows_RD, weights_R) if weighted else ()))
-        if not weighted:
-            return state.bring_home(rows_RD)[0]
-        wide = accumulation_dtype(rows_RD.dtype)
-        weighed_RD = (rows_RD.to(wide) * weights_R.to(wide).unsqueeze(1)).bfloat16()
-        return state.bring_home(weighed_RD)[0].to(rows_RD.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> Any:
-        refuse_double_backward("combine")
-        state: HybridState = ctx.state
-        with profiler_range("combine.backward"):
-            grad_RD = state.send(grad_TD)
-            if not ctx.weighted:
-                return grad_RD.to(ctx.dtype), None, None, None
-            rows_RD, weights_R = ctx.saved_tensors
-            wide = accumulation_dtype(ctx.dtype)
-            grad_RD = grad_RD.to(wide)
-            # Padding of the outputs may hold NaN: it is left out, not multiplied by 0.
-            dots_R = torch.where(state.is_real_R, torch.linalg.vecdot(grad_RD, rows_RD.to(wide)), 0)
-            grad_RD = (grad_RD * weights_R.to(wide).unsqueeze(1)).to(ctx.dtype)
-        return grad_RD, dots_R.to(weights_R.dtype), None, None
 
 
 def _marked(weights_TK: Tensor) -> Tensor:
@@ -306,14 +260,6 @@ def _demand(real_L: Tensor, overflowed: Tensor | None, capacity: Capacity) -> Te
     arrived = real_L.sum()
     needed = torch.where(overflowed, (arrived + 1).clamp(min=capacity.rows + 1), arrived.clamp(max=capacity.rows))
     return torch.stack([needed, torch.zeros_like(needed)])
-
-
-def _library(options: BackendOptions) -> Library | Rejected:
-    assert isinstance(options, HybridEPOptions)
-    found = find_library(options.release)
-    if isinstance(found, Library) and hybrid.buffer_class(found) is None:
-        return Rejected(f"deep_ep {found.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep")
-    return found
 
 
 def _buffer_class(library: Library) -> type[Any]:

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,7 +20,6 @@ from typing import Any, final
 
 import torch
 
-from moe_dispatch.backends.base import BackendOptions
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.probing import Rejected, Usable, import_whole
@@ -119,21 +118,14 @@ def _announce(backend: str, release: str) -> None:
     logger.warning("backend %r runs on the emulation of deep_ep %s: for tests, not for speed.", backend, release)
 
 
-def never_raising(
-    probe: Callable[[Any, BackendOptions], Usable | Rejected],
-) -> Callable[[Any, BackendOptions], Usable | Rejected]:
-    """A probe that rejects whatever it stumbles over: a malformed variable, a class that lacks a method."""
-
-    @wraps(probe)
-    def probed(cls: Any, options: BackendOptions) -> Usable | Rejected:
-        try:
-            return probe(cls, options)
-        except ConfigError as error:
-            return Rejected(str(error).rstrip("."))
-        except Exception as error:
-            return Rejected(f"asking deep_ep what it needs raised {type(error).__name__}: {error}".rstrip("."))
-
-    return probed
+def probed(probe: Callable[[], Usable | Rejected]) -> Usable | Rejected:
+    """What a probe finds; rejected where it stumbles: a malformed variable, a class that lacks a method."""
+    try:
+        return probe()
+    except ConfigError as error:
+        return Rejected(str(error).rstrip("."))
+    except Exception as error:
+        return Rejected(f"asking deep_ep what it needs raised {type(error).__name__}: {error}".rstrip("."))
 
 
 def parameters(function: Callable[..., Any]) -> frozenset[str]:

@@ -8,10 +8,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
+from moe_dispatch.backends.deep_ep.driver import Driver, Handle, Payload, RankMajorRows, arrived
 from moe_dispatch.backends.deep_ep.library import Library, parameters
 from moe_dispatch.backends.deep_ep.pool import BufferPool
-from moe_dispatch.backends.deep_ep.transport import Delivery, Payload, Transport, Way, arrived
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.probing import Rejected
@@ -63,22 +63,20 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraint
 
 
 @final
-class NormalTransport(Transport):
+class NormalDriver(Driver):
     """One buffer, whose size depends on hidden size and ranks only.
 
     Cost of ``send``: one host sync, for the counts, or with ``worst_rows`` none.
     """
 
-    def __init__(
-        self, library: Library, shape: MoEShape, communicator: Communicator, *, num_sms: int | None, on_its_stream: bool
-    ) -> None:
-        self._shape = shape
+    def __init__(self, library: Library, context: BackendContext, *, num_sms: int | None, on_its_stream: bool) -> None:
+        self._shape = context.shape
         self._on_its_stream = on_its_stream
         self._num_sms = num_sms
         self._cls = library.module.Buffer
         self._dispatch_config, self._combine_config = self._configs(num_sms)
         self.nvl_bytes, self.rdma_bytes = self._buffer_bytes()
-        self._pool = BufferPool("deepep", lambda _: self._make(communicator), most_rows=None)
+        self._pool = BufferPool("deepep", lambda _: self._make(context.communicator), most_rows=None)
         self._pool.reserve(1)
 
     @property
@@ -121,9 +119,9 @@ class NormalTransport(Transport):
         *,
         asynchronously: bool,
         worst_rows: int | None = None,
-    ) -> Delivery:
-        slot = self._pool.current
-        buffer = slot.buffer
+    ) -> RankMajorRows:
+        pooled = self._pool.current
+        buffer = pooled.buffer
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, self._shape.num_experts)
         received, ids_SK, weights_SK, counts, handle, event = buffer.dispatch(
             payload,
@@ -140,22 +138,22 @@ class NormalTransport(Transport):
             previous_event=buffer.capture() if asynchronously and self._on_its_stream else None,
             allocate_on_comm_stream=asynchronously and self._on_its_stream,
         )
-        return Delivery(
+        return RankMajorRows(
             payload=received,
             ids_SK=ids_SK,
             weights_SK=weights_SK,
             counts=counts,
-            way=Way(slot=slot, handle=handle),
+            handle=Handle(pooled=pooled, raw=handle),
             wait=event.current_stream_wait if asynchronously else arrived,
         )
 
-    def send_again(self, payload: Payload, way: Way) -> Payload:
-        received: Payload = way.buffer.dispatch(payload, handle=way.handle, config=self._dispatch_config)[0]
+    def send_again(self, payload: Payload, handle: Handle) -> Payload:
+        received: Payload = handle.buffer.dispatch(payload, handle=handle.raw, config=self._dispatch_config)[0]
         return received
 
-    def sum_at_home(self, rows_SD: Tensor, values_SK: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
-        rows_TD, values_TK, _ = way.buffer.combine(
-            rows_SD, way.handle, topk_weights=values_SK, config=self._combine_config
+    def combine(self, rows_SD: Tensor, values_SK: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
+        rows_TD, values_TK, _ = handle.buffer.combine(
+            rows_SD, handle.raw, topk_weights=values_SK, config=self._combine_config
         )
         return rows_TD, values_TK
 

@@ -14,7 +14,7 @@ _SMALLEST_ROWS = 512
 
 
 @final
-class Slot:
+class PooledBuffer:
     """One buffer of a pool, for those that must not use it once the pool is closed."""
 
     def __init__(self, name: str, buffer: Any) -> None:
@@ -62,8 +62,9 @@ class BufferPool:
         self._make = make
         self._most_rows = most_rows
         self._multiple = multiple
-        self._slots: list[Slot] = []
+        self._buffers: list[PooledBuffer] = []
         self._rows = 0
+        self.closed = False
 
     def reserve(self, rows: int) -> None:
         """Have a buffer for so many rows per rank. Collective where it grows."""
@@ -72,7 +73,7 @@ class BufferPool:
             if self._most_rows is not None:
                 bucket = min(bucket, max(rows, self._most_rows))
             bucket = round_up(bucket, self._multiple)
-            self._slots.append(Slot(self._name, self._make(bucket)))
+            self._buffers.append(PooledBuffer(self._name, self._make(bucket)))
             self._rows = bucket
 
     @property
@@ -81,12 +82,13 @@ class BufferPool:
         return self._rows
 
     @property
-    def current(self) -> Slot:
+    def current(self) -> PooledBuffer:
         """The buffer in use."""
-        return self._slots[-1]
+        return self._buffers[-1]
 
     def close(self) -> None:
         """Destroy all buffers, also if one refuses; the second time does nothing. Collective."""
+        self.closed = True
         with ExitStack() as stack:
-            for slot in self._slots:
-                stack.callback(slot.clear)
+            for pooled in self._buffers:
+                stack.callback(pooled.clear)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import rank_members
-from moe_dispatch.backends.alltoall.fixed import Lanes, lanes_of
+from moe_dispatch.backends.alltoall.fixed import SendTable, send_table
 
 SIZE = 3
 FIXED = settings(max_examples=200, deadline=None, derandomize=True)
@@ -42,16 +42,16 @@ def sent_by_hand(rank_TK: Tensor, weights_TK: Tensor, pair_rows: int) -> list[li
     return sent
 
 
-def lanes(rank_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: bool = True) -> Lanes:
+def table(rank_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: bool = True) -> SendTable:
     owner_TK = rank_TK + 1
-    return lanes_of(rank_members(owner_TK, SIZE), owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
+    return send_table(rank_members(owner_TK, SIZE), owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
 
 
 @FIXED
 @given(ways())
 def test_the_heaviest_rows_have_a_place(case: tuple[Tensor, Tensor, int]) -> None:
     rank_TK, _, pair_rows = case
-    got, wanted = lanes(*case), sent_by_hand(*case)
+    got, wanted = table(*case), sent_by_hand(*case)
     used, source = got.is_used_S.view(SIZE, pair_rows), got.source_S.view(SIZE, pair_rows)
     for there, rows in enumerate(wanted):
         assert used[there].tolist() == [True] * len(rows) + [False] * (pair_rows - len(rows))
@@ -70,7 +70,7 @@ def test_the_heaviest_rows_have_a_place(case: tuple[Tensor, Tensor, int]) -> Non
 @given(ways())
 def test_what_was_wanted_is_told(case: tuple[Tensor, Tensor, int]) -> None:
     rank_TK, weights_TK, _ = case
-    got = lanes(*case)
+    got = table(*case)
     assert got.wanted_P.tolist() == [int((rank_TK == there).sum()) for there in range(SIZE)]
     assert int(got.busiest) == max(map(len, sent_by_hand(rank_TK, weights_TK, len(rank_TK))))
 
@@ -80,7 +80,7 @@ def test_what_was_wanted_is_told(case: tuple[Tensor, Tensor, int]) -> None:
 def test_where_nothing_can_overflow_nothing_is_sorted_and_all_travels(case: tuple[Tensor, Tensor, int]) -> None:
     rank_TK, weights_TK, _ = case
     enough = len(rank_TK)
-    sorted_, plain = (lanes(rank_TK, weights_TK, enough, may_overflow=may) for may in (True, False))
+    sorted_, plain = (table(rank_TK, weights_TK, enough, may_overflow=may) for may in (True, False))
     for name in ("source_S", "is_used_S", "member_N", "cu_T", "busiest", "wanted_P"):
         assert torch.equal(getattr(sorted_, name), getattr(plain, name))
 
@@ -92,7 +92,7 @@ def test_ten_thousand_routings() -> None:
     rows = torch.stack([(ranks == there).any(2).sum(1) for there in range(SIZE)], 1)
     overflows = 0
     for rank_TK, of_pairs in zip(ranks, rows.tolist(), strict=True):
-        got = lanes(rank_TK, weights, pair_rows)
+        got = table(rank_TK, weights, pair_rows)
         assert int(got.busiest) == max(of_pairs)
         assert int(got.is_used_S.sum()) == sum(min(count, pair_rows) for count in of_pairs)
         overflows += max(of_pairs) > pair_rows
@@ -104,5 +104,5 @@ def test_of_equal_rows_the_last_stay_behind(first: bool) -> None:
     """Enough rows that a sort which is not stable would show: 600 of equal weight go to one rank, 200 of them fit."""
     rank_TK, weights_TK = torch.zeros(600, 2, dtype=torch.int64), torch.full((600, 2), 0.5)
     rank_TK[:, int(first)] = -1
-    got = lanes(rank_TK, weights_TK, 200)
+    got = table(rank_TK, weights_TK, 200)
     assert got.source_S[:200].tolist() == list(range(200))

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.deep_ep.pool import Slot
+from moe_dispatch.backends.deep_ep.pool import PooledBuffer
 
 # bfloat16 (T, D), or float8_e4m3fn (T, D) with its float32 scales (T, D/128).
 Payload = Tensor | tuple[Tensor, Tensor]
@@ -18,29 +18,29 @@ Payload = Tensor | tuple[Tensor, Tensor]
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Way:
-    """The way of one dispatch: the buffer it went through, and the library's own handle."""
+class Handle:
+    """The library's own handle of one dispatch, opaque, and the buffer that it belongs to."""
 
-    slot: Slot
-    handle: Any
+    pooled: PooledBuffer
+    raw: Any
 
     @property
     def buffer(self) -> Any:
         """The buffer; StateError once it is closed."""
-        return self.slot.buffer
+        return self.pooled.buffer
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Delivery:
-    """What a dispatch delivered.
+class RankMajorRows:
+    """The rows that one dispatch brought to this rank.
 
     Attributes:
         payload: (S, D), by source rank, then source row.
         ids_SK: local expert ids, -1 for experts of other ranks and for none.
         weights_SK: float32.
         counts: rows per local expert, on the host; empty where nobody waited for them.
-        way: for what follows it.
+        handle: of this dispatch, for combine and the backwards.
         wait: makes the current stream wait for the payload.
         num_received: () or (1,), on the device, how many rows arrived; ids behind them are anything. None where they
             are -1, or where nothing is behind them.
@@ -50,7 +50,7 @@ class Delivery:
     ids_SK: Tensor
     weights_SK: Tensor
     counts: Sequence[int]
-    way: Way
+    handle: Handle
     wait: Callable[[], None]
     num_received: Tensor | None = None
 
@@ -64,11 +64,11 @@ class Delivery:
 
 
 def arrived() -> None:
-    """Nothing to wait for: the ``wait`` of a delivery that is complete."""
+    """Wait for nothing: the ``wait`` of rows that are complete."""
 
 
-class Transport(ABC):
-    """One of the two buffer classes, raw: nothing here is differentiable."""
+class Driver(ABC):
+    """Drives one of the two buffer classes. Nothing here is differentiable."""
 
     @property
     @abstractmethod
@@ -88,24 +88,24 @@ class Transport(ABC):
         *,
         asynchronously: bool,
         worst_rows: int | None = None,
-    ) -> Delivery:
+    ) -> RankMajorRows:
         """Each row once to each rank that owns one of its experts.
 
         Args:
             payload: (T, D).
             ids_TK: int64.
             weights_TK: float32.
-            asynchronously: return before the payload is there; see ``Delivery.wait``.
+            asynchronously: return before the payload is there; see ``RankMajorRows.wait``.
             worst_rows: S, the most rows that all ranks may send to one: deliver so many, whatever arrives, and wait for
                 no count. None: read on the host how many there are.
         """
 
     @abstractmethod
-    def send_again(self, payload: Payload, way: Way) -> Payload:
+    def send_again(self, payload: Payload, handle: Handle) -> Payload:
         """Other rows the same way, without counts or a host sync."""
 
     @abstractmethod
-    def sum_at_home(self, rows_SD: Tensor, values_SK: Tensor | None, way: Way) -> tuple[Tensor, Tensor | None]:
+    def combine(self, rows_SD: Tensor, values_SK: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
         """bfloat16 (S, D) back to their source, added in float32 and rounded once: (T, D); float32 values likewise."""
 
     @abstractmethod
