@@ -49,9 +49,10 @@ class Routing:
             top_k: slots per row.
 
         Raises:
-            InputError: the two differ in shape, the map is not bool, or ``top_k`` exceeds the number of experts. On CPU
-                also when a row selects more than ``top_k`` experts (on a GPU that would be a host sync, so there the
-                surplus of highest expert id is cut; ``debug=True`` in the config does not see it either).
+            InputError: the two differ in shape, the map is not bool, or ``top_k`` exceeds the number of experts. On the
+                CPU also when a row selects more than ``top_k`` experts; a compiled call raises torch's RuntimeError
+                then. On a GPU that would be a host sync, so there the surplus of highest expert id is cut;
+                ``debug=True`` in the config does not see it either.
 
         Cost: no host sync on a GPU, no collective. Ids of a row are ascending.
         """
@@ -66,10 +67,10 @@ class Routing:
                 f"Routing.from_map: top_k must lie in 1..{routing_map.shape[1]} (experts), got {top_k}. "
                 "Pass the router's top_k."
             )
-        if (
-            routing_map.device.type == "cpu"
-            and (most := int(routing_map.sum(1).amax()) if len(routing_map) else 0) > top_k
-        ):
+        if torch.compiler.is_compiling() and routing_map.is_cpu:
+            told = f"Routing.from_map: no row may select more than top_k={top_k} experts. Pass the router's top_k."
+            torch._assert_async((routing_map.sum(1) <= top_k).all(), told)
+        elif routing_map.is_cpu and (most := int(routing_map.sum(1).amax()) if len(routing_map) else 0) > top_k:
             raise InputError(f"Routing.from_map: a row selects {most} experts, top_k is {top_k}. Pass top_k={most}.")
         chosen, ids = torch.sort(routing_map, dim=1, descending=True, stable=True)
         ids, chosen = ids[:, :top_k], chosen[:, :top_k]

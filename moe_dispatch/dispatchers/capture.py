@@ -51,7 +51,7 @@ class Captured:
             InputError: inputs of another number, shape, dtype or device.
         """
         for dispatcher, captured in self._capacities:
-            capacity = dispatcher._lease.channel.capacity  # raises where closed
+            capacity = dispatcher._channel.capacity  # raises where closed
             if capacity != captured:
                 raise StateError(
                     f"Captured.replay: the graph was captured with room for {captured}, got {capacity}: the dispatcher "
@@ -105,12 +105,12 @@ def capture(
         raise InputError(f"capture: inputs must be on a CUDA device, got {', '.join(elsewhere)}. Move them.")
     inside = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
     graph, outputs = _record(lambda: function(*inside), warmup)
-    capacities = [(each, each._lease.channel.capacity) for each in dispatchers]
+    capacities = [(each, each._channel.capacity) for each in dispatchers]
     return Captured(capacities, graph, inputs=inside, outputs=outputs, plan=plan)
 
 
 def _check_dispatcher(dispatcher: Dispatcher) -> None:
-    if dispatcher._lease.channel.capacity is None:
+    if dispatcher._channel.capacity is None:
         raise StateError(
             "capture: the dispatcher must be graph_safe, got graph_safe=False, which waits for the host in every "
             "dispatch. Set graph_safe and max_tokens_per_rank."

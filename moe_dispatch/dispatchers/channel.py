@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import itertools
 import logging
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
+from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.overflow import HighWaterMark
-from moe_dispatch.dispatchers.recorder import Recorder
 from moe_dispatch.dispatchers.requirements import check_buffers
 from moe_dispatch.errors import StateError
+
+if TYPE_CHECKING:
+    from moe_dispatch.traces.recorder import Recorder
 
 logger = logging.getLogger("moe_dispatch")
 
@@ -30,9 +33,8 @@ ChannelKey = tuple[int, int, str]  # ids of the group and the control group, dig
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blueprint:
-    """What a channel is to be opened with: a backend that can run here and whose needs are met."""
+    """What a channel is opened with: a backend that can run here and whose needs are met."""
 
-    backend: type[Backend]
     options: BackendOptions
     shape: MoEShape
     needs: Constraints
@@ -42,30 +44,29 @@ class Blueprint:
 class Channel:
     """One backend, open on one group, for one config.
 
-    What changes is the refcount, by ``grow`` the capacity, and who records.
+    What changes later is the refcount, the capacity (by ``grow``), and who records.
     """
 
     def __init__(
         self, config: DispatcherConfig, communicator: Communicator, control: Communicator, blueprint: Blueprint
     ) -> None:
-        shape = blueprint.shape
+        options, shape = blueprint.options, blueprint.shape
         self.config = config
         self.communicator = communicator
         self.control = control
         self.shape = shape
         self.needs = blueprint.needs
-        self.backend_name = blueprint.backend.name
-        self.name = f"{self.backend_name}-{config.digest[:8]}-{next(_serial)}"
+        self.options = options
+        self.backend_name = options.name
+        self.name = f"{options.name}-{config.digest[:8]}-{next(_serial)}"
         self.meter = Meter(shape.num_local_experts)
         self.high_water = HighWaterMark()
         self.recorder: Recorder | None = None
         self.users = 0
-        context = BackendContext(
-            shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation
+        self._capacity = options.capacity(shape) if config.graph_safe else None
+        self.backend = options.open(
+            BackendContext(shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation)
         )
-        self.backend = blueprint.backend(context, blueprint.options)
-        self._capacity = blueprint.backend.capacity(shape, blueprint.options) if config.graph_safe else None
-        self.backend.open()
         if config.max_tokens_per_rank is not None:
             self.backend.reserve(self.sizes(config.max_tokens_per_rank))
 
@@ -94,21 +95,22 @@ class Channel:
         self.high_water.prepare(device)
         self.meter.prepare(device)
 
+    def let_go(self) -> None:
+        """Drop the process groups and the backend, without closing it; only for the end of the process."""
+        self.communicator.let_go()
+        self.control.let_go()
+        del self.backend
+
     def sizes(self, largest: int) -> Sizes:
         """What follows from the largest count of any rank."""
         return dataclasses.replace(self.needs.sizes(largest), capacity=self._capacity)
-
-    @property
-    def row_counts(self) -> str:
-        """The policy in force."""
-        return self.config.row_counts or ("static" if self.config.graph_safe else "agree")
 
 
 @final
 class Lease:
     """One dispatcher's share of a channel, given back by ``release`` or when collected; the last one closes it.
 
-    Autograd graphs hold it too, so that a model may be dropped before its last backward.
+    Autograd graphs of eager calls hold it too, so that a model may be dropped before its last backward.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -195,3 +197,14 @@ def named_channel(name: str) -> Channel:
             "dispatcher open while what was compiled with it, or a backward of it, still runs."
         )
     return channel
+
+
+@atexit.register
+def _let_go_of_groups() -> None:
+    """Drop what open channels hold of process groups while the interpreter still runs.
+
+    Models hold their dispatchers to the end. A process group that is first destroyed when the interpreter goes down
+    may abort the process, so that a clean run ends with the status of a failure.
+    """
+    for channel in {id(channel): channel for channel in (*_by_name.values(), *_abandoned)}.values():
+        channel.let_go()

@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_dispatch.backends.rank_major import profiler_range
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import eager, overflow
+from moe_dispatch.dispatchers import overflow, verbs
+from moe_dispatch.dispatchers.autograd import State, profiler_range
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
-from moe_dispatch.dispatchers.planning import (
-    agrees_on_rows,
-    check_plan,
-    draft_plan,
-    exchange_mark,
-    refuse_agreement,
-    refuse_dispatch,
-    settle_plan,
-)
-from moe_dispatch.dispatchers.requirements import check_tensors, check_values, checked_routing
+from moe_dispatch.dispatchers.planning import Draft, draft_plan, settle
 from moe_dispatch.dispatchers.self_test import run_self_test
-from moe_dispatch.dispatchers.tracing import (
-    TracedState,
-    combine_traced,
-    dispatch_traced,
-    refuse_tracing,
-    send_traced_again,
-    uses_operators,
-)
-from moe_dispatch.errors import InputError, LayoutError, StateError, reason_code
+from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
@@ -45,7 +29,7 @@ Result = TypeVar("Result")
 
 @final
 class _Naming:
-    """While entered, errors are told which dispatcher they come from; free of cost as long as there are none."""
+    """Adds the dispatcher's name to errors raised inside the block; costs nothing while there are none."""
 
     def __init__(self, name: str) -> None:
         self._note = f"In the dispatcher {name!r}." if name else ""
@@ -95,6 +79,11 @@ class Dispatcher(nn.Module):
         self._naming = _Naming(name)
         self._lease = lease_channel(config, group, control_group)
 
+    @property
+    def _channel(self) -> Channel:
+        """What this dispatcher shares with others; StateError once it is closed."""
+        return self._lease.channel
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in ("dispatch", "combine", "plan"):
@@ -106,7 +95,7 @@ class Dispatcher(nn.Module):
     @property
     def backend_name(self) -> str:
         """The backend in use; what "auto" chose."""
-        return self._lease.channel.backend_name
+        return self._channel.backend_name
 
     def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None) -> Tensor:
         """``combine(experts(dispatch(x)))``: the whole layer, same shape as x."""
@@ -140,24 +129,20 @@ class Dispatcher(nn.Module):
         "check", one all-reduce of three integers on the control group and one host sync. A backend with buffers may
         grow them here, which is collective.
         """
-        refuse_tracing("plan")
+        verbs.refuse_tracing("plan")
+
+        def check(channel: Channel) -> Draft:
+            if layout is None and like is None and self.config.infer_layout:
+                raise InputError(
+                    "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
+                )
+            return draft_plan(channel, layout or self._inferred("plan", like), like)
+
         with self._naming:
-            channel = self._lease.channel
-            try:
-                if layout is None and like is None and self.config.infer_layout:
-                    raise InputError(
-                        "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
-                    )
-                draft = draft_plan(channel, layout or self._inferred("plan", like), like)
-            except Exception as error:
-                if agrees_on_rows(channel):
-                    refuse_agreement(channel, error)
-                elif self.config.debug:
-                    exchange_mark(channel, reason_code(error))
-                raise
-            if self.config.debug and not agrees_on_rows(channel):
-                exchange_mark(channel)
-            return settle_plan(channel, draft)
+            _ = self._channel  # raises where closed
+            settled = settle(lambda: self._channel, check)
+            assert settled is not None
+            return settled
 
     @overload
     def dispatch(
@@ -211,35 +196,11 @@ class Dispatcher(nn.Module):
         """
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
-        if uses_operators(self._lease):
-            return dispatch_traced(self._lease, x, checked_routing(routing), plan, self._layout(x, plan))
+        if verbs.uses_operators(self._lease):
+            return verbs.dispatch_traced(self._lease, x, routing, plan, lambda: self._inferred("dispatch", x))
         with self._naming, profiler_range("dispatch"):
-            settled = plan if isinstance(plan, Plan) else None
-            try:
-                channel, layout = self._lease.channel, self._layout(x, plan)
-                x_TD = self._checked(channel, x, routing, layout)
-                if settled is None:
-                    draft = draft_plan(channel, layout, x)
-                else:
-                    check_plan(channel, settled, x, x_TD.shape[0])
-            except Exception as error:
-                refuse_dispatch(lambda: self._lease.channel, error, x.device, settled=settled is not None)
-                raise
-            if self.config.debug and (settled is not None or not agrees_on_rows(channel)):
-                exchange_mark(channel)  # before settling, which may make buffers: also a collective
-            settled = settled or settle_plan(channel, draft)
-            return eager.send(self._lease, x, x_TD, cast(Routing, routing), settled, async_op=async_op, name=self.name)
-
-    def _layout(self, x: Tensor, plan: Plan | Layout | None) -> Layout:
-        if isinstance(plan, Plan):
-            return plan.layout
-        layout = self._inferred("dispatch", x) if plan is None else plan
-        if not isinstance(layout, Layout):
-            raise InputError(
-                f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, got {type(layout).__name__}. "
-                "Pass dispatcher.plan(layout)."
-            )
-        return layout
+            infer = partial(self._inferred, "dispatch", x)
+            return verbs.dispatch(self._lease, x, routing, plan, infer, async_op=async_op, name=self.name)
 
     def _inferred(self, verb: str, x: Tensor | None) -> Layout:
         if not self.config.infer_layout:
@@ -249,15 +210,6 @@ class Dispatcher(nn.Module):
             )
         return self.layout_of(cast(Tensor, x))
 
-    def _checked(self, channel: Channel, x: Tensor, routing: Routing | None, layout: Layout) -> Tensor:
-        """x as rows, if it and the routing are right; nothing is exchanged here."""
-        routing, x_TD = checked_routing(routing), layout.flatten(x)
-        check_tensors(x_TD, routing, self.config, channel.needs)
-        if self.config.debug:
-            layout.check(x_TD.shape[0], values=True)
-            check_values(routing, layout.valid_T(x_TD.shape[0], x.device), self.config.num_experts)
-        return x_TD
-
     def _dispatch_again(
         self, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, again: Dispatched
     ) -> Dispatched:
@@ -266,13 +218,13 @@ class Dispatcher(nn.Module):
             raise InputError(
                 "Dispatcher.dispatch: again=sent already has routing and plan, got more. Pass x and again=sent only."
             )
-        if isinstance(state, TracedState):
-            return send_traced_again(x, again)
+        if state.route is None:
+            return verbs.dispatch_again(x, again)
         with self._naming, profiler_range("dispatch"):
-            return eager.send_again(x, again)
+            return verbs.dispatch_again(x, again)
 
-    def _state(self, sent: Dispatched, verb: str) -> eager.State | TracedState:
-        channel = self._lease.channel  # raises where closed
+    def _state(self, sent: Dispatched, verb: str) -> State:
+        channel = self._channel  # raises where closed
         if not isinstance(sent, Dispatched):
             raise InputError(
                 f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. "
@@ -283,9 +235,9 @@ class Dispatcher(nn.Module):
                 f"Dispatcher.{verb}: sent must come from this dispatcher, got that of another one "
                 f"(this is on channel {channel.name}). Combine with the dispatcher that dispatched."
             )
-        state: eager.State | TracedState = sent.state
-        if not isinstance(state, TracedState):
-            refuse_tracing(verb)
+        state: State = sent.state
+        if state.route is not None:
+            verbs.refuse_tracing(verb)
         return state
 
     @final
@@ -306,14 +258,14 @@ class Dispatcher(nn.Module):
         Cost: that of the backend; no host sync.
         """
         state = self._state(sent, "combine")
-        if isinstance(state, TracedState):
-            return combine_traced(rows, sent)
+        if state.route is None:
+            return verbs.combine(rows, sent)
         with self._naming, profiler_range("combine"):
-            return eager.combine(rows, sent)
+            return verbs.combine(rows, sent)
 
     def metrics(self, *, gather: bool = False) -> Metrics:
         """Totals of this dispatcher's channel: local, a host sync on a GPU; with ``gather`` collective, the group's."""
-        return read_metrics(self._lease.channel, gather=gather)
+        return read_metrics(self._channel, gather=gather)
 
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Send random rows through identity experts: x times the weight sum must come back, and so the gradients.
@@ -328,7 +280,7 @@ class Dispatcher(nn.Module):
         Cost: collective; one dispatch and combine of about 32 rows a rank, forward and backward. They count in metrics.
         """
         preferred = torch.device(device or self.config.device or "cpu")
-        run_self_test(self, device_of(self._lease.channel.communicator.group, preferred), dtype)
+        run_self_test(self, device_of(self._channel.communicator.group, preferred), dtype)
 
     def check(self) -> RequiredCapacity:
         """Hear of overflows: what all dispatches of all ranks needed so far. Graph-safe; collective; a host sync.
@@ -337,11 +289,11 @@ class Dispatcher(nn.Module):
             CapacityError: rows were dropped under ``on_overflow="raise"``; on every rank alike, with what would fit.
             StateError: the config is not graph_safe.
         """
-        return overflow.check(self._lease.channel)
+        return overflow.check(self._channel)
 
     def required_capacity(self) -> RequiredCapacity:
         """What would have been enough so far; never raises for an overflow. Graph-safe; collective; a host sync."""
-        return overflow.required(self._lease.channel)
+        return overflow.required(self._channel)
 
     def grow(self, *, headroom: float = 1.125) -> RequiredCapacity:
         """Make room for what was needed so far, times ``headroom`` where it was short, up to the worst case.
@@ -356,7 +308,7 @@ class Dispatcher(nn.Module):
         Raises:
             InputError: ``headroom`` outside 1..1024. StateError: the config is not graph_safe.
         """
-        return overflow.grow(self._lease.channel, headroom)
+        return overflow.grow(self._channel, headroom)
 
     def retry_on_overflow(
         self,
@@ -383,7 +335,7 @@ class Dispatcher(nn.Module):
         Cost: one all-reduce of three integers and one host sync a run, and one more of each with ``group``. Graph-safe;
         collective. Not for replays of a CUDA graph: those keep the room they were captured with.
         """
-        channels = {dispatcher._lease.channel.name: dispatcher._lease.channel for dispatcher in (self, *others)}
+        channels = {dispatcher._channel.name: dispatcher._channel for dispatcher in (self, *others)}
         everyone = None if group is None else Communicator(group)
         return overflow.retry_on_overflow(list(channels.values()), step, everyone=everyone, headroom=headroom)
 

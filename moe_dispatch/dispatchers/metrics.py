@@ -67,7 +67,8 @@ class Meter:
     def record(self, arrived: Arrived, *, padded: int, cut: int) -> None:
         """Count one dispatch. No sync."""
         device = arrived.rows.device
-        self.prepare(device)
+        if device not in self._tokens:
+            self.prepare(device)
         real, padding = self._tokens[device]
         real.add_(arrived.real_tokens_per_expert)
         if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:

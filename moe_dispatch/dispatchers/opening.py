@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.base import Constraints
 from moe_dispatch.backends.registry import known_backends, load_backend
-from moe_dispatch.communication import Communicator, device_types
+from moe_dispatch.communication import Communicator, device_types, raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Blueprint, Channel, ChannelKey, Lease, find_channel, keep_channel
-from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, probe_backend, shape_of
-from moe_dispatch.dispatchers.topology import detect_ranks_per_node
-from moe_dispatch.errors import ConfigError, MoEDispatchError, PeerError
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
+from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch.permutation import choose_permutation
-from moe_dispatch.probing import Rejected
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Result = TypeVar("Result")
@@ -49,15 +47,16 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     key = (id(process_group), id(control_group), config.digest)
     lease = find_channel(key)
     # Where one rank has to open, because its last dispatcher was collected, say, all open: opening is collective.
-    if not _raise_alike(config.model_dump(mode="json"), problem, control, opening=lease is None):
+    (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=config.canonical, label="build")
+    if not opens:
         assert lease is not None
         return lease
-    nodes = detect_ranks_per_node(control)
+    nodes = ranks_per_node(control.gather_json(socket.gethostname(), label="build"))
     blueprint, problem = _attempt(lambda: _draw(config, communicator, nodes))
-    _raise_alike({} if blueprint is None else _facts(blueprint), problem, control)
+    raise_alike(control, problem, facts={} if blueprint is None else _facts(blueprint), label="build")
     assert blueprint is not None
     lease, problem = _attempt(lambda: _open(key, config, communicator, control, blueprint))
-    _raise_alike({}, problem, control)
+    raise_alike(control, problem, label="build")
     assert lease is not None
     return lease
 
@@ -70,9 +69,9 @@ def _open(
 
 
 def _facts(blueprint: Blueprint) -> dict[str, Any]:
-    """What must be alike on all ranks although no config says it: the rules of what is installed there."""
+    """What must be alike on all ranks although no config says it: the needs of the library that is installed there."""
     needs = dataclasses.asdict(blueprint.needs)
-    return {"backend": blueprint.backend.name, **{name: _ordered(value) for name, value in needs.items()}}
+    return {"backend": blueprint.options.name, **{name: _ordered(value) for name, value in needs.items()}}
 
 
 def _ordered(value: Any) -> Any:
@@ -107,17 +106,14 @@ def _check_control(communicator: Communicator, control: Communicator) -> None:
 
 
 def _draw(config: DispatcherConfig, communicator: Communicator, ranks_per_node: int) -> Blueprint:
-    shape = shape_of(config, communicator.size, ranks_per_node)
-    automatic = config.backend_name == "auto"
-    backend = load_backend(_choose(shape) if automatic else config.backend_name)
-    options = backend.Options() if automatic else config.backend_options
-    check_usable(backend, options)
-    needs = dataclasses.replace(backend.constraints(shape, options), **config.constraints.given())
-    check_group(config, backend.name, shape, needs)
+    shape, options = shape_of(config, communicator.size, ranks_per_node), config.options_for(communicator.size)
+    check_usable(options)
+    needs = dataclasses.replace(options.constraints(shape), **config.constraints.given())
+    check_group(config, options.name, shape, needs)
     if config.graph_safe:
-        check_buffers(backend.name, backend.capacity(shape, options))
-    _check_permutation(config, backend.name, needs, communicator)
-    return Blueprint(backend=backend, options=options, shape=shape, needs=needs)
+        check_buffers(options.name, options.capacity(shape))
+    _check_permutation(config, options.name, needs, communicator)
+    return Blueprint(options=options, shape=shape, needs=needs)
 
 
 def _check_permutation(config: DispatcherConfig, name: str, needs: Constraints, communicator: Communicator) -> None:
@@ -139,69 +135,30 @@ def _check_permutation(config: DispatcherConfig, name: str, needs: Constraints, 
         choose_permutation(config.permutation, *kinds)
 
 
-def _choose(shape: MoEShape) -> str:
-    """What "auto" means: nothing to move on one rank, else the torch backend with the fewest bytes."""
-    return "local" if shape.ep_size == 1 else "alltoall"
-
-
 def _announce(config: DispatcherConfig, communicator: Communicator, blueprint: Blueprint) -> None:
     """Say once, on rank 0, what "auto" chose and why not the others."""
-    if config.backend_name != "auto" or communicator.rank:
+    if config.backend_options is not None or communicator.rank:
         return
-    chosen = blueprint.backend.name
-    reasons = [f"{name}: {_why_not(name, blueprint.shape)}" for name in known_backends() if name != chosen]
+    chosen = blueprint.options.name
+    reasons = [f"{name}: {_why_not(name)}" for name in known_backends() if name != chosen]
     logger.warning('backend="auto": using %r. Not %s.', chosen, "; ".join(reasons))
 
 
-def _why_not(name: str, shape: MoEShape) -> str:
-    if name in ("deepep", "hybridep"):  # not probed: that would import deep_ep on this rank, for a line in a log
-        return "to be chosen by name"
-    verdict = probe_backend(name)
-    if isinstance(verdict, Rejected):
-        return verdict.reason
-    if name == "local":
-        return f"for one rank, this group has {shape.ep_size}"
-    if name in ("allgather", "alltoall"):
-        return "one rank needs no exchange" if shape.ep_size == 1 else "more bytes"
-    return "to be chosen by name"
-
-
-def _raise_alike(
-    facts: dict[str, Any], problem: Exception | None, control: Communicator, *, opening: bool = False
-) -> bool:
-    """Raise on every rank if any has a problem or other facts; else whether any rank has a channel to open."""
-    number = int(hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:15], 16)
-    marks = [number, -number, int(problem is not None), int(opening)]
+def _why_not(name: str) -> str:
+    """Why "auto" does not choose a backend. Nothing is probed: that might import a library for a line in a log."""
     try:
-        highest, lowest, problems, openings = control.max(marks, label="build")
-        if highest == -lowest and not problems:
-            return bool(openings)
-        told = control.gather_json([facts, problem and _text(problem)], label="build")
-    except Exception as failure:  # peers are elsewhere, in a collective that this rank left: its own error matters more
-        if problem is None:
-            raise
-        problem.add_note(f"The other ranks were not told: {failure}")
-        raise problem from None
-    if problem is not None:
-        raise problem
-    if not any(text for _, text in told):
-        _refuse_difference([fields for fields, _ in told])
-    raise PeerError("; ".join(f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(told) if text))
+        return load_backend(name).auto_reason
+    except (BackendUnavailableError, ConfigError) as error:
+        return str(error).rstrip(".")
 
 
-def _text(problem: Exception) -> str:
-    """What peers are told; libraries assert without a text."""
-    if isinstance(problem, MoEDispatchError):
-        return str(problem)
-    return f"{type(problem).__name__}: {str(problem) or 'no text'}"
+def ranks_per_node(hosts: Sequence[str]) -> int:
+    """The largest number of consecutive ranks that share a host in every such block of the group.
 
-
-def _refuse_difference(facts: list[dict[str, Any]]) -> None:
-    for field in facts[0]:
-        values = {rank: of_rank[field] for rank, of_rank in enumerate(facts)}
-        other = next((rank for rank, value in values.items() if value != values[0]), None)
-        if other is not None:
-            raise ConfigError(
-                f"Ranks disagree on {field}: rank 0 has {values[0]!r}, rank {other} has {values[other]!r}. "
-                "Give every rank the same config, library and environment."
-            )
+    Args:
+        hosts: the host of each rank. Containers with names of their own count as hosts of their own.
+    """
+    borders = [rank for rank, (left, right) in enumerate(pairwise(hosts), start=1) if left != right]
+    sizes = [size for size in range(1, len(hosts) + 1) if len(hosts) % size == 0]
+    inside = [size for size in sizes if all(border % size == 0 for border in borders)]
+    return max(inside)

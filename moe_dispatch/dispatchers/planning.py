@@ -1,22 +1,25 @@
-"""How ranks come to the sizes of one micro-batch forward."""
+"""What a rank checks of a call by itself, and how ranks settle the sizes of a micro-batch before rows move."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import NoReturn, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Sizes
-from moe_dispatch.communication import device_of
+from moe_dispatch.backends.base import Constraints, Sizes
+from moe_dispatch.communication import device_of, raise_alike
+from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
-from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError, reason_code, refusal
+from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan
+from moe_dispatch.types import Plan, Routing
+
+ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
 @final
@@ -59,7 +62,7 @@ def cuts_rows(channel: Channel, layout: Layout) -> bool:
     return not layout.all_real and layout.on_host and not channel.config.graph_safe
 
 
-def settle_plan(channel: Channel, draft: Draft) -> Plan:
+def _settle_plan(channel: Channel, draft: Draft) -> Plan:
     """Agree on sizes; collective where ``agrees_on_rows``.
 
     Raises:
@@ -83,7 +86,7 @@ def _footprint(channel: Channel, draft: Draft, sizes: Sizes) -> Callable[[torch.
     most = channel.config.max_tokens_per_rank if draft.count is None else draft.count
     assert most is not None  # graph_safe asks for it
     brought = channel.needs.padded(most) if sizes.padded_rows is None else sizes.padded_rows
-    return partial(channel.backend.footprint, sizes, brought)
+    return partial(channel.options.footprint, channel.shape, sizes, brought)
 
 
 def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:
@@ -119,52 +122,70 @@ def check_owner(channel: Channel, plan: Plan) -> None:
 
 def agrees_on_rows(channel: Channel) -> bool:
     """Whether sizes are settled by a collective."""
-    return _needs_agreement(channel) and channel.row_counts in ("agree", "check")
+    return _needs_agreement(channel) and channel.config.row_counts_policy in ("agree", "check")
 
 
-def refuse_agreement(channel: Channel, error: BaseException) -> None:
-    """Join the agreement its peers are about to enter, with a mark."""
-    _exchange(channel, 0, reason_code(error))
-
-
-def refuse_dispatch(find: Callable[[], Channel], error: Exception, device: torch.device, *, settled: bool) -> None:
-    """Join the first exchange the peers of a dispatch are about to enter, with a mark, so that they raise too.
+def settle(
+    find: Callable[[], Channel],
+    check: Callable[[Channel], Draft | None],
+    *,
+    settled: bool = False,
+    device: torch.device | None = None,
+) -> Plan | None:
+    """Run this rank's checks of a call, tell the peers if one fails, and agree on sizes.
 
     Args:
         find: gives the channel, or raises where it is closed.
-        error: what this rank raises next; gets a note where the peers could not be told.
-        device: of x.
-        settled: sizes were settled before the call, by a plan.
+        check: what this rank checks by itself; its draft of the plan.
+        settled: a plan has settled the sizes before; nothing is agreed on here.
+        device: of x, in a dispatch, whose peers may wait for this rank in an exchange of counts; None elsewhere.
+
+    Returns:
+        The plan; None where ``settled``.
+
+    Raises:
+        Exception: what ``check`` raised.
+        PeerError: the check failed on another rank, and ranks exchange something before rows travel.
+    """
+    try:
+        channel = find()
+        draft = check(channel)
+    except Exception as error:
+        _tell_peers(find, error, settled=settled, device=device)
+        raise
+    if channel.config.debug and (settled or not agrees_on_rows(channel)):
+        raise_alike(channel.control, None, label="debug")  # before settling, which may make buffers: a collective too
+    return None if settled or draft is None else _settle_plan(channel, draft)
+
+
+def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool, device: torch.device | None) -> None:
+    """Join the first exchange that the peers of this call enter, with a mark, so that they raise too.
+
+    The error gets a note where the peers could not be told.
     """
     try:
         channel = find()
         if not settled and agrees_on_rows(channel):
-            refuse_agreement(channel, error)
+            _agree_on_largest(channel, 0, error)
         elif channel.config.debug:
-            exchange_mark(channel, reason_code(error))
-        elif channel.needs.exchanges_counts:
+            raise_alike(channel.control, error, label="debug")
+        elif device is not None and channel.needs.exchanges_counts:
             preferred = torch.device(channel.config.device or device)
-            channel.backend.refuse(reason_code(error), device_of(channel.communicator.group, preferred))
+            channel.backend.refuse(device_of(channel.communicator.group, preferred))
+            raise_alike(channel.control, error, label="refusal")
+        elif channel.control.size > 1:
+            error.add_note(
+                "The other ranks were not told: nothing is exchanged before rows travel. debug=True tells them."
+            )
     except Exception as failure:  # a closed dispatcher, a broken group: the error itself matters more
-        error.add_note(f"The other ranks were not told: {failure}")
-
-
-def exchange_mark(channel: Channel, code: int = 0) -> None:
-    """Tell and hear refusals (``debug=True``).
-
-    Raises:
-        PeerError: another rank refused.
-    """
-    control = channel.control
-    (worst,) = control.max([code * control.size + control.rank if code else -1], label="debug")
-    if worst >= 0 and not code:
-        raise PeerError(refusal({worst % control.size: worst // control.size}))
+        if failure is not error:
+            error.add_note(f"The other ranks were not told: {failure}")
 
 
 def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
     """The rules on this rank's rows that it can check alone."""
     needs, maximum = channel.needs, channel.config.max_tokens_per_rank
-    if count is None and _needs_agreement(channel) and channel.row_counts != "static":
+    if count is None and _needs_agreement(channel) and channel.config.row_counts_policy != "static":
         raise InputError(
             f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does not "
             "know its own. Pass like=x, any tensor shaped like the hidden states."
@@ -174,7 +195,8 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
             f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
             "Raise max_tokens_per_rank."
         )
-    if not _needs_agreement(channel) or channel.row_counts == "assume":  # later nobody could tell the peers
+    # Where nothing is agreed on, nobody could tell the peers later.
+    if not _needs_agreement(channel) or channel.config.row_counts_policy == "assume":
         check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
 
 
@@ -183,7 +205,7 @@ def _needs_agreement(channel: Channel) -> bool:
 
 
 def _agreed_sizes(channel: Channel, count: int | None) -> Sizes:
-    needs, policy = channel.needs, channel.row_counts
+    needs, policy = channel.needs, channel.config.row_counts_policy
     if not _needs_agreement(channel):
         return Sizes(capacity=channel.capacity)
     if policy == "static":
@@ -192,25 +214,159 @@ def _agreed_sizes(channel: Channel, count: int | None) -> Sizes:
     elif policy == "assume":
         largest = count or 0
     else:
-        largest = _exchange(channel, count or 0, 0)
+        largest = _agree_on_largest(channel, count or 0)
     check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
     return channel.sizes(largest)
 
 
-def _exchange(channel: Channel, count: int, code: int) -> int:
-    """One all-reduce: the largest and the smallest count with their ranks, and whether a rank refused."""
-    control = channel.control
-    size, rank = control.size, control.rank
-    mark = code * size + rank if code else -1
-    low_count = -count * size + rank
-    high, low, worst = control.max([count * size + rank, low_count, mark], label="sizes")
-    if worst >= 0 and not code:
-        raise PeerError(refusal({worst % size: worst // size}))
+def _agree_on_largest(channel: Channel, count: int, problem: Exception | None = None) -> int:
+    """The largest count of rows of any rank. Each count travels with its rank, so that an error can name both."""
+    size, rank = channel.control.size, channel.control.rank
+    values = (count * size + rank, -count * size + rank)
+    high, low = raise_alike(channel.control, problem, values=values, label="sizes")
     largest, smallest = high // size, -(low // size)
-    if channel.row_counts == "check" and largest != smallest and not code:
+    if channel.config.row_counts == "check" and largest != smallest:
         raise InputError(
             'Dispatcher.plan: row_counts="check" wants equal rows on all ranks, got '
             f"{largest} on rank {high % size} and {smallest} on rank {low % size}. "
             'Pad them alike, or use row_counts="agree".'
         )
     return largest
+
+
+def refuse_routing(routing: object) -> NoReturn:
+    """Raise the InputError of a call without a ``Routing``."""
+    raise InputError(
+        f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
+        "Pass Routing(topk_ids, topk_weights), or again=sent."
+    )
+
+
+def check_tensors(x_TD: Tensor, routing: Routing | None, config: DispatcherConfig, needs: Constraints) -> None:
+    """Shapes, dtypes and devices of one call.
+
+    Raises:
+        InputError: naming the tensor, both values and the way out.
+    """
+    if not isinstance(routing, Routing):
+        refuse_routing(routing)
+    ids, weights = routing.topk_ids, routing.topk_weights
+    where = "Dispatcher.dispatch"
+    if x_TD.shape[1] != config.hidden_size:
+        raise InputError(
+            f"{where}: x has hidden size {x_TD.shape[1]}, hidden_size is {config.hidden_size}. Build the dispatcher "
+            f"for it."
+        )
+    check_rows(where, "x", x_TD, config, needs, weights=weights)
+    allowed = {config.device} if config.device is not None else needs.devices
+    if allowed is not None and x_TD.device.type not in allowed:
+        way_out = "change config.device"
+        if config.device is None:
+            way_out = f"use another backend: {config.backend_name!r} takes no other device as configured"
+        raise InputError(
+            f"{where}: x must be on {' or '.join(sorted(allowed))}, got {x_TD.device}. Move x, or {way_out}."
+        )
+    if ids.device != x_TD.device or weights.device != x_TD.device:
+        raise InputError(
+            f"{where}: x, topk_ids and topk_weights must share a device, got {x_TD.device}, {ids.device}, "
+            f"{weights.device}. "
+            "Move the routing."
+        )
+    if ids.dtype != torch.int64:
+        raise InputError(f"{where}: topk_ids must be torch.int64, got {ids.dtype}. Convert with topk_ids.long().")
+    if not weights.is_floating_point():
+        raise InputError(f"{where}: topk_weights must be a floating dtype, got {weights.dtype}. Pass float32 weights.")
+    if ids.dim() != 2 or weights.shape != ids.shape or ids.shape[1] != config.top_k:
+        raise InputError(
+            f"{where}: topk_ids and topk_weights must be (T, top_k={config.top_k}), got {tuple(ids.shape)} and "
+            f"{tuple(weights.shape)}. Give every row top_k slots, with id -1 for those to skip."
+        )
+    if x_TD.shape[0] != ids.shape[0]:
+        raise InputError(
+            f"{where}: x has {x_TD.shape[0]} tokens but routing has {ids.shape[0]}. "
+            "Route every token of x, with id -1 for those to skip."
+        )
+
+
+def check_rows(
+    where: str, what: str, rows: Tensor, config: DispatcherConfig, needs: Constraints, *, weights: Tensor | None = None
+) -> None:
+    """Refuse rows that the backend cannot carry, and gradients that it would silently not give.
+
+    Args:
+        where: name of the call, for the error.
+        what: name of the tensor, for the error.
+        rows: of any floating dtype where the config has a ``wire_dtype``, to which they are converted.
+        config: of the dispatcher.
+        needs: of the backend.
+        weights: that may require grad too.
+
+    Raises:
+        InputError: naming both dtypes, or the backend, and the way out.
+    """
+    carried = ROW_DTYPES if needs.dtypes is None or config.wire_dtype is not None else needs.dtypes
+    if rows.dtype not in carried:
+        by_wire = rows.dtype in ROW_DTYPES and "bfloat16" in needs.wire_dtypes
+        way_out = 'Set wire_dtype="bfloat16"' if by_wire else f"Convert {what}"
+        raise InputError(
+            f"{where}: {what} must be {', '.join(sorted(map(str, carried)))}, got {rows.dtype}. "
+            f"{way_out}, or use another backend."
+        )
+    if needs.differentiable or not torch.is_grad_enabled():
+        return
+    if rows.requires_grad or (weights is not None and weights.requires_grad):
+        raise InputError(
+            f"{where}: backend {config.backend_name!r} has no backward as configured, got tensors that require grad. "
+            "Call it under torch.no_grad(), or use another backend."
+        )
+
+
+def check_again(x_TD: Tensor, num_rows: int, device: torch.device, config: DispatcherConfig) -> None:
+    """Rows that are to go the way of an earlier dispatch.
+
+    Raises:
+        InputError: they are not like those of that dispatch.
+    """
+    expected = (num_rows, config.hidden_size)
+    if x_TD.shape != expected or x_TD.dtype not in ROW_DTYPES or x_TD.device != device:
+        raise InputError(
+            f"Dispatcher.dispatch: again=sent was made with floating {expected} on {device}, got "
+            f"{x_TD.dtype} {tuple(x_TD.shape)} on {x_TD.device}. Pass a tensor of the same rows."
+        )
+
+
+def check_combine(rows: Tensor, dispatched: Tensor, config: DispatcherConfig, needs: Constraints) -> None:
+    """Shape, dtype, device and gradients of expert outputs, beside the rows that were dispatched.
+
+    Raises:
+        InputError: naming both values and the way out.
+    """
+    if rows.shape != dispatched.shape or rows.dtype not in ROW_DTYPES or rows.device != dispatched.device:
+        raise InputError(
+            f"Dispatcher.combine: rows must be floating {tuple(dispatched.shape)} on {dispatched.device}, like "
+            f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
+        )
+    check_rows("Dispatcher.combine", "rows", rows, config, needs)
+
+
+def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> None:
+    """Ids in range and weights finite, in rows that are tokens. A host sync on a GPU; only with ``debug=True``.
+
+    Raises:
+        InputError: with the offending value.
+    """
+    ids, weights = routing.topk_ids, routing.topk_weights
+    if valid_T is not None:
+        ids, weights = ids[valid_T], weights[valid_T]
+    if ids.numel() == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < -1 or high >= num_experts:
+        raise InputError(
+            f"Dispatcher.dispatch: topk_ids must lie in -1..{num_experts - 1}, got {low}..{high}. Check the router."
+        )
+    wrong = int((~torch.isfinite(weights) & (ids >= 0)).sum())
+    if wrong:
+        raise InputError(
+            f"Dispatcher.dispatch: topk_weights must be finite, got {wrong} that are not. Check the router's logits."
+        )

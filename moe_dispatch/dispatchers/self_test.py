@@ -25,7 +25,7 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
     Raises:
         StateError: the result is not x times the weight sum on some rank; raised on every rank alike.
     """
-    config, channel = dispatcher.config, dispatcher._lease.channel
+    config, channel = dispatcher.config, dispatcher._channel
     dtype = dtype or carried_dtype(config, channel.needs)
     # Whatever mode the caller is in: gradients are part of the test, unless the backend has none.
     with torch.inference_mode(False), torch.set_grad_enabled(channel.needs.differentiable):
@@ -47,7 +47,7 @@ def carried_dtype(config: DispatcherConfig, needs: Constraints) -> torch.dtype:
 
 
 def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    config, channel = dispatcher.config, dispatcher._lease.channel
+    config, channel = dispatcher.config, dispatcher._channel
     differentiable = channel.needs.differentiable
     generator = torch.Generator(device="cpu").manual_seed(channel.communicator.rank)
 
@@ -56,6 +56,9 @@ def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtyp
 
     rows = _ROWS if config.row_counts in ("assume", "check") else _ROWS + channel.communicator.rank % 3
     rows = min(rows, config.max_tokens_per_rank or rows, channel.needs.most_rows or rows)
+    if channel.capacity is not None:  # as many as no routing overflows: a test must not drop rows
+        each = channel.communicator.size * min(config.top_k, channel.shape.num_local_experts)
+        rows = min(rows, max(1, channel.capacity.rows // each), channel.capacity.pair_rows or rows)
     x = (draw(rows, config.hidden_size) - 0.5).to(device, dtype).requires_grad_(differentiable)
     ids = draw(rows, config.num_experts).argsort(1)[:, : config.top_k].to(device)
     weights = draw(rows, config.top_k).to(device).requires_grad_(differentiable)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from moe_dispatch import BSHD, Dispatcher, Routing, Rows
 from moe_dispatch.backends import registry
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch.testing import Strict
+from moe_dispatch.testing.strict import StrictOptions
 from tests.compile.layer import Layer, dispatcher_for, tensors
 
 compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")
@@ -57,8 +57,8 @@ def test_wrong_expert_rows_are_refused() -> None:
 
 def test_backend_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {})
-    registry.register_backend(Strict)
-    run = _through(dispatcher_for(Strict.name))
+    registry.register_backend(StrictOptions)
+    run = _through(dispatcher_for(StrictOptions.name))
     run(*tensors(10, 0, torch.float32))
     with pytest.raises(ConfigError, match=r"torch\.compile needs a backend whose state is tensors, got 'strict'"):
         compiled(run)(*tensors(10, 0, torch.float32))

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Rows
-from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.dispatchers import dispatcher as verbs
+from moe_dispatch.dispatchers import Dispatcher, verbs
 from moe_dispatch.testing import HostSyncError, refuse_host_syncs
 from tests.compile.layer import (
     HIDDEN,
@@ -117,7 +116,7 @@ def test_operators_do_not_wait_for_the_host(backend: str, monkeypatch: pytest.Mo
 def test_operators_of_an_eager_dispatcher_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "uses_operators", lambda lease: True)
     layer = Layer(dispatcher_for("local"), torch.float32)
-    with pytest.raises(HostSyncError, match=r"__int__ at .*rows\.py"), refuse_host_syncs():
+    with pytest.raises(HostSyncError, match=r"__int__ at .*verbs\.py"), refuse_host_syncs():
         layer(*tensors(7, 0, torch.float32))
 
 

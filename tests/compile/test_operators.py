@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch import Routing
 from moe_dispatch.backends import known_backends, load_backend
-from moe_dispatch.backends.base import MoEShape
-from moe_dispatch.backends.traceable import Traceable
+from moe_dispatch.backends.base import Backend, Route
 from moe_dispatch.dispatchers import operators
 from moe_dispatch.dispatchers.operators import BODIES, NAMESPACE
 from moe_dispatch.errors import StateError
-from tests.compile.layer import NUM_EXPERTS, dispatcher_for, tensors
+from moe_dispatch.testing.ranks import run_ranks
+from tests.compile.layer import dispatcher_for, tensors
 
 Arguments = tuple[Any, ...]
 
@@ -75,11 +77,27 @@ def test_channel_that_is_not_there() -> None:
         torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, "alltoall-0-0", *[None] * 5)
 
 
-def test_compilable_is_what_can_be_traced() -> None:
-    shape = MoEShape(num_experts=NUM_EXPERTS, top_k=2, hidden_size=128, ep_size=2, pad_multiple=1)
-    for name in known_backends():
-        backend = load_backend(name)
-        assert backend.constraints(shape, backend.Options()).compilable == issubclass(backend, Traceable), name
+@pytest.mark.parametrize("name", known_backends())
+def test_compilable_is_what_can_be_traced(name: str) -> None:
+    emulated = {"emulate": True} if "emulate" in load_backend(name).model_fields else {}
+
+    def body(group: dist.ProcessGroup) -> tuple[bool, bool]:
+        dispatcher = dispatcher_for({"name": name, **emulated}, group, hidden_size=256)
+        routing = Routing(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))
+        route = dispatcher.dispatch(torch.ones(4, 256, dtype=torch.bfloat16), routing).state.route
+        backend = dispatcher._channel.backend
+        made_of_tensors = [
+            type(backend).restore is not Backend.restore,
+            type(backend).blank_route is not Backend.blank_route,
+            type(route).tensors is not Route.tensors,
+            type(route).num_rows is not Route.num_rows,
+            type(route).num_grouped is not Route.num_grouped,
+        ]
+        return dispatcher._channel.needs.compilable, all(made_of_tensors)
+
+    size = 1 if name == "local" else 2
+    for compilable, traceable in run_ranks(body, size):
+        assert compilable == traceable
 
 
 def test_operators_of_other_libraries_are_not_in_the_namespace() -> None:

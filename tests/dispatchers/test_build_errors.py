@@ -6,15 +6,25 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends import Backend, Constraints, Rejected, Usable, register_backend, registry
-from moe_dispatch.backends.local import Local
+from moe_dispatch.backends import (
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Rejected,
+    Usable,
+    register_backend,
+    registry,
+)
+from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, PeerError
 from moe_dispatch.permutation import TorchPermutation
 from moe_dispatch.testing.ranks import thread_group
@@ -72,8 +82,13 @@ def test_rule_that_needs_the_group(name: str) -> None:
     ("field", "value", "told"),
     [
         ("top_k", 1, "rank 0 has 2, rank 3 has 1"),
-        ("pad_multiple", "fp8", "rank 0 has 1, rank 3 has 'fp8'"),
-        ("backend", "allgather", "rank 0 has 'alltoall', rank 3 has 'allgather'"),
+        ("pad_multiple", "fp8", "rank 0 has 1, rank 3 has 16"),
+        (
+            "backend",
+            "allgather",
+            "rank 0 has {'name': 'alltoall', 'reduction': 'fast', 'pair_rows': 'worst'}, "
+            "rank 3 has {'name': 'allgather'}",
+        ),
         ("debug", True, "rank 0 has False, rank 3 has True"),
     ],
 )
@@ -95,39 +110,40 @@ def test_a_group_whose_ranks_disagreed_can_still_be_used() -> None:
     assert outcomes(body, 2) == [None, None]
 
 
-class Fragile(Backend):
+class Fragile(BackendOptions):
     """Fails in one of its methods, on rank 1, as a missing library or too small a GPU would."""
 
     name = "fragile"
-    fails_in = ""
+    fails_in: ClassVar[str] = ""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._fail("__init__")
-
-    def open(self) -> None:
-        self._fail("open")
-
-    def _fail(self, method: str) -> None:
-        if method == self.fails_in and self.context.communicator.rank == 1:
-            raise RuntimeError(f"no luck in {method}")
-
-    @classmethod
-    def probe(cls, options: object) -> Usable | Rejected:
-        if cls.fails_in == "probe" and _rank() == 1:
+    def probe(self) -> Usable | Rejected:
+        if self.fails_in == "probe" and _rank() == 1:
             return Rejected(reason="no GPU is in sight")
         return Usable(version="1")
 
-    @classmethod
-    def constraints(cls, *_: Any) -> Constraints:
-        if cls.fails_in == "constraints" and _rank() == 1:
-            raise RuntimeError("no luck in constraints")
+    def constraints(self, shape: MoEShape) -> Constraints:
+        _fail("constraints")
         return Constraints()
 
-    dispatch = dispatch_again = combine = None  # type: ignore[assignment]
+    def open(self, context: BackendContext) -> Backend:
+        _fail("open")
+        return FragileBackend(context)
 
 
-Fragile.__abstractmethods__ = frozenset()
+class FragileBackend(Backend):
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        _fail("__init__")
+
+    dispatch = None  # type: ignore[assignment]
+
+
+FragileBackend.__abstractmethods__ = frozenset()
+
+
+def _fail(method: str) -> None:
+    if method == Fragile.fails_in and _rank() == 1:
+        raise RuntimeError(f"no luck in {method}")
 
 
 def _rank() -> int:
@@ -181,7 +197,7 @@ def test_a_permutation_that_can_be_used_is_taken(monkeypatch: pytest.MonkeyPatch
         taken.append("torch")
         original(*args)
 
-    monkeypatch.setattr(TorchPermutation, "reduce", staticmethod(reduce))
+    monkeypatch.setattr(TorchPermutation, "reduce", reduce)
     identity_round(build_dispatcher(small_config("local", permutation="torch")))
     assert taken == ["torch"]
     with pytest.raises(
@@ -217,7 +233,7 @@ def test_control_group_of_other_ranks() -> None:
 
 def test_unfit_dtype_and_device_of_a_backend_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = Constraints(dtypes=frozenset({torch.bfloat16}), devices=frozenset({"cuda"}), group_sizes=frozenset({1}))
-    monkeypatch.setattr(Local, "constraints", classmethod(lambda cls, *_: needs))
+    monkeypatch.setattr(LocalOptions, "constraints", lambda options, shape: needs)
     with pytest.raises(ConfigError, match="device must be one of cuda, got 'cpu'"):
         build_dispatcher(small_config("local", device="cpu"))
     dispatcher = build_dispatcher(small_config("local", pad_multiple=3))

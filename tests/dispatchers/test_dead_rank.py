@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.testing.ranks import RankFailed, run_processes
+from moe_dispatch.testing import RankFailed, run_processes
 from tests.dispatchers.layer import random_routing, random_rows, small_config
 
 TIMEOUT_S = 8
@@ -34,8 +34,9 @@ def _step(rank: int, backend: str, reports: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 def test_a_dead_rank_ends_the_others(tmp_path: Path, backend: str) -> None:
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
     with pytest.raises(RankFailed, match="exit code 3"):
-        run_processes(_step, 3, backend, tmp_path, timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        run_processes(_step, 3, backend, tmp_path, timeout=timeout, grace_seconds=2 * TIMEOUT_S)
     for survivor in ("0", "2"):
         kind, seconds = (tmp_path / survivor).read_text().split()
         assert kind in ("RuntimeError", "DistBackendError")

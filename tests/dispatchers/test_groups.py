@@ -18,7 +18,7 @@ from tests.dispatchers.layer import Group, identity_round, on_ranks, random_rout
 
 
 def _ranks_of(dispatcher: Any) -> tuple[int, int]:
-    communicator = dispatcher._lease.channel.communicator
+    communicator = dispatcher._channel.communicator
     return communicator.rank, communicator.size
 
 
@@ -65,7 +65,7 @@ def test_sizes_are_settled_on_the_control_group_alone(policy: str) -> None:
         control = thread_group(store, group.rank(), 2)
         config = small_config("allgather", row_counts=policy, debug=True)
         dispatcher = build_dispatcher(config, group, control_group=control)
-        assert dispatcher._lease.channel.control.group is control
+        assert dispatcher._channel.control.group is control
         before = group_calls(dispatcher)
         with count_collectives() as seen:
             plan = dispatcher.plan(Rows(), like=random_rows(4))
@@ -73,7 +73,7 @@ def test_sizes_are_settled_on_the_control_group_alone(policy: str) -> None:
         return len(seen.calls), group_calls(dispatcher) - before, dict(dispatcher.metrics().collectives)
 
     def group_calls(dispatcher: Any) -> int:
-        return int(sum(dispatcher._lease.channel.communicator.calls.values()))
+        return int(sum(dispatcher._channel.communicator.calls.values()))
 
     for in_all, on_group, metrics in on_ranks(body, 2):
         assert (in_all, on_group) == (3, 1)  # sizes and debug marks go by the control group, rows by the group
@@ -89,6 +89,6 @@ def test_a_control_group_makes_another_channel() -> None:
         built = [build_dispatcher(small_config(), group, control_group=control) for control in controls]
         for dispatcher in built:
             identity_round(dispatcher)
-        return len({dispatcher._lease.channel.name for dispatcher in built})
+        return len({dispatcher._channel.name for dispatcher in built})
 
     assert on_ranks(body, 2) == [3, 3]

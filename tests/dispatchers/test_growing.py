@@ -68,7 +68,7 @@ def test_required_factors_are_enough_as_a_config(backend: str, size: int, kind: 
         )
         dispatcher = build_dispatcher(again, group)
         run_layer(dispatcher, mine, WEIGHTS, group)
-        capacity = dispatcher._lease.channel.capacity
+        capacity = dispatcher._channel.capacity
         return required, dispatcher.check().overflowed, capacity
 
     rows, pair_rows = mine.demand()
@@ -113,9 +113,9 @@ def test_after_growing_the_same_data_fit(backend: str, size: int, headroom: floa
         plan = dispatcher.plan(like=random_rows(1))
         run_layer(dispatcher, mine, WEIGHTS, group)
         first = dispatcher.grow(headroom=headroom)
-        capacity = dispatcher._lease.channel.capacity
+        capacity = dispatcher._channel.capacity
         second = dispatcher.grow(headroom=headroom)
-        assert dispatcher._lease.channel.capacity == capacity
+        assert dispatcher._channel.capacity == capacity
         with pytest.raises(
             StateError, match=r"the plan must be made for the capacity in force, got one for .*rows=2.* Make the plan"
         ):
@@ -142,7 +142,7 @@ def test_only_what_was_short_grows() -> None:
         dispatcher = build_dispatcher(config, group)
         run_layer(dispatcher, mine, WEIGHTS, group)
         dispatcher.grow(headroom=1)
-        return dispatcher._lease.channel.capacity
+        return dispatcher._channel.capacity
 
     for capacity in on_ranks(body, 4):
         assert (capacity.rows, capacity.pair_rows) == (rows + 3, pair_rows)
@@ -183,10 +183,10 @@ def test_headroom_out_of_range(headroom: float) -> None:
 def test_growing_beyond_what_offs_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = build_dispatcher(safe_config("local", max_tokens_per_rank=1 << 31, rows=2))
     monkeypatch.setattr(HighWaterMark, "read", lambda self: [1 << 31, 0])
-    before = dispatcher._lease.channel.capacity
+    before = dispatcher._channel.capacity
     with pytest.raises(ConfigError, match=r"buffer must have at most 2147483647 rows, .*got 2147483648"):
         dispatcher.grow(headroom=1)
-    assert dispatcher._lease.channel.capacity == before
+    assert dispatcher._channel.capacity == before
 
 
 CALLS: dict[str, Callable[[Dispatcher], Any]] = {

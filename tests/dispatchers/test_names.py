@@ -79,6 +79,6 @@ def test_peers_hear_of_the_rank_that_got_no_layout() -> None:
         return f"{type(caught.value).__name__}: {caught.value} {caught.value.__notes__}"
 
     told = run_ranks(body, 2)
-    assert "PeerError: rank 1 refused: its layout is malformed" in told[0]
+    assert "PeerError: rank 1 refused: Dispatcher.dispatch: a plan or a layout must be given" in told[0]
     assert "LayoutError" in told[1]
     assert "'rank 1'" in told[1]

@@ -13,7 +13,8 @@ from torch import Tensor
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import base
 from moe_dispatch.errors import CapacityError
-from moe_dispatch.permutation import static_index
+from moe_dispatch.permutation import SlotIndex
+from moe_dispatch.permutation import index as permutation_index
 from moe_dispatch.testing import Ranks
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, expert_weights, raises_everywhere, random_rows
@@ -162,7 +163,7 @@ def planted_counts(patch: pytest.MonkeyPatch) -> None:
     """Real rows counted before the lightest are dropped."""
 
     def before(keys_SK: Tensor, num_keys: int, **options: Any) -> Any:
-        index = static_index.group_statically(keys_SK, num_keys, **options)
+        index = permutation_index.group_statically(keys_SK, num_keys, **options)
         keys = keys_SK.reshape(-1)
         real = torch.bincount(keys[(keys >= 0) & (keys < num_keys)].long(), minlength=num_keys)
         return dataclasses.replace(index, real_L=real)
@@ -172,17 +173,17 @@ def planted_counts(patch: pytest.MonkeyPatch) -> None:
 
 def planted_order(patch: pytest.MonkeyPatch) -> None:
     """Of equal weights the first are dropped."""
-    heaviest = static_index.heaviest
+    heaviest = permutation_index.heaviest
 
     def last(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
         return heaviest(weights_N.flip(0), is_real_N.flip(0), room).flip(0)
 
-    patch.setattr(static_index, "heaviest", last)
+    patch.setattr(permutation_index, "heaviest", last)
 
 
 def planted_demand(patch: pytest.MonkeyPatch) -> None:
     """What stays behind is not counted."""
-    patch.setattr("moe_dispatch.backends.alltoall.wanted_here", lambda *_: None)
+    patch.setattr("moe_dispatch.backends.alltoall.backend.wanted_here", lambda *_: None)
 
 
 def planted_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -192,7 +193,7 @@ def planted_gradient(patch: pytest.MonkeyPatch) -> None:
         values_N = values_R.index_select(0, self.place_N.clamp(max=self.num_grouped - 1))
         return torch.empty_like(values_N).index_copy_(0, self.slot_N, values_N).view(self.num_rows, self.top_k)
 
-    patch.setattr(static_index.StaticIndex, "to_slots", unmasked)
+    patch.setattr(SlotIndex, "to_slots", unmasked)
 
 
 PLANTS = {

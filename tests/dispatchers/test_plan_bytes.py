@@ -71,7 +71,7 @@ def test_bytes_are_those_allocated(
         plan = dispatcher.plan(like=x)
         told = plan.bytes(dtype)
         sent = dispatcher.dispatch(x, Routing(ids, torch.rand(len(x), TOP_K)), plan)
-        route = sent.state.backend
+        route = sent.state.route
         tables = [getattr(route, name) for name in TABLES if hasattr(route, name)]
         return told, {"rows": allocated(sent.rows), "weights": allocated(sent.weights), "index": allocated(*tables)}
 

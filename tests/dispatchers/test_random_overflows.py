@@ -30,7 +30,7 @@ def reports(
 ) -> list[tuple[int, int, bool]]:
     """What is required after each routing, each by itself."""
     dispatcher = build_dispatcher(safe_config(backend, size=size, rows=room[0], pair_rows=room[1]), group)
-    channel, found = dispatcher._lease.channel, []
+    channel, found = dispatcher._channel, []
     x, weights = random_rows(T), torch.rand(T, 2, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for of_call in ids:

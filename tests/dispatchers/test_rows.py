@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.dispatchers.rows import merge_duplicates, pad_rows, put_rows, take_rows
+from moe_dispatch.dispatchers.autograd import Selection
+from moe_dispatch.dispatchers.verbs import merged_slots
 
 SLOTS = 4
 ROWS = st.lists(st.lists(st.integers(-1, 3), min_size=SLOTS, max_size=SLOTS), max_size=5)
@@ -24,7 +25,7 @@ def _tensors(ids: list[list[int]]) -> tuple[Tensor, Tensor]:
 @given(ROWS)
 def test_an_expert_named_twice_gets_one_slot_and_the_sum_of_its_weights(ids: list[list[int]]) -> None:
     ids_TK, weights_TK = _tensors(ids)
-    merged_ids, merged_weights = (merged.tolist() for merged in merge_duplicates(ids_TK, weights_TK))
+    merged_ids, merged_weights = (merged.tolist() for merged in merged_slots(ids_TK, weights_TK, asks=True))
     for row, slots in enumerate(ids):
         for k, expert in enumerate(slots):
             if expert < 0:
@@ -40,7 +41,7 @@ def test_an_expert_named_twice_gets_one_slot_and_the_sum_of_its_weights(ids: lis
 @given(ROWS)
 def test_each_merged_slot_gets_the_gradient_of_its_expert(ids: list[list[int]]) -> None:
     ids_TK, weights_TK = _tensors(ids)
-    merged_ids, merged_weights = merge_duplicates(ids_TK, weights_TK.requires_grad_())
+    merged_ids, merged_weights = merged_slots(ids_TK, weights_TK.requires_grad_(), asks=True)
     # A gradient that names the expert, so that it shows where it arrives.
     (grad,) = torch.autograd.grad(merged_weights, weights_TK, torch.where(merged_ids < 0, 0.0, merged_ids + 10.0))
     for row, slots in enumerate(ids):
@@ -51,17 +52,21 @@ def test_each_merged_slot_gets_the_gradient_of_its_expert(ids: list[list[int]]) 
 
 def test_ids_without_duplicates_are_left_alone() -> None:
     ids_TK, weights_TK = _tensors([[3, 1, -1, -1], [0, 1, 2, 3]])
-    merged_ids, merged_weights = merge_duplicates(ids_TK, weights_TK)
+    merged_ids, merged_weights = merged_slots(ids_TK, weights_TK, asks=True)
     assert merged_ids is ids_TK
     assert merged_weights is weights_TK
 
 
-def test_rows_taken_are_put_back_and_their_gradients_too() -> None:
+@pytest.mark.parametrize("padding", [0, 2])
+def test_rows_taken_are_put_back_and_their_gradients_too(padding: int) -> None:
     rows_TD, chosen = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 2, 5])
-    taken = take_rows(rows_TD, chosen)
-    back = put_rows(taken, chosen, 6)
+    selection = Selection(num_rows=6, real_rows=chosen, padded=3 + padding)
+    taken = selection.take(rows_TD)
+    back = selection.put(taken)
     keep = torch.tensor([1.0, 0, 1, 0, 0, 1]).unsqueeze(1)
-    assert torch.equal(taken, rows_TD[chosen])
+    assert selection.count == 3
+    assert torch.equal(taken[:3], rows_TD[chosen])
+    assert torch.equal(taken[3:], torch.zeros(padding, 3))
     assert torch.equal(back, rows_TD * keep)
     back.backward(torch.full((6, 3), 2.0))
     assert rows_TD.grad is not None
@@ -69,7 +74,9 @@ def test_rows_taken_are_put_back_and_their_gradients_too() -> None:
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(3, 3), (3, 8), (0, 4), (0, 0)])
-def test_padding_is_appended(rows: int, padded: int) -> None:
+def test_padding_is_appended_and_trimmed(rows: int, padded: int) -> None:
     tensor = torch.randn(rows, 2)
-    out = pad_rows(tensor, padded, -1)
+    selection = Selection(num_rows=rows, real_rows=None, padded=padded)
+    out = selection.take(tensor, -1)
     assert torch.equal(out, torch.cat((tensor, torch.full((padded - rows, 2), -1.0))))
+    assert torch.equal(selection.put(out), tensor)

@@ -13,10 +13,10 @@ from torch import Tensor
 from moe_dispatch import Dispatcher, build_dispatcher
 from moe_dispatch.backends import Constraints
 from moe_dispatch.backends.alltoall.route import AllToAllRoute
-from moe_dispatch.backends.local import Local, LocalRoute
+from moe_dispatch.backends.local import LocalOptions, LocalRoute
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import THD, Layout
-from moe_dispatch.permutation import TorchPermutation, expand
+from moe_dispatch.permutation import TorchPermutation
 from tests.dispatchers.layer import Group, on_ranks, outcomes_on, raises_everywhere, small_config
 
 BACKENDS = [("local", 1), ("alltoall", 2), ("allgather", 2)]
@@ -55,7 +55,7 @@ def test_passes_in_every_mode(mode: Callable[[], Any]) -> None:
 
 def test_keeps_to_the_rows_and_dtypes_that_the_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = Constraints(max_rows=5, dtypes=frozenset({torch.bfloat16}))
-    monkeypatch.setattr(Local, "constraints", classmethod(lambda cls, shape, options: needs))
+    monkeypatch.setattr(LocalOptions, "constraints", lambda options, shape: needs)
     dispatcher = build_dispatcher(small_config("local"))
     dispatcher.self_test()
     assert int(dispatcher.metrics().real_tokens_per_expert.sum()) == 5 * 2
@@ -63,7 +63,7 @@ def test_keeps_to_the_rows_and_dtypes_that_the_backend_takes(monkeypatch: pytest
 
 def test_tests_the_forward_of_a_backend_without_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = Constraints(differentiable=False)
-    monkeypatch.setattr(Local, "constraints", classmethod(lambda cls, shape, options: needs))
+    monkeypatch.setattr(LocalOptions, "constraints", lambda options, shape: needs)
     dispatcher = build_dispatcher(small_config("local"))
     dispatcher.self_test()
     monkeypatch.setattr(LocalRoute, "collect", _lost_weight(LocalRoute.collect))
@@ -150,6 +150,15 @@ def test_a_fault_of_one_rank_is_told_on_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_finds_rows_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchPermutation, "expand", staticmethod(lambda *args: expand(*args).flip(0)))
+    expand = TorchPermutation.expand
+    monkeypatch.setattr(TorchPermutation, "expand", lambda *args: expand(*args).flip(0))
     with pytest.raises(StateError, match="identity experts must give x times the weight sum"):
         build_dispatcher(small_config("local")).self_test()
+
+
+def test_a_finite_capacity_drops_nothing_of_the_test() -> None:
+    """It told not to train on these machines where rows had only been dropped."""
+    safe = {"graph_safe": True, "max_tokens_per_rank": 64, "capacity_factor": 0.5, "on_overflow": "raise"}
+    dispatcher = build_dispatcher(small_config("local", **safe))
+    dispatcher.self_test()
+    assert not dispatcher.check().overflowed

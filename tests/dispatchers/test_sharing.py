@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from moe_dispatch import Dispatcher, build_dispatcher
-from moe_dispatch.backends.alltoall.backend import AllToAll
+from moe_dispatch.backends import BackendContext
+from moe_dispatch.backends.alltoall.backend import AllToAllOptions
 from moe_dispatch.backends.local import Local
 from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.errors import StateError
@@ -38,20 +39,20 @@ class Layer(nn.Module):
 
 def test_same_config_and_group_share_a_channel() -> None:
     one, two, other = (build_dispatcher(small_config("local", pad_multiple=n)) for n in (1, 1, 2))
-    assert one._lease.channel is two._lease.channel
-    assert one._lease.channel is not other._lease.channel
+    assert one._channel is two._channel
+    assert one._channel is not other._channel
 
 
 def test_groups_do_not_share() -> None:
     def body(group: Group) -> str:
-        return build_dispatcher(small_config(), group)._lease.channel.name
+        return build_dispatcher(small_config(), group)._channel.name
 
     assert len({*on_ranks(body, 2), *on_ranks(body, 2)}) == 4
 
 
 def test_the_last_to_close_closes_the_backend(closed: list[Any]) -> None:
     one, two = (build_dispatcher(small_config("local", top_k=3)) for _ in range(2))
-    backend = one._lease.channel.backend
+    backend = one._channel.backend
     one.close()
     one.close()
     assert not closed
@@ -61,13 +62,13 @@ def test_the_last_to_close_closes_the_backend(closed: list[Any]) -> None:
     with pytest.raises(StateError, match="must be open, got a closed one of backend 'local' on channel local-"):
         two.plan()
     third = build_dispatcher(small_config("local", top_k=3))
-    assert third._lease.channel.backend is not backend
+    assert third._channel.backend is not backend
     third.close()
 
 
 def test_a_dispatcher_that_is_collected_gives_its_share_back(closed: list[Any]) -> None:
     dispatcher = build_dispatcher(small_config("local", top_k=4))
-    backend = dispatcher._lease.channel.backend
+    backend = dispatcher._channel.backend
     del dispatcher
     gc.collect()
     assert closed == [backend]
@@ -105,7 +106,13 @@ def test_a_collective_close_is_left_to_the_caller(
 def test_all_ranks_open_where_one_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening is collective, and a rank cannot know which channels its peers still have."""
     opened: list[int] = []
-    monkeypatch.setattr(AllToAll, "open", lambda backend: opened.append(backend.context.communicator.rank))
+    original = AllToAllOptions.open
+
+    def recorded(options: AllToAllOptions, context: BackendContext) -> Any:
+        opened.append(context.communicator.rank)
+        return original(options, context)
+
+    monkeypatch.setattr(AllToAllOptions, "open", recorded)
 
     def body(group: Group) -> None:
         assert group is not None
@@ -116,7 +123,7 @@ def test_all_ranks_open_where_one_has_to(monkeypatch: pytest.MonkeyPatch) -> Non
         second = build_dispatcher(small_config(), group)
         identity_round(second)
         if group.rank() == 0:
-            assert first._lease.channel is not second._lease.channel
+            assert first._channel is not second._channel
             first.close()
         identity_round(build_dispatcher(small_config(), group))
 
@@ -137,8 +144,8 @@ def test_a_state_outlives_the_dispatcher_of_another_layer() -> None:
 def test_deepcopy_shares_the_channel_and_has_its_own_life(closed: list[Any]) -> None:
     layer = Layer(top_k=2, pad_multiple=5)
     twin = copy.deepcopy(layer)
-    backend = layer.dispatcher._lease.channel.backend
-    assert twin.dispatcher._lease.channel is layer.dispatcher._lease.channel
+    backend = layer.dispatcher._channel.backend
+    assert twin.dispatcher._channel is layer.dispatcher._channel
     assert twin.dispatcher.config == layer.dispatcher.config
     sent = layer.dispatcher.dispatch(random_rows(3), random_routing(3))
     with pytest.raises(StateError, match="sent must come from this dispatcher"):
@@ -188,8 +195,8 @@ def test_auto_says_once_what_it_chose_and_why_not_the_others(caplog: pytest.LogC
         assert on_ranks(body, 2) == [["alltoall", "alltoall"]] * 2
         text = "\n".join(record.getMessage() for record in caplog.records)
         assert text.count("using 'alltoall'") in (1, 2)  # once for each time the channel is opened
-        assert "local: for one rank, this group has 2" in text
-        assert "allgather: more bytes" in text
+        assert "local: is for one rank" in text
+        assert "allgather: sends more bytes" in text
         caplog.clear()
         keep = build_dispatcher(small_config("auto", top_k=5))
         again = build_dispatcher(small_config("auto", top_k=5))

@@ -24,7 +24,7 @@ def test_state_of_another_dispatcher(backend: str, size: int, verb: str, same_ch
     def body(group: Group) -> None:
         mine = build_dispatcher(small_config(backend), group)
         other = build_dispatcher(small_config(backend, pad_multiple=1 if same_channel else 4), group)
-        assert (mine._lease.channel is other._lease.channel) == same_channel
+        assert (mine._channel is other._channel) == same_channel
         sent = other.dispatch(rows(6), routing(6))
         if verb == "combine":
             mine.combine(sent.rows, sent)

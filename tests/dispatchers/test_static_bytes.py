@@ -13,7 +13,7 @@ from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import round_up
 from moe_dispatch.testing import Collective, allow_host_syncs, count_collectives, refuse_host_syncs
-from moe_dispatch.testing.routings import ROUTINGS
+from moe_dispatch.testing.scenario import ROUTINGS
 from tests.dispatchers.dropping import safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, on_ranks, random_rows
 
@@ -112,10 +112,10 @@ def test_metrics_have_the_same_bytes(pair_rows: int | None) -> None:
     def body(group: dist.ProcessGroup | None) -> tuple[int, int]:
         assert group is not None
         dispatcher = build_dispatcher(safe_config("alltoall", size=SIZE, pair_rows=pair_rows), group)
-        before = dispatcher._lease.channel.communicator.bytes_sent["dispatch"]
+        before = dispatcher._channel.communicator.bytes_sent["dispatch"]
         with count_collectives() as seen:
             dispatcher.dispatch(random_rows(5), Routing(torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)))
-        return seen.nbytes, dispatcher._lease.channel.communicator.bytes_sent["dispatch"] - before
+        return seen.nbytes, dispatcher._channel.communicator.bytes_sent["dispatch"] - before
 
     for measured, counted in on_ranks(body, SIZE):
         assert measured == counted > 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_dispatch.communication import Communicator
-from moe_dispatch.dispatchers.topology import detect_ranks_per_node, ranks_per_node
-from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch import build_dispatcher
+from moe_dispatch.dispatchers.opening import ranks_per_node
+from tests.dispatchers.layer import Group, on_ranks, small_config
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,7 @@ def test_consecutive_ranks_of_a_host(hosts: str, expected: int) -> None:
 
 
 def test_threads_of_this_process_share_a_host() -> None:
-    assert run_ranks(lambda group: detect_ranks_per_node(Communicator(group)), 4) == [4] * 4
+    def body(group: Group) -> int | None:
+        return build_dispatcher(small_config(), group)._channel.shape.ranks_per_node
+
+    assert on_ranks(body, 4) == [4] * 4

@@ -357,3 +357,26 @@ def test_rows_dispatched_without_gradients_combine_with_them(backend: str, size:
         assert (mine.grad is not None) == (_rank(group) == 0)
 
     on_ranks(body, size)
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, 1 << 16], ids=["fresh memory", "lent memory"])
+@pytest.mark.parametrize("graph_safe", [False, True])
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_results_may_be_written_to(backend: str, size: int, graph_safe: bool, hidden: int) -> None:
+    """Models scale ``sent.rows`` and add a residual to y in place, which autograd forbids for views."""
+    torch.use_deterministic_algorithms(False)  # under which no memory is lent
+    room = {"graph_safe": True, "max_tokens_per_rank": ROWS + 1} if graph_safe else {}
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(backend, hidden_size=hidden, **room), group)
+        rows = ROWS + _rank(group)  # so that a backend that needs equal rows pads
+        x = torch.randn(rows, hidden).requires_grad_()
+        routing = random_routing(rows)
+        sent = dispatcher.dispatch(x, routing)
+        y = dispatcher.combine(sent.rows.mul_(2), sent)
+        y += x
+        y.sum().backward()
+        expected = 1 + 2 * torch.where(routing.topk_ids < 0, 0, routing.topk_weights).sum(1, keepdim=True)
+        torch.testing.assert_close(x.grad, expected.expand_as(x))
+
+    on_ranks(body, size)
