@@ -1,4 +1,4 @@
-"""Thin facades for frameworks that own the model: they translate, and leave every decision to the Dispatcher.
+"""Thin facades for frameworks that own the model: they translate, and the Dispatcher decides.
 
-Each module imports its framework, so import the one that is installed; this package imports none.
+Each module imports its framework, so import only a module whose framework is installed. This package imports none.
 """

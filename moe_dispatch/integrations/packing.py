@@ -1,9 +1,8 @@
-"""Packed or padded: what the layers of a model family accept, by the version of the framework that runs them."""
+"""Whether the layers of a model family accept packed input, by the version of the framework that runs them."""
 
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,7 @@ from importlib.util import find_spec
 from typing import Literal, final, get_args
 
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.integrations.versions import parse_version
 
 logger = logging.getLogger("moe_dispatch")
 
@@ -20,17 +20,16 @@ Framework = Literal["megatron-core", "transformers"]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingSupport:
-    """What one framework does with packed input to model families whose layers carry a state along the sequence.
+    """How one framework treats packed input to model families whose layers carry a state along the sequence.
 
     Attributes:
-        model_types: as in a Hugging Face ``config.json``.
-        framework: the distribution that runs the model.
-        packed_since: its first release that keeps packed sequences apart; None when none was found to.
-        kernels: packages, by import name, whose kernels keep packed sequences apart; what the framework falls back to
-            without them does not.
-        context_parallel: whether these layers can divide a packed sequence among ranks, from that release on.
-        condition: what the caller must see to, for packed input to be right.
-        source: where this was read, and when.
+        model_types: Model types as in a Hugging Face ``config.json``.
+        framework: The distribution that runs the model.
+        packed_since: The first release that keeps packed sequences apart; None if no known release does.
+        kernels: Packages, by import name, whose kernels keep packed sequences apart; the framework's fallbacks do not.
+        context_parallel: Whether these layers can divide a packed sequence among ranks, from that release on.
+        condition: What the caller must pass for packed input to be right.
+        source: Where this was read, and when.
     """
 
     model_types: tuple[str, ...]
@@ -98,11 +97,11 @@ PACKING_SUPPORT = (
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """What ``packing_for`` decided.
+    """The answer of ``packing_for``.
 
     Attributes:
         packed: True for THD, False for a padded batch (BSHD or SBHD).
-        reason: one sentence, and what the caller must see to.
+        reason: One sentence, and what the caller must pass.
     """
 
     packed: bool
@@ -117,20 +116,20 @@ def packing_for(
     kernels: bool | None = None,
     cp: int = 1,
 ) -> Packing:
-    """Whether a model family takes packed sequences; says so in the log, once per process, where it does not.
+    """Decide whether a model family takes packed sequences; if it does not, log a warning once per process.
 
-    Data may stay packed either way: where the model does not take it, ``thd_to_bshd`` makes the padded batch.
+    Data may stay packed either way: ``thd_to_bshd`` makes the padded batch for a model that needs one.
 
     Args:
-        model_type: as in a Hugging Face ``config.json``; a family not in ``PACKING_SUPPORT`` counts as attention only.
-        framework: the distribution that runs the model.
-        framework_version: its version; that of the installed distribution when omitted.
-        kernels: whether the packages that ``PackingSupport.kernels`` names are there for the model; when omitted they
-            are looked for here. True where others stand for them, as kernels that transformers loads from its hub.
-        cp: context-parallel ranks.
+        model_type: As in a Hugging Face ``config.json``; a family not in ``PACKING_SUPPORT`` counts as attention only.
+        framework: The distribution that runs the model.
+        framework_version: Its version; by default the version of the installed distribution.
+        kernels: Whether the packages in ``PackingSupport.kernels`` are available; by default this process looks for
+            them. Pass True if the model has them from elsewhere, for example from transformers' kernels hub.
+        cp: The number of context-parallel ranks.
 
     Raises:
-        ConfigError: the model needs a padded batch, or its layers cannot divide a sequence, and ``cp`` exceeds 1; the
+        ConfigError: ``cp`` exceeds 1, and the model needs a padded batch or its layers cannot divide a sequence; or the
             framework is unknown, or its version is omitted and it is not installed.
     """
     if framework not in get_args(Framework):
@@ -141,10 +140,23 @@ def packing_for(
     rule = next((r for r in PACKING_SUPPORT if r.framework == framework and model_type in r.model_types), None)
     if rule is None:
         return Packing(packed=True, reason=f"{model_type} is not known to have layers that reject packed input.")
-    found = framework_version or _installed(framework)
+    try:
+        found = framework_version or version(framework)
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"packing_for: framework_version must be given while {framework} is not installed, got None. Pass the "
+            "version that will run the model."
+        ) from error
     obstacle = _obstacle(rule, found, kernels)
     if cp > 1 and (obstacle or not rule.context_parallel):
-        raise ConfigError(_refusal(model_type, rule, found, obstacle, cp))
+        cause = "its layers cannot divide a packed sequence"
+        if obstacle:
+            cause = "it needs a padded batch, which cannot be divided"
+        upgrade = f" or {framework} {rule.packed_since}" if rule.context_parallel else ""
+        raise ConfigError(
+            f"packing_for: cp must be 1 for {model_type} in {framework} {found}, because {cause}, got cp {cp}. Use "
+            f"cp=1{upgrade}."
+        )
     if obstacle:
         reason = f"{model_type} needs a padded batch in {framework} {found}: packed input {obstacle}."
         _announce(reason)
@@ -159,42 +171,12 @@ def _announce(reason: str) -> None:
 
 
 def _obstacle(rule: PackingSupport, found: str, kernels: bool | None) -> str:
-    """What packed input lacks; nothing where it works."""
+    """Say why packed input does not work; the empty string if it works."""
     if rule.packed_since is None:
         return "does not work in any release known here"
-    if _release(found) < _release(rule.packed_since):
+    if not parse_version(found)[0]:
+        raise ConfigError(f"packing_for: framework_version must be numbers, got {found!r}. Pass one like 0.18.2.")
+    if parse_version(found) < parse_version(rule.packed_since):
         return f"does not work before {rule.packed_since}"
     missing = [name for name in rule.kernels if not kernels and (kernels is False or find_spec(name) is None)]
     return f"needs the kernels of {' and '.join(missing)}, which are not installed" if missing else ""
-
-
-def _refusal(model_type: str, rule: PackingSupport, found: str, obstacle: str, cp: int) -> str:
-    cause = (
-        "it needs a padded batch, which cannot be divided" if obstacle else "its layers cannot divide a packed sequence"
-    )
-    upgrade = f" or {rule.framework} {rule.packed_since}" if rule.context_parallel else ""
-    return (
-        f"packing_for: cp must be 1 for {model_type} in {rule.framework} {found}, because {cause}, got cp {cp}. Use "
-        f"cp=1{upgrade}."
-    )
-
-
-def _installed(framework: str) -> str:
-    try:
-        return version(framework)
-    except PackageNotFoundError as error:
-        raise ConfigError(
-            f"packing_for: framework_version must be given while {framework} is not installed, got None. Pass the "
-            "version that will run the model."
-        ) from error
-
-
-def _release(text: str) -> tuple[tuple[int, ...], bool]:
-    """The numbers of a version, and whether it is final: a pre-release comes before its release."""
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    if match is None:
-        raise ConfigError(f"packing_for: framework_version must be numbers, got {text!r}. Pass one like 0.18.2.")
-    numbers = [int(part) for part in match.group().split(".")]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers), re.match(r"\.?(a|b|rc|dev)", text[match.end() :]) is None

@@ -1,6 +1,6 @@
 """torchtitan: a token dispatcher for its MoE layers, and two ways to put it into a model's config.
 
-Importing this module imports torchtitan. T, K, D and R as in ``moe_dispatch.types``, which torchtitan uses alike.
+Importing this module imports torchtitan. T, K, D and R mean the same as in ``moe_dispatch.types``.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from moe_dispatch.integrations.versions import check_version
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
 
-check_version("torchtitan", tested=("0.3.0",), lowest="0.3.0")  # before its names are asked for, which say less
+check_version("torchtitan", tested=("0.3.0",), lowest="0.3.0")  # first, because a failed import explains less
 
 from torchtitan.config import override  # noqa: E402
 from torchtitan.models.common.moe import MoE, RoutedExperts  # noqa: E402
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher  # noqa: E402
 
-# What torchtitan's config says already, and "weights": its experts do not look at scores, so combine must apply them.
+# Fields that torchtitan's config sets, and "weights": its experts ignore scores, so combine must apply them.
 _NOT_OPTIONS = ("backend", "hidden_size", "num_experts", "top_k", "weights")
-# Fields of torchtitan's own dispatchers that ask for static shapes, and what says so here.
+# Fields of torchtitan's own dispatchers that ask for static shapes, and their replacements.
 _STATIC = {
     "cudagraphable": "graph_safe=True",
     "non_blocking_capacity_factor": "graph_safe=True and capacity_factor, which counts over the balanced load",
 }
-# Fields of torchtitan's own dispatchers that are taken over, by their names there.
+# Fields of torchtitan's own dispatchers that are copied, and our names for them.
 _TAKEN_OVER = {"pad_multiple": "pad_multiple", "num_max_tokens_per_rank": "max_tokens_per_rank"}
 
 
 @final
 class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
-    """A Dispatcher where torchtitan expects a token dispatcher of its own.
+    """A Dispatcher with the interface of torchtitan's token dispatchers.
 
-    ``RoutedExperts.parallelize`` wires it to the mesh of experts; one that was never wired serves one rank. It is no
-    module and has no state-dict keys.
+    ``RoutedExperts.parallelize`` sets its expert-parallel mesh; without a mesh it serves one rank. It is not a module
+    and has no state-dict keys.
 
     Raises:
-        ConfigError: an option is unknown, wrong, or torchtitan's to say.
+        ConfigError: An option is unknown, wrong, or must come from torchtitan.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):  # type: ignore[misc]
-        """Beside torchtitan's ``num_experts`` and ``top_k``.
+        """The fields beside torchtitan's ``num_experts`` and ``top_k``.
 
         Attributes:
             hidden_dim: D, the ``dim`` of the experts.
-            backend: as in ``DispatcherConfig``.
-            options: other fields of ``DispatcherConfig``, by name.
-            name: of the layer, for errors.
+            backend: As in ``DispatcherConfig``.
+            options: Other fields of ``DispatcherConfig``, by name.
+            name: The path of the layer in the model, for errors.
         """
 
         hidden_dim: int
@@ -80,37 +80,33 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         self._dispatcher: Dispatcher | None = None
 
     def init_buffer(self) -> None:
-        """Build the dispatcher on the mesh that was wired, None for one rank. Collective."""
+        """Build the dispatcher on the expert-parallel mesh, or for one rank if there is none. Collective."""
         self._dispatcher = build_dispatcher(self._config, self.ep_mesh, name=self._name)
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """What it is made of: for ``metrics``, ``check``, ``grow``."""
+        """The Dispatcher, for ``metrics``, ``check`` and ``grow``."""
         if self._dispatcher is None:
             self.init_buffer()
         assert self._dispatcher is not None
         return self._dispatcher
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_scores_TK: Tensor,
-        topk_expert_ids_TK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, Dispatched]:
         """Send rows to their experts.
 
         Args:
-            x_TD: this rank's rows, its share of the sequence under sequence parallelism; any count on any rank.
-            topk_scores_TK: applied in ``combine``, in float32.
+            x_TD: This rank's rows, under sequence parallelism its share of the sequence; any number of rows.
+            topk_scores_TK: The weights, which ``combine`` applies in float32.
             topk_expert_ids_TK: int64.
-            num_local_tokens_per_expert_E: only its length is looked at.
+            num_local_tokens_per_expert_E: Only its length is used.
 
         Returns:
-            Rows (R, D), rows per local expert with padding, int64, and what ``combine`` takes as ``metadata``.
+            Rows (R, D), rows per local expert with padding, int64, and the ``metadata`` for ``combine``.
 
         Raises:
-            InputError: a router of another number of experts; and as ``Dispatcher.dispatch``.
+            InputError: The router has another number of experts; or as in ``Dispatcher.dispatch``.
 
         Cost: as ``Dispatcher.dispatch`` without a plan.
         """
@@ -123,7 +119,7 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         return sent.rows, sent.tokens_per_expert, sent
 
     def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
-        """Bring expert outputs back, times their scores: (T, D)."""
+        """Send expert outputs back and sum them, weighted by their scores: (T, D)."""
         return self.dispatcher.combine(routed_output_RD, metadata)
 
 
@@ -131,17 +127,17 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 def moe_dispatch_override(
     cfg: RoutedExperts.Config, *, backend: str | dict[str, Any] = "auto", name: str = "", **options: Any
 ) -> RoutedExperts.Config:
-    """A copy of ``cfg`` with our token dispatcher. For ``override.imports``, or to be called.
+    """Return a copy of ``cfg`` with our token dispatcher. For ``override.imports``, or to be called.
 
     Args:
-        cfg: whose dispatcher is replaced. Its ``num_experts`` and ``top_k``, ``dim`` of the experts, and, where set,
-            ``pad_multiple`` and ``num_max_tokens_per_rank`` are taken over.
-        backend: as in ``DispatcherConfig``.
-        name: of the layer, for errors.
-        **options: other fields of ``DispatcherConfig``.
+        cfg: The config of routed experts. Its ``num_experts`` and ``top_k``, the ``dim`` of its experts, and
+            ``pad_multiple`` and ``num_max_tokens_per_rank`` if set, are copied.
+        backend: As in ``DispatcherConfig``.
+        name: The path of the layer in the model, for errors.
+        **options: Other fields of ``DispatcherConfig``.
 
     Raises:
-        ConfigError: the replaced dispatcher and the experts disagree, or it asks for static shapes in its own way.
+        ConfigError: The replaced dispatcher and the experts disagree, or it asks for static shapes.
     """
     theirs, experts = cfg.token_dispatcher, cfg.inner_experts
     where = name or "moe_dispatch_override"
@@ -168,18 +164,18 @@ def moe_dispatch_override(
 
 
 def use_moe_dispatch(model_config: Any, *, backend: str | dict[str, Any] = "auto", **options: Any) -> list[str]:
-    """Replace the token dispatchers of all MoE layers in a model's config; arguments as for the override.
+    """Replace the token dispatchers of all MoE layers in a model's config, in place, before the model is built.
 
     Args:
-        model_config: any torchtitan config that holds MoE layers; changed in place, before it is built.
-        backend: as in ``DispatcherConfig``.
-        **options: other fields of ``DispatcherConfig``.
+        model_config: Any torchtitan config that holds MoE layers.
+        backend: As in ``DispatcherConfig``.
+        **options: Other fields of ``DispatcherConfig``.
 
     Returns:
-        The layers' names, which their errors carry.
+        The paths of the layers, which appear in their errors.
 
     Raises:
-        ConfigError: there is no MoE layer, or a router and its dispatcher disagree.
+        ConfigError: There is no MoE layer, or a router and its dispatcher disagree.
     """
     layers = {name or "moe": layer for name, layer, _, _ in model_config.traverse(MoE.Config)}
     if not layers:

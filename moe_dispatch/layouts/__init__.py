@@ -7,11 +7,14 @@ beside them work on lengths and rows without a process group, except ``broadcast
 from moe_dispatch.layouts.base import Layout, ShardKind
 from moe_dispatch.layouts.broadcast import broadcast_layout
 from moe_dispatch.layouts.bshd import BSHD, SBHD
-from moe_dispatch.layouts.context_parallel import shard_for_context_parallel, unshard_from_context_parallel
+from moe_dispatch.layouts.conversion import (
+    bshd_to_thd,
+    shard_for_context_parallel,
+    thd_to_bshd,
+    unshard_from_context_parallel,
+)
 from moe_dispatch.layouts.lengths import padded_length, sequence_multiple
-from moe_dispatch.layouts.masked import Masked
-from moe_dispatch.layouts.packing import bshd_to_thd, thd_to_bshd
-from moe_dispatch.layouts.rows import Rows
+from moe_dispatch.layouts.rows import Masked, Rows
 from moe_dispatch.layouts.shard import Shard
 from moe_dispatch.layouts.thd import THD
 

@@ -1,13 +1,12 @@
-"""What every layout offers a dispatcher, and what a layout must tell for it.
+"""What every layout offers a dispatcher, and the hooks that a layout class defines for it.
 
-Dimensions: ``T`` rows of this rank as the model gave them, ``D`` hidden, ``B`` sequences, ``S`` positions of each.
+Dimensions: ``T`` rows of this rank, ``D`` hidden size, ``B`` sequences, ``S`` positions of each sequence.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from math import prod
 from typing import ClassVar, Literal, final
 
 import torch
@@ -15,22 +14,18 @@ from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
 
+INTEGER_DTYPES = (torch.int32, torch.int64)
 ShardKind = Literal["contiguous", "zigzag"]
-
-
-def is_host(tensor: Tensor) -> bool:
-    """Whether reading the values costs no device synchronisation."""
-    return tensor.device.type == "cpu"
 
 
 class Layout(ABC):
     """How a model's tensor holds tokens: its rows, and which of them are real.
 
-    A frozen value. Reading it never synchronises with a device unless a method says so. The final methods are what a
-    dispatcher uses; the abstract ones are what a concrete layout answers.
+    A layout is a frozen value. Its methods never synchronise with a device unless their docstring says so. Dispatchers
+    call the final methods. A concrete layout defines the abstract methods, and the optional ones if it knows more.
 
     Attributes:
-        shard_kinds: the ways this layout can be split.
+        shard_kinds: The ways in which this layout can be divided.
     """
 
     __slots__ = ()
@@ -39,84 +34,78 @@ class Layout(ABC):
 
     @final
     def flatten(self, x: Tensor) -> Tensor:
-        """The rows of ``x``, (T, D): a view where the strides of ``x`` allow one.
+        """Return the rows of ``x``, (T, D): a view where the strides of ``x`` allow one.
 
         Raises:
-            LayoutError: the shape of ``x`` does not fit, or its row count is not the one the layout knows.
+            LayoutError: The shape of ``x`` does not fit the layout, or the layout describes another number of rows.
         """
-        num_rows, known = self.rows_of(x.shape), self.known_rows()
-        if known is not None and torch.compiler.is_compiling():  # either may be a symbol, compared when it runs
-            torch._check(
-                known == num_rows, lambda: "Layout.flatten: the layout must describe all rows of x. Use x's own."
-            )
-        elif known is not None and known != num_rows:
-            self.check(num_rows)
+        num_rows = self.rows_of(x.shape)
+        known = self.known_rows() if self.metadata else None
+        if known is not None:
+            if torch.compiler.is_compiling():  # both counts may be symbols, which are compared when the graph runs
+                torch._check(
+                    known == num_rows, lambda: "Layout.flatten: the layout must describe all rows of x. Use x's own."
+                )
+            elif known != num_rows:
+                self.check(num_rows)
         return x if x.dim() == 2 else x.reshape(num_rows, x.shape[-1])
 
     @final
     def unflatten(self, y_TD: Tensor, like: Tensor | Sequence[int]) -> Tensor:
-        """Rows put back into the model's form.
-
-        Args:
-            y_TD: (T, any width).
-            like: what ``flatten`` was given, or its shape.
-
-        Returns:
-            The shape of ``like`` with the last dimension of ``y_TD``.
+        """Put rows (T, any width) back into the shape of ``like``, the tensor that ``flatten`` was given or its shape.
 
         Raises:
-            LayoutError: ``y_TD`` is not 2-D, or has other rows than ``like``.
+            LayoutError: ``y_TD`` is not 2-D, or its number of rows is not that of ``like``.
         """
         shape = like.shape if isinstance(like, Tensor) else like
-        if y_TD.dim() != 2 or y_TD.shape[0] != self.rows_of(shape):
+        rows = self.rows_of(shape)
+        if y_TD.dim() != 2 or y_TD.shape[0] != rows:
             raise LayoutError(
-                f"{self}.unflatten: y must be 2-D with the {self.rows_of(shape)} rows of like {tuple(shape)}, got "
+                f"{self}.unflatten: y must be 2-D with the {rows} rows of like {tuple(shape)}, got "
                 f"{tuple(y_TD.shape)}. Return one row per row of flatten(x)."
             )
         return y_TD if len(shape) == 2 else y_TD.reshape(*shape[:-1], y_TD.shape[-1])
 
     @final
     def num_rows(self, shape: Sequence[int] | None = None) -> int | None:
-        """T: from the shape of ``x`` when given, else from what the layout knows on the host, else None.
-
-        Raises:
-            LayoutError: the shape does not fit.
-        """
+        """Return T: from the shape of ``x`` if given, else from the layout; None if the host cannot know it."""
         return self.known_rows() if shape is None else self.rows_of(shape)
 
     @property
     @final
     def on_host(self) -> bool:
-        """Whether it is known without reading a device which rows are real."""
+        """Whether the host knows which rows are real without reading from a device."""
         return self.all_real or all(map(is_host, self.metadata))
 
     @final
     def num_real(self, num_rows: int | None) -> int | None:
-        """How many rows are real, or None where the host does not know."""
+        """Return how many rows are real, or None if the host does not know. ``num_rows`` is T where it is known."""
         rows = self.known_rows() if num_rows is None else num_rows
-        if self.all_real or not self.on_host:
-            return rows if self.all_real else None
-        known = self.known_real()
-        return int(self.mask(rows).sum()) if known is None and rows is not None else known
+        if self.all_real:
+            return rows
+        if not self.on_host:
+            return None
+        real = self.known_real()
+        return int(self.mask(rows).sum()) if real is None and rows is not None else real
 
     @final
     def valid_T(self, num_rows: int, device: torch.device | str | None = None) -> Tensor | None:
-        """A bool (T,), True where a row is real; None when every row is.
+        """Return a bool (T,) that is True where a row is real, or None if every row is real.
 
-        Cost: no host sync, unless ``device`` is the CPU and the lengths live elsewhere.
+        Cost: no host sync, unless ``device`` is the CPU and the lengths are on another device.
         """
         if self.all_real:
             return None
         mask = self.mask(num_rows)
-        # From pageable host memory the copy is staged before the call returns; towards the host it must be waited for.
+        # A copy from the host is staged before the call returns, so it may be asynchronous. A copy to the host may not.
         return mask if device is None else mask.to(device, non_blocking=is_host(mask))
 
     @final
     def real_rows(self, num_rows: int) -> Tensor | None:
-        """An int64 (num_real,) on the CPU, the real rows in ascending order; None when every row is real.
+        """Return the indices of the real rows, int64 (num_real,) on the CPU, ascending; None if every row is real.
 
         Raises:
-            LayoutError: only a device knows; ask ``on_host`` first.
+            LayoutError: Only a device knows which rows are real; ask ``on_host`` first.
         """
         if self.all_real:
             return None
@@ -130,32 +119,29 @@ class Layout(ABC):
 
     @final
     def check(self, num_rows: int, *, values: bool = False) -> None:
-        """Whether the layout is well formed and describes ``num_rows`` rows.
+        """Raise LayoutError if the layout is malformed or does not describe ``num_rows`` rows.
 
-        Args:
-            num_rows: T.
-            values: also check values that live on a device, which is a host sync.
-
-        Raises:
-            LayoutError: it is not or does not.
+        With ``values``, also check values that are on a device, which is a host sync.
         """
+        if self.all_real and not self.metadata:
+            return  # nothing describes the rows, so any number of them fits
         if values or all(map(is_host, self.metadata)):
             self.check_values(num_rows)
         self.check_counts(num_rows)
 
     @final
     def shard(self, index: int, size: int, kind: ShardKind = "contiguous") -> Layout:
-        """The layout of one rank's part of the rows.
+        """Return the layout of one rank's part of the rows.
 
         Args:
-            index: the rank's place in its sequence- or context-parallel group.
-            size: ranks in that group; with 1 the layout itself comes back.
+            index: The rank in its sequence- or context-parallel group.
+            size: The number of ranks in that group; with 1 the layout itself is returned.
             kind: ``"contiguous"`` (sequence parallelism, contiguous context parallelism) or ``"zigzag"``
                 (context parallelism that balances causal attention: chunks ``index`` and ``2*size-1-index`` of each
                 sequence).
 
         Raises:
-            ConfigError: index, size or kind are out of range, or this layout cannot be split that way.
+            ConfigError: ``index``, ``size`` or ``kind`` is out of range, or this layout cannot be divided that way.
         """
         # Shard is itself a Layout, so its module imports this one.
         from moe_dispatch.layouts.shard import Shard  # noqa: PLC0415
@@ -166,72 +152,80 @@ class Layout(ABC):
     @property
     @abstractmethod
     def metadata(self) -> tuple[Tensor, ...]:
-        """The tensors that describe rows; empty when host integers do, or nothing needs describing."""
+        """The tensors that describe rows; empty if integers describe them, or if nothing does."""
 
     @property
     @abstractmethod
     def all_real(self) -> bool:
-        """Whether this layout cannot have padding at all."""
+        """Whether every row is real, whatever the values of the metadata."""
 
     @abstractmethod
     def rows_of(self, shape: Sequence[int]) -> int:
-        """T for an ``x`` of this shape.
+        """Return T for an ``x`` of this shape, or raise LayoutError if the shape does not fit."""
 
-        Raises:
-            LayoutError: the shape does not fit.
-        """
-
-    @abstractmethod
     def known_rows(self) -> int | None:
-        """T where the layout itself tells it on the host."""
+        """Return T if the metadata tells it and is on the host, else None."""
+        return None
 
-    @abstractmethod
     def known_real(self) -> int | None:
-        """The number of real rows where the layout alone tells it; asked only when it is on the host."""
+        """Return the number of real rows if it follows without T, else None; called only if ``on_host``."""
+        return None
 
     @abstractmethod
     def grid(self, num_rows: int) -> tuple[int, ...]:
-        """The leading dimensions behind ``num_rows`` rows; asked only when the layout has metadata.
+        """Return the leading dimensions of an ``x`` of ``num_rows`` rows, or raise LayoutError if there are none.
 
-        Raises:
-            LayoutError: no whole number of sequences makes that many rows.
+        Called only if the layout has metadata.
         """
 
     @abstractmethod
     def sequence_dim(self, shape: Sequence[int]) -> int:
-        """The dimension of ``x`` that sharding divides."""
+        """Return the dimension of ``x`` that sharding divides."""
 
     @abstractmethod
     def mask(self, num_rows: int) -> Tensor:
-        """``valid_T`` where padding is possible, on the device of the metadata, without a host sync."""
+        """Return ``valid_T`` on the device of the metadata, without a host sync; not called if all rows are real."""
 
-    @abstractmethod
-    def check_counts(self, num_rows: int) -> None:
-        """Raise LayoutError where ``num_rows`` cannot fit, from shapes alone."""
+    def check_counts(self, num_rows: int) -> None:  # noqa: B027 - optional
+        """Raise LayoutError if ``num_rows`` rows cannot fit the shapes of the metadata."""
 
-    @abstractmethod
-    def check_values(self, num_rows: int) -> None:
-        """Raise LayoutError where the values are malformed or do not fit; reads them."""
+    def check_values(self, num_rows: int) -> None:  # noqa: B027 - optional
+        """Raise LayoutError if the values of the metadata are malformed or do not fit ``num_rows``; reads them."""
 
     @abstractmethod
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
-        """Raise LayoutError where ``num_rows`` rows of the whole cannot be divided; reads values only if told to."""
+        """Raise LayoutError if ``num_rows`` rows cannot be divided; reads the metadata only if ``values``."""
 
     @abstractmethod
     def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
-        """The rows of the whole that a shard holds, in the shard's order: int64, without a host sync.
+        """Return which rows of a whole with leading dimensions ``grid`` a shard holds, int64, in the shard's order.
 
-        Args:
-            grid: leading dimensions of the whole tensor.
-            index: which shard.
-            size: how many shards.
-            kind: see ``shard``.
-
-        Raises:
-            LayoutError: the sizes do not divide.
+        No host sync. Raises LayoutError if the sizes do not divide.
         """
 
+    def __str__(self) -> str:
+        """Return the class name, with which error messages begin."""
+        return type(self).__name__
 
-def row_count(shape: Sequence[int]) -> int:
-    """Rows of a tensor whose last dimension is the hidden one."""
-    return prod(shape[:-1])
+
+def is_host(tensor: Tensor) -> bool:
+    """Whether the values can be read without a device synchronisation."""
+    return tensor.device.type == "cpu"
+
+
+def integer_tensor(where: str, value: Tensor | Sequence[int]) -> Tensor:
+    """Return lengths or offsets as a 1-D tensor: a list becomes int64 on the CPU, a tensor is returned as it is.
+
+    Raises:
+        LayoutError: ``value`` does not hold integers, or is not 1-D int32 or int64; the error begins with ``where``.
+    """
+    if not isinstance(value, Tensor):
+        if not all(isinstance(item, int) for item in value):
+            raise LayoutError(f"{where} must be integers, got {list(value)}. Pass ints or an int32 or int64 tensor.")
+        return torch.tensor(list(value), dtype=torch.int64, device="cpu")
+    if value.dtype not in INTEGER_DTYPES or value.dim() != 1:
+        raise LayoutError(
+            f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}. Convert or "
+            "reshape it."
+        )
+    return value

@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind, row_count
-from moe_dispatch.layouts.integers import integer_tensor
-from moe_dispatch.layouts.splits import check_divisible, rows_at, split_positions
+from moe_dispatch.layouts.base import Layout, ShardKind, integer_tensor
+from moe_dispatch.layouts.shard import check_divisible, split_positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedBatch(Layout):
-    """Sequences of different lengths, padded at their end to a common ``S``; the base of the two dimension orders.
+    """Sequences padded at their end to a common length ``S``; the base of the two dimension orders.
 
     Attributes:
-        lengths: int32 or int64 (B,), real positions of each sequence, 0 to S; a list becomes a CPU tensor. None when
-            every position is real.
+        lengths: int32 or int64 (B,), the number of real positions of each sequence, 0 to S; a list becomes a CPU
+            tensor. None if every position is real.
     """
 
     lengths: Tensor | Sequence[int] | None = None
+    metadata: tuple[Tensor, ...] = field(init=False, repr=False, default=())
 
     dims: ClassVar[str]
     batch_dim: ClassVar[int]
 
     def __post_init__(self) -> None:
-        """Turn a list into a tensor, and refuse what is not (B,) integers."""
+        """Turn a list into a tensor, and refuse lengths that are not (B,) integers."""
         if self.lengths is not None:
-            object.__setattr__(self, "lengths", integer_tensor(f"{type(self).__name__}: lengths", self.lengths))
-
-    @property
-    def metadata(self) -> tuple[Tensor, ...]:
-        """The lengths, if any."""
-        return () if self.lengths is None else (_tensor(self.lengths),)
+            lengths_B = integer_tensor(f"{self}: lengths", self.lengths)
+            object.__setattr__(self, "lengths", lengths_B)
+            object.__setattr__(self, "metadata", (lengths_B,))
 
     @property
     def all_real(self) -> bool:
-        """True without lengths."""
         return self.lengths is None
 
     def rows_of(self, shape: Sequence[int]) -> int:
-        """``B * S``."""
         if len(shape) != 3:
             raise LayoutError(
                 f"{self}: x must be {self.dims}, got shape {tuple(shape)}. Use THD or Rows for other shapes of x."
@@ -56,18 +52,13 @@ class PaddedBatch(Layout):
                 f"{tuple(shape)} and {len(self.lengths)} lengths. Use the layout of this micro-batch and of "
                 "this dimension order."
             )
-        return row_count(shape)
-
-    def known_rows(self) -> int | None:
-        """None: lengths do not tell S."""
-        return None
+        return prod(shape[:-1])
 
     def known_real(self) -> int | None:
-        """The sum of the lengths."""
         return int(self.metadata[0].sum())
 
     def grid(self, num_rows: int) -> tuple[int, ...]:
-        """(B, S) or (S, B)."""
+        """Return (B, S) or (S, B)."""
         batch = len(self.metadata[0])
         if num_rows % batch if batch else num_rows:
             raise LayoutError(
@@ -78,27 +69,24 @@ class PaddedBatch(Layout):
         return (batch, length) if self.batch_dim == 0 else (length, batch)
 
     def sequence_dim(self, shape: Sequence[int]) -> int:
-        """That of S."""
         return 1 - self.batch_dim
 
     def mask(self, num_rows: int) -> Tensor:
-        """Positions below their sequence's length."""
+        """Mark the positions below their sequence's length."""
         lengths_B = self.metadata[0]
-        positions_S = torch.arange(self.grid(num_rows)[1 - self.batch_dim], device=lengths_B.device)
+        positions_S = torch.arange(self._length(num_rows), device=lengths_B.device)
         if self.batch_dim == 0:
             return (positions_S < lengths_B[:, None]).flatten()
         return (positions_S[:, None] < lengths_B).flatten()
 
     def check_counts(self, num_rows: int) -> None:
-        """The rows are a multiple of B."""
-        if self.lengths is not None:
-            self.grid(num_rows)
+        self.grid(num_rows)
 
     def check_values(self, num_rows: int) -> None:
-        """Lengths lie in 0..S."""
-        if self.lengths is None or not len(self.lengths):
+        """Check that lengths lie in 0..S."""
+        if not len(self.metadata[0]):
             return
-        longest = self.grid(num_rows)[1 - self.batch_dim]
+        longest = self._length(num_rows)
         low, high = map(int, torch.aminmax(self.metadata[0]))
         if low < 0 or high > longest:
             raise LayoutError(
@@ -107,20 +95,21 @@ class PaddedBatch(Layout):
             )
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
-        """S divides."""
-        if self.lengths is not None:
-            check_divisible("S", self.grid(num_rows)[1 - self.batch_dim], size, kind)
+        if self.metadata:
+            check_divisible("S", self._length(num_rows), size, kind)
 
     def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
-        """A part of S of every sequence."""
+        """Select a part of the positions of every sequence."""
         dim = 1 - self.batch_dim
         check_divisible("S", grid[dim], size, kind)
-        device = None if self.lengths is None else self.metadata[0].device
-        return rows_at(grid, dim, split_positions(grid[dim], index, size, kind, device))
+        device = self.metadata[0].device if self.metadata else None
+        offsets = torch.arange(grid[dim] // size, device=device)
+        positions = split_positions(offsets, grid[dim], index, size, kind)
+        return torch.arange(prod(grid), device=device).view(*grid).index_select(dim, positions).flatten()
 
-    def __str__(self) -> str:
-        """Its name, as error messages begin with it."""
-        return type(self).__name__
+    def _length(self, num_rows: int) -> int:
+        """Return S."""
+        return self.grid(num_rows)[1 - self.batch_dim]
 
 
 @final
@@ -139,9 +128,3 @@ class SBHD(PaddedBatch):
 
     dims: ClassVar[str] = "[S, B, D]"
     batch_dim: ClassVar[int] = 1
-
-
-def _tensor(value: Tensor | Sequence[int]) -> Tensor:
-    # What __post_init__ has already made; this only tells the type checker.
-    assert isinstance(value, Tensor)
-    return value

@@ -4,58 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.layouts.base import Layout, is_host
+from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, is_host
 from moe_dispatch.layouts.bshd import BSHD, SBHD
-from moe_dispatch.layouts.integers import INTEGER_DTYPES
-from moe_dispatch.layouts.masked import Masked
-from moe_dispatch.layouts.rows import Rows
+from moe_dispatch.layouts.rows import Masked, Rows
 from moe_dispatch.layouts.shard import Shard
 from moe_dispatch.layouts.thd import THD
 
-# The position in these tables is the code of a class or kind, so they only ever grow at the end.
+# The position in these tables is the code of a class, dtype or kind, so they only ever grow at the end.
 _CLASSES: tuple[type[Any], ...] = (BSHD, SBHD, THD, Rows, Shard, Masked)
-_KINDS = ("contiguous", "zigzag")
 _DTYPES = (*INTEGER_DTYPES, torch.bool)
+_KINDS = ("contiguous", "zigzag")
+# The tag before each field.
 _NONE, _INTEGER, _TENSOR, _LAYOUT, _KIND = range(5)
 
 
 def encodable(layout: Layout) -> bool:
-    """Whether ``encode`` knows the class, and that of every layout inside."""
+    """Whether ``encode`` knows the class, and the class of every layout inside."""
     return encodable(layout.base) if isinstance(layout, Shard) else type(layout) in _CLASSES
 
 
 def encode(layout: Layout) -> Tensor:
-    """int64 on the CPU: class and fields, each field with a tag before it.
+    """Return the class and the fields of a layout, int64 on the CPU.
 
-    Cost: a host sync where the layout's tensors are on a device.
+    Cost: a host sync if the layout's tensors are on a device.
     """
-    values = [_CLASSES.index(type(layout))]
-    for value in arguments(layout):
-        values += _encode_field(value)
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
+    return torch.tensor(_integers(layout)[1:], dtype=torch.int64, device="cpu")
 
 
 def decode(message: Tensor) -> Layout:
-    """The layout that ``encode`` was given; tensors of a device come to this process's current accelerator."""
+    """Return the layout that ``encode`` was given; tensors of a device are put on this process's accelerator."""
     return _decode_layout(iter(message.tolist()))
 
 
 def arguments(layout: Layout) -> list[Any]:
-    """What the layout's class is called with to make it again."""
-    return [getattr(layout, item.name) for item in fields(layout) if not item.name.startswith("_")]  # type: ignore[arg-type]
+    """Return the arguments with which the layout's class makes it again."""
+    return [getattr(layout, item.name) for item in fields(layout) if item.init]  # type: ignore[arg-type]
 
 
-def _encode_field(value: Any) -> list[int]:
+def _integers(value: Any) -> list[int]:
+    """Return a tag and what it announces: nothing, one number, a tensor's head and entries, or class and fields."""
     if value is None:
         return [_NONE]
     if isinstance(value, Layout):
-        return [_LAYOUT, *encode(value).tolist()]
+        return [_LAYOUT, _CLASSES.index(type(value)), *chain.from_iterable(map(_integers, arguments(value)))]
     if isinstance(value, Tensor):
         head = [_TENSOR, _DTYPES.index(value.dtype), int(is_host(value)), value.dim(), *value.shape]
         return [*head, *value.flatten().tolist()]
@@ -64,8 +62,7 @@ def _encode_field(value: Any) -> list[int]:
 
 def _decode_layout(values: Iterator[int]) -> Layout:
     cls = _CLASSES[next(values)]
-    count = sum(not item.name.startswith("_") for item in fields(cls))
-    layout: Layout = cls(*[_decode_field(values) for _ in range(count)])
+    layout: Layout = cls(*[_decode_field(values) for item in fields(cls) if item.init])
     return layout
 
 
@@ -75,12 +72,10 @@ def _decode_field(values: Iterator[int]) -> Any:
         return None
     if tag == _LAYOUT:
         return _decode_layout(values)
-    if tag == _TENSOR:
-        return _decode_tensor(values)
-    return _KINDS[next(values)] if tag == _KIND else next(values)
-
-
-def _decode_tensor(values: Iterator[int]) -> Tensor:
+    if tag == _KIND:
+        return _KINDS[next(values)]
+    if tag != _TENSOR:
+        return next(values)
     dtype, on_host = _DTYPES[next(values)], bool(next(values))
     shape = [next(values) for _ in range(next(values))]
     tensor = torch.tensor([next(values) for _ in range(prod(shape))], dtype=dtype, device="cpu").view(shape)

@@ -1,4 +1,4 @@
-"""What a data loader must pad sequences to."""
+"""The lengths to which a data loader pads sequences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from math import gcd, lcm
 
 from moe_dispatch.errors import ConfigError, LayoutError
 
-# Rows that an fp8 GEMM needs its operands to be a multiple of: transformer-engine, delayed and current scaling.
+# The rows of a GEMM operand in fp8 must be a multiple of this: transformer-engine, delayed and current scaling.
 FP8_ROWS = 16
 
 
@@ -19,25 +19,20 @@ def sequence_multiple(
     fp8: bool = False,
     row_multiple: int = 1,
 ) -> int:
-    """What the length of a sequence must be a multiple of.
-
-    Each need is composed with lcm, so that none gets lost where another applies.
+    """Return what the length of a sequence must be a multiple of: the lcm of all needs below.
 
     Args:
-        batch_size: sequences in a micro-batch, of equal padded length.
-        tp: tensor-parallel ranks.
-        cp: context-parallel ranks.
-        sequence_parallel: activations are divided among the tensor-parallel ranks.
-        fp8: linear layers run in fp8.
-        row_multiple: what a dispatch backend needs the rows of one rank to be a multiple of, if it does not pad itself:
-            64 or 128 for early versions of HybridEP.
+        batch_size: The number of sequences in a micro-batch, all of one padded length.
+        tp: The number of tensor-parallel ranks.
+        cp: The number of context-parallel ranks.
+        sequence_parallel: Whether activations are divided among the tensor-parallel ranks.
+        fp8: Whether linear layers run in fp8.
+        row_multiple: What a dispatch backend needs the rows of one rank to be a multiple of, if it does not pad them
+            itself: 64 or 128 for early versions of HybridEP.
 
     Returns:
-        The multiple. Where cp > 1 and tp is even it is up to twice the exact need, ``lcm(2*cp, cp*tp)``: the number
-        that Megatron's data pipelines use, so that both pad alike.
-
-    Raises:
-        ConfigError: a size is below 1.
+        The multiple. If cp > 1 and tp is even, it is up to twice the exact need, ``lcm(2*cp, cp*tp)``: Megatron's data
+        pipelines use this number, so both pad alike.
 
     Source: NVIDIA-NeMo/Megatron-Bridge#3294, 2026.
     """
@@ -54,17 +49,12 @@ def sequence_multiple(
 
 
 def padded_length(length: int, multiple: int, seq_length: int | None = None) -> int:
-    """The length a sequence is padded to.
+    """Return the length to which a sequence is padded.
 
     Args:
-        length: real tokens.
-        multiple: from ``sequence_multiple``.
-        seq_length: the fixed length a pipeline asks for, if it does. It is rounded up to the multiple: forced as it is,
-            it would bypass the rule that the multiple stands for.
-
-    Raises:
-        ConfigError: ``multiple`` is below 1.
-        LayoutError: ``length`` is negative, or ``seq_length`` is shorter than it.
+        length: The number of real tokens.
+        multiple: From ``sequence_multiple``.
+        seq_length: The fixed length that a pipeline asks for, if any; it is rounded up to the multiple too.
     """
     if multiple < 1:
         raise ConfigError(f"padded_length: multiple must be 1 or more, got {multiple}. Pass sequence_multiple(...).")

@@ -1,9 +1,10 @@
-"""Rows without a structure: any tensor, taken row by row."""
+"""Layouts without sequences: the first rows are real (``Rows``), or a mask says which (``Masked``)."""
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar, final
 
@@ -11,26 +12,54 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind, is_host, row_count
-from moe_dispatch.layouts.integers import INTEGER_DTYPES
-from moe_dispatch.layouts.splits import check_divisible, split_positions
+from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, ShardKind, is_host
+from moe_dispatch.layouts.shard import check_divisible, split_positions
+
+
+class PlainRows(Layout, ABC):
+    """``x`` is [..., D]; each position of its leading dimensions is a row, in order. Only contiguous parts exist."""
+
+    __slots__ = ()
+
+    shard_kinds: ClassVar[tuple[ShardKind, ...]] = ("contiguous",)
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        if not shape:
+            raise LayoutError(
+                f"{self}: x must be [..., D], got a tensor without dimensions. Give it a hidden dimension."
+            )
+        return prod(shape[:-1])
+
+    def grid(self, num_rows: int) -> tuple[int, ...]:
+        return (num_rows,)
+
+    def sequence_dim(self, shape: Sequence[int]) -> int:
+        """Return the first dimension, along which contiguous parts of the rows are contiguous."""
+        return 0
+
+    def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
+        check_divisible("the rows", num_rows, size, kind)
+
+    def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
+        num_rows, device = prod(grid), self.metadata[0].device if self.metadata else None
+        check_divisible("the rows", num_rows, size, kind)
+        return split_positions(torch.arange(num_rows // size, device=device), num_rows, index, size, kind)
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False, init=False)
-class Rows(Layout):
+class Rows(PlainRows):
     """``x`` is [..., D]; each position of its leading dimensions is a row, in order.
 
     Attributes:
-        count: how many rows, from the first, are real; None when all are.
+        count: The number of real rows, which are the first ones; None if every row is real.
     """
 
-    shard_kinds: ClassVar[tuple[ShardKind, ...]] = ("contiguous",)
-
     count: int | Tensor | None
+    metadata: tuple[Tensor, ...] = field(init=False, repr=False)
 
     def __init__(self, num_real: int | Tensor | None = None) -> None:
-        """Take the number of real rows: an int, or one int32 or int64 in a tensor, which on the CPU becomes an int."""
+        """Take the number of real rows: an int, or a tensor with one int32 or int64, which is read if on the CPU."""
         if isinstance(num_real, Tensor):
             if num_real.dtype not in INTEGER_DTYPES or num_real.numel() != 1:
                 raise LayoutError(
@@ -39,69 +68,68 @@ class Rows(Layout):
                 )
             num_real = int(num_real) if is_host(num_real) else num_real
         object.__setattr__(self, "count", num_real)
-
-    @property
-    def metadata(self) -> tuple[Tensor, ...]:
-        """The count, where only a device knows it."""
-        return (self.count,) if isinstance(self.count, Tensor) else ()
+        object.__setattr__(self, "metadata", (num_real,) if isinstance(num_real, Tensor) else ())
 
     @property
     def all_real(self) -> bool:
-        """True without a count."""
         return self.count is None
 
-    def rows_of(self, shape: Sequence[int]) -> int:
-        """The product of the leading dimensions."""
-        if not len(shape):
-            raise LayoutError("Rows: x must be [..., D], got a tensor without dimensions. Give it a hidden dimension.")
-        return row_count(shape)
-
-    def known_rows(self) -> int | None:
-        """None: any number of rows will do."""
-        return None
-
     def known_real(self) -> int | None:
-        """The count."""
         return None if self.count is None else int(self.count)
 
-    def grid(self, num_rows: int) -> tuple[int, ...]:
-        """One leading dimension."""
-        return (num_rows,)
-
-    def sequence_dim(self, shape: Sequence[int]) -> int:
-        """The first, along which contiguous parts of the rows are contiguous."""
-        return 0
-
     def mask(self, num_rows: int) -> Tensor:
-        """The first rows."""
-        assert self.count is not None  # the base class asks only where padding is possible
-        return torch.arange(num_rows, device=self._device) < self.count
-
-    def check_counts(self, num_rows: int) -> None:
-        """Any number of rows will do."""
+        assert self.count is not None  # the base class asks only if padding is possible
+        return torch.arange(num_rows, device=self.metadata[0].device if self.metadata else None) < self.count
 
     def check_values(self, num_rows: int) -> None:
-        """The count lies in 0..T."""
         if self.count is not None and not 0 <= int(self.count) <= num_rows:
             raise LayoutError(
                 f"Rows: num_real must lie in 0..{num_rows} (rows), got {int(self.count)}. "
                 "Count the rows that hold tokens."
             )
 
-    def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
-        """The rows divide."""
-        check_divisible("the rows", num_rows, size, kind)
 
-    def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
-        """A part of the rows."""
-        num_rows = prod(grid)
-        self.check_shard(num_rows, size, kind, values=False)
-        return split_positions(num_rows, index, size, kind, self._device)
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Masked(PlainRows):
+    """``x`` is [..., D]; each position of its leading dimensions is a row, in order, and ``valid`` says if it is real.
+
+    For padding that lengths do not describe, such as padding on the left or between tokens. If padding is at the end
+    only, ``BSHD`` and ``THD`` need less memory.
+
+    Attributes:
+        valid: bool (T,).
+    """
+
+    valid: Tensor
+
+    def __post_init__(self) -> None:
+        """Refuse a mask that is not (T,) booleans."""
+        if not isinstance(self.valid, Tensor) or self.valid.dtype != torch.bool or self.valid.dim() != 1:
+            got = f"{self.valid.dtype} {tuple(self.valid.shape)}" if isinstance(self.valid, Tensor) else self.valid
+            raise LayoutError(f"Masked: valid must be bool (T,), got {got}. Pass (mask != 0).flatten().")
 
     @property
-    def _device(self) -> torch.device | None:
-        return self.metadata[0].device if self.metadata else None
+    def metadata(self) -> tuple[Tensor, ...]:
+        return (self.valid,)
 
-    def __str__(self) -> str:
-        """Its name, as error messages begin with it."""
-        return "Rows"
+    @property
+    def all_real(self) -> bool:
+        """False: it depends on the values of the mask."""
+        return False
+
+    def known_rows(self) -> int | None:
+        return len(self.valid)
+
+    def known_real(self) -> int | None:
+        return int(self.valid.sum())
+
+    def mask(self, num_rows: int) -> Tensor:
+        return self.valid
+
+    def check_counts(self, num_rows: int) -> None:
+        if len(self.valid) != num_rows:
+            raise LayoutError(
+                f"Masked: the mask must have an entry per row, got {len(self.valid)} entries and {num_rows} rows. "
+                "Use the mask of this micro-batch, cut to the positions that x holds."
+            )

@@ -1,4 +1,4 @@
-"""One rank's part of a layout, under sequence or context parallelism."""
+"""How sequence and context parallelism divide rows among ranks, and the layout of one rank's part."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import torch
 from torch import Tensor
 
 from moe_dispatch.errors import ConfigError, LayoutError
 from moe_dispatch.layouts.base import Layout, ShardKind
-from moe_dispatch.layouts.splits import check_split
 
 
 @final
@@ -19,13 +19,13 @@ class Shard(Layout):
     """The rows of ``base`` that one rank holds; ``x`` is that rank's tensor, in the dimension order of ``base``.
 
     Lengths and ``cu_seqlens`` stay those of the whole sequences. Shards nest: context parallelism divides the batch,
-    sequence parallelism then divides what each context-parallel rank holds.
+    then sequence parallelism divides the part of each context-parallel rank.
 
     Attributes:
-        base: the layout of the whole, or of the rank's part before this division.
-        index: which part.
-        size: how many parts.
-        kind: how it is divided; ``"zigzag"`` only as the first division.
+        base: The layout of the whole, or of the part that is divided further.
+        index: Which part this is, 0 to ``size - 1``.
+        size: The number of parts.
+        kind: How the rows are divided; ``"zigzag"`` only as the first division.
     """
 
     shard_kinds: ClassVar[tuple[ShardKind, ...]] = ("contiguous",)
@@ -36,26 +36,28 @@ class Shard(Layout):
     kind: ShardKind = "contiguous"
 
     def __post_init__(self) -> None:
-        """Refuse what names no shard of ``base``."""
-        check_split(self.index, self.size, self.kind)
+        """Refuse arguments that do not name a part of ``base``."""
         if self.kind not in self.base.shard_kinds:
             raise ConfigError(
                 f"{self.base}.shard: kind must be one of {', '.join(self.base.shard_kinds)}, got {self.kind!r}. Zigzag "
                 "splits whole sequences: shard BSHD, SBHD or THD that way first, contiguous parts after it."
             )
+        if self.size < 1 or not 0 <= self.index < self.size:
+            raise ConfigError(
+                f"shard: index must lie in 0..size-1, got index {self.index} and size {self.size}. Pass group.rank() "
+                "and group.size()."
+            )
 
     @property
     def metadata(self) -> tuple[Tensor, ...]:
-        """The whole's."""
         return self.base.metadata
 
     @property
     def all_real(self) -> bool:
-        """The whole's."""
         return self.base.all_real
 
     def rows_of(self, shape: Sequence[int]) -> int:
-        """This rank's rows."""
+        """Count this rank's rows; a zigzag part is two chunks of one length."""
         rows = self.base.rows_of(shape)
         length = shape[self.sequence_dim(shape)]
         if self.kind == "zigzag" and length % 2:
@@ -66,49 +68,71 @@ class Shard(Layout):
         return rows
 
     def known_rows(self) -> int | None:
-        """This rank's rows, where the whole's are known."""
+        """Divide the rows of the whole, if the whole knows them."""
         rows = self.base.known_rows()
         if rows is None:
             return None
         self.base.check_shard(rows, self.size, self.kind, values=False)
         return rows // self.size
 
-    def known_real(self) -> int | None:
-        """None: the whole tells it only row by row."""
-        return None
-
     def grid(self, num_rows: int) -> tuple[int, ...]:
-        """The dimension order and the number of sequences are the whole's."""
         return self.base.grid(num_rows)
 
     def sequence_dim(self, shape: Sequence[int]) -> int:
-        """The whole's."""
         return self.base.sequence_dim(shape)
 
     def mask(self, num_rows: int) -> Tensor:
-        """The whole's, at this rank's rows."""
+        """Select this rank's rows from the mask of the whole."""
         whole = num_rows * self.size
         rows = self.base.shard_rows(self.base.grid(whole), self.index, self.size, self.kind)
         return self.base.mask(whole).index_select(0, rows)
 
     def check_counts(self, num_rows: int) -> None:
-        """The parts together fit the whole, and the whole divides."""
+        """Check that the parts together fit the whole, and that the whole can be divided."""
         self.base.check_counts(num_rows * self.size)
         self.base.check_shard(num_rows * self.size, self.size, self.kind, values=False)
 
     def check_values(self, num_rows: int) -> None:
-        """The whole's values, and that its sequences divide."""
+        """Check the values of the whole, and that its sequences can be divided."""
         self.base.check_values(num_rows * self.size)
         self.base.check_shard(num_rows * self.size, self.size, self.kind, values=True)
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
-        """What this rank holds divides as the whole would."""
         self.base.check_shard(num_rows, size, kind, values=values)
 
     def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
-        """A contiguous part of what this rank holds."""
+        """Select a contiguous part of this rank's rows."""
         return self.base.shard_rows(grid, index, size, kind)
 
     def __str__(self) -> str:
-        """Whose part it is."""
         return f"{self.base}.shard({self.index}, {self.size}, {self.kind!r})"
+
+
+def split_multiple(size: int, kind: ShardKind) -> int:
+    """Return what a length must be a multiple of to be divided among ``size`` ranks."""
+    return size if kind == "contiguous" or size == 1 else 2 * size
+
+
+def check_divisible(what: str, length: int, size: int, kind: ShardKind) -> None:
+    """Raise LayoutError unless ``length``, which the error calls ``what``, can be divided."""
+    multiple = split_multiple(size, kind)
+    if length % multiple:
+        raise LayoutError(
+            f"shard: {what} ({length}) must be divisible by {multiple} to be split {kind} over {size} ranks. Pad "
+            "sequences to sequence_multiple(...)."
+        )
+
+
+def split_positions(offset: Tensor, length: Tensor | int, index: int, size: int, kind: ShardKind) -> Tensor:
+    """Return where each offset in the part of rank ``index`` of ``size`` lies in the whole sequence, int64.
+
+    Of 8 positions on 2 ranks, rank 0 holds 0 1 2 3 (contiguous) or 0 1 6 7 (zigzag): the first half of a zigzag part is
+    chunk ``index`` of ``2 * size``, and the second half is the chunk as far from the end. ``length`` is that of the
+    whole sequence, one for all offsets or one per offset.
+
+    Source: the chunk order of Megatron-LM core 0.16, ``get_batch_on_this_cp_rank``, for zigzag.
+    """
+    if kind == "contiguous" or size == 1:
+        return offset + index * (length // size)
+    chunk = length // (2 * size)
+    return offset + torch.where(offset < chunk, index * chunk, (2 * size - 2 - index) * chunk)

@@ -1,13 +1,14 @@
-"""A rank's dispatches as a few long tensors, and back.
+"""The dispatches of a rank as a few long tensors, and back.
 
-Per rank: ``ids`` int32 and ``weights`` (rows of all calls, K); ``calls`` int64 (calls, 7), a row for each with the
-columns of ``_Row``; ``shapes`` int64, the shapes of all x one after another; ``layouts`` int64, likewise their layouts
-as ``layouts/encoding.py`` has them.
+Each rank has ``ids`` int32 and ``weights`` (rows of all calls, K); ``calls`` int64 (calls, 7), with the columns of
+``_Row``; ``shapes`` int64, the shapes of every x one after another; and ``layouts`` int64, the layouts of every x one
+after another, as ``layouts/encoding.py`` encodes them.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, fields
 from functools import reduce
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints
 from moe_dispatch.dispatchers.channel import Channel
-from moe_dispatch.dispatchers.recorder import Note
 from moe_dispatch.errors import TraceError
 from moe_dispatch.layouts.encoding import decode, encode
 from moe_dispatch.traces.provenance import config_from, versions_here
+from moe_dispatch.traces.recorder import Note
 from moe_dispatch.traces.trace import Call, Part, Trace
 from moe_dispatch.types import Routing
 
@@ -31,31 +32,29 @@ _COLUMNS = ("ids", "weights", "calls", "shapes", "layouts")
 
 
 class _Row(NamedTuple):
-    """One call of one rank: which, how many entries of the other columns are its own, and what does not fit there."""
+    """One call of one rank: which call it is, and how many entries of the other tensors belong to it."""
 
     layer: int
     step: int
     rows: int
     dims: int
     layout_entries: int
-    dtypes: int  # of x, and times 16 of the weights
+    dtypes: int  # the code of the dtype of x, plus 16 times the code of the dtype of the weights
     on_host: int
 
 
 def columns_of(notes: Sequence[Note], top_k: int) -> dict[str, Tensor]:
-    """The columns of one rank's dispatches; a device's must have been synchronised with."""
+    """Return the tensors of one rank's dispatches; devices that the notes come from must be synchronised."""
     layers: dict[Hashable, int] = {}
-    steps: dict[int, int] = {}
-    table: list[_Row] = []
-    shapes: list[int] = []
-    layouts: list[int] = []
+    steps, table = Counter[int](), list[_Row]()
+    shapes, layouts = list[int](), list[int]()
     for note in notes:
         layer = layers.setdefault(note.owner, len(layers))
         encoded = encode(note.layout()).tolist()
         table.append(
             _Row(
                 layer=layer,
-                step=steps.get(layer, 0),
+                step=steps[layer],
                 rows=len(note.ids_TK),
                 dims=len(note.shape),
                 layout_entries=len(encoded),
@@ -63,7 +62,7 @@ def columns_of(notes: Sequence[Note], top_k: int) -> dict[str, Tensor]:
                 on_host=int(note.on_host),
             )
         )
-        steps[layer] = steps.get(layer, 0) + 1
+        steps[layer] += 1
         shapes += note.shape
         layouts += encoded
     widest = reduce(torch.promote_types, (note.weights_TK.dtype for note in notes), torch.bfloat16)
@@ -77,7 +76,7 @@ def columns_of(notes: Sequence[Note], top_k: int) -> dict[str, Tensor]:
 
 
 def metadata_of(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
-    """What is the same for all calls; each value JSON, but for plain names."""
+    """Return what all calls share; each value is a plain name or JSON."""
     names: dict[Hashable, str] = {}
     for note in notes:
         names.setdefault(note.owner, note.name or f"dispatcher {len(names)}")
@@ -94,15 +93,10 @@ def metadata_of(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
 
 
 def trace_from(tensors: dict[str, Tensor], metadata: dict[str, str], *, where: str) -> Trace:
-    """The trace that a file holds.
-
-    Args:
-        tensors: by ``rank{r}.{column}``.
-        metadata: of ``metadata_of``.
-        where: the file, for error messages.
+    """Return the trace of the file ``where``, from its tensors and its metadata.
 
     Raises:
-        TraceError: something is missing or does not fit, as after a change by hand; or the config is unknown here.
+        TraceError: A part is missing or does not fit, or this version does not know the config.
     """
     try:
         ranks = sorted({int(name.partition(".")[0].removeprefix("rank")) for name in tensors})
@@ -130,7 +124,7 @@ def trace_from(tensors: dict[str, Tensor], metadata: dict[str, str], *, where: s
 
 
 def _calls(per_rank: list[dict[tuple[int, int], Part]]) -> Iterator[Call]:
-    """Those that every rank has: a rank that was interrupted may lack the last."""
+    """Yield the calls that every rank has: a rank that was interrupted may lack the last ones."""
     for key in per_rank[0]:
         if all(key in parts for parts in per_rank):
             yield Call(layer=key[0], step=key[1], parts=tuple(parts[key] for parts in per_rank))
@@ -156,6 +150,6 @@ def _parts(columns: dict[str, Tensor]) -> Iterator[tuple[_Row, Part]]:
 
 
 def _needs_from(values: dict[str, Any]) -> Constraints:
-    """Without fields of other versions."""
+    """Leave out fields of other versions."""
     known = {item.name for item in fields(Constraints)}
     return Constraints(**{name: value for name, value in values.items() if name in known})

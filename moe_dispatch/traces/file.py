@@ -1,7 +1,7 @@
-"""Traces as safetensors: the one module that imports it.
+"""Trace files: safetensors, which no other module imports.
 
-Of a file: metadata, all strings, and per rank r the tensors ``rank{r}.ids``, ``.weights``, ``.calls``, ``.shapes`` and
-``.layouts`` of ``columns``.
+A file holds metadata, all strings, and for each rank r the tensors ``rank{r}.ids``, ``.weights``, ``.calls``,
+``.shapes`` and ``.layouts``, which ``columns`` explains.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ _FORMAT_KEY = "moe_dispatch_trace"
 
 
 def safetensors_of(where: str) -> Any:
-    """The package's part for torch.
-
-    Raises:
-        TraceError: it is not installed, or numpy, which it writes with.
-    """
+    """Return ``safetensors.torch``, or raise TraceError if it or numpy, with which it writes, is not installed."""
     try:
-        import numpy  # noqa: F401, PLC0415 - here, because otherwise it is missed when all steps are done
+        import numpy  # noqa: F401, PLC0415 - else it would be missed only after all steps
         import safetensors.torch  # noqa: PLC0415 - optional, loaded on use
     except ImportError as error:
         raise TraceError(f"{where}: {error.name} is missing. Install moe-dispatch[trace] and numpy.") from error
@@ -35,23 +31,19 @@ def safetensors_of(where: str) -> Any:
 
 
 def pack(tensors: dict[str, Tensor]) -> Tensor:
-    """Tensors of any dtypes as one uint8 vector; ``unpack`` is the reverse."""
+    """Return tensors of any dtypes as one uint8 vector."""
     data = safetensors_of("Trace.record").save(tensors)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpack(data: Tensor) -> dict[str, Tensor]:
-    """What ``pack`` was given."""
+    """Return the tensors that ``pack`` was given."""
     tensors: dict[str, Tensor] = safetensors_of("Trace.record").load(bytes(data.numpy()))
     return tensors
 
 
 def check_writable(path: Path) -> None:
-    """Make the directory of a file, and see that a file can be made in it.
-
-    Raises:
-        TraceError: it cannot.
-    """
+    """Create the directory of a file, or raise TraceError if no file can be created in it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -65,27 +57,19 @@ def check_writable(path: Path) -> None:
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        TraceError: it cannot be written.
-    """
+    """Write the whole file, or raise TraceError and leave no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # Not its save_file, which gives files that nobody else may read.
+        # Not with save_file, whose files only their owner may read.
         partial.write_bytes(safetensors_of("Trace.record").save(tensors, {_FORMAT_KEY: str(FORMAT), **metadata}))
         partial.replace(path)
-    except Exception as error:  # the package's own kinds of errors, for a full disk say
+    except Exception as error:  # the package has its own exceptions, for a full disk for example
         partial.unlink(missing_ok=True)
         raise TraceError(f"Trace.record: {path} cannot be written: {error}. Use another path.") from error
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a trace.
-
-    Raises:
-        TraceError: there is no such file, or it is no trace of this format.
-    """
+    """Return the tensors and the metadata of a trace, or raise TraceError if the file is no trace of this format."""
     package = safetensors_of("Trace.load")
     if not path.is_file():
         raise TraceError(f"Trace.load: {path} must be a file, got nothing there. Check the path.")

@@ -1,4 +1,4 @@
-"""What a recording says of where it comes from: versions, and the config that must be known where it is read."""
+"""The versions in a recording, and its config, which the version that reads it must know."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ from moe_dispatch.errors import ConfigError, TraceError
 
 
 def versions_here() -> dict[str, str]:
-    """Of moe_dispatch, torch and Python."""
+    """Return the versions of moe_dispatch, torch and Python."""
     from moe_dispatch import __version__  # noqa: PLC0415 - this package is part of it
 
     return {"moe_dispatch": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def config_from(fields: Mapping[str, Any], versions: Mapping[str, str], *, where: str) -> DispatcherConfig:
-    """The config that a recording was made with.
-
-    Args:
-        fields: of the config.
-        versions: of ``versions_here`` there.
-        where: begins the error message, with the file.
+    """Return the config of a recording from its fields.
 
     Raises:
-        TraceError: this version does not know it, or not the backend that it names.
+        TraceError: This version does not know the config or its backend. The error begins with ``where`` and names the
+            recording's version.
     """
     try:
         return DispatcherConfig(**fields)

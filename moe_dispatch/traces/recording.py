@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_dispatch.communication import raise_alike
 from moe_dispatch.dispatchers.channel import Channel
-from moe_dispatch.dispatchers.recorder import Recorder
 from moe_dispatch.errors import InputError, MoEDispatchError, PeerError, StateError
 from moe_dispatch.traces import file
 from moe_dispatch.traces.columns import columns_of, metadata_of
+from moe_dispatch.traces.recorder import Recorder
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers import Dispatcher
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 @contextmanager
 def record(dispatcher: Dispatcher, path: Path, steps: int) -> Iterator[None]:
     """``Trace.record``."""
-    channel = dispatcher._lease.channel  # raises where closed
-    agree(channel, _problem(channel, path, steps))
+    channel = dispatcher._channel  # raises where closed
+    raise_alike(channel.control, _problem(channel, path, steps), label="trace")
     recorder = channel.recorder = Recorder(steps)
     try:
         yield
@@ -60,16 +61,6 @@ def _problem(channel: Channel, path: Path, steps: int) -> MoEDispatchError | Non
     return None
 
 
-def agree(channel: Channel, problem: MoEDispatchError | None) -> None:
-    """Raise on every rank where any has a problem. Collective."""
-    told = channel.control.gather_json(problem and str(problem), label="trace")
-    if problem is not None:
-        raise problem
-    refused = [f"rank {rank} refused: {text}" for rank, text in enumerate(told) if text]
-    if refused:
-        raise PeerError("; ".join(refused))
-
-
 def _save(channel: Channel, recorder: Recorder, path: Path) -> None:
     """Gather on rank 0, which writes. Collective."""
     everyone = channel.control.gather_bytes(file.pack(_own_columns(channel, recorder)), label="trace")
@@ -82,7 +73,7 @@ def _save(channel: Channel, recorder: Recorder, path: Path) -> None:
             file.write(path, tensors, metadata_of(channel, recorder.notes))
         except MoEDispatchError as error:
             problem = error
-    agree(channel, problem)
+    raise_alike(channel.control, problem, label="trace")
 
 
 def _unpacked(part: Tensor) -> list[tuple[str, Tensor]]:

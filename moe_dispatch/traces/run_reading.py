@@ -1,4 +1,4 @@
-"""Reading the log of a run: the lines of every rank, as the tensors of ``RunLog``."""
+"""Reading the log of a run: the lines of every rank become the tensors of a ``RunLog``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moe_dispatch.errors import TraceError
 from moe_dispatch.traces.provenance import config_from
-from moe_dispatch.traces.run_log import RunLog
-from moe_dispatch.traces.run_writing import FORMAT, FORMAT_KEY
+from moe_dispatch.traces.run_log import FORMAT, FORMAT_KEY, RunLog
 
 _FILE = re.compile(r"rank(\d+)\.jsonl")
 
@@ -23,7 +22,7 @@ _FILE = re.compile(r"rank(\d+)\.jsonl")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File:
-    """One rank's: the header, and the totals before the first step and after each."""
+    """The file of one rank: its header, and the totals before the first step and after each step."""
 
     path: Path
     header: dict[str, Any]
@@ -31,13 +30,13 @@ class _File:
 
 
 def run_files(directory: Path) -> dict[int, Path]:
-    """The files of a run by rank; none where no run was logged."""
+    """Return the files of a run by rank; empty if the directory holds no log."""
     found = {int(match[1]): path for path in directory.iterdir() if (match := _FILE.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
 def load(directory: Path) -> RunLog:
-    """``RunLog.load``."""
+    """Do the work of ``RunLog.load``."""
     if not directory.is_dir():
         raise TraceError(f"RunLog.load: {directory} must be a directory, got none there. Check the path.")
     files = [_read(path) for path in run_files(directory).values()]
@@ -49,7 +48,7 @@ def load(directory: Path) -> RunLog:
     _check_one_run(directory, files)
     try:
         return _run_log(files)
-    except TraceError:  # which is a ValueError
+    except TraceError:  # caught here, because it is a ValueError
         raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise TraceError(
@@ -59,7 +58,7 @@ def load(directory: Path) -> RunLog:
 
 
 def _read(path: Path) -> _File:
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")  # of a whole file the rest is empty
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")  # rest: of a line that was cut off
     if not lines:
         raise TraceError(
             f"RunLog.load: {path} must begin with a header, got {len(rest)} characters of one. The run ended "
@@ -126,14 +125,14 @@ def _run_log(files: Sequence[_File]) -> RunLog:
     ranks = [file.totals[: steps + 1] for file in files]
 
     def each_step(totals_PS: list[list[int]]) -> Tensor:
-        """(S, P): a count of every step, from totals."""
+        """Return (S, P), the count of every step, from totals."""
         return torch.tensor(totals_PS, dtype=torch.int64).diff(dim=1).t()
 
     def each_of(key: str, name: str) -> Tensor:
         return each_step([[total[key].get(name, 0) for total in rank] for rank in ranks])
 
     def so_far(key: str, index: int) -> Tensor | None:
-        """(S, P): after every step; None where there is none."""
+        """Return (S, P), the value after every step, or None if a rank has no such value."""
         if any(total.get(key, (None, None))[index] is None for rank in ranks for total in rank[-1:]):
             return None
         return torch.tensor([[total[key][index] for total in rank[1:]] for rank in ranks], dtype=torch.int64).t()
@@ -152,7 +151,7 @@ def _run_log(files: Sequence[_File]) -> RunLog:
         dispatches_SP=each_step([[total["dispatches"] for total in rank] for rank in ranks]),
         tokens_SE=torch.cat(tokens, dim=1),
         rows={cause: each_of("rows", cause) for cause in header["totals"]["rows"]},
-        sent={label: counts for label, counts in sent.items() if counts.any()},  # not what was sent before
+        sent={label: counts for label, counts in sent.items() if counts.any()},  # that ran in the log
         needed_SP=so_far("needed", 0),
         room_S=None if room_SP is None else room_SP.amin(1),
         pairs_needed_SP=None if pairs_room_SP is None else so_far("needed", 1),

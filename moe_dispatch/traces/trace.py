@@ -1,6 +1,6 @@
-"""The frozen values that a trace is read into.
+"""A trace as frozen values: ``Trace``, its calls, and the part of each rank in a call.
 
-Dimensions: ``T`` rows of a rank as the model gave them, ``K`` top_k, ``E`` experts in the whole group, ``P`` its ranks.
+Dimensions: ``T`` rows of a rank as the model gave them, ``K`` top_k, ``E`` experts of the whole group, ``P`` its ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import shape_of
-from moe_dispatch.dispatchers.rows import merge_duplicates
+from moe_dispatch.dispatchers.verbs import merged_slots
 from moe_dispatch.errors import TraceError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Routing
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Part:
-    """What one rank brought to one dispatch; all tensors are on the CPU.
+    """The input of one rank to one dispatch; all tensors are on the CPU.
 
     Attributes:
         routing: int64 (T, K) ids and (T, K) weights, as the model gave them.
-        layout: how x held tokens.
-        on_host: whether its lengths were known on the host; where not, rows are masked instead of cut.
-        shape: of x; ``dtype`` likewise.
+        layout: The layout of x.
+        on_host: Whether the host knew which rows are real; if not, padding rows are masked instead of cut.
+        shape: The shape of x.
+        dtype: The dtype of x.
     """
 
     routing: Routing
@@ -49,16 +50,16 @@ class Part:
         return len(self.routing.topk_ids)
 
     def sent_ids(self, *, cut: bool) -> Tensor:
-        """Where the rows really go: int64, -1 for nowhere, no expert twice in a row.
+        """Return the experts to which the rows go: int64, -1 for none, no expert twice for one row.
 
         Args:
-            cut: leave out rows that are no tokens, as a dispatcher does in eager mode where ``on_host``; else they
-                stay, with -1. Gives (rows that are tokens, K), else (T, K).
+            cut: Leave out padding rows, as a dispatcher does in eager mode if ``on_host``, which gives (real rows, K);
+                else they stay with the id -1, which gives (T, K).
         """
         ids, valid_T = self.routing.topk_ids, self.layout.valid_T(self.num_rows)
         if valid_T is not None:
             ids = ids[valid_T] if cut else torch.where(valid_T.unsqueeze(1), ids, -1)
-        return merge_duplicates(ids, torch.zeros(ids.shape))[0]
+        return merged_slots(ids, torch.zeros(ids.shape), asks=True)[0]
 
 
 @final
@@ -67,9 +68,9 @@ class Call:
     """One dispatch of all ranks.
 
     Attributes:
-        layer: which dispatcher, counted in the order of their first dispatch.
-        step: how many dispatches of this dispatcher were recorded before.
-        parts: by rank, in the order of ``Trace.ranks``.
+        layer: The index of the dispatcher, in the order of their first dispatches.
+        step: How many dispatches of this dispatcher were recorded before.
+        parts: One part per rank, in the order of ``Trace.ranks``.
     """
 
     layer: int
@@ -83,15 +84,15 @@ class Trace:
     """The routing of real steps: ``record`` it, ``load`` it.
 
     Attributes:
-        config: of the dispatchers.
-        backend_name: what moved the rows; what "auto" chose.
+        config: The config of the dispatchers.
+        backend_name: The backend; "auto" is resolved.
         ep_size: P.
-        ranks: whose parts are here: all P, or after an error one.
-        ranks_per_node: consecutive ranks that shared a host.
-        needs: what the backend needed where this was recorded, as far as it concerns numbers of rows.
-        layers: names of the dispatchers, as rank ``ranks[0]`` had them; "dispatcher 0" where they had none.
-        calls: in the order of rank ``ranks[0]``.
-        versions: of moe_dispatch, torch and Python.
+        ranks: The ranks whose parts are here: all P, or one after an error.
+        ranks_per_node: How many consecutive ranks shared a host.
+        needs: The backend's constraints on numbers of rows, where this was recorded.
+        layers: The names of the dispatchers on rank ``ranks[0]``; "dispatcher 0" and so on if they had none.
+        calls: In the order of rank ``ranks[0]``.
+        versions: The versions of moe_dispatch, torch and Python.
     """
 
     config: DispatcherConfig
@@ -108,35 +109,34 @@ class Trace:
     def record(dispatcher: Dispatcher, path: str | Path, *, steps: int = 100) -> AbstractContextManager[None]:
         """Record the routing of every dispatch inside a ``with`` block; one file for all ranks.
 
-        Recorded is every dispatcher that shares the channel (config and group) of this one, its first ``steps``
-        dispatches each; not recorded are dispatches inside a backward (a checkpoint computing again), and
-        ``again=sent``, which has no routing of its own. Leaving the block gathers on rank 0, which writes the file;
-        where the block raises, each rank writes its own part to a file beside it, ``run.rank3.safetensors``.
+        It records the first ``steps`` dispatches of every dispatcher that shares this one's channel (config and group).
+        It does not record dispatches inside a backward (a checkpoint computing again), nor ``again=sent``, which has no
+        routing of its own. Leaving the block gathers on rank 0, which writes the file. If the block raises, each rank
+        writes its own part to a file beside it, ``run.rank3.safetensors``.
 
         Args:
-            dispatcher: open.
-            path: where; directories are made, an existing file is replaced at the end.
-            steps: bounds what is kept in memory: 8 to 12 bytes per row, slot, step and dispatcher.
+            dispatcher: An open dispatcher.
+            path: The file. Its directory is created; an existing file is replaced at the end.
+            steps: Bounds the memory that is used: 8 to 12 bytes per row, slot, step and dispatcher.
 
         Raises:
-            TraceError: safetensors is missing, or the path cannot be written; PeerError where another rank says so.
-            StateError: the dispatcher is closed, or its channel is being recorded already; inside the block, a
+            TraceError: safetensors is missing, or the path cannot be written; PeerError on the other ranks.
+            StateError: The dispatcher is closed, or its channel is being recorded already; inside the block, a
                 dispatch in a CUDA graph, ``torch.compile`` or selective checkpointing.
 
-        Cost: entering and leaving are collective. Nothing where no trace is recorded; inside, one copy of ids, weights
-        and lengths to the host per dispatch, without a host sync.
+        Cost: entering and leaving are collective; inside, each dispatch copies ids, weights and lengths to the host
+        without a host sync. No cost if no trace is recorded.
         """
-        from moe_dispatch.traces.recording import record  # noqa: PLC0415 - it makes what is defined here
+        from moe_dispatch.traces.recording import record  # noqa: PLC0415 - it makes a Trace
 
         return record(dispatcher, Path(path), steps)
 
     @staticmethod
     def load(path: str | Path) -> Trace:
-        """Read what ``record`` wrote.
+        """Read a trace file.
 
         Raises:
-            TraceError: there is no such file, it is not a trace, or of another format, or cut off; or safetensors is
-                missing.
+            TraceError: The file is missing, cut off, or no trace of this format; or safetensors is missing.
         """
         from moe_dispatch.traces.columns import trace_from  # noqa: PLC0415
         from moe_dispatch.traces.file import read  # noqa: PLC0415
@@ -145,25 +145,25 @@ class Trace:
 
     @property
     def steps(self) -> int:
-        """The most dispatches recorded of any dispatcher."""
+        """The largest number of dispatches of any dispatcher."""
         return max((call.step + 1 for call in self.calls), default=0)
 
     @property
     def max_rows(self) -> int:
-        """The most rows that any rank brought to any dispatch, those that are no tokens included."""
+        """The largest number of rows of any rank in any dispatch, padding included."""
         return max((part.num_rows for call in self.calls for part in call.parts), default=0)
 
     @property
     def shape(self) -> MoEShape:
-        """What backends' constraints depend on."""
+        """The shape on which the constraints of backends depend."""
         return shape_of(self.config, self.ep_size, self.ranks_per_node)
 
     def cuts(self, part: Part) -> bool:
-        """Whether rows of a part that are no tokens were cut out, rather than sent nowhere."""
+        """Whether the padding rows of a part were cut out, rather than masked."""
         return part.on_host and not self.config.graph_safe
 
     def tokens_per_expert(self) -> Tensor:
-        """int64 (calls, E): how many rows of the ranks here went to each expert, without any padding."""
+        """Return how many rows of these ranks went to each expert, without any padding: int64 (calls, E)."""
         counts = torch.zeros(len(self.calls), self.config.num_experts, dtype=torch.int64)
         for row, call in zip(counts, self.calls, strict=True):
             for part in call.parts:
@@ -172,14 +172,7 @@ class Trace:
         return counts
 
     def require_whole(self, where: str) -> None:
-        """Refuse a trace of some ranks only.
-
-        Args:
-            where: begins the error message.
-
-        Raises:
-            TraceError: not all ranks are here.
-        """
+        """Raise TraceError, which begins with ``where``, if some ranks are missing."""
         if len(self.ranks) != self.ep_size:
             raise TraceError(
                 f"{where}: the trace must hold all {self.ep_size} ranks, got rank {', '.join(map(str, self.ranks))}. "
@@ -187,14 +180,7 @@ class Trace:
             )
 
     def check_ids(self, where: str) -> None:
-        """Refuse a trace of a router that named experts that there are none of.
-
-        Args:
-            where: begins the error message.
-
-        Raises:
-            TraceError: with the offending values, and whose they are.
-        """
+        """Raise TraceError, which begins with ``where``, if the router produced an id outside -1..E-1."""
         last = self.config.num_experts - 1
         for call in self.calls:
             for rank, part in zip(self.ranks, call.parts, strict=True):
@@ -207,14 +193,14 @@ class Trace:
                     )
 
     def check(self, config: DispatcherConfig, *, ep_size: int) -> None:
-        """Refuse to be used with a config that its routing does not fit.
+        """Refuse a config that the routing does not fit.
 
         Args:
-            config: may have another backend, hidden size, padding or mode.
-            ep_size: ranks that will run it.
+            config: May have another backend, hidden size, padding or mode.
+            ep_size: The number of ranks that will run it.
 
         Raises:
-            TraceError: naming the field and both values.
+            TraceError: The error names the field and both values.
         """
         for field, recorded, wanted in (
             ("num_experts", self.config.num_experts, config.num_experts),

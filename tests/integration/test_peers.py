@@ -12,23 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dispatch.cli.bench.agreement import check_agreement
-from moe_dispatch.cli.bench.contenders import Ours
-from moe_dispatch.cli.bench.interception import Recorder
-from moe_dispatch.cli.bench.peers import PEERS, missing_packages
-from moe_dispatch.cli.bench.results import load_results
-from moe_dispatch.cli.bench.traffic import floor_bytes, sent_by_phase
-from moe_dispatch.cli.bench.workload import (
+from moe_dispatch.cli.bench.agreement import (
     TOLERANCES,
     DisagreementError,
-    Shape,
-    Skew,
+    check_agreement,
     dense_outcome,
     draw_scales,
-    draw_tokens,
     magnitudes,
     require_agreement,
 )
+from moe_dispatch.cli.bench.contenders import Ours
+from moe_dispatch.cli.bench.costs import floor_bytes, sent_by_phase
+from moe_dispatch.cli.bench.overhead import Recorder
+from moe_dispatch.cli.bench.peers import PEERS, missing_packages
+from moe_dispatch.cli.bench.results import load_results
+from moe_dispatch.cli.bench.workload import Shape, Skew, draw_tokens
 from moe_dispatch.testing.ranks import run_processes, run_ranks
 from tests.cli.test_command import start
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.integrations.transformers.padding import layout_of
+from moe_dispatch.integrations.transformers.forwards import layout_of
 
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 EMBEDS = torch.zeros(2, 3, 4)

@@ -40,3 +40,19 @@ def test_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing() -> None:
     with pytest.raises(IntegrationError, match=r"no-such-framework must be installed, got none\..*Install"):
         versions.check_version("no-such-framework", tested=("1.0",), lowest="1.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers", "is_release"),
+    [
+        ("0.18", (0, 18), True),
+        ("0.18.0rc2", (0, 18), False),
+        ("0.18.0.dev3", (0, 18), False),
+        ("0.18.1+cu130", (0, 18, 1), True),
+        ("10.0", (10,), True),
+        ("0.0", (0,), True),
+        ("main", (), True),
+    ],
+)
+def test_numbers_of_a_version(text: str, numbers: tuple[int, ...], is_release: bool) -> None:
+    assert versions.parse_version(text) == (numbers, is_release)

@@ -94,7 +94,7 @@ class NoSync(TorchDispatchMode):
 def on_device(*, may_sync: bool = False) -> Iterator[None]:
     """Within it CPU tensors count as a device's, and nothing may wait for them unless ``may_sync``."""
     with ExitStack() as patches:
-        for module in ("base", "context_parallel", "packing", "rows", "thd"):
+        for module in ("base", "conversion", "rows", "thd"):
             patches.enter_context(mock.patch(f"moe_dispatch.layouts.{module}.is_host", return_value=False))
         if not may_sync:
             patches.enter_context(NoSync())

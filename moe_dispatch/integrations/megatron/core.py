@@ -1,11 +1,11 @@
-"""What this package takes of megatron-core. The one module that imports it."""
+"""The parts of megatron-core that this package uses. No other module of it imports megatron-core."""
 
 from __future__ import annotations
 
 from moe_dispatch.integrations.versions import check_version
 
 TESTED = ("0.16.1", "0.19.2")
-# Before the imports, which in an older version may fail with less of a reason.
+# Checked before the imports, because they may fail with a less helpful error in an older version.
 VERSION = check_version("megatron-core", tested=TESTED, lowest="0.16.0")
 
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402

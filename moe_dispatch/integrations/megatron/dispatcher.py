@@ -1,4 +1,4 @@
-"""The six phases of Megatron's token dispatchers, on a Dispatcher."""
+"""The six phases of Megatron's token dispatchers, run by a Dispatcher."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from moe_dispatch.types import Dispatched, Plan, Routing
 
 @final
 class MegatronDispatcher:
-    """Stands where Megatron's ``token_dispatcher`` stands in an MoE layer; constructed like one.
+    """Replaces Megatron's ``token_dispatcher`` in an MoE layer, and is constructed like one.
 
     Args:
-        num_local_experts: experts of this expert-parallel rank.
-        local_expert_indices: their ids, consecutive.
-        config: the layer's TransformerConfig.
-        pg_collection: its groups, of which ``ep``, ``expt_tp`` and ``tp_ep`` are read.
-        backend: as in a DispatcherConfig.
-        control_group: as of a Dispatcher, over the ranks of ``tp_ep``.
-        name: where it sits in the model; errors say it.
-        **given: further fields of a DispatcherConfig, such as ``graph_safe`` and ``max_tokens_per_rank``.
+        num_local_experts: The number of experts of this expert-parallel rank.
+        local_expert_indices: Their ids, consecutive.
+        config: The layer's TransformerConfig.
+        pg_collection: The layer's groups, of which ``ep``, ``expt_tp`` and ``tp_ep`` are used.
+        backend: As in a DispatcherConfig.
+        control_group: As for a Dispatcher, over the ranks of ``tp_ep``.
+        name: The path of the layer in the model, for errors.
+        **given: Further fields of a DispatcherConfig, such as ``graph_safe`` and ``max_tokens_per_rank``.
 
-    Under expert tensor parallelism the Dispatcher's ranks are those of ``tp_ep``, and a part of an expert is an expert
-    to it: every token goes to all parts of each of its experts, and their outputs are summed on the way back.
+    Under expert tensor parallelism the Dispatcher runs over the ranks of ``tp_ep``, and each part of an expert is an
+    expert to it: every token goes to all parts of each of its experts, and combine sums their outputs.
 
-    Between phases it keeps what their signatures do not carry on: the ids, from ``dispatch_preprocess`` to
-    ``token_dispatch``, and what that sent, up to ``token_combine``. Then it is empty again, so micro-batches in flight
-    and recomputation are no concern of it.
+    Between phases it keeps what Megatron's signatures do not pass on: the ids, from ``dispatch_preprocess`` to
+    ``token_dispatch``, and the Dispatched, from there to ``token_combine``. After that it keeps nothing, so that
+    several micro-batches and recomputation do not disturb each other.
 
     Raises:
-        ConfigError: a setting that is not supported, or experts and groups that do not fit.
-        As for a Dispatcher.
+        ConfigError: A setting is not supported, or experts and groups do not fit. Other errors as for a Dispatcher.
 
     Cost: building is collective over ``tp_ep``, as for a Dispatcher.
     """
@@ -60,14 +59,14 @@ class MegatronDispatcher:
         # The groups by the names that Megatron's dispatchers have for them.
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
         self._local_experts, self._etp_size = num_local_experts, self.tp_group.size()
-        ours = dispatcher_config(
-            config, backend, etp_size=self._etp_size, pad_multiple=_pad_multiple(config), given=given
-        )
+        quantised = getattr(config, "fp8", None) or getattr(config, "fp4", None)
+        pad_multiple = int(get_align_size_for_quantization(config)) if quantised else 1
+        ours = dispatcher_config(config, backend, etp_size=self._etp_size, pad_multiple=pad_multiple, given=given)
         self._check_places(local_expert_indices, config.num_moe_experts)
         self.top_k: int = config.moe_router_topk
         self.dispatcher = build_dispatcher(ours, self.tp_ep_group, control_group=control_group, name=name)
         self.shared_experts: Any = None
-        # Tensors to carry on where a CUDA graph ends after dispatch_preprocess, and which of them Megatron has found.
+        # For CUDA graphs that end after dispatch_preprocess: tensors to keep, and those of them that Megatron found.
         self.cudagraph_attrs = ["topk_ids"]
         self.valid_cudagraph_attrs: list[str] | None = None
         self.topk_ids: Tensor | None = None
@@ -75,15 +74,9 @@ class MegatronDispatcher:
         self._sent: Dispatched | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The router's choice as ids and weights. Nothing is exchanged.
+        """Turn the router's choice, bool (T, E) and its probabilities, into ids and weights (T, K * parts per expert).
 
-        Args:
-            hidden_states: [S/TP, B, D].
-            routing_map: bool (T, E).
-            probs: (T, E).
-
-        Returns:
-            The hidden states, and the weights, (T, K times expert-tensor-parallel ranks).
+        Nothing is exchanged. The hidden states, [S/TP, B, D], are returned unchanged.
         """
         routing = Routing.from_map(routing_map, probs, top_k=self.top_k)
         self.topk_ids, weights_TK = self._to_all_parts(routing.topk_ids, routing.topk_weights)
@@ -92,10 +85,7 @@ class MegatronDispatcher:
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows to their experts: (R, D), and their weights, (R,)."""
         if self.topk_ids is None:
-            raise StateError(
-                "MegatronDispatcher.token_dispatch: dispatch_preprocess must come before it, got no ids. Call the "
-                "phases in order, each once."
-            )
+            raise _out_of_order("token_dispatch", "dispatch_preprocess", "no ids")
         if self.shared_experts is not None:
             # Shared experts compute on a stream of their own while rows travel on this one.
             self.shared_experts.pre_forward_comm(hidden_states)
@@ -106,21 +96,21 @@ class MegatronDispatcher:
         return sent.rows, sent.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, rows per expert with padding, weights; counts are on the host in eager mode, as experts read them."""
+        """Return rows, rows per expert with padding, and weights. In eager mode counts are on the host for experts."""
         sent = self._in_flight("dispatch_postprocess")
         on_host = sent.tokens_per_expert_list
         counts_L = sent.tokens_per_expert if on_host is None else torch.tensor(on_host, device="cpu")
         return hidden_states, counts_L, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Expert outputs as they are: ``combine`` takes them expert-major."""
+        """Return expert outputs unchanged: ``combine`` takes them expert-major."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Bring expert outputs back and sum them: [S/TP, B, D]."""
+        """Send expert outputs back and sum them per token: [S/TP, B, D]."""
         sent, self._sent = self._in_flight("token_combine"), None
         if hasattr(self.shared_experts, "wait_current_stream"):
-            # Their second half is not to compete with the routed experts for the device; 0.16 has no such call.
+            # Their second half must not compete with the routed experts for the device; 0.16 has no such call.
             self.shared_experts.wait_current_stream()
         output = self.dispatcher.combine(hidden_states, sent)
         if self.shared_experts is not None:
@@ -129,31 +119,28 @@ class MegatronDispatcher:
         return output
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Add what the shared experts made meanwhile."""
+        """Add the output of the shared experts."""
         return hidden_states if self.shared_experts is None else hidden_states + self.shared_experts.get_output()
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Drive these shared experts' phases between its own, for ``moe_shared_expert_overlap``."""
+        """Run the phases of these shared experts between its own phases, for ``moe_shared_expert_overlap``."""
         self.shared_experts = shared_experts
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """None: experts allocate their own outputs (asked for by 0.19)."""
+        """Return None: experts allocate their own outputs. 0.19 calls this."""
         return None, None
 
     def close(self) -> None:
-        """Give up the Dispatcher."""
+        """Close the Dispatcher."""
         self.dispatcher.close()
 
     def _in_flight(self, phase: str) -> Dispatched:
         if self._sent is None:
-            raise StateError(
-                f"MegatronDispatcher.{phase}: token_dispatch must come before it, got nothing in flight. Call the "
-                "phases in order, each once."
-            )
+            raise _out_of_order(phase, "token_dispatch", "nothing in flight")
         return self._sent
 
     def _to_all_parts(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Each slot once for every part of its expert; ranks of ``tp_ep`` that hold one expert are neighbours."""
+        """Repeat each slot for every part of its expert; ranks of ``tp_ep`` that hold one expert are neighbours."""
         if self._etp_size == 1:
             return ids_TK, weights_TK
         local, parts = self._local_experts, torch.arange(self._etp_size, device=ids_TK.device)
@@ -163,7 +150,7 @@ class MegatronDispatcher:
         return ids_TKP.flatten(1), weights_TK.unsqueeze(2).expand_as(ids_TKP).flatten(1)
 
     def _plan(self, hidden_states: Tensor) -> Plan | Layout:
-        """The plan that this layer shares with others of a micro-batch, or the layout where it shares none."""
+        """Return the plan that the layers of a micro-batch share, or the layout if they share none."""
         layout = SBHD() if hidden_states.dim() == 3 else Rows()
         if self.plans is None:
             return layout
@@ -194,7 +181,7 @@ class MegatronDispatcher:
             )
 
 
-def _pad_multiple(config: Any) -> int:
-    """What Megatron's experts round the rows of each to, in this version and precision."""
-    quantised = getattr(config, "fp8", None) or getattr(config, "fp4", None)
-    return int(get_align_size_for_quantization(config)) if quantised else 1
+def _out_of_order(phase: str, before: str, got: str) -> StateError:
+    return StateError(
+        f"MegatronDispatcher.{phase}: {before} must come before it, got {got}. Call the phases in order, each once."
+    )

@@ -1,4 +1,8 @@
-"""MoE layers of Megatron's with a MegatronDispatcher: by spec before they are built, or converted afterwards."""
+"""Megatron's MoE layers with a MegatronDispatcher: by spec before they are built, or converted afterwards.
+
+Megatron passes packed sequences through its transformer layers as ``PackedSeqParams``; hooks on these layers turn them
+into padding and share plans.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +14,35 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.megatron.core import ModuleSpec, MoELayer, ProcessGroupCollection
+from moe_dispatch.integrations.megatron.core import (
+    ModuleSpec,
+    MoELayer,
+    ProcessGroupCollection,
+    TransformerBlock,
+    TransformerLayer,
+)
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
-from moe_dispatch.integrations.megatron.packed import follow_packed_sequences
 from moe_dispatch.integrations.megatron.settings import check_settings
+from moe_dispatch.layouts import THD, Layout
+from moe_dispatch.types import Plan
 
-# Experts that split rows by counts on the host; with the op fuser TEGroupedMLP does not.
+# Experts that split rows by counts on the host, except TEGroupedMLP with the op fuser.
 _HOST_COUNTING = {"SequentialMLP", "GroupedMLP", "TEGroupedMLP"}
 
 
 def convert(
     model: nn.Module | Iterable[nn.Module], *, backend: str | dict[str, Any] = "alltoall", **given: Any
 ) -> None:
-    """Give every MoE layer of a built model a MegatronDispatcher. Parameters and state-dict keys stay as they are.
+    """Give every MoE layer of a built model a MegatronDispatcher. Parameters and state-dict keys do not change.
 
     Args:
-        model: a GPTModel or any other module with MoE layers, wrapped or not; or the chunks of this pipeline stage. On
-            a stage whose layers are all dense, in a model with experts, there is nothing to do.
-        backend: as in a DispatcherConfig.
-        **given: as for ``MegatronDispatcher``.
+        model: A GPTModel or any other module with MoE layers, wrapped or not; or the chunks of this pipeline stage. A
+            stage of a model with experts may have dense layers only.
+        backend: As in a DispatcherConfig.
+        **given: As for ``MegatronDispatcher``.
 
     Raises:
-        ConfigError: there are no MoE layers, or a setting is not supported.
+        ConfigError: There are no MoE layers, or a setting is not supported.
 
     Cost: collective over each layer's ranks, like building. May be called again, with another backend.
     """
@@ -42,7 +53,8 @@ def convert(
             if isinstance(module, MoELayer):
                 found = True
                 replace_dispatcher(module, **{"backend": backend, "name": path, **given})
-    if not found and not any(_has_experts(module) for chunk in chunks for module in chunk.modules()):
+    configs = [getattr(module, "config", None) for chunk in chunks for module in chunk.modules()]
+    if not found and not any(getattr(config, "num_moe_experts", None) for config in configs):
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "nothing"
         raise ConfigError(
             f"convert: the model must have MoE layers, got {kinds} without one. Set num_moe_experts, or leave the "
@@ -54,14 +66,7 @@ def convert(
 
 @final
 class DispatchMoELayer(MoELayer):  # type: ignore[misc]
-    """Megatron's MoELayer that is built with a MegatronDispatcher; ``moe_layer_spec`` puts it into a spec.
-
-    Args:
-        config: its TransformerConfig.
-        *args: as for an MoELayer.
-        dispatch: keywords of ``MegatronDispatcher``.
-        **kwargs: as for an MoELayer.
-    """
+    """Megatron's MoELayer with a MegatronDispatcher, whose keywords are ``dispatch``; for ``moe_layer_spec``."""
 
     def __init__(self, config: Any, *args: Any, dispatch: dict[str, Any], **kwargs: Any) -> None:
         check_settings(config)  # before Megatron builds a dispatcher of its own for them
@@ -73,17 +78,17 @@ class DispatchMoELayer(MoELayer):  # type: ignore[misc]
 def moe_layer_spec(
     spec: Any, *, backend: str | dict[str, Any] = "alltoall", pg_collection: Any = None, **given: Any
 ) -> Any:
-    """The spec of an MoE layer, or of a transformer layer with one, with a MegatronDispatcher in it.
+    """Return the spec of an MoE layer, or of a transformer layer with one, that builds a MegatronDispatcher.
 
     Args:
-        spec: what Megatron's ``get_moe_module_spec`` or ``get_gpt_layer_*_spec`` returned; it is not changed.
-        backend: as in a DispatcherConfig.
-        pg_collection: the layer's groups. Needed where Megatron's global ones are not initialised on 0.16, which gives
-            groups to no class but its own.
-        **given: as for ``MegatronDispatcher``.
+        spec: The result of Megatron's ``get_moe_module_spec`` or ``get_gpt_layer_*_spec``; it is not changed.
+        backend: As in a DispatcherConfig.
+        pg_collection: The layer's groups. Needed on 0.16 if Megatron's global groups are not initialised, because it
+            gives groups to its own layer class only.
+        **given: As for ``MegatronDispatcher``.
 
     Raises:
-        ConfigError: it holds no MoE layer.
+        ConfigError: The spec holds no MoE layer.
     """
     params = {"dispatch": {"backend": backend, **given}}
     if pg_collection is not None:
@@ -97,7 +102,7 @@ def moe_layer_spec(
 
 
 def _with_dispatch(spec: Any, params: dict[str, Any]) -> Any:
-    """The spec with our layer for Megatron's, or None; specs are ModuleSpecs on 0.16, partial classes on 0.19."""
+    """Return the spec with our layer class, or None; specs are ModuleSpecs on 0.16, partial classes on 0.19."""
     if isinstance(spec, functools.partial):
         if spec.func not in (MoELayer, DispatchMoELayer):
             return None
@@ -117,7 +122,7 @@ def _with_dispatch(spec: Any, params: dict[str, Any]) -> Any:
 
 
 def replace_dispatcher(layer: Any, **given: Any) -> None:
-    """Put a MegatronDispatcher where the layer has its dispatcher, on the same groups."""
+    """Replace the layer's dispatcher by a MegatronDispatcher on the same groups."""
     old = layer.token_dispatcher
     groups = ProcessGroupCollection()
     groups.ep, groups.expt_tp, groups.tp_ep = old.ep_group, old.tp_group, old.tp_ep_group
@@ -132,26 +137,22 @@ def replace_dispatcher(layer: Any, **given: Any) -> None:
         old.close()
     else:
         layer.router.register_forward_hook(_route_no_padding, with_kwargs=True)
-    _own_padding(layer.experts, new)
+    experts_config = getattr(layer.experts, "config", None)
+    if new.dispatcher.config.pad_multiple_rows > 1 and experts_config is not None:
+        # Experts of 0.19 ask their config whether a router has padded their rows. Other layers read the original.
+        layer.experts.config = copy.copy(experts_config)
+        layer.experts.config.moe_router_padding_for_quantization = True
 
 
 def _route_no_padding(
     router: Any, args: tuple[Any, ...], kwargs: dict[str, Any], routed: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Send rows of the padding mask nowhere. It is True where a row is padding, as Megatron's routers take it."""
+    """Send padding rows to no expert. Megatron's padding mask is True where a row is padding."""
     mask_SB = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     if mask_SB is None:
         return routed
     probs_TE, routing_map_TE = routed
     return probs_TE, routing_map_TE & ~mask_SB.reshape(-1, 1)
-
-
-def _own_padding(experts: Any, dispatcher: MegatronDispatcher) -> None:
-    """Tell experts that their rows come padded: those of 0.19 ask their config whether a router has done it."""
-    config = getattr(experts, "config", None)
-    if dispatcher.dispatcher.config.pad_multiple_rows > 1 and config is not None:
-        experts.config = copy.copy(config)  # not the model's, which its other layers read
-        experts.config.moe_router_padding_for_quantization = True
 
 
 def _check_experts(experts: Any, dispatcher: MegatronDispatcher) -> None:
@@ -166,5 +167,72 @@ def _check_experts(experts: Any, dispatcher: MegatronDispatcher) -> None:
         )
 
 
-def _has_experts(module: Any) -> bool:
-    return bool(getattr(getattr(module, "config", None), "num_moe_experts", None))
+def follow_packed_sequences(model: nn.Module) -> None:
+    """Make a model's MoE layers follow its ``packed_seq_params``; ``convert`` calls this, a user of a spec must.
+
+    Rows in the gaps between padded sequences become padding to every transformer layer with an MoE layer: its router
+    leaves them out of its losses, as with a ``padding_mask``, and they go to no expert. The MoE layers of a transformer
+    block settle their sizes once per forward, with packed sequences or without.
+
+    Cost: with gaps, a few small kernels per layer; no host sync.
+    """
+    for module in model.modules():
+        if isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
+            if not any(hook is _mark_gaps for hook in module._forward_pre_hooks.values()):
+                module.register_forward_pre_hook(_mark_gaps, with_kwargs=True)
+        elif isinstance(module, TransformerBlock):
+            _share_plans(module)
+
+
+def _mark_gaps(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the gaps of this rank's rows to the padding mask of a transformer layer's forward.
+
+    A recomputation calls the layer with the same arguments, so it marks the same rows.
+    """
+    params = kwargs.get("packed_seq_params")
+    if params is None or params.qkv_format != "thd" or params.cu_seqlens_q_padded is None:
+        return args, kwargs
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    groups = layer.pg_collection
+    layout: Layout = THD(params.cu_seqlens_q, params.cu_seqlens_q_padded)
+    if (cp_group := params.cp_group or getattr(groups, "cp", None)) is not None:
+        layout = layout.shard(cp_group.rank(), cp_group.size(), "zigzag")
+    if layer.config.sequence_parallel and groups.tp is not None:
+        layout = layout.shard(groups.tp.rank(), groups.tp.size())
+    num_rows = layout.rows_of(hidden.shape)
+    layout.check(num_rows)
+    valid_T = layout.valid_T(num_rows, hidden.device)
+    assert valid_T is not None  # there is a cu_seqlens_q_padded
+    padding: Tensor = ~valid_T.unsqueeze(0)
+    given = kwargs.get("padding_mask")
+    return args, {**kwargs, "padding_mask": padding if given is None else given.bool() | padding}
+
+
+def _share_plans(block: Any) -> None:
+    """Let the MoE layers of a block share plans during a forward.
+
+    A recomputation runs outside the forward. It settles sizes layer by layer, because the plans of another micro-batch
+    may not fit it.
+    """
+    if any(getattr(hook, "func", None) is _open_plans for hook in block._forward_pre_hooks.values()):
+        return
+    chunks = [getattr(block.config, f"mlp_chunks_for_{phase}", 1) for phase in ("training", "prefill")]
+    if max(chunks) > 1:
+        return  # Megatron calls an MoE layer with pieces of the micro-batch, whose numbers of rows differ
+    layers = [module for module in block.modules() if isinstance(module, MoELayer)]
+    block.register_forward_pre_hook(functools.partial(_open_plans, layers))
+    block.register_forward_hook(functools.partial(_close_plans, layers), always_call=True)
+
+
+def _open_plans(layers: list[Any], block: Any, args: Any) -> None:
+    _set_plans(layers, {})
+
+
+def _close_plans(layers: list[Any], block: Any, args: Any, output: Any) -> None:
+    _set_plans(layers, None)
+
+
+def _set_plans(layers: list[Any], plans: dict[str, Plan] | None) -> None:
+    for layer in layers:
+        if isinstance(layer.token_dispatcher, MegatronDispatcher):
+            layer.token_dispatcher.plans = plans

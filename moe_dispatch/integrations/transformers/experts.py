@@ -1,4 +1,4 @@
-"""What transformers calls in place of an experts module's forward."""
+"""The functions that transformers calls instead of an experts module's forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.integrations.transformers.forwards import plan_in_force
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said
-from moe_dispatch.types import Dispatched, Routing
+from moe_dispatch.types import Routing
 
 # hidden states (R, D), local expert ids (R, K), weights (R, K) -> (R, D), weighted and summed over K
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,47 +26,32 @@ WIRED = "_moe_dispatch"
 
 @final
 class ExpertParallel:
-    """One experts module whose ranks hold L of E experts each; what ``EPImplementationInterface`` builds.
+    """One experts module whose ranks hold L of E experts each; built by ``EPImplementationInterface``.
 
-    Args:
-        config: as registered.
-        experts: the module, its weights already those of this rank; it is given a mark by which ``attach`` finds it.
-        ep_mesh: the ranks that together hold all experts.
-        tp_mesh: the ranks that hold the same batch.
-
-    Raises:
-        ConfigError: the module's experts are not those that the config counts.
+    The module already holds this rank's weights only. The ranks of ``ep_mesh`` together hold all experts, and the ranks
+    of ``tp_mesh`` hold the same batch.
     """
 
     def __init__(self, config: DispatcherConfig, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-        check_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
+        _check_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
         self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)
         self.slices = BatchSlice(tp_mesh.get_group())
         self._forward = experts.forward
-        setattr(experts, WIRED, self)
+        setattr(experts, WIRED, self)  # for attach
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, D) of this rank's batch, global ids and weights (T, K) -> (T, D)."""
-        plan = plan_in_force(self.dispatcher.config)
+        """Run the experts on this rank's batch (T, D), with global ids and weights (T, K)."""
         routing = Routing(self.slices.cut(top_k_index), self.slices.take(top_k_weights))
-        sent = self.dispatcher.dispatch(self.slices.take(hidden_states), routing, plan)
-        y = self.dispatcher.combine(run_experts(self._forward, sent, self.dispatcher.config), sent)
-        return self.slices.put_together(y, len(hidden_states))
+        y_TD = _through(self.dispatcher, self._forward, self.slices.take(hidden_states), routing)
+        return self.slices.put_together(y_TD, len(hidden_states))
 
 
 @final
 class ExpertsFunction:
-    """The same for the experts hook, ``ALL_EXPERTS_FUNCTIONS``, where transformers knows of no ranks.
+    """All experts modules of a model, for the registry ``ALL_EXPERTS_FUNCTIONS``, which knows nothing of ranks.
 
-    A module's weights are used as it holds them: all E experts, of which this rank runs its L, or only its L.
-
-    Args:
-        config: as registered.
-        group: the expert-parallel group.
-        implementation: transformers' function that runs experts.
-
-    Raises:
-        ConfigError: the config is graph_safe.
+    A module may hold all E experts, of which this rank runs its L, or only these L. ``implementation`` is the function
+    of transformers that runs experts.
     """
 
     def __init__(
@@ -85,30 +70,24 @@ class ExpertsFunction:
         self._rank, self._size = ranks.rank(), ranks.size()
 
     def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, D) of this rank's batch, global ids and weights (T, K) -> (T, D)."""
-        config = self.dispatcher.config
-        sent = self.dispatcher.dispatch(hidden_states, Routing(top_k_index, top_k_weights), plan_in_force(config))
+        """Run the experts on this rank's batch (T, D), with global ids and weights (T, K)."""
 
         def forward(*rows: Tensor) -> Tensor:
             return self._implementation(self.local(experts), *rows)
 
-        return self.dispatcher.combine(run_experts(forward, sent, config), sent)
+        return _through(self.dispatcher, forward, hidden_states, Routing(top_k_index, top_k_weights))
 
     def local(self, experts: nn.Module) -> Any:
-        """The module as if it had this rank's experts only.
-
-        Raises:
-            ConfigError: it holds neither all experts nor this rank's share of them.
-        """
+        """Return the module as if it held this rank's experts only; raise ConfigError if it lacks some of them."""
         held, total = _held(experts), self.dispatcher.config.num_experts
         if held * self._size == total:
             return experts
-        check_experts(experts, self.dispatcher.config, self._size, held=held)
+        _check_experts(experts, self.dispatcher.config, self._size, held=held)
         return _LocalExperts(experts, self._rank, total // self._size)
 
 
 class _LocalExperts:
-    """A view of an experts module: its parameters are those of some of its experts, all else is its own."""
+    """A view of an experts module with the parameters of some of its experts; every other attribute is the module's."""
 
     def __init__(self, experts: nn.Module, rank: int, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -120,18 +99,8 @@ class _LocalExperts:
         return getattr(self._experts, name)
 
 
-def check_experts(experts: nn.Module, config: DispatcherConfig, ep_size: int, *, held: int) -> None:
-    """Refuse experts that are not those that the config counts.
-
-    Args:
-        experts: the module.
-        config: as registered.
-        ep_size: ranks that share them.
-        held: how many experts the ranks together hold.
-
-    Raises:
-        ConfigError: with both numbers.
-    """
+def _check_experts(experts: nn.Module, config: DispatcherConfig, ep_size: int, *, held: int) -> None:
+    """Raise ConfigError if ``ep_size`` ranks that hold ``held`` experts together do not fit the config."""
     where = f"register: {type(experts).__name__}"
     if held != config.num_experts:
         raise ConfigError(
@@ -147,13 +116,15 @@ def _held(experts: nn.Module) -> int:
     return int(held)
 
 
-def run_experts(forward: ExpertsForward, sent: Dispatched, config: DispatcherConfig) -> Tensor:
-    """This rank's experts on the rows that came, (R, D).
+def _through(dispatcher: Dispatcher, forward: ExpertsForward, x_TD: Tensor, routing: Routing) -> Tensor:
+    """Dispatch rows, run this rank's experts on the rows that arrive, and combine their outputs: (T, D).
 
-    Rows behind the last expert's, in graph-safe mode, are given the id L, which transformers leaves out. No host sync.
+    In graph-safe mode rows behind the last expert's get the id L, which transformers leaves out. No host sync.
     """
+    config = dispatcher.config
+    sent = dispatcher.dispatch(x_TD, routing, plan_in_force(config))
     rows_RD = sent.rows
-    # A parameter that no row reaches would get no gradient here and one on other ranks, and FSDP would wait for it.
+    # Without a row, the experts' parameters would get no gradient on this rank, and FSDP would wait for it.
     lacks_rows = not len(rows_RD)
     if lacks_rows:
         rows_RD = F.pad(rows_RD, (0, 0, 0, 1))
@@ -161,4 +132,4 @@ def run_experts(forward: ExpertsForward, sent: Dispatched, config: DispatcherCon
     ids_R = torch.zeros_like(positions_R) if lacks_rows else torch.searchsorted(sent.offs, positions_R, right=True)
     weights_R = sent.weights if config.weights == "experts" and not lacks_rows else torch.ones_like(rows_RD[:, 0])
     y_RD = forward(rows_RD, ids_R.to(torch.int64).unsqueeze(1), weights_R.to(rows_RD.dtype).unsqueeze(1))
-    return y_RD[: len(sent.rows)]
+    return dispatcher.combine(y_RD[: len(sent.rows)], sent)

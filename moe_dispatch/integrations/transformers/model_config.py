@@ -1,4 +1,4 @@
-"""What a model's config says of its experts."""
+"""A DispatcherConfig from a model's config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 
-# Our fields by the names that transformers' configs have for them; the first that is there counts.
+# The names that transformers' configs use for our fields; the first one that is set counts.
 _NAMES = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
@@ -16,16 +16,16 @@ _NAMES = {
 
 
 def config_for(model_config: Any, *, backend: str | dict[str, Any] = "auto", **fields: Any) -> DispatcherConfig:
-    """A DispatcherConfig with what the model's config says: num_experts, top_k and hidden_size.
+    """Return a DispatcherConfig with the num_experts, top_k and hidden_size of the model's config.
 
     Args:
-        model_config: a ``PreTrainedConfig``; of a multimodal one its text part.
-        backend: as in DispatcherConfig.
-        **fields: more of its fields; one that the model's config says too must agree with it. ``infer_layout`` is False
-            unless given: experts that are called outside a forward that ``attach`` watches are then refused.
+        model_config: A ``PreTrainedConfig``; of a multimodal one, its text part is used.
+        backend: As in DispatcherConfig.
+        **fields: Further fields of DispatcherConfig; they must agree with the model's config. ``infer_layout`` is False
+            by default, so that a call of experts outside a forward that ``attach`` hooks is refused.
 
     Raises:
-        ConfigError: the model's config does not say a field and it is not given, or both say it differently.
+        ConfigError: A field is in neither config nor ``fields``, or they disagree.
     """
     said = shape_said(model_config)
     check_agreement("config_for", fields, said, model_config)
@@ -40,14 +40,14 @@ def config_for(model_config: Any, *, backend: str | dict[str, Any] = "auto", **f
 
 
 def shape_said(model_config: Any) -> dict[str, int]:
-    """The fields of DispatcherConfig that a model's config has under a known name, with one number for all layers."""
+    """Return the fields of DispatcherConfig that a model's config has, if it has one number for all layers."""
     text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     found = {field: _first_number(text, names) for field, names in _NAMES.items()}
     return {field: number for field, number in found.items() if number is not None}
 
 
 def check_agreement(where: str, fields: dict[str, Any], said: dict[str, int], model_config: Any) -> None:
-    """Raise ConfigError, with both numbers, where ``fields`` and the model's config differ."""
+    """Raise ConfigError, with both numbers, if ``fields`` and the model's config differ."""
     for field, number in said.items():
         if fields.get(field, number) != number:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where transformers is told of us, and we of a model. The one module that imports it."""
+"""Registering with transformers, and attaching to a model. No other module of this package imports transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TESTED = ("5.7.0", "5.22.2", "5.23.0")
 @final
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What stands in the registry of expert-parallel implementations: builds one for each experts module."""
+    """The entry in transformers' registry of expert-parallel implementations: wires each experts module."""
 
     config: DispatcherConfig
 
@@ -37,19 +37,19 @@ def register(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     name: str = "moe_dispatch",
 ) -> None:
-    """Make ``name`` mean this config in transformers. Again with the same config: nothing happens.
+    """Register this config with transformers under ``name``. A second call with the same config does nothing.
 
     Args:
-        config: from ``config_for(model_config, backend=...)``.
-        group: None registers an expert-parallel implementation, to be named in ``DistributedConfig(ep_size=...,
-            ep_implementation=name)``: transformers shards the experts and says which ranks share them. A group
-            registers an experts function, for ``model.set_experts_implementation(name)``, in versions without that, or
-            where the model is not sharded by transformers: every rank of the group must call, and building the
-            dispatcher is collective.
-        name: another for a second config.
+        config: From ``config_for(model_config, backend=...)``.
+        group: None registers an expert-parallel implementation, for ``DistributedConfig(ep_size=...,
+            ep_implementation=name)``: transformers shards the experts and passes the ranks that share them. A group
+            registers an experts function, for ``model.set_experts_implementation(name)``, for versions without such a
+            registry and for models that transformers does not shard. Every rank of the group must then call, because
+            building the dispatcher is collective.
+        name: A second config needs another name.
 
     Raises:
-        ConfigError: the name stands for another config or for something else.
+        ConfigError: The name is taken by another config, or by transformers.
         IntegrationError: transformers is missing, too old, or has no such registry and no group is given.
     """
     found = check_version("transformers", tested=TESTED, lowest=TESTED[0])
@@ -69,13 +69,13 @@ def register(
 
 
 def attach(model: nn.Module) -> None:
-    """Have each forward of a model make the layout of its batch, so that padding is not dispatched.
+    """Make each forward of a model plan for the padding of its batch, so that padding is not dispatched.
 
-    Once, after the experts are wired: hooks are put on the modules that are given an attention mask and hold experts.
-    One plan is made per forward, for all layers. A second call does nothing.
+    Call it once, after the experts are wired; a second call does nothing. It hooks the modules that take an attention
+    mask and hold experts. Each forward makes one plan for all layers.
 
     Raises:
-        ConfigError: the model has no MoE layers, or none that was wired, or nothing in it takes the mask.
+        ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask.
     """
     wired = _wired_experts(model)
     for name, experts in wired.items():
@@ -88,7 +88,7 @@ def attach(model: nn.Module) -> None:
 
 
 def dispatchers_of(model: nn.Module) -> dict[str, Dispatcher]:
-    """The dispatcher of each experts module, by its name in the model; for metrics and checks."""
+    """Return the dispatcher of each experts module, by its name in the model; for metrics and checks."""
     return {name: experts.dispatcher for name, experts in _wired_experts(model).items()}
 
 
@@ -110,7 +110,7 @@ def _is_registered(
 
 
 def _wired_experts(model: nn.Module) -> dict[str, ExpertParallel | ExpertsFunction]:
-    """By name. Experts are known by what transformers' decorator gives their class."""
+    """Return the wiring of each experts module by name; transformers' decorator gives experts a ``_apply_gate``."""
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")}
     found = {name: _wiring_of(module) for name, module in modules.items()}
     wired = {name: wiring for name, wiring in found.items() if wiring is not None}
@@ -133,12 +133,12 @@ def _wiring_of(module: nn.Module) -> ExpertParallel | ExpertsFunction | None:
     function = _experts_functions().get(getattr(module.config, "_experts_implementation", None))
     if not isinstance(function, ExpertsFunction):
         return None
-    function.local(module)  # refuses experts that are not the config's
+    function.local(module)  # raises if the experts do not fit the config
     return function
 
 
 def _module_with_mask(model: nn.Module, name: str) -> nn.Module:
-    """The nearest module around the experts whose forward is given the batch and its mask."""
+    """Return the nearest module around the experts whose forward takes the batch and its mask."""
     while name:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)

@@ -100,7 +100,7 @@ def test_one_release_needs_equal_rows_and_one_does_not() -> None:
         needs = {}
         for release in RELEASES:
             dispatcher = build_dispatcher(config(release), group)
-            found = dispatcher._lease.channel.needs
+            found = dispatcher._channel.needs
             needs[release] = found.equal_rows, found.row_multiple
             dispatcher.close()
         return needs

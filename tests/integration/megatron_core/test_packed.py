@@ -129,13 +129,13 @@ def agreements(rank: int, how: str) -> int:
         block = moe_block(case)
         convert(block, backend=backend)
     hidden = torch.randn(4 + rank, 2, 256, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    with patch.object(planning, "_exchange", wraps=planning._exchange) as exchange:
+    with patch.object(planning, "_agree_on_largest", wraps=planning._agree_on_largest) as agreement:
         block(hidden, None)
         if how == "twice":
             block(hidden, None)
     for layer in block.layers:
         assert layer.mlp.token_dispatcher.plans is None
-    return exchange.call_count
+    return agreement.call_count
 
 
 def wrong_length(rank: int) -> str:

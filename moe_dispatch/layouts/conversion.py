@@ -1,0 +1,181 @@
+"""Tensors in another form: divided among context-parallel ranks and joined again, packed as a padded batch and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.errors import LayoutError
+from moe_dispatch.layouts.base import Layout, ShardKind, is_host
+from moe_dispatch.layouts.thd import THD, locate
+
+CuSeqlens = Tensor | Sequence[int]
+
+
+def shard_for_context_parallel(x: Tensor, layout: Layout, index: int, size: int, kind: ShardKind = "zigzag") -> Tensor:
+    """Return the part of ``x`` that one context-parallel rank works on, of layout ``layout.shard(index, size, kind)``.
+
+    Args:
+        x: A tensor of whole sequences.
+        layout: The layout of ``x``.
+        index: This rank in the context-parallel group.
+        size: The number of ranks in that group.
+        kind: ``"zigzag"`` or ``"contiguous"``.
+
+    Returns:
+        ``x`` with its sequence dimension divided by ``size``; rows of other ranks get zero gradient.
+
+    Raises:
+        ConfigError: As ``Layout.shard``.
+        LayoutError: ``x`` does not fit the layout, or a length does not divide; the error names both numbers.
+
+    Cost: one gather in each direction; no host sync.
+    """
+    if layout.shard(index, size, kind) is layout:
+        return x
+    x_TD = layout.flatten(x)
+    layout.check(len(x_TD))
+    layout.check_shard(len(x_TD), size, kind, values=all(map(is_host, layout.metadata)))
+    rows = layout.shard_rows(x.shape[:-1], index, size, kind)
+    shape = list(x.shape)
+    shape[layout.sequence_dim(shape)] //= size
+    return _gather(x_TD, rows).view(shape)
+
+
+def unshard_from_context_parallel(shards: Sequence[Tensor], layout: Layout, kind: ShardKind = "zigzag") -> Tensor:
+    """Join the parts of all ranks to the whole tensor, the inverse of ``shard_for_context_parallel``.
+
+    Args:
+        shards: One tensor per rank, in rank order, all of one shape.
+        layout: The layout of the whole.
+        kind: How the parts were made.
+
+    Raises:
+        ConfigError: The layout cannot be divided that way.
+        LayoutError: There are no shards, their shapes differ, or they do not fit the layout.
+
+    Cost: one copy and one gather in each direction; no host sync.
+    """
+    size = len(shards)
+    if not size or any(shard.shape != shards[0].shape for shard in shards):
+        raise LayoutError(
+            "unshard_from_context_parallel: shards must be tensors of one shape, one per rank, got shapes "
+            f"{[tuple(shard.shape) for shard in shards]}. Gather every rank's part."
+        )
+    if size == 1:
+        return shards[0]
+    shape = list(shards[0].shape)
+    shape[layout.sequence_dim(shape)] *= size
+    parts = [layout.shard(index, size, kind).flatten(shard) for index, shard in enumerate(shards)]
+    rows = torch.cat([layout.shard_rows(shape[:-1], index, size, kind) for index in range(size)])
+    return _gather(torch.cat(parts), _inverse(rows, len(rows))).view(shape)
+
+
+def thd_to_bshd(
+    x: Tensor, cu_seqlens: CuSeqlens, *, max_seqlen: int | None = None, cu_seqlens_padded: CuSeqlens | None = None
+) -> Tensor:
+    """Turn packed sequences into a batch, each sequence padded with zeros at its end.
+
+    Args:
+        x: (T, ...), sequences one after another.
+        cu_seqlens: int32 or int64 (B+1,), or a list: where sequences begin and end.
+        max_seqlen: S of the result; by default the longest sequence, which needs ``cu_seqlens`` on the host.
+        cu_seqlens_padded: Where sequences begin and end with their padding, if there is any; padding is dropped.
+
+    Returns:
+        (B, S, ...), differentiable. Its layout is ``BSHD(lengths)`` with the differences of ``cu_seqlens``.
+
+    Raises:
+        LayoutError: ``cu_seqlens`` are malformed or do not fit, or ``max_seqlen`` is missing and only a device knows
+            it. Values on a device are not checked.
+
+    Cost: one gather in each direction; no host sync.
+    """
+    layout = THD(cu_seqlens, cu_seqlens_padded, max_seqlen)
+    layout.check(len(x))
+    if max_seqlen is None:
+        if not is_host(layout.real):
+            raise LayoutError(
+                f"thd_to_bshd: max_seqlen must be given while cu_seqlens are on a device, got cu_seqlens on "
+                f"{layout.real.device}. Pass the longest sequence, or a bound on it."
+            )
+        max_seqlen = max(layout.real.diff().tolist(), default=0)
+    lengths_B, starts_B = layout.real.diff(), layout.owned[:-1]
+    positions_S = torch.arange(max_seqlen, device=starts_B.device)
+    rows_BS = torch.where(positions_S < lengths_B[:, None], starts_B[:, None] + positions_S, -1)
+    return _gather(x, rows_BS.flatten()).view(*rows_BS.shape, *x.shape[1:])
+
+
+def bshd_to_thd(
+    x: Tensor, cu_seqlens: CuSeqlens, *, num_rows: int | None = None, cu_seqlens_padded: CuSeqlens | None = None
+) -> Tensor:
+    """Pack the real positions of a padded batch, one sequence after another: the inverse of ``thd_to_bshd``.
+
+    Args:
+        x: (B, S, ...); positions past the end of a sequence are dropped and may hold anything.
+        cu_seqlens: int32 or int64 (B+1,), or a list.
+        num_rows: T of the result; by default the last of the cu_seqlens, which needs them on the host.
+        cu_seqlens_padded: As ``thd_to_bshd`` takes it; padding becomes zero.
+
+    Returns:
+        (T, ...), differentiable.
+
+    Raises:
+        LayoutError: ``cu_seqlens`` are malformed or do not fit, or ``num_rows`` is missing and only a device knows it.
+            Values on a device are not checked.
+
+    Cost: one gather in each direction; no host sync.
+    """
+    if x.dim() < 2:
+        raise LayoutError(f"bshd_to_thd: x must be (B, S, ...), got shape {tuple(x.shape)}. Keep the batch dimension.")
+    layout = THD(cu_seqlens, cu_seqlens_padded, x.shape[1])
+    rows = layout.known_rows() if num_rows is None else num_rows
+    if rows is None:
+        raise LayoutError(
+            f"bshd_to_thd: num_rows must be given while cu_seqlens are on a device, got cu_seqlens on "
+            f"{layout.owned.device}. Pass the T that the batch came from."
+        )
+    if len(layout.real) != len(x) + 1:
+        raise LayoutError(
+            f"bshd_to_thd: cu_seqlens must have B+1 entries, got {len(layout.real)} for B = {len(x)}. Pass those of "
+            "this batch."
+        )
+    layout.check(rows)
+    sequence_T, offset_T = locate(layout.owned, torch.arange(rows, device=layout.owned.device))
+    positions_T = torch.where(offset_T < layout.real.diff()[sequence_T], sequence_T * x.shape[1] + offset_T, -1)
+    return _gather(x.flatten(0, 1), positions_T)
+
+
+def _inverse(index: Tensor, num_rows: int) -> Tensor:
+    """Return where ``index`` names each of ``num_rows`` rows, or -1 if nowhere; entries of -1 name no row."""
+    inverse = torch.full((num_rows + 1,), -1, device=index.device)  # entries of -1 write to the last place
+    return inverse.scatter_(0, index.where(index >= 0, num_rows), torch.arange(len(index), device=index.device))[:-1]
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """Gather rows of ``x``, each at most once: row ``i`` is ``x[index[i]]``, or zero if ``index[i]`` is -1.
+
+    Differentiable any number of times. The backward is a gather too, without atomics. Rows that were not gathered get
+    zero gradient. Neither these rows nor gradients of zero rows are ever multiplied, so they may hold NaN.
+    """
+    index = index.to(x.device, non_blocking=True)
+    gathered: Tensor = _Gather.apply(x, index, _inverse(index, len(x)))  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(index, inverse)
+        if not len(x):
+            return x.new_zeros(len(index), *x.shape[1:])
+        rows = x.index_select(0, index.clamp(min=0))
+        return rows.masked_fill_((index < 0).view(-1, *[1] * (x.dim() - 1)), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        index, inverse = ctx.saved_tensors
+        return _Gather.apply(grads[0], inverse, index), None, None  # type: ignore[no-untyped-call]
