@@ -12,7 +12,7 @@ deep_ep: Any = emulated_deep_ep("v1.2.1")
 
 
 def test_nvlink_size_hint_within_a_node() -> None:
-    """10 channels x 8 ranks x 256 slots of a row with source, 128 ids, weights and scales, and 5 flags per queue."""
+    """10 channels x 8 ranks x 256 rows of a row with source, 128 ids, weights and scales, and 5 flags per queue."""
     config = deep_ep.Config(20, 6, 256, 6, 128)
     by_hand = 80 * 5 * 4 + 80 * 256 * (14336 + 8 + 128 * 8 + 128 * 4 + 128 * 4)
     assert config.get_nvl_buffer_size_hint(14336, 8) == -(-by_hand // 128) * 128

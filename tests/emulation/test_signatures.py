@@ -4,84 +4,180 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
-from importlib import resources
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 from moe_dispatch.testing.emulation import RELEASES, emulated_deep_ep
-from tests.emulation.elastic_case import dispatched, open_buffer
+from moe_dispatch.testing.emulation.normal.handles import InternodeHandle, IntranodeHandle
+from moe_dispatch.testing.emulation.signatures import parsed, recorded
+from tests.emulation import elastic_case, hybrid_case
+from tests.emulation.hybrid_case import HIDDEN, LOCAL, ROWS, make_sources, run_ranks
 from tests.emulation.tokens import make_tokens
 
-# HybridEP's classes and handles have tests of their own.
-OURS = ("v1.2.1", "v2-2.1.0")
+
+def methods_of(release: str) -> dict[tuple[str, str], list[str]]:
+    """Recorded parameters by class and method."""
+    classes = recorded(release)["classes"]
+    return {(name, method): taken for name, methods in classes.items() for method, taken in methods.items()}
 
 
-def recorded(release: str) -> Any:
-    file = resources.files("moe_dispatch.testing.emulation") / "signatures" / f"{release}.json"
-    return json.loads(file.read_text())
+def written(signature: inspect.Signature) -> str:
+    """A signature as text, without annotations: names, kinds and defaults."""
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    return str(inspect.Signature(bare))
 
 
-def signature(function: Any) -> list[list[str]]:
-    """Name and kind of each parameter, and its default if it has one."""
-    return [
-        [one.name, one.kind.name, *([] if one.default is inspect.Parameter.empty else [repr(one.default)])]
-        for one in inspect.signature(function).parameters.values()
-    ]
+def named(module: Any, name: str) -> Any:
+    """EventHandle is a class of the extension module, which v1 shows in ``deep_ep.utils`` only."""
+    return getattr(module, name, None) or getattr(module.utils, name)
 
 
 def differences(release: str, module: Any) -> list[str]:
     """Methods of a module's classes that do not take what the record says."""
     return [
         f"{name}.{method}"
-        for name, methods in recorded(release)["classes"].items()
-        for method, parameters in methods.items()
-        if signature(getattr(_named(module, name), method)) != parameters
+        for (name, method), taken in methods_of(release).items()
+        if written(inspect.signature(getattr(named(module, name), method))) != written(parsed(taken))
     ]
-
-
-def _named(module: Any, name: str) -> Any:
-    """EventHandle is a class of the extension module, which v1 shows in ``deep_ep.utils`` only."""
-    return getattr(module, name, None) or getattr(module.utils, name)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_release_has_a_record_with_its_source(release: str) -> None:
     record = recorded(release)
     assert record["release"] == release
-    assert len(record["source"]["commit"]) == 40
-    assert record["source"]["repository"].startswith("github.com/")
+    source = record["source"]
+    assert len(source["commit"]) == 40
+    assert source["repository"].startswith("github.com/")
+    assert source["date"]
+    assert source.get("files") or source["file"]
+    assert source.get("branch") or source["tag"]
 
 
-@pytest.mark.parametrize("release", OURS)
-def test_methods_take_what_those_of_the_release_take(release: str) -> None:
-    assert differences(release, emulated_deep_ep(release)) == []
+def test_text_of_a_signature_tells_names_kinds_and_defaults_apart() -> None:
+    def function(x: int, /, y: int = 0, *, z: bool = False, **more: int) -> None: ...
+
+    assert written(inspect.signature(function)) == "(x, /, y=0, *, z=False, **more)"
+    assert written(parsed(["x", "/", "y=0", "*", "z=False", "**more"])) == "(x, /, y=0, *, z=False, **more)"
 
 
-@pytest.mark.parametrize("release", OURS)
+@pytest.mark.parametrize(
+    ("release", "name", "method"), [(release, *key) for release in RELEASES for key in methods_of(release)]
+)
+def test_a_method_takes_what_that_of_the_release_takes(release: str, name: str, method: str) -> None:
+    emulated = getattr(named(emulated_deep_ep(release), name), method)
+    assert written(inspect.signature(emulated)) == written(parsed(methods_of(release)[name, method]))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_functions_take_what_those_of_the_release_take(release: str) -> None:
+    for name, taken in recorded(release).get("functions", {}).items():
+        function = getattr(emulated_deep_ep(release).hybrid_ep_buffer, name)
+        assert written(inspect.signature(function)) == written(parsed(taken))
+
+
+@pytest.mark.parametrize("release", RELEASES)
 def test_classes_have_no_public_method_that_the_release_lacks(release: str) -> None:
     for name, methods in recorded(release)["classes"].items():
         if name in ("Config", "EventHandle"):
             continue
-        buffer = _named(emulated_deep_ep(release), name)
+        buffer = named(emulated_deep_ep(release), name)
+        assert buffer.__name__ == ("ElasticEventOverlap" if (release, name) == ("v2-2.1.0", "EventOverlap") else name)
         public = {method for method in dir(buffer) if not method.startswith("_") and callable(getattr(buffer, method))}
         assert public <= set(methods), name
 
 
-@pytest.mark.parametrize("release", OURS)
+@pytest.mark.parametrize("release", RELEASES)
 def test_the_module_has_the_names_of_the_package(release: str) -> None:
-    assert set(recorded(release)["names"]) <= set(vars(emulated_deep_ep(release)))
+    record = recorded(release)
+    assert set(record.get("names", record["classes"])) <= set(vars(emulated_deep_ep(release)))
+
+
+@pytest.mark.parametrize(
+    ("release", "name", "method"),
+    [
+        ("v1.2.1", "Buffer", "low_latency_dispatch"),
+        ("v1.2.1", "Buffer", "get_low_latency_rdma_size_hint"),
+        ("v2-2.1.0", "ElasticBuffer", "engram_fetch"),
+        ("v2-2.1.0", "ElasticBuffer", "get_pp_buffer_size_hint"),
+    ],
+)
+def test_what_is_not_emulated_is_refused_only_with_arguments_that_the_release_takes(
+    release: str, name: str, method: str
+) -> None:
+    refuse, taken = getattr(getattr(emulated_deep_ep(release), name), method), methods_of(release)[name, method]
+    required = [None] * len([one for one in taken if "=" not in one])
+    with pytest.raises(NotImplementedError, match="not emulated"):
+        refuse(*required)
+    with pytest.raises(TypeError, match="missing a required argument"):
+        refuse(*required[1:])
+
+
+@hybrid_case.BEFORE_RAGGED
+def test_older_releases_refuse_an_argument_that_came_later(release: str) -> None:
+    buffer = hybrid_case.open_buffer(release, None)
+    x = torch.zeros(16, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_of_tokens_per_rank'"):
+        buffer.dispatch(x, num_of_tokens_per_rank=16)
+
+
+def test_handles_of_v1_have_the_recorded_fields() -> None:
+    handles = recorded("v1.2.1")["handles"]
+    assert [one.name for one in fields(IntranodeHandle)] == handles["dispatch"]
+    assert [one.name for one in fields(InternodeHandle)] == handles["internode_dispatch"]
 
 
 def test_objects_of_v2_hold_what_those_of_the_release_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     attributes = recorded("v2-2.1.0")["attributes"]
-    buffer = open_buffer(None)
-    handle = dispatched(buffer, make_tokens([5])[0])[3]
+    buffer = elastic_case.open_buffer(None)
+    handle = elastic_case.dispatched(buffer, make_tokens([5])[0])[3]
     assert sorted(vars(handle)) == sorted(attributes["EPHandle"])
     assert sorted(vars(buffer)) == sorted(attributes["ElasticBuffer"])
+
+
+@hybrid_case.EVERY
+def test_handles_hold_what_their_fields_say(release: str) -> None:
+    sources = make_sources([ROWS] * 2)
+
+    def body(group: Any) -> Any:
+        buffer, source = hybrid_case.open_buffer(release, group), sources[group.rank()]
+        return (
+            buffer.dispatch(source.x, routing_map=source.routing)[-1],
+            hybrid_case.sent(buffer, source, pad_multiple=16)[-1],
+        )
+
+    for plain, permuted in run_ranks(body, 2):
+        names = recorded(release)["handles"]
+        _check_handle(dict(zip(names["dispatch"], plain, strict=True)))
+        _check_handle(dict(zip(names["dispatch_with_permute"], permuted, strict=True)))
+
+
+def _check_handle(handle: dict[str, Any]) -> None:
+    shapes = {
+        "sparse_to_dense_map": ("torch.int32", (ROWS, 2)),
+        "rdma_to_attn_map": ("torch.bool", (ROWS, 1)),
+        "attn_to_rdma_map": ("torch.bool", (ROWS, 0)),
+        "num_dispatched_tokens_tensor": ("torch.int32", (1,)),
+        "local_expert_routing_map": ("torch.bool", (2 * ROWS, LOCAL)),
+        "dense_chunk_layout": ("torch.int32", (2,)),
+        "dense_to_expert_map": ("torch.int32", (2 * ROWS, LOCAL)),
+        "tokens_per_expert": ("torch.int32", (LOCAL,)),
+        "overflow_flag": ("torch.int32", (1,)),
+    }
+    for name, (dtype, shape) in shapes.items():
+        if name in handle:
+            assert (str(handle[name].dtype), tuple(handle[name].shape)) == (dtype, shape), name
+    for name in ("num_of_tokens", "num_of_tokens_per_rank", "num_of_valid_tokens"):
+        assert handle.get(name, ROWS) == ROWS
+    if "config" in handle:
+        assert handle["config"].hidden_dim == HIDDEN
+    if "row_id_map" in handle:
+        # Room for all rows that may come and one block of padding; the first release knows how many came.
+        came = int(handle["num_dispatched_tokens_tensor"])
+        assert handle["row_id_map"].shape[0] - 16 == (came if "config" not in handle else 2 * 512)
 
 
 def test_the_installed_deep_ep_is_one_that_was_recorded() -> None:

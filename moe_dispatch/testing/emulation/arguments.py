@@ -1,6 +1,9 @@
-"""Defaults and pairs among the arguments of both generations of buffers."""
+"""Defaults, pairs and tuples among the arguments of the buffers."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -10,6 +13,12 @@ X = Tensor | tuple[Tensor, Tensor]  # rows, or float8 rows with their scales
 def value_or(value: int | None, default: int) -> int:
     """``value`` unless it is None."""
     return default if value is None else value
+
+
+def agreed(given: int | None, of_handle: int) -> int:
+    """The number of a handle, which an argument may repeat but not change."""
+    assert given is None or given == of_handle
+    return of_handle
 
 
 def unpack_bias(bias: Tensor | tuple[Tensor, Tensor] | None) -> list[Tensor]:
@@ -30,3 +39,16 @@ def unpack_rows(x: X) -> tuple[Tensor, Tensor | None]:
 def pack_rows(x: Tensor, scales: Tensor | None) -> X:
     """The form in which rows came: alone, or with their scales."""
     return x if scales is None else (x, scales)
+
+
+def unpacked(names: Sequence[str], handle: Sequence[Any]) -> dict[str, Any]:
+    """Name the items of a handle.
+
+    Raises:
+        ValueError: the handle has another length, as Python says it where a tuple is unpacked.
+    """
+    if len(handle) < len(names):
+        raise ValueError(f"not enough values to unpack (expected {len(names)}, got {len(handle)})")
+    if len(handle) > len(names):
+        raise ValueError(f"too many values to unpack (expected {len(names)})")
+    return dict(zip(names, handle, strict=True))

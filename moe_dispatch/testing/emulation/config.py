@@ -1,4 +1,4 @@
-"""``deep_ep.Config`` of v1.2.1: how many SMs and how long the queues are, and the buffer sizes that follow."""
+"""``deep_ep.Config`` of v1.2.1: the number of SMs, the queue lengths, and the buffer sizes that follow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from moe_dispatch.testing.emulation.refusals import host_assert
 
 NVL_PEERS = 8  # csrc/kernels/configs.cuh:3 of v1.2.1
 _SOURCE = "csrc/config.hpp"
-# csrc/config.hpp:48-65 of v1.2.1: top-k ids and weights, and scales, that a queue's slot has room for.
+# csrc/config.hpp:48-65 of v1.2.1: top-k ids and weights, and scales, that fit a row of a queue.
 _MAX_TOPK, _MAX_SCALES = 128, 128
 SOURCE_META_BYTES = 8  # two int32: csrc/kernels/internode.cu:17 of v1.2.1
 
 
 @final
 class Config:
-    """Of these numbers only the sizes change results: they decide which buffers are too small.
+    """Numbers of SMs and queue lengths. In the emulation they only decide which buffers are too small.
 
     Source: csrc/config.hpp:18-97 and csrc/deep_ep.cpp:1345 of v1.2.1. The size hints take no keywords there either.
     """
@@ -36,8 +36,8 @@ class Config:
         rdma = (rdma[0], -(-rdma[1] // rdma[0]) * rdma[0])
         _require_queue(*rdma, "rdma", positive=36, shorter=40)
         self._num_sms = num_sms
-        self._nvl_slots = nvl
-        self._rdma_slots = rdma
+        self._nvl = nvl
+        self._rdma = rdma
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
         """Bytes of NVLink buffer with room for any top-k up to 128 (csrc/config.hpp:45-72)."""
@@ -48,9 +48,9 @@ class Config:
             f"{_SOURCE}:51",
         )
         queues = self.num_channels * min(num_ranks, NVL_PEERS)
-        slots = queues * self._nvl_slots[1]
+        rows = queues * self._nvl[1]
         flags = queues * (2 * max(num_ranks // NVL_PEERS, 1) + 3) * 4
-        return _aligned(flags + slots * (hidden_bytes + SOURCE_META_BYTES + _topk_and_scale_bytes()))
+        return _aligned(flags + rows * (hidden_bytes + SOURCE_META_BYTES + _topk_and_scale_bytes()))
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
         """Bytes of RDMA buffer; 0 within one node (csrc/config.hpp:74-97)."""
@@ -59,9 +59,9 @@ class Config:
         host_assert(num_ranks % NVL_PEERS == 0, "num_ranks % NUM_MAX_NVL_PEERS == 0", f"{_SOURCE}:79")
         host_assert(self._num_sms % 2 == 0, "num_sms % 2 == 0", f"{_SOURCE}:80")
         queues = self.num_channels * (num_ranks // NVL_PEERS)
-        slots = queues * self._rdma_slots[1]
+        rows = queues * self._rdma[1]
         flags = queues * (NVL_PEERS * 2 + 2) * 2 * 4
-        return _aligned(flags + slots * 2 * (hidden_bytes + SOURCE_META_BYTES + _topk_and_scale_bytes() + 16))
+        return _aligned(flags + rows * 2 * (hidden_bytes + SOURCE_META_BYTES + _topk_and_scale_bytes() + 16))
 
     @property
     def num_channels(self) -> int:
@@ -69,8 +69,8 @@ class Config:
         return self._num_sms // 2
 
     def layout(self) -> list[int]:
-        """What the ranks of a call must share, or each would look for its queues at another place."""
-        return [self._num_sms, *self._nvl_slots, *self._rdma_slots]
+        """Numbers that all ranks of a call must share, or each would look for its queues at another address."""
+        return [self._num_sms, *self._nvl, *self._rdma]
 
     @property
     def has_even_sms(self) -> bool:
@@ -80,22 +80,22 @@ class Config:
     @property
     def nvl_send(self) -> int:
         """Rows that are sent over NVLink at once."""
-        return self._nvl_slots[0]
+        return self._nvl[0]
 
     @property
-    def nvl_slots(self) -> int:
+    def nvl_queue_rows(self) -> int:
         """Rows in the queue of one channel and rank."""
-        return self._nvl_slots[1]
+        return self._nvl[1]
 
     @property
     def rdma_send(self) -> int:
         """Rows that are sent between nodes at once."""
-        return self._rdma_slots[0]
+        return self._rdma[0]
 
     @property
-    def rdma_slots(self) -> int:
+    def rdma_queue_rows(self) -> int:
         """Rows in the queue of one channel and node."""
-        return self._rdma_slots[1]
+        return self._rdma[1]
 
 
 def _topk_and_scale_bytes() -> int:

@@ -23,7 +23,7 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """As the real one: an event that was never recorded cannot be waited for.
+        """Wait for the event, which must have been recorded.
 
         Raises:
             AssertionError: the call that gave this was not asynchronous (deep_ep/utils.py:43 of v1.2.1).

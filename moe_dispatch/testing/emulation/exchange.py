@@ -1,4 +1,4 @@
-"""What the emulated buffers exchange: rows of any dtype, and whether the ranks came to the same call at all."""
+"""The exchanges of the emulated buffers: rows of any dtype, and the check that all ranks are in the same call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LABEL = "emulation"
 @final
 @dataclass(kw_only=True, slots=True)
 class Entry:
-    """What a rank says at the entrance of a call; all values must survive JSON."""
+    """The values that a rank tells the others at the entrance of a call; all must survive JSON."""
 
-    same: dict[str, Any] = field(default_factory=dict)  # what every rank must pass alike, by name
-    told: Any = None  # what the other ranks shall know
+    same: dict[str, Any] = field(default_factory=dict)  # values that every rank must pass alike, by name
+    told: Any = None  # value for the other ranks
     everyone: list[Any] = field(default_factory=list)  # `told` by rank; filled in when the block ends
 
 
@@ -58,7 +58,7 @@ class Exchange:
         return self._communicator.gather_json(value, label=LABEL)
 
     def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """``parts[p]`` to rank p; what every rank sent here, by rank.
+        """Send ``parts[p]`` to rank p; return what every rank sent here, by rank.
 
         All parts of all ranks have one dtype and the same sizes after dim 0. Cost: two collectives.
         """
@@ -80,7 +80,7 @@ class Exchange:
         return received
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """``tensor`` of every rank, by rank; their row counts may differ. Cost: two collectives."""
+        """Gather ``tensor`` of every rank, by rank; row counts may differ. Cost: two collectives."""
         return self.rows([tensor] * self.size)
 
     def barrier(self, where: str) -> None:

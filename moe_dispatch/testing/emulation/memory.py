@@ -1,4 +1,4 @@
-"""Rows of any dtype, and memory that nobody wrote, as the emulated buffers hand it out."""
+"""Rows of any dtype, and uninitialised memory as the emulated buffers hand it out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def uninitialised(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A CPU tensor that shows when it is read: NaN in every floating type, the smallest value in signed integers.
+    """Make a CPU tensor whose values stand out: NaN in floating types, the smallest value in signed integers.
 
     uint8 is full of 255, which is NaN in every float8 that it may hold; bool is True.
     """
@@ -20,7 +20,7 @@ def uninitialised(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def grown(rows: Tensor, num_rows: int) -> Tensor:
-    """``rows`` at the start of ``num_rows`` rows of which nobody wrote the rest."""
+    """Append uninitialised rows up to ``num_rows`` rows."""
     return stacked([rows, uninitialised((num_rows - rows.shape[0], *rows.shape[1:]), rows.dtype)])
 
 

@@ -1,4 +1,4 @@
-"""How the emulation says what the real library would have done to the process."""
+"""The errors of the emulation, in the words of the real library where it has any."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class EmulatedHang(RuntimeError):
 
 
 def host_assert(holds: bool, condition: str, source: str) -> None:
-    """deep_ep's check on the host: an exception of theirs, which pybind11 hands to Python as RuntimeError.
+    """Raise RuntimeError for a failed check on the host, as pybind11 turns deep_ep's exception into one.
 
-    ``source`` is file:line of the release; ``condition`` is what stands there, in their words (v1.2.1:
-    csrc/kernels/exception.cuh:17).
+    ``source`` is file:line of the release, and ``condition`` the condition in its source (csrc/kernels/exception.cuh:17
+    of v1.2.1).
     """
     if not holds:
         raise RuntimeError(f"Failed: Assertion error {source} '{condition}'")
@@ -30,9 +30,9 @@ def elastic_assert(holds: bool, condition: str, source: str) -> None:
 
 
 def device_assert(holds: bool, condition: str, source: str, said: str = "") -> None:
-    """deep_ep's check on the GPU: it prints the condition and traps, after which the process cannot use the GPU.
+    """Raise EmulatedAbort for a failed check on the GPU: it traps, and the process cannot use the GPU any more.
 
-    Where their condition alone does not tell what was wrong, ``said`` adds it.
+    ``said`` adds the values, if the condition alone does not tell what was wrong.
     """
     if not holds:
         raise EmulatedAbort(f"Assertion failed: {source}, condition: {condition}{said and f' ({said})'}")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,14 +17,13 @@ from moe_dispatch.testing.emulation.elastic.buffer import ElasticBuffer, EPHandl
 from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EventHandle, EventOverlap
 from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer, indices_to_map
 from moe_dispatch.testing.emulation.normal.buffer import Buffer
-from moe_dispatch.testing.emulation.variants import unemulated_buffer
 
 RELEASES = ("v1.2.1", "v2-2.1.0", "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744")
 
 
 @functools.cache
 def emulated_deep_ep(release: str) -> ModuleType:
-    """The module that stands for ``deep_ep``; its submodules are attributes of it, and are not in ``sys.modules``.
+    """Make the module that stands for ``deep_ep``. Its submodules are attributes; they are not in ``sys.modules``.
 
     Raises:
         ConfigError: no such release.
@@ -37,7 +37,7 @@ def emulated_deep_ep(release: str) -> ModuleType:
 
 @contextmanager
 def imported_as_deep_ep(release: str) -> Iterator[ModuleType]:
-    """``import deep_ep`` and its submodules give the emulation inside the block; what was there before comes back.
+    """Make ``import deep_ep`` give the emulation inside the block; restore the modules that were there before.
 
     Modules that are imported inside the block keep the names they took from it.
     """
@@ -88,7 +88,7 @@ def _v1() -> ModuleType:
 
 
 def _v2(release: str) -> ModuleType:
-    legacy = unemulated_buffer(release)
+    legacy = _unemulated_buffer(release)
     return _module(
         "deep_ep",
         Buffer=legacy,
@@ -106,7 +106,7 @@ def _v2(release: str) -> ModuleType:
         ),
         utils=_module(
             "deep_ep.utils",
-            EventHandle=EventHandle,  # and no EventOverlap: code for v1 that imports both does without
+            EventHandle=EventHandle,  # no EventOverlap: an import of both, as in code for v1, fails as with the real v2
             event=_module("deep_ep.utils.event", EventHandle=EventHandle, EventOverlap=ElasticEventOverlap),
         ),
     )
@@ -114,7 +114,7 @@ def _v2(release: str) -> ModuleType:
 
 def _hybrid_ep(release: str) -> ModuleType:
     """The buffer class carries its own name: HybridEpBuffer in 0ed15b5, HybridEPBuffer later."""
-    buffer, of_branch = hybrid_ep_buffer(release), unemulated_buffer(release)
+    buffer, of_branch = hybrid_ep_buffer(release), _unemulated_buffer(release)
     return _module(
         "deep_ep",
         **{buffer.__name__: buffer},
@@ -127,3 +127,19 @@ def _hybrid_ep(release: str) -> ModuleType:
         ),
         utils=_module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap),
     )
+
+
+def _unemulated_buffer(release: str) -> type:
+    """Make the class ``Buffer`` of a release whose point is another class: it can be imported, and refuses every use.
+
+    Its group sizes and queue lengths differ from those of v1.2.1, so the class of v1.2.1 would answer wrongly
+    (deep_ep/buffers/legacy.py of v2; deep_ep/buffer.py of branch hybrid-ep).
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"Buffer: the one of {release} is not emulated, only its newer classes are. Use release v1.2.1 for Buffer."
+        )
+
+    methods = {name: staticmethod(refuse) for name in ("set_num_sms", "get_dispatch_config", "get_combine_config")}
+    return type("Buffer", (), {"__init__": refuse, **methods, "__doc__": refuse.__doc__})

@@ -1,4 +1,4 @@
-"""``deep_ep.ElasticBuffer`` of v2: what its deep_ep/buffers/elastic.py does; the C++ side is in elastic_runtime."""
+"""``deep_ep.ElasticBuffer`` of v2: its Python side, deep_ep/buffers/elastic.py. The C++ side is in ``runtime``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.arguments import X, pack_rows, unpack_bias, unpack_rows
-from moe_dispatch.testing.emulation.elastic.calls import Form, Sent, Timing
+from moe_dispatch.testing.emulation.arguments import X, agreed, pack_rows, unpack_bias, unpack_rows, value_or
+from moe_dispatch.testing.emulation.elastic.call import CombineInput, DispatchInput, Options, Timing
 from moe_dispatch.testing.emulation.elastic.handle import EPHandle
 from moe_dispatch.testing.emulation.elastic.runtime import ElasticRuntime
 from moe_dispatch.testing.emulation.elastic.sizes import buffer_bytes, theoretical_num_sms
-from moe_dispatch.testing.emulation.elastic.unemulated import UnemulatedParts
 from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EventHandle
+from moe_dispatch.testing.emulation.signatures import refuse_unemulated
 from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
 
+# Engram storage, pipeline-parallel sends, all-gather sessions and streams (deep_ep/buffers/elastic.py:412-727 of v2).
+_UNEMULATED = (
+    "get_comm_stream",
+    "get_engram_storage_size_hint",
+    "engram_write",
+    "engram_fetch",
+    "get_pp_buffer_size_hint",
+    "pp_set_config",
+    "pp_send",
+    "pp_recv",
+    "get_agrs_num_max_session_bytes",
+    "get_agrs_buffer_size_hint",
+    "create_agrs_session",
+    "destroy_agrs_session",
+    "agrs_new_session",
+    "agrs_set_config",
+    "agrs_get_inplace_tensor",
+    "all_gather",
+)
+_NOT_EMULATED = "ElasticBuffer.{}: not emulated. Only dispatch and combine of experts' rows are."
+
+
 @final
-class ElasticBuffer(UnemulatedParts):
+@refuse_unemulated("v2-2.1.0", {name: _NOT_EMULATED.format(name) for name in _UNEMULATED})
+class ElasticBuffer:
     """Dispatch and combine over a process group of CPU ranks, all of them in one NVLink domain.
 
     ``group=None`` is one rank without torch.distributed, for tests; the real one wants a group of one rank there.
@@ -69,7 +92,7 @@ class ElasticBuffer(UnemulatedParts):
                 allow_hybrid_mode,
                 allow_multiple_reduction,
             )
-        self.nccl_comm_handle = None  # nothing here goes through NCCL
+        self.nccl_comm_handle = None  # the emulation does not use NCCL
         self.num_bytes = num_bytes
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_allocated_qps = num_allocated_qps or (129 if allow_hybrid_mode else 17)
@@ -168,24 +191,28 @@ class ElasticBuffer(UnemulatedParts):
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[X, Tensor | None, Tensor | None, EPHandle, ElasticEventOverlap]:
-        """Each token once to each rank of its experts, compact by source rank; or expanded, a row per expert."""
+        """Send each token once to each rank of its experts; rows arrive compact, or expanded to a row per expert."""
         _check_torch_deterministic()
         num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]  # type: ignore[union-attr]
         if num_sms == 0:
-            # With a handle num_experts is often None, and this fails on it: there too (elastic.py:928, before :940).
+            # With a handle num_experts is often None, and this raises, as in the release (elastic.py:928, before :940).
             num_sms = self.get_theoretical_num_sms(num_experts, num_topk)  # type: ignore[arg-type]
         self._require_qps(num_sms, num_qps)
         if handle is not None:
             assert topk_idx is None
             topk_idx = handle.topk_idx
-        form = Form.of(
-            handle,
-            default_num_max_tokens_per_rank=self.num_max_tokens_per_rank,
-            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            assert not do_cpu_sync, "Cannot do CPU sync with cached handle"
+            num_experts = agreed(num_experts, handle.num_experts)
+            expert_alignment = agreed(expert_alignment, handle.expert_alignment)
+            num_max_tokens_per_rank = agreed(num_max_tokens_per_rank, handle.num_max_tokens_per_rank)
+        if num_experts is None:
+            raise TypeError("dispatch(): incompatible function arguments: num_experts must be an int, got None")
+        options = Options(
+            num_max_tokens_per_rank=value_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
             num_experts=num_experts,
-            expert_alignment=expert_alignment,
-            do_cpu_sync=do_cpu_sync,
+            expert_alignment=value_or(expert_alignment, 1),
             do_handle_copy=do_handle_copy,
+            do_cpu_sync=(handle is None) if do_cpu_sync is None else do_cpu_sync,
             do_expand=do_expand,
             do_zero_padding=do_zero_padding,
             col_major_sf=use_tma_aligned_col_major_sf,
@@ -200,11 +227,11 @@ class ElasticBuffer(UnemulatedParts):
         assert topk_idx is not None
         rows, sf = unpack_rows(x)
         stats = cumulative_local_expert_recv_stats
-        sent = Sent(x=rows, sf=sf, topk_idx=topk_idx, topk_weights=topk_weights, stats=stats)
-        received = self.runtime.dispatch(sent, form, timing, handle)
+        sent = DispatchInput(x=rows, sf=sf, topk_idx=topk_idx, topk_weights=topk_weights, stats=stats)
+        received = self.runtime.dispatch(sent, options, timing, handle)
         event = ElasticEventOverlap(timing.event())
         if self.deterministic:
-            received.sort(form, event, is_cached=handle is not None)
+            received.sort(options, event, is_cached=handle is not None)
         recv_x = pack_rows(received.x, received.sf)
         return recv_x, received.topk_idx, received.topk_weights, received.handle, event
 
@@ -222,7 +249,7 @@ class ElasticBuffer(UnemulatedParts):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, ElasticEventOverlap]:
-        """Rows back to where they came from and summed there, without weights; weights (T, K) come back as they are."""
+        """Send rows back and add them up, unweighted, on their source ranks; weights (T, K) come back as they are."""
         _check_torch_deterministic()
         num_sms = handle.num_sms if num_sms == 0 else num_sms
         self._require_qps(num_sms, num_qps)
@@ -233,7 +260,8 @@ class ElasticBuffer(UnemulatedParts):
             async_with_compute_stream=async_with_compute_stream,
             allocate_on_comm_stream=allocate_on_comm_stream,
         )
-        combined = self.runtime.combine(x, topk_weights, unpack_bias(bias), handle, timing)
+        sent = CombineInput(x=x, topk_weights=topk_weights, biases=unpack_bias(bias))
+        combined = self.runtime.combine(sent, handle, timing)
         return *combined, ElasticEventOverlap(timing.event())
 
     def _require_qps(self, num_sms: int, num_qps: int) -> None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.elastic.calls import HPP, Form, Sent
+from moe_dispatch.testing.emulation.elastic.call import COMBINE, DISPATCH, HPP, CombineInput, DispatchInput, Options
 from moe_dispatch.testing.emulation.elastic.handle import EPHandle
 from moe_dispatch.testing.emulation.elastic.sizes import RowSizes
 from moe_dispatch.testing.emulation.refusals import EmulatedAbort, elastic_assert, require_cpu
 
 
-def check_dispatch(sent: Sent, form: Form, num_ranks: int, *, is_cached: bool) -> RowSizes:
-    """csrc/elastic/buffer.hpp:731-805 and csrc/kernels/elastic/dispatch.hpp:168; the sizes of a row."""
+def check_dispatch(sent: DispatchInput, options: Options, num_ranks: int, *, is_cached: bool) -> RowSizes:
+    """Check csrc/elastic/buffer.hpp:731-805 and csrc/kernels/elastic/dispatch.hpp:168; return the sizes of a row."""
     x, ids, weights = sent.x, sent.topk_idx, sent.topk_weights
-    require_cpu("ElasticBuffer.dispatch", x, sent.sf, ids, weights, sent.stats)
-    elastic_assert(not form.do_zero_padding or form.do_expand, "not do_zero_padding or do_expand", f"{HPP}:731")
+    require_cpu(DISPATCH, x, sent.sf, ids, weights, sent.stats)
+    elastic_assert(not options.do_zero_padding or options.do_expand, "not do_zero_padding or do_expand", f"{HPP}:731")
     _require_dims(x, 2)
     elastic_assert(x.is_contiguous(), "x.is_cuda() and x.is_contiguous()", f"{HPP}:754")
     _check_row_bytes(x, 755)
     bound = "num_tokens <= num_max_tokens_per_rank"
-    elastic_assert(x.shape[0] <= form.num_max_tokens_per_rank, bound, f"{HPP}:756")
+    elastic_assert(x.shape[0] <= options.num_max_tokens_per_rank, bound, f"{HPP}:756")
     if sent.sf is not None:
         _require_dims(sent.sf, 2)
         elastic_assert(sent.sf.shape[0] == x.shape[0], "num_tokens == num_tokens_", f"{HPP}:765")
@@ -32,12 +32,12 @@ def check_dispatch(sent: Sent, form: Form, num_ranks: int, *, is_cached: bool) -
     elastic_assert(ids.is_contiguous(), "topk_idx.is_cuda() and topk_idx.is_contiguous()", f"{HPP}:778")
     if weights is not None:
         _check_weights(weights, x.shape[0], ids.shape[1])
-    num_local_experts = form.num_experts // num_ranks
+    num_local_experts = options.num_experts // num_ranks
     if sent.stats is not None:
         _check_stats(sent.stats, num_local_experts, is_cached=is_cached)
-    elastic_assert(form.num_experts % num_ranks == 0, "num_experts % nccl_context->num_ranks == 0", f"{HPP}:805")
+    elastic_assert(options.num_experts % num_ranks == 0, "num_experts % nccl_context->num_ranks == 0", f"{HPP}:805")
     return RowSizes(
-        num_max_tokens_per_rank=form.num_max_tokens_per_rank,
+        num_max_tokens_per_rank=options.num_max_tokens_per_rank,
         hidden=x.shape[1],
         element_bytes=x.element_size(),
         num_sf_packs=0 if sent.sf is None else sent.sf.shape[1],
@@ -60,11 +60,14 @@ def check_ids(topk_idx: Tensor, num_experts: int) -> None:
         )
 
 
-def check_combine(
-    x: Tensor, topk_weights: Tensor | None, biases: list[Tensor], handle: EPHandle, num_ranks: int
-) -> RowSizes:
-    """csrc/elastic/buffer.hpp:1201-1247, deep_ep/include/deep_ep/impls/combine.cuh:109; the sizes of a row."""
-    require_cpu("ElasticBuffer.combine", x, topk_weights, *biases)
+def check_combine(sent: CombineInput, handle: EPHandle, num_ranks: int) -> RowSizes:
+    """Check csrc/elastic/buffer.hpp:1201-1247 and deep_ep/include/deep_ep/impls/combine.cuh:109.
+
+    Returns:
+        The sizes of a row.
+    """
+    x, topk_weights = sent.x, sent.topk_weights
+    require_cpu(COMBINE, x, topk_weights, *sent.biases)
     _require_dims(x, 2)
     elastic_assert(x.is_contiguous(), "x.is_cuda() and x.is_contiguous()", f"{HPP}:1202")
     elastic_assert(x.dtype == torch.bfloat16, "x.scalar_type() == torch::kBFloat16", f"{HPP}:1203")
@@ -80,7 +83,7 @@ def check_combine(
     elastic_assert(columns == num_topk + 2, "num_topk_p2 == num_topk + 2", f"{HPP}:1220")
     if topk_weights is not None:
         _check_combined_weights(topk_weights, x.shape[0], num_topk, handle)
-    for bias in biases:
+    for bias in sent.biases:
         elastic_assert(
             bias.dim() == 2 and bias.is_contiguous(), "bias.dim() == 2 and bias.is_contiguous()", f"{HPP}:1242"
         )

@@ -1,4 +1,4 @@
-"""``deep_ep.EPHandle`` of v2: what a dispatch leaves for its repetition, its combine and its caller."""
+"""``deep_ep.EPHandle`` of v2: the handle of a dispatch, for a cached dispatch, the combine and the caller."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class EPHandle:
     """The attributes of the release (deep_ep/buffers/elastic.py:25-95 of v2), all tensors int32 but ``topk_idx``.
 
     ``psum_num_recv_tokens_per_scaleup_rank`` (P,): rows received from ranks up to i.
-    ``psum_num_recv_tokens_per_expert`` (L,): compact, the inclusive sum of aligned counts; expanded, where the
-    real rows of each expert end.
+    ``psum_num_recv_tokens_per_expert`` (L,): the inclusive sum of aligned counts (compact), or the end of each expert's
+    real rows (expanded).
     ``recv_src_metadata`` (R, 2 + K): source rank times ``num_max_tokens_per_rank`` plus token; source rank times K plus
-    the last choice that led here; and, expanded only, the rows of this token.
-    ``dst_buffer_slot_idx`` (T, K): the slot on the rank of each last choice.
+    the last choice that led here; K columns with the expanded rows of this token, unwritten if compact.
+    ``dst_buffer_slot_idx`` (T, K): the row in the receive buffer of the rank of each last choice; -1 for others.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EPHandle:
         recv_topk_weights: Tensor | None,
         channel_linked_list: Any,
     ) -> None:
-        """Rows as they arrived into the order of source rank and token, in place; expanded, within each expert."""
+        """Sort rows by source rank and token in place, and expanded rows within each expert."""
         if not is_cached_dispatch:
             self.cached_recv_src_metadata_before_sort = self.recv_src_metadata.clone()
         assert self.cached_recv_src_metadata_before_sort is not None
@@ -89,10 +89,10 @@ class EPHandle:
         return int(self.psum_num_recv_tokens_per_scaleup_rank[-1])
 
     def _sort_within_experts(self, arrived: Tensor, tensors: list[Tensor]) -> None:
-        """Every expert's rows fill a gapless range, so the same places are given out again, by source."""
-        slots = arrived[:, 2:]
-        row, choice = (slots >= 0).nonzero(as_tuple=True)
-        place = slots[row, choice].long()
+        """Every expert's rows fill a range without gaps, so the same places are handed out again, by source."""
+        places = arrived[:, 2:]
+        row, choice = (places >= 0).nonzero(as_tuple=True)
+        place = places[row, choice].long()
         starts = self.psum_num_recv_tokens_per_expert - self.num_unaligned_recv_tokens_per_expert
         expert = torch.searchsorted(starts[1:].contiguous(), place.int(), right=True)
         by_source = arrived[row, 0].argsort(stable=True)

@@ -1,4 +1,4 @@
-"""How large v2's buffers are, how many SMs and queue pairs it takes, and the sizes that its kernels are made for.
+"""The sizes of v2's buffers, and the number of SMs that it takes.
 
 The emulated group is one NVLink domain of H200s: no scale-out ranks, 132 SMs, 18 links of 26.562 GB/s.
 """
@@ -22,7 +22,7 @@ _LAYOUT = "deep_ep/include/deep_ep/common/layout.cuh"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSizes:
-    """What decides the bytes of one row in a buffer: alike on all ranks, or they would miss each other's rows."""
+    """The numbers that decide the bytes of one row in a buffer. All ranks must share them to find each other's rows."""
 
     num_max_tokens_per_rank: int
     hidden: int
@@ -31,14 +31,14 @@ class RowSizes:
     num_topk: int
 
     def dispatch_bytes(self, num_ranks: int) -> int:
-        """A place for every row of every rank (csrc/elastic/buffer.hpp:586-600)."""
+        """Memory for every row of every rank (csrc/elastic/buffer.hpp:586-600)."""
         metadata = self.num_topk * 8 + (1 + self.num_topk) * 4
         return num_ranks * self.num_max_tokens_per_rank * (self._hidden_bytes() + _row(self.num_sf_packs * 4, metadata))
 
     def combine_bytes(self, num_ranks: int, allow_multiple_reduction: bool) -> int:
-        """Places per token for each of its ranks, or its choices where sums are only made at home (:616-633)."""
-        places = min(num_ranks, self.num_topk) if allow_multiple_reduction else self.num_topk
-        return places * self.num_max_tokens_per_rank * (self._hidden_bytes() + _row(0, self.num_topk * 8))
+        """Memory for a row per token and rank, or per choice if only the source rank adds up (:616-633)."""
+        rows = min(num_ranks, self.num_topk) if allow_multiple_reduction else self.num_topk
+        return rows * self.num_max_tokens_per_rank * (self._hidden_bytes() + _row(0, self.num_topk * 8))
 
     def _hidden_bytes(self) -> int:
         num_bytes = self.hidden * self.element_bytes
@@ -65,7 +65,7 @@ def buffer_bytes(
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """The larger of what dispatch and combine need, in steps of 2 MiB (csrc/elastic/buffer.hpp:652-686)."""
+    """Bytes for dispatch or combine, whichever needs more, in steps of 2 MiB (csrc/elastic/buffer.hpp:652-686)."""
     rule = "num_max_tokens_per_rank > 0 and hidden > 0"
     elastic_assert(num_max_tokens_per_rank > 0 and hidden > 0, rule, f"{_HPP}:657")
     packs = -(-hidden // 32)
@@ -86,7 +86,7 @@ def buffer_bytes(
 
 
 def check_experts(num_experts: int, num_ranks: int) -> None:
-    """The workspace has room for so many (deep_ep/include/deep_ep/common/layout.cuh:37-40)."""
+    """Check that the workspace has memory for the experts (deep_ep/include/deep_ep/common/layout.cuh:37-40)."""
     elastic_assert(num_experts % num_ranks == 0, "num_experts % num_ranks == 0", f"{_LAYOUT}:37")
     elastic_assert(num_ranks <= 1024, "num_ranks <= kNumMaxRanks", f"{_LAYOUT}:38")
     elastic_assert(num_experts <= 2048, "num_experts <= kNumMaxExperts", f"{_LAYOUT}:39")
@@ -104,7 +104,7 @@ def theoretical_num_sms(
     sm_write_gbs: float,
     prefer_overlap_with_compute: bool,
 ) -> int:
-    """SMs that keep the links busy under balanced routing, as the release models it within one NVLink domain.
+    """Number of SMs that keeps the links busy under balanced routing, as the release models one NVLink domain.
 
     Errors are those of its arithmetic: no number of experts, and a top-k beyond the experts.
     Source: deep_ep/buffers/elastic.py:720-840 of v2.

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing.emulation.hybrid.ragged import BufferOf744
+from moe_dispatch.testing.emulation.hybrid.buffer import HybridBuffer
+from moe_dispatch.testing.emulation.hybrid.call import indices_to_map
+from moe_dispatch.testing.emulation.hybrid.release import RELEASES
 from moe_dispatch.testing.emulation.hybrid.release_0ed15b5 import HybridEpBuffer
-from moe_dispatch.testing.emulation.hybrid.routing import indices_to_map
-from moe_dispatch.testing.emulation.hybrid.uniform import BufferOf94a9f8f, BufferOf34152ae
+from moe_dispatch.testing.emulation.signatures import narrowed, recorded
 
 __all__ = ["hybrid_ep_buffer", "indices_to_map"]
 
-_CURRENT = (BufferOf34152ae, BufferOf94a9f8f, BufferOf744)
-for _buffer in _CURRENT:
-    _buffer.__name__ = _buffer.__qualname__ = "HybridEPBuffer"
-
-_CLASSES: dict[str, type] = {"hybridep-0ed15b5": HybridEpBuffer} | {buffer.release.name: buffer for buffer in _CURRENT}
+_FIRST, _NEWEST = "hybridep-0ed15b5", "hybridep-744"
+# Methods of HybridBuffer, which has the signatures of the newest release, that took less or had other defaults before.
+_CHANGED = ("__init__", "dispatch", "dispatch_with_permute")
 
 
+@functools.cache
 def hybrid_ep_buffer(release: str) -> type:
     """The class of that release, under its name there: HybridEpBuffer in 0ed15b5, HybridEPBuffer later.
 
     Raises:
         ConfigError: no such release.
     """
-    if release not in _CLASSES:
-        raise ConfigError(f"Unknown release of HybridEP {release!r}. Emulated releases: {', '.join(sorted(_CLASSES))}.")
-    return _CLASSES[release]
+    if release == _FIRST:
+        return HybridEpBuffer
+    if release not in RELEASES:
+        names = ", ".join(sorted({_FIRST, *RELEASES}))
+        raise ConfigError(f"Unknown release of HybridEP {release!r}. Emulated releases: {names}.")
+    parameters = recorded(release)["classes"]["HybridEPBuffer"]
+    changed = () if release == _NEWEST else _CHANGED
+    methods = {name: narrowed(getattr(HybridBuffer, name), parameters[name]) for name in changed}
+    return type("HybridEPBuffer", (HybridBuffer,), {"release": RELEASES[release], **methods})

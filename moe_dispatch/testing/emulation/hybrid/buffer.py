@@ -1,4 +1,4 @@
-"""``HybridEPBuffer`` from 34152ae on, but for the signatures that differ: those are the releases' own, in hybrid.py."""
+"""``HybridEPBuffer`` of the releases from 34152ae on, with the signatures of the newest, pull request 744."""
 
 from __future__ import annotations
 
@@ -14,22 +14,27 @@ from torch import Tensor
 from moe_dispatch.testing.emulation.exchange import Exchange
 from moe_dispatch.testing.emulation.hybrid.call import (
     Call,
+    Routing,
     check_non_blocking,
+    non_blocking_of,
+    padded,
+    ragged_routing_of,
     require_device_sync,
-    slots_of,
+    routing_of,
+    rows_per_rank,
     warn_deprecated,
 )
 from moe_dispatch.testing.emulation.hybrid.config import (
     Configurer,
     HybridEpConfigInstance,
+    Sizes,
     TokenDataType,
     capacity_is_valid,
 )
-from moe_dispatch.testing.emulation.hybrid.handle import Handle, unpacked
-from moe_dispatch.testing.emulation.hybrid.maps import Place
+from moe_dispatch.testing.emulation.hybrid.handle import Handle, handle_of
+from moe_dispatch.testing.emulation.hybrid.maps import Topology
 from moe_dispatch.testing.emulation.hybrid.preprocess import Request
 from moe_dispatch.testing.emulation.hybrid.release import HybridRelease
-from moe_dispatch.testing.emulation.hybrid.routing import Routing, padded, ragged_routing_of, routing_of
 from moe_dispatch.testing.emulation.hybrid.rows import Rows
 from moe_dispatch.testing.emulation.hybrid.runtime import Runtime
 from moe_dispatch.testing.host_syncs import allow_host_syncs
@@ -38,24 +43,34 @@ _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 
 class HybridBuffer:
-    """What all signatures share. Attributes that drivers read have the real names.
+    """Dispatch and combine of HybridEP. Attributes that drivers read have the real names.
 
-    A group of None is one rank. The ranks of an NVLink domain are all ranks, or as many as the environment variable
-    NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN says, which stands for what the real one detects. Number of SMs and of
-    blocks, kept kernels and shared buffers change no result.
+    A group of None is one rank. An NVLink domain has all ranks, or as many as the environment variable
+    NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN says, which stands for the hardware that the real one detects. The number
+    of SMs and of blocks, kept kernels and shared buffers change no result.
+
+    ``hybrid_ep_buffer`` makes a subclass for each release, which sets ``release`` and narrows the signatures.
     """
 
     release: ClassVar[HybridRelease]
 
-    def _open(
+    def __init__(
         self,
         group: dist.ProcessGroup | None,
-        sizes: dict[str, int],
-        *,
-        use_fp8: bool,
-        blocks: dict[str, int | None],
-        use_shared_buffer: bool,
-        custom_allgather: bool,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
     ) -> None:
         self.group = group
         self._exchange = Exchange(group)
@@ -67,24 +82,30 @@ class HybridBuffer:
                 f"The number of ranks {self.group_size} should be divisible by the number of ranks per node {domain} "
                 f"at rank={self.rank}."
             )
-            self.local_rank, self.node_rank = self.rank % domain, self.rank // domain
-            self.num_of_nodes = self.group_size // domain
-            self.configurer = Configurer(
-                self.release,
-                num_of_ranks_per_node=domain,
-                num_of_nodes=self.num_of_nodes,
+            topology = Topology(rank=self.rank, ranks_per_node=domain, nodes=self.group_size // domain)
+            self.local_rank, self.node_rank, self.num_of_nodes = topology.local_rank, topology.node, topology.nodes
+            sizes = Sizes(
+                hidden_dim=hidden_dim,
+                max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+                num_local_experts=num_local_experts,
                 use_fp8=use_fp8,
-                blocks=blocks,
-                **sizes,
             )
-            entry.same = {_DOMAIN: domain, "num_local_experts": sizes["num_local_experts"]}
+            blocks = {
+                "dispatch": num_sms_dispatch_api,
+                "combine": num_sms_combine_api,
+                "preprocessing": num_sms_preprocessing_api,
+                "permute": num_blocks_permute,
+                "unpermute": num_blocks_unpermute,
+            }
+            self.configurer = Configurer(self.release, topology, sizes, blocks)
+            entry.same = {_DOMAIN: domain, "num_local_experts": num_local_experts}
         self.runtime = Runtime(
             self.release,
             self._exchange,
-            Place(rank=self.rank, ranks_per_node=domain, nodes=self.num_of_nodes),
+            topology,
             replace(self.configurer.buffer_config),
             use_shared_buffer=use_shared_buffer,
-            custom_allgather=custom_allgather,
+            custom_allgather=enable_custom_allgather,
         )
 
     def empty_jit_cache(self) -> None:
@@ -100,7 +121,7 @@ class HybridBuffer:
         fuse_permute_dispatch: bool = False,
         **kwargs: Any,
     ) -> HybridEpConfigInstance:
-        """The configuration of one call, with ``kwargs`` set on it; the buffer grows to it. Collective.
+        """Make the configuration of one call, set ``kwargs`` on it, and grow the buffer to it. Collective.
 
         Raises:
             AttributeError: a name in ``kwargs`` that a configuration does not have.
@@ -120,7 +141,7 @@ class HybridBuffer:
             if pad_multiple is not None and pad_multiple > 0:
                 config.pad_multiple = pad_multiple
             if use_fp8 is not None:
-                config.token_data_type = TokenDataType.UINT8 if use_fp8 else TokenDataType.UINT16
+                config.token_data_type = TokenDataType.of(use_fp8)
             for name, value in kwargs.items():
                 setattr(config, name, value)
             self.configurer.adjust_template(config, fuse_permute_dispatch)
@@ -137,13 +158,97 @@ class HybridBuffer:
         config.max_num_of_tokens_per_rank = buffer.max_num_of_tokens_per_rank
 
     @allow_host_syncs()
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: tuple[Any, ...] | None = None,
+        num_of_tokens_per_rank: int | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Any, ...]]:
+        """Return received rows (n, H) by (source rank, token), probs (n, experts of the node), scales, handle."""
+        call = Call(
+            hidden=hidden,
+            scaling_factor=scaling_factor,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_of_experts=num_of_experts,
+            probs=probs,
+            routing_map=routing_map,
+            handle=handle,
+            permute=False,
+            num_of_tokens_per_rank=num_of_tokens_per_rank,
+        )
+        names = self.release.handle_fields(permute=False)
+        kept, probs = self._handle_of(call, names)
+        rows = self.runtime.dispatch(kept, Rows(tokens=hidden, probs=probs, scales=scaling_factor))
+        return rows.tokens, rows.probs, _scales(kept, rows), kept.packed(names)
+
+    @allow_host_syncs()
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        handle: tuple[Any, ...] | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
+        """Return expert rows (R, H), probs (R,), scales, padded rows per expert, handle.
+
+        The rows per expert are int64 (L,), or None if ``handle`` was given.
+        """
+        fused = fuse_permute_dispatch
+        call = Call(
+            hidden=hidden,
+            scaling_factor=scaling_factor,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_of_experts=num_of_experts,
+            probs=probs,
+            routing_map=routing_map,
+            handle=handle,
+            permute=True,
+            num_of_tokens_per_rank=num_of_tokens_per_rank,
+            num_of_experts_per_rank=num_of_experts_per_rank,
+            use_fp8=use_fp8,
+            num_permuted_tokens=num_permuted_tokens,
+            pad_multiple=pad_multiple,
+            non_blocking=non_blocking_of(use_host_meta, non_blocking, num_dispatched_tokens),
+            fused=fused,
+        )
+        names = self.release.handle_fields(permute=True, fused=fused)
+        kept, probs = self._handle_of(call, names)
+        sent = Rows(tokens=hidden, probs=probs, scales=scaling_factor)
+        rows = self.runtime.dispatch_with_permute(kept, sent, pad_multiple=pad_multiple, fused=fused)
+        return rows.tokens, rows.probs, _scales(kept, rows), kept.padded_tokens_per_expert, kept.packed(names)
+
+    @allow_host_syncs()
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum over ranks: hidden (n, H) of 2 bytes, probs float32 (n, experts of the node); returns (T, H), (T, E)."""
+        """Add up rows (n, H) of 2 bytes and probs (n, experts of the node) over ranks; return (T, H) and (T, E)."""
         with self._exchange.entrance("HybridEPBuffer.combine (arguments)"):
             assert handle is not None, "The handle is necessary for combine."
-            kept = self._kept(self.release.dispatch_handle, handle)
+            kept = self._kept(self.release.handle_fields(permute=False), handle)
         combined = self.runtime.combine(kept, Rows(tokens=hidden, probs=probs))
         return combined.tokens, combined.probs
 
@@ -158,13 +263,13 @@ class HybridBuffer:
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum over experts and ranks: hidden bfloat16 (R, H), probs float32 (R,); returns (T, H) and (T, E) or None.
+        """Add up bfloat16 rows (R, H) and probs (R,) over experts and ranks; return (T, H) and (T, E) or None.
 
         ``pad_multiple`` has no effect: padding is never read.
         """
         if num_dispatched_tokens is not None:
             warn_deprecated("num_dispatched_tokens")
-        names = self.release.fused_handle if fuse_unpermute_combine else self.release.permute_handle
+        names = self.release.handle_fields(permute=True, fused=fuse_unpermute_combine)
         with self._exchange.entrance("HybridEPBuffer.combine_with_unpermute (arguments)"):
             assert handle is not None, "The handle is necessary in the combine pass."
             kept = self._kept(names, handle)
@@ -173,7 +278,7 @@ class HybridBuffer:
         return combined.tokens, combined.probs
 
     def _kept(self, names: tuple[str, ...], handle: tuple[Any, ...]) -> Handle:
-        kept = unpacked(names, handle)
+        kept = handle_of(names, handle)
         now = self.runtime.buffer_generation
         if self.release.ragged and kept.config.buffer_generation != now:
             raise RuntimeError(
@@ -183,28 +288,8 @@ class HybridBuffer:
             )
         return kept
 
-    def _dispatch(self, call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        names = self.release.dispatch_handle
-        handle, probs = self._handle_of(call, names)
-        sent = Rows(tokens=call.hidden, probs=probs, scales=call.scaling_factor)
-        rows = self.runtime.dispatch(handle, sent)
-        return rows.tokens, rows.probs, self._scales(handle, rows), handle.packed(names)
-
-    def _dispatch_with_permute(
-        self, call: Call
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        names = self.release.fused_handle if call.fused else self.release.permute_handle
-        handle, probs = self._handle_of(call, names)
-        sent = Rows(tokens=call.hidden, probs=probs, scales=call.scaling_factor)
-        rows = self.runtime.dispatch_with_permute(handle, sent, pad_multiple=call.pad_multiple, fused=call.fused)
-        counts = handle.padded_tokens_per_expert
-        return rows.tokens, rows.probs, self._scales(handle, rows), counts, handle.packed(names)
-
-    def _scales(self, handle: Handle, rows: Rows) -> Tensor | None:
-        return rows.scales if handle.config.token_data_type is TokenDataType.UINT8 else None
-
     def _handle_of(self, call: Call, names: tuple[str, ...]) -> tuple[Handle, Tensor | None]:
-        """The handle of a new or a cached dispatch, and the probabilities to send."""
+        """Make the handle of a new dispatch or unpack that of a cached one; return it and the probabilities to send."""
         where = "dispatch_with_permute" if call.permute else "dispatch"
         with self._exchange.entrance(f"HybridEPBuffer.{where} (arguments)") as entry:
             entry.same = {"handle": "cached" if call.handle is not None else "none"}
@@ -213,57 +298,57 @@ class HybridBuffer:
             if call.permute and call.non_blocking:
                 check_non_blocking(call)
             if call.handle is not None:
-                return self._cached(call, names), routing.probs
-            slots = slots_of(call, routing, ragged=self.release.ragged)
+                return self._cached(call, call.handle, names), routing.probs
+            num_rows = rows_per_rank(call, routing, ragged=self.release.ragged)
         config = self.update_template_config(
             hidden_dim=hidden_dim,
-            num_of_tokens_per_rank=slots,
+            num_of_tokens_per_rank=num_rows,
             num_local_experts=call.num_of_experts_per_rank,
             pad_multiple=call.pad_multiple,
             use_fp8=call.use_fp8,
             fuse_permute_dispatch=call.fused,
             **({"topk": routing.topk} if self.release.ragged else {}),
         )
-        return self.runtime.metadata_preprocessing(self._request(call, config, routing, slots)), routing.probs
-
-    def _request(self, call: Call, config: HybridEpConfigInstance, routing: Routing, slots: int) -> Request:
         assert routing.rows is not None
-        return Request(
+        request = Request(
             config=config,
-            routing=padded(routing, slots) if self.release.ragged else routing.rows,
-            num_of_tokens_per_rank=slots,
-            num_of_valid_tokens=call.hidden.shape[0] if self.release.ragged else -1,
+            routing=padded(routing, num_rows) if self.release.ragged else routing.rows,
+            num_of_tokens_per_rank=num_rows,
+            num_of_valid_tokens=call.num_rows if self.release.ragged else -1,
             num_permuted_tokens=call.num_permuted_tokens,
             pad_multiple=call.pad_multiple,
             enable_permute=call.permute,
             fused=call.fused,
             non_blocking=call.non_blocking,
         )
+        return self.runtime.metadata_preprocessing(request), routing.probs
 
     def _routing(self, call: Call) -> Routing:
-        rows = call.hidden.shape[0]
         if not self.release.ragged:
-            return routing_of(call.given, rows, experts_always=not call.permute)
+            return routing_of(call)
         per_rank = call.num_of_experts_per_rank
         return ragged_routing_of(
-            call.given,
-            rows,
+            call,
             experts_per_rank=self.configurer.buffer_config.num_of_experts_per_rank if per_rank is None else per_rank,
             ranks_per_node=self.num_of_hybrid_ep_ranks_per_nvlink_domain,
             nodes=self.num_of_nodes,
         )
 
-    def _cached(self, call: Call, names: tuple[str, ...]) -> Handle:
-        kept = self._kept(names, call.handle or ())
+    def _cached(self, call: Call, handle: tuple[Any, ...], names: tuple[str, ...]) -> Handle:
+        kept = self._kept(names, handle)
         if not call.permute:
             return kept
-        try:  # an int64_t of pybind takes what has __index__, integer tensors of one element too
+        try:  # pybind takes any object with __index__ for an int64_t, also an integer tensor of one element
             kept.num_permuted_tokens = operator.index(call.num_permuted_tokens)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(
                 "(): incompatible function arguments: HandleImpl.num_permuted_tokens takes an int, got "
                 f"{call.num_permuted_tokens!r}."
             ) from error
-        if kept.valid_tokens != call.hidden.shape[0]:
+        if kept.valid_tokens != call.num_rows:
             warnings.warn("This handle could be invalid.", stacklevel=5)
         return kept
+
+
+def _scales(handle: Handle, rows: Rows) -> Tensor | None:
+    return rows.scales if handle.config.token_data_type is TokenDataType.UINT8 else None

@@ -1,4 +1,4 @@
-"""What HybridEP checks in C, and what it does not check and would read out of bounds: both end the process."""
+"""The checks of HybridEP in C, and rules that it does not check before it reads out of bounds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from moe_dispatch.testing.emulation.refusals import EmulatedAbort, require_cpu
 
 
 def c_assert(holds: bool, condition: str, source: str) -> None:
-    """An ``assert`` of their host code, which aborts the process."""
+    """Raise EmulatedAbort for an ``assert`` of the release's host code, which aborts the process."""
     if not holds:
         raise EmulatedAbort(f"{source}: Assertion `{condition}' failed.")
 
 
 def undefined_unless(holds: bool, rule: str) -> None:
-    """What nobody checks: the kernel reads or writes memory that is not the caller's."""
+    """Raise EmulatedAbort for a rule that nobody checks: the kernel accesses memory that is not the caller's."""
     if not holds:
         raise EmulatedAbort(f"{rule} It is not checked there, so the kernel touches foreign memory or returns garbage.")
 
 
 def failed_compilation(said: str, source: str) -> RuntimeError:
-    """What a static_assert of a kernel becomes: nvcc prints it, and its exit status is raised (jit/compiler.cu)."""
+    """Make the error of a kernel's static_assert: nvcc prints it, and its exit status is raised (jit/compiler.cu)."""
     return RuntimeError(
         "Failed to compile the code, compile command: nvcc (emulated). "
         f'nvcc printed: {source}: error: static assertion failed with "{said}"'
@@ -30,10 +30,10 @@ def failed_compilation(said: str, source: str) -> RuntimeError:
 
 
 def check_dispatch(config: HybridEpConfigInstance, rows: int, source: str, tensors: dict[str, Tensor | None]) -> None:
-    """Tensors of a dispatch: hidden (T, H), probs float32 (T, E) or None, scaling_factor float32 (T, H / 128).
+    """Check the tensors of a dispatch: hidden (T, H), probs (T, E) or None, scaling_factor float32 (T, H / 128).
 
     Raises:
-        EmulatedAbort: the rule, and where it stands.
+        EmulatedAbort: the rule that is broken, with its file and line.
     """
     hidden, probs, scales = tensors["hidden"], tensors["probs"], tensors["scaling_factor"]
     assert hidden is not None
@@ -47,8 +47,7 @@ def check_dispatch(config: HybridEpConfigInstance, rows: int, source: str, tenso
     )
     if probs is not None:
         check_probs(probs, source)
-        experts = config.num_of_experts_per_rank * config.num_of_ranks_per_node * config.num_of_nodes
-        _check_shape("probs", probs, rows, experts)
+        _check_shape("probs", probs, rows, config.num_experts)
     if kind is TokenDataType.UINT8:
         c_assert(scales is not None, "scaling_factor.has_value()", source)
         assert scales is not None
@@ -58,7 +57,7 @@ def check_dispatch(config: HybridEpConfigInstance, rows: int, source: str, tenso
 
 
 def check_probs(probs: Tensor, source: str) -> None:
-    """Probabilities of any shape: contiguous and float32."""
+    """Require contiguous float32 probabilities of any shape."""
     c_assert(probs.is_contiguous(), "probs.value().is_contiguous()", source)
     c_assert(probs.dtype == torch.float32, "probs.value().dtype() == torch::kFloat32", source)
 
@@ -71,11 +70,11 @@ def _check_shape(name: str, tensor: Tensor, rows: int, columns: int) -> None:
 
 
 def check_combine(config: HybridEpConfigInstance, hidden: Tensor, probs: Tensor | None, source: str) -> None:
-    """Tensors of a combine: hidden 2 bytes an element, (R, H); probs float32.
+    """Check the tensors of a combine: hidden 2 bytes an element, (R, H); probs float32.
 
     Raises:
-        TypeError: hidden is no tensor, as pybind11 says it.
-        EmulatedAbort: the rule, and where it stands.
+        TypeError: hidden is no tensor, in the words of pybind11.
+        EmulatedAbort: the rule that is broken, with its file and line.
     """
     if not isinstance(hidden, Tensor):
         raise TypeError(f"combine(): incompatible function arguments. hidden must be a Tensor, got {hidden!r}.")
@@ -88,3 +87,17 @@ def check_combine(config: HybridEpConfigInstance, hidden: Tensor, probs: Tensor 
     )
     if probs is not None:
         check_probs(probs, source)
+
+
+def check_chunk(chunk: int, source: str, *, nodes: int = 1) -> None:
+    """Raise RuntimeError for a chunk of tokens that a kernel does not compile with."""
+    if chunk % 16:
+        raise failed_compilation("NUM_OF_TOKENS_PER_CHUNK must be multiple of rdma_to_attn_map_load_t.", source)
+    if nodes > 1 and chunk % 32:
+        raise failed_compilation("NUM_OF_TOKENS_PER_CHUNK must be multiple of 32.", source)
+
+
+def check_capacity(config: HybridEpConfigInstance, source: str) -> None:
+    """Raise RuntimeError for a capacity that the combine kernel does not compile with."""
+    if config.max_num_of_tokens_per_rank % config.num_of_tokens_per_chunk_combine_api:
+        raise failed_compilation("MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK.", source)

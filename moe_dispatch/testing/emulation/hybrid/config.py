@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import final
 
-from moe_dispatch.testing.emulation.hybrid.memory import fits_shared_memory
+from moe_dispatch.testing.emulation.hybrid.maps import Topology
 from moe_dispatch.testing.emulation.hybrid.release import HybridRelease
 from moe_dispatch.testing.emulation.refusals import EmulatedAbort
 
 SM_COUNT = 132  # of an H100 or H200: the emulation has no device to ask
 _QUEUE_DEPTH = 65536  # config.cuh:18
+_SHARED_BYTES = 227 * 1024  # per block, opt-in, of compute capability 9.0 and 10.0
+_STAGES = 2  # below this the configurer gives up (94a9f8f config.cuh:471)
 
 
 @final
 class TokenDataType(Enum):
-    """What a token is made of on the wire; the value is its bytes."""
+    """The element type in which tokens are sent; the value is its bytes."""
 
     UINT16 = 2
     UINT8 = 1
+
+    @staticmethod
+    def of(use_fp8: bool) -> TokenDataType:
+        return TokenDataType.UINT8 if use_fp8 else TokenDataType.UINT16
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """The sizes that a buffer is created with, and the type of its tokens."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_local_experts: int
+    use_fp8: bool
 
 
 @final
 @dataclass(kw_only=True, slots=True)
 class BufferConfig:
-    """Sizes that the buffers have; ``max_num_of_tokens_per_rank`` is what drivers read."""
+    """Sizes of the allocated buffers; drivers read ``max_num_of_tokens_per_rank``."""
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
@@ -44,7 +62,7 @@ class BufferConfig:
 @final
 @dataclass(kw_only=True, slots=True)
 class HybridEpConfigInstance:
-    """What one call's kernels are compiled for; part of every handle."""
+    """The numbers that the kernels of one call are compiled for; part of every handle."""
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
@@ -79,6 +97,14 @@ class HybridEpConfigInstance:
     topk: int = 0  # ragged releases: columns of topk_idx, 0 for a bool map
     buffer_generation: int = -1  # ragged releases
 
+    @property
+    def experts_per_node(self) -> int:
+        return self.num_of_experts_per_rank * self.num_of_ranks_per_node
+
+    @property
+    def num_experts(self) -> int:
+        return self.experts_per_node * self.num_of_nodes
+
     def is_valid(self, fuse_permute_dispatch: bool = False) -> bool:
         chunks = {
             self.num_of_tokens_per_chunk_preprocessing_api,
@@ -112,21 +138,24 @@ class Configurer:
     """Fills configurations from the constructor's arguments and the environment (94a9f8f config.cuh:327-470)."""
 
     def __init__(
-        self,
-        release: HybridRelease,
-        *,
-        hidden_dim: int,
-        max_num_of_tokens_per_rank: int,
-        num_local_experts: int,
-        num_of_ranks_per_node: int,
-        num_of_nodes: int,
-        use_fp8: bool,
-        blocks: dict[str, int | None],
+        self, release: HybridRelease, topology: Topology, sizes: Sizes, blocks: Mapping[str, int | None]
     ) -> None:
-        """Raises RuntimeError in their words where the sizes cannot work, EmulatedAbort where they assert in C."""
+        """Choose the buffer sizes.
+
+        Args:
+            release: The emulated release.
+            topology: Ranks of the group.
+            sizes: Sizes that the caller asks for.
+            blocks: Number of blocks that each kernel takes, None for the default: dispatch, combine, preprocessing,
+                permute, unpermute.
+
+        Raises:
+            RuntimeError: the sizes cannot work, in the release's words.
+            EmulatedAbort: more blocks than streaming multiprocessors, a C assertion.
+        """
         self._release = release
         self._blocks = blocks
-        sms = 24 if num_of_nodes == 1 else 8
+        sms = 24 if topology.nodes == 1 else 8
         dispatch, combine, preprocessing = (
             default if chosen is None else chosen
             for chosen, default in ((blocks["dispatch"], sms), (blocks["combine"], sms), (blocks["preprocessing"], 108))
@@ -137,12 +166,12 @@ class Configurer:
                 f"num_sms_combine_api ({combine})"
             )
         self.buffer_config = BufferConfig(
-            hidden_dim=hidden_dim,
-            max_num_of_tokens_per_rank=max(max_num_of_tokens_per_rank, 512),
-            num_of_experts_per_rank=num_local_experts,
-            num_of_ranks_per_node=num_of_ranks_per_node,
-            num_of_nodes=num_of_nodes,
-            token_data_type=TokenDataType.UINT8 if use_fp8 else TokenDataType.UINT16,
+            hidden_dim=sizes.hidden_dim,
+            max_num_of_tokens_per_rank=max(sizes.max_num_of_tokens_per_rank, 512),
+            num_of_experts_per_rank=sizes.num_local_experts,
+            num_of_ranks_per_node=topology.ranks_per_node,
+            num_of_nodes=topology.nodes,
+            token_data_type=TokenDataType.of(sizes.use_fp8),
             num_of_blocks_preprocessing_api=preprocessing,
             num_of_blocks_dispatch_api=dispatch,
             num_of_blocks_combine_api=combine,
@@ -181,7 +210,7 @@ class Configurer:
         return min(108, SM_COUNT - taken) if fused else SM_COUNT * 16
 
     def adjust_template(self, config: HybridEpConfigInstance, fuse_permute_dispatch: bool = False) -> None:
-        """The capacity this call's kernels get; RuntimeError where they do not fit a streaming multiprocessor."""
+        """Raise the capacity to what this call needs; RuntimeError if its kernels do not fit a multiprocessor."""
         self._pad_capacity(config)
         if not fits_shared_memory(config, fused=fuse_permute_dispatch, sparse_probs=self._release.ragged):
             raise RuntimeError("Cannot fit kernels into shared memory even with minimum stages.")
@@ -194,3 +223,69 @@ class Configurer:
         chunk = config.num_of_tokens_per_chunk_combine_api
         if self._release.pads_capacity and chunk > 0:
             config.max_num_of_tokens_per_rank += -config.max_num_of_tokens_per_rank % chunk
+
+
+def fits_shared_memory(config: HybridEpConfigInstance, *, fused: bool, sparse_probs: bool) -> bool:
+    """Tell whether the kernels fit into shared memory with the fewest stages, to within padding between fields."""
+    needed = [_dispatch_bytes(config), _combine_bytes(config, sparse_probs=sparse_probs)]
+    if fused:
+        needed += [_laid_out(_staged(config)), _unpermute_bytes(config)]
+    return max(needed) <= _SHARED_BYTES
+
+
+def _dispatch_bytes(config: HybridEpConfigInstance) -> int:
+    chunk, remote = config.num_of_tokens_per_chunk_dispatch_api, config.num_of_nodes - 1
+    fields = [
+        (2 * chunk * config.num_of_ranks_per_node * 4, 128),
+        *_staged(config),
+        (24, 8),
+    ]
+    if remote:
+        fields += [(chunk * remote, 16), (remote * 96, 8), (remote * 4, 4)]
+    return _laid_out(fields)
+
+
+def _staged(config: HybridEpConfigInstance) -> list[tuple[int, int]]:
+    token_bytes = config.token_data_type.value
+    fields = [
+        (_STAGES * config.hidden_dim * token_bytes, 128),
+        (_STAGES * config.experts_per_node * 4, 16),
+        (_STAGES * 2 * 8, 8),
+    ]
+    return fields if token_bytes > 1 else [*fields, (_STAGES * (config.hidden_dim // 128) * 4, 16)]
+
+
+def _combine_bytes(config: HybridEpConfigInstance, *, sparse_probs: bool) -> int:
+    experts, remote = config.experts_per_node, config.num_of_nodes - 1
+    loaded = config.num_of_experts_per_rank if sparse_probs else experts
+    levels = 2 if remote else 1
+    fields = [(_STAGES * config.hidden_dim * 2, 128)] * (2 * levels)
+    fields += [(_STAGES * loaded * 4, 16), (_STAGES * experts * config.num_of_nodes * 4, 16)]
+    fields += [(_STAGES * 4, 4)] * (levels if sparse_probs else 0)
+    fields += [(_STAGES * 2 * 8, 8), (_STAGES, 1)] * levels
+    if remote:
+        chunks = config.max_num_of_tokens_per_rank // config.num_of_tokens_per_chunk_combine_api
+        fields += [(_STAGES * experts * 4, 16)] * 2
+        fields += [(remote * chunks * 8, 8), (remote * 72, 8), (remote * 4, 4)]
+    return _laid_out(fields)
+
+
+def _unpermute_bytes(config: HybridEpConfigInstance) -> int:
+    return _laid_out(
+        [
+            *[(_STAGES * config.hidden_dim * 2, 128)] * 2,
+            (_STAGES * config.experts_per_node * 4, 16),
+            (_STAGES * 4, 16),
+            (_STAGES * 2 * 8, 8),
+            (_STAGES * 4, 4),
+            (_STAGES, 1),
+        ]
+    )
+
+
+def _laid_out(fields: Iterable[tuple[int, int]]) -> int:
+    """Bytes of a struct with these (size, alignment), largest alignment first."""
+    total = 0
+    for size, alignment in sorted(fields, key=lambda field: -field[1]):
+        total += -total % alignment + size
+    return total + -total % 128

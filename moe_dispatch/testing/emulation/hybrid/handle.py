@@ -1,4 +1,4 @@
-"""What a dispatch of HybridEP leaves for its combine: named inside, a plain tuple outside, as in the real one."""
+"""The handle of a dispatch of HybridEP: a dataclass inside the emulation, a plain tuple outside, as in the real one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from moe_dispatch.testing.emulation.arguments import unpacked
 from moe_dispatch.testing.emulation.hybrid.config import HybridEpConfigInstance
 
 
@@ -50,18 +51,18 @@ class Handle:
         """Rows that combine returns."""
         return self.num_of_tokens_per_rank if self.num_of_valid_tokens < 0 else self.num_of_valid_tokens
 
+    def agreed(self, *, with_probs: bool) -> dict[str, object]:
+        """Values that every rank must pass alike to a dispatch or combine with this handle."""
+        return {"num_of_tokens_per_rank": self.num_of_tokens_per_rank, "with_probs": with_probs}
+
     def packed(self, names: Sequence[str]) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in names)
 
 
-def unpacked(names: Sequence[str], handle: Sequence[Any], **more: Any) -> Handle:
-    """The handle of a tuple with these fields, and of ``more`` that the tuple does not carry.
+def handle_of(names: Sequence[str], handle: Sequence[Any], **more: Any) -> Handle:
+    """Make a handle of a tuple with these fields, and of ``more`` that the tuple does not carry.
 
     Raises:
-        ValueError: another length, as Python says it where a tuple is unpacked.
+        ValueError: the tuple has another length.
     """
-    if len(handle) < len(names):
-        raise ValueError(f"not enough values to unpack (expected {len(names)}, got {len(handle)})")
-    if len(handle) > len(names):
-        raise ValueError(f"too many values to unpack (expected {len(names)})")
-    return Handle(**dict(zip(names, handle, strict=True)), **more)
+    return Handle(**unpacked(names, handle), **more)

@@ -1,4 +1,4 @@
-"""From the routing of all ranks to the maps of one: the scan kernel of HybridEP, as index arithmetic.
+"""The scan kernel of HybridEP as index arithmetic: from the routing of all ranks to the maps of one rank.
 
 Legend: P ranks = N nodes of M ranks; T rows a rank; L experts a rank; E = P*L; R rows that this rank receives.
 """
@@ -16,8 +16,8 @@ from moe_dispatch.testing.emulation.memory import grown, uninitialised
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a rank stands among P = nodes * ranks_per_node ranks."""
+class Topology:
+    """The position of a rank among P = nodes * ranks_per_node ranks."""
 
     rank: int
     ranks_per_node: int
@@ -33,65 +33,65 @@ class Place:
 
     @property
     def peers(self) -> list[int]:
-        """Ranks of the own node."""
+        """Ranks of this node."""
         return [self.node * self.ranks_per_node + local for local in range(self.ranks_per_node)]
 
     @property
     def counterparts(self) -> list[int]:
-        """The rank of each node that has the own local rank, by node: rows cross nodes only among these."""
+        """The rank of each node that has this local rank, by node: rows cross nodes only among these."""
         return [node * self.ranks_per_node + self.local_rank for node in range(self.nodes)]
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scan:
-    """What one rank needs to know of the routing of all."""
+    """The maps that one rank makes of the routing of all ranks."""
 
     sparse_to_dense_map: Tensor
     rdma_to_attn_map: Tensor
     attn_to_rdma_map: Tensor
     received_PT: Tensor  # bool: rows that this rank receives, by (source rank, token)
-    local_RL: Tensor  # bool: for each of them, the experts here
+    local_RL: Tensor  # bool: the experts of this rank that each received row goes to
 
     @property
     def num_dispatched(self) -> int:
         return self.local_RL.shape[0]
 
 
-def scan(map_PTE: Tensor, place: Place) -> Scan:
-    """Rows keep their order: by source rank, then token (94a9f8f hybrid_ep_backend.cuh:5300-5470)."""
-    ranks = place.ranks_per_node * place.nodes
+def scan(map_PTE: Tensor, topology: Topology) -> Scan:
+    """Scan the routing; received rows are sorted by source rank and token (94a9f8f hybrid_ep_backend.cuh:5300-5470)."""
+    ranks = topology.ranks_per_node * topology.nodes
     rows = map_PTE.shape[0] // ranks
-    by_rank = map_PTE.view(ranks, rows, place.nodes, place.ranks_per_node, -1)
-    here = by_rank[:, :, place.node].reshape(ranks * rows, place.ranks_per_node, -1)
+    by_rank = map_PTE.view(ranks, rows, topology.nodes, topology.ranks_per_node, -1)
+    here = by_rank[:, :, topology.node].reshape(ranks * rows, topology.ranks_per_node, -1)
     needed = here.any(-1)
     position = torch.where(needed, needed.cumsum(0) - 1, -1).to(torch.int32)
-    own_column = position.view(place.nodes, place.ranks_per_node, rows, -1)[:, place.local_rank]
-    wanted_by_node = needed.any(-1).view(place.nodes, place.ranks_per_node, rows)[:, place.local_rank]
-    others = [node for node in range(place.nodes) if node != place.node]
+    own_column = position.view(topology.nodes, topology.ranks_per_node, rows, -1)[:, topology.local_rank]
+    wanted_by_node = needed.any(-1).view(topology.nodes, topology.ranks_per_node, rows)[:, topology.local_rank]
+    others = [node for node in range(topology.nodes) if node != topology.node]
     return Scan(
-        sparse_to_dense_map=own_column.reshape(place.nodes * rows, -1).contiguous(),
+        sparse_to_dense_map=own_column.reshape(topology.nodes * rows, -1).contiguous(),
         rdma_to_attn_map=_padded_by_node(wanted_by_node),
-        attn_to_rdma_map=by_rank[place.rank].any(-1).any(-1)[:, others].contiguous(),
-        received_PT=needed[:, place.local_rank],
-        local_RL=here[needed[:, place.local_rank], place.local_rank],
+        attn_to_rdma_map=by_rank[topology.rank].any(-1).any(-1)[:, others].contiguous(),
+        received_PT=needed[:, topology.local_rank],
+        local_RL=here[needed[:, topology.local_rank], topology.local_rank],
     )
 
 
 def _padded_by_node(wanted_NT: Tensor) -> Tensor:
-    """Rows up to a multiple of 16 a node; the shape that the real one declares is the transpose of its layout."""
+    """Pad rows to a multiple of 16 a node; the real map declares the transpose of its memory layout as its shape."""
     nodes, rows = wanted_NT.shape
     padded = grown(wanted_NT.T.contiguous(), max(16, rows + -rows % 16)).T.contiguous()
     return padded.reshape(-1, nodes)
 
 
 def routing_rows(scanned: Scan, num_rows: int) -> Tensor:
-    """local_expert_routing_map: the experts of the rows received, in memory for the rows of all ranks."""
+    """Make local_expert_routing_map: the experts of received rows, in memory for the rows of all ranks."""
     return grown(scanned.local_RL, num_rows)
 
 
 def chunk_layout(scanned: Scan, *, ranks: int, chunk: int) -> Tensor:
-    """dense_chunk_layout: rows received up to the end of each chunk of each rank, int32."""
+    """Make dense_chunk_layout, int32: rows received up to the end of each chunk of each rank."""
     received = scanned.received_PT.view(ranks, -1)
     rows = received.shape[1]
     chunks = max(1, -(-rows // chunk))
@@ -103,7 +103,7 @@ def chunk_layout(scanned: Scan, *, ranks: int, chunk: int) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertRows:
-    """Where each (row received, expert) goes among the expert rows, and what did not fit."""
+    """The expert row of each (received row, expert), and whether all of them fit."""
 
     dense_to_expert_RL: Tensor  # int32, -1 for none
     tokens_per_expert: Tensor  # int32 (L,), real rows that fit
@@ -111,30 +111,30 @@ class ExpertRows:
 
 
 def expert_rows(local_RL: Tensor, *, pad_multiple: int, limit: int | None) -> ExpertRows:
-    """Expert-major, each expert's rows padded to ``pad_multiple`` >= 1; rows at ``limit`` and past it are dropped.
+    """Number expert rows expert-major, each expert padded to ``pad_multiple`` >= 1; drop rows from ``limit`` on.
 
     So the experts with the highest ids lose rows first (94a9f8f hybrid_ep_backend.cuh:5150-5222 and 5429).
     """
     counts = local_RL.sum(0)
     padded = -(-counts // pad_multiple) * pad_multiple
     starts = padded.cumsum(0) - padded
-    places = torch.where(local_RL, starts + local_RL.cumsum(0) - 1, -1)
+    dest = torch.where(local_RL, starts + local_RL.cumsum(0) - 1, -1)
     if limit is None:
         return ExpertRows(
-            dense_to_expert_RL=places.to(torch.int32), tokens_per_expert=counts.to(torch.int32), overflowed=False
+            dense_to_expert_RL=dest.to(torch.int32), tokens_per_expert=counts.to(torch.int32), overflowed=False
         )
     return ExpertRows(
-        dense_to_expert_RL=torch.where(places >= limit, -1, places).to(torch.int32),
+        dense_to_expert_RL=torch.where(dest >= limit, -1, dest).to(torch.int32),
         tokens_per_expert=torch.minimum(counts, (limit - starts).clamp(min=0)).to(torch.int32),
         overflowed=int(starts[-1] + counts[-1]) > limit,
     )
 
 
 def row_ids(local_RL: Tensor, *, pad_multiple: int, limit: int | None, capacity: int) -> tuple[Tensor, Tensor, bool]:
-    """row_id_map, tokens_per_expert with padding, and whether a row or a padding row did not fit.
+    """Make row_id_map and tokens_per_expert with padding; tell whether a row or a padding row did not fit.
 
-    The separate scan of releases in which the first one does not find expert rows (34152ae permute.cu:33-250). Row ids
-    count from 1; the ``pad_multiple`` rows after the received ones hold the padding rows of every expert, negative.
+    This is the second scan of releases whose first scan does not find expert rows (34152ae permute.cu:33-250). Row ids
+    count from 1. The ``pad_multiple`` rows after the received ones hold the padding rows of every expert, negative.
     """
     counts = local_RL.sum(0)
     padded = counts if pad_multiple <= 0 else -(-counts // pad_multiple) * pad_multiple
@@ -152,6 +152,6 @@ def row_ids(local_RL: Tensor, *, pad_multiple: int, limit: int | None, capacity:
 
 
 def rounded_up(counts: Tensor, pad_multiple: int) -> Tensor:
-    """padded_tokens_per_expert, int64."""
+    """Make padded_tokens_per_expert, int64."""
     wide = counts.to(torch.int64)
     return wide if pad_multiple <= 0 else -(-wide // pad_multiple) * pad_multiple

@@ -1,4 +1,4 @@
-"""Metadata of a dispatch: the routing of all ranks, and the maps that a handle carries."""
+"""Preprocessing of a dispatch: gather the routing of all ranks, and make the handle with its maps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moe_dispatch.testing.emulation.hybrid.checks import c_assert, undefined_unl
 from moe_dispatch.testing.emulation.hybrid.config import HybridEpConfigInstance
 from moe_dispatch.testing.emulation.hybrid.handle import Handle
 from moe_dispatch.testing.emulation.hybrid.maps import (
-    Place,
     Scan,
+    Topology,
     chunk_layout,
     expert_rows,
     rounded_up,
@@ -30,7 +30,7 @@ from moe_dispatch.testing.emulation.refusals import EmulatedAbort, require_cpu
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
-    """What a dispatch asks of the scan; ``routing`` is bool (T, E), or int16 (T, K) where config.topk is K."""
+    """The arguments of the scan; ``routing`` is bool (T, E), or int16 (T, K) where config.topk is K."""
 
     config: HybridEpConfigInstance
     routing: Tensor
@@ -45,16 +45,16 @@ class Request:
 
     @property
     def limit(self) -> int | None:
-        """Expert rows that there is memory for; None: as many as it takes."""
+        """Number of expert rows that there is memory for; None for no limit."""
         given = self.num_permuted_tokens
         return None if given is None or given < 0 else given
 
 
-def preprocess(release: HybridRelease, exchange: Exchange, place: Place, request: Request) -> Handle:
+def preprocess(release: HybridRelease, exchange: Exchange, topology: Topology, request: Request) -> Handle:
     """Gather the routing and scan it. Collective.
 
-    Unequal row counts hang where the map is gathered by NCCL. The custom all-gather would place maps of unequal size
-    over each other and go on with wrong numbers (deepseek-ai/DeepEP#604); that is refused alike.
+    Unequal row counts hang where the map is gathered by NCCL. The custom all-gather would write maps of unequal size
+    over each other and continue with wrong numbers (deepseek-ai/DeepEP#604); both are refused here.
 
     Raises:
         EmulatedHang: ranks have different row counts.
@@ -64,12 +64,12 @@ def preprocess(release: HybridRelease, exchange: Exchange, place: Place, request
     with exchange.entrance("HybridEPBuffer.metadata_preprocessing") as entry:
         _check(release, exchange, request)
         entry.same["num_of_tokens_per_rank"] = request.num_of_tokens_per_rank
-        _check_alignment(release, place, request)
-    scanned = scan(_map_of_experts(torch.cat(exchange.gather(request.routing)), request.config), place)
-    handle = _handle(release, place, request, scanned)
+        _check_alignment(release, topology, request)
+    scanned = scan(_map_of_experts(torch.cat(exchange.gather(request.routing)), request.config), topology)
+    handle = _handle(release, topology, request, scanned)
     if request.enable_permute:
         if release.scans_experts or request.fused:
-            _add_dense_maps(release, place, request, scanned, handle)
+            _add_dense_maps(release, topology, request, scanned, handle)
         else:
             _add_row_ids(exchange, request, scanned, handle)
         assert handle.tokens_per_expert is not None
@@ -83,10 +83,9 @@ def _check(release: HybridRelease, exchange: Exchange, request: Request) -> None
     config, routing = request.config, request.routing
     require_cpu("HybridEPBuffer", routing)
     c_assert(routing.is_contiguous(), "local_routing_map.is_contiguous()", "hybrid_ep.cu:138")
-    experts = config.num_of_experts_per_rank * config.num_of_ranks_per_node * config.num_of_nodes
     c_assert(
-        routing.shape[1] == (config.topk or experts),
-        f"num_of_expert ({routing.shape[1]}) == experts per rank * ranks ({config.topk or experts})",
+        routing.shape[1] == (config.topk or config.num_experts),
+        f"num_of_expert ({routing.shape[1]}) == experts per rank * ranks ({config.topk or config.num_experts})",
         release.lines["map_columns"],
     )
     undefined_unless(
@@ -107,28 +106,28 @@ def _check(release: HybridRelease, exchange: Exchange, request: Request) -> None
         )
 
 
-def _check_alignment(release: HybridRelease, place: Place, request: Request) -> None:
+def _check_alignment(release: HybridRelease, topology: Topology, request: Request) -> None:
     remainder = request.num_of_tokens_per_rank % request.config.num_of_tokens_per_chunk_dispatch_api
-    load_bytes = remainder * place.ranks_per_node * 4
+    load_bytes = remainder * topology.ranks_per_node * 4
     if load_bytes % 16:
         raise RuntimeError(
             f"TMA 16B alignment error: tma_load_size = remainder_chunk({remainder}) * "
-            f"ranks_per_node({place.ranks_per_node}) * 4 = {load_bytes}B, must be multiple of 16B. "
+            f"ranks_per_node({topology.ranks_per_node}) * 4 = {load_bytes}B, must be multiple of 16B. "
             f"({release.lines['tma']})"
         )
 
 
 def _map_of_experts(routing: Tensor, config: HybridEpConfigInstance) -> Tensor:
-    """Ids outside the experts, -1 among them, route nowhere."""
+    """Turn ids into a map. Ids outside the experts, such as -1, route nowhere."""
     if not config.topk:
         return routing
-    experts = config.num_of_experts_per_rank * config.num_of_ranks_per_node * config.num_of_nodes
+    experts = config.num_experts
     ids = routing.to(torch.int64)
     ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
     return torch.zeros(ids.shape[0], experts + 1, dtype=torch.bool).scatter_(1, ids, True)[:, :experts]
 
 
-def _handle(release: HybridRelease, place: Place, request: Request, scanned: Scan) -> Handle:
+def _handle(release: HybridRelease, topology: Topology, request: Request, scanned: Scan) -> Handle:
     rows_of_all = scanned.received_PT.shape[0]
     shape = (rows_of_all, request.config.num_of_experts_per_rank)
     fused_scan = request.enable_permute and (release.scans_experts or request.fused)
@@ -147,7 +146,9 @@ def _handle(release: HybridRelease, place: Place, request: Request, scanned: Sca
     )
 
 
-def _add_dense_maps(release: HybridRelease, place: Place, request: Request, scanned: Scan, handle: Handle) -> None:
+def _add_dense_maps(
+    release: HybridRelease, topology: Topology, request: Request, scanned: Scan, handle: Handle
+) -> None:
     config = request.config
     # Dropping is compiled in for non-blocking calls only (94a9f8f jit/compiler.cu:132); without it the flag is not set.
     limit = request.limit if request.non_blocking else None
@@ -155,7 +156,7 @@ def _add_dense_maps(release: HybridRelease, place: Place, request: Request, scan
     by_preprocessing = release.scans_experts
     handle.dense_chunk_layout = chunk_layout(
         scanned,
-        ranks=place.ranks_per_node * place.nodes,
+        ranks=topology.ranks_per_node * topology.nodes,
         chunk=config.num_of_tokens_per_chunk_preprocessing_api
         if by_preprocessing
         else config.num_of_tokens_per_chunk_dispatch_api,

@@ -1,4 +1,7 @@
-"""What differs between the emulated releases of HybridEP, each fact with where its source states it."""
+"""The facts in which the emulated releases of HybridEP differ, each with its place in the source.
+
+Release 0ed15b5 differs in more than facts, and has modules of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-DISPATCH_FIELDS = (
-    "sparse_to_dense_map",
-    "rdma_to_attn_map",
-    "attn_to_rdma_map",
-    "num_dispatched_tokens_tensor",
-    "local_expert_routing_map",
-)
-_DENSE_FIELDS = ("dense_chunk_layout", "dense_to_expert_map", "tokens_per_expert")
-_TAIL = ("num_of_tokens_per_rank", "config")
+from moe_dispatch.testing.emulation.signatures import recorded
 
 
 @final
@@ -22,8 +17,8 @@ _TAIL = ("num_of_tokens_per_rank", "config")
 class HybridRelease:
     """The rules of one commit of branch hybrid-ep.
 
-    ``lines`` names where each rule stands at that commit, for the messages. Chunk sizes are defaults: the environment
-    variables NUM_OF_TOKENS_PER_CHUNK_{DISPATCH,COMBINE,PREPROCESSING}_API change them, as in the real one.
+    ``lines`` holds the file and line of each rule at that commit, for the messages. ``chunk_tokens`` is a default: the
+    environment variables NUM_OF_TOKENS_PER_CHUNK_{DISPATCH,COMBINE,PREPROCESSING}_API change it, as in the real one.
     """
 
     name: str
@@ -31,16 +26,14 @@ class HybridRelease:
     pads_capacity: bool = False  # capacity rounded up to the combine chunk (#638)
     limits_rows: bool = False  # 3 * capacity + 1 < 65536 across nodes (#638)
     scans_experts: bool = False  # the scan finds the expert rows, fused or not (#625); before: only when fused
-    ragged: bool = False  # num_of_tokens_per_rank as slots, -1 in topk_idx, buffer generations (#673, #744)
-    dispatch_handle: tuple[str, ...]
-    permute_handle: tuple[str, ...]  # of a call that is not fused
-    fused_handle: tuple[str, ...]
+    ragged: bool = False  # ranks may send different row counts, -1 in topk_idx, buffer generations (#673, #744)
     lines: Mapping[str, str]
 
+    def handle_fields(self, *, permute: bool, fused: bool = False) -> tuple[str, ...]:
+        """Names of the items of the tuple that a dispatch returns for its combine."""
+        method = "dispatch_with_permute" if permute else "dispatch"
+        return tuple(recorded(self.name)["handles"][f"{method}(fuse_permute_dispatch=True)" if fused else method])
 
-_DENSE_HANDLE = (*DISPATCH_FIELDS, *_DENSE_FIELDS, *_TAIL, "overflow_flag")
-_ROW_ID_HANDLE = (*DISPATCH_FIELDS, "row_id_map", *_TAIL, "overflow_flag")
-_VALID = "num_of_valid_tokens"
 
 RELEASES: dict[str, HybridRelease] = {
     release.name: release
@@ -48,9 +41,6 @@ RELEASES: dict[str, HybridRelease] = {
         HybridRelease(
             name="hybridep-34152ae",  # 2026-04-09, #602
             chunk_tokens=64,  # config.cuh:413
-            dispatch_handle=(*DISPATCH_FIELDS, *_TAIL),
-            permute_handle=_ROW_ID_HANDLE,
-            fused_handle=_DENSE_HANDLE,
             lines={
                 "static_assert": "hybrid_ep_backend.cuh(4448)",
                 "tma": "executor.cu:74",
@@ -71,9 +61,6 @@ RELEASES: dict[str, HybridRelease] = {
             pads_capacity=True,
             limits_rows=True,
             scans_experts=True,
-            dispatch_handle=(*DISPATCH_FIELDS, *_TAIL),
-            permute_handle=_DENSE_HANDLE,
-            fused_handle=_DENSE_HANDLE,
             lines={
                 "static_assert": "hybrid_ep_backend.cuh(4573)",
                 "tma": "executor.cu:75",
@@ -95,9 +82,6 @@ RELEASES: dict[str, HybridRelease] = {
             limits_rows=True,
             scans_experts=True,
             ragged=True,
-            dispatch_handle=(*DISPATCH_FIELDS, *_TAIL, _VALID),
-            permute_handle=(*_DENSE_HANDLE, _VALID),
-            fused_handle=(*_DENSE_HANDLE, _VALID),
             lines={
                 "static_assert": "hybrid_ep_backend.cuh",
                 "tma": "executor.cu:metadata_preprocess_core",

@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch.testing.emulation.exchange import Exchange
-from moe_dispatch.testing.emulation.hybrid.call import require_device_sync
+from moe_dispatch.testing.emulation.hybrid.call import Call, require_device_sync, routing_of, rows_per_rank
 from moe_dispatch.testing.emulation.hybrid.config import SM_COUNT, HybridEpConfigInstance, TokenDataType
-from moe_dispatch.testing.emulation.hybrid.handle import Handle, unpacked
-from moe_dispatch.testing.emulation.hybrid.maps import Place
-from moe_dispatch.testing.emulation.hybrid.release import DISPATCH_FIELDS
-from moe_dispatch.testing.emulation.hybrid.release_0ed15b5_runtime import RuntimeOf0ed15b5
-from moe_dispatch.testing.emulation.hybrid.routing import indices_to_map
+from moe_dispatch.testing.emulation.hybrid.handle import Handle, handle_of
+from moe_dispatch.testing.emulation.hybrid.maps import Topology
 from moe_dispatch.testing.emulation.hybrid.rows import Rows
+from moe_dispatch.testing.emulation.hybrid.runtime_0ed15b5 import RuntimeOf0ed15b5
 from moe_dispatch.testing.emulation.refusals import EmulatedAbort
+from moe_dispatch.testing.emulation.signatures import recorded
 from moe_dispatch.testing.host_syncs import allow_host_syncs
 
-_DISPATCH_HANDLE = (*DISPATCH_FIELDS, "num_of_tokens_per_rank")
-_PERMUTE_HANDLE = (*DISPATCH_FIELDS, "row_id_map", "num_of_tokens_per_rank")
+_CHUNK = 128
+_PERMUTE_HANDLE = tuple(recorded("hybridep-0ed15b5")["handles"]["dispatch_with_permute"])
+_DISPATCH_HANDLE = tuple(name for name in _PERMUTE_HANDLE if name != "row_id_map")
 _TOO_MANY = "The number of tokens should be less than or equal to the max number of tokens per rank."
 
 
@@ -95,7 +94,7 @@ class HybridEpBuffer:
         num_of_additional_in_flight_s2g_combine_api: int | None = None,
         device_side_sync_combine_api: bool = True,
     ) -> None:
-        """Chunk sizes; threads, stages and groups change no result.
+        """Set the chunk sizes; threads, stages and groups change no result.
 
         Raises:
             NotImplementedError: kernels that do not wait for each other.
@@ -113,7 +112,7 @@ class HybridEpBuffer:
             num_of_ranks_per_node=self.num_of_ranks_per_node,
             num_of_nodes=self.num_of_nodes,
             pad_multiple=1,
-            token_data_type=TokenDataType.UINT8 if self.use_fp8 else TokenDataType.UINT16,
+            token_data_type=TokenDataType.of(self.use_fp8),
             num_of_tokens_per_chunk_preprocessing_api=_CHUNK,
             num_of_tokens_per_chunk_dispatch_api=_chunk("DISPATCH", num_of_tokens_per_chunk_dispatch_api),
             num_of_tokens_per_chunk_combine_api=_chunk("COMBINE", num_of_tokens_per_chunk_combine_api),
@@ -125,9 +124,9 @@ class HybridEpBuffer:
         )
 
     def init_buffer(self) -> None:
-        """Buffers of the configured capacity; they never grow. Collective."""
-        place = Place(rank=self.rank, ranks_per_node=self.num_of_ranks_per_node, nodes=self.num_of_nodes)
-        self.runtime = RuntimeOf0ed15b5(self._exchange, place, self.config, self.num_of_experts)
+        """Allocate buffers of the configured capacity; they never grow. Collective."""
+        topology = Topology(rank=self.rank, ranks_per_node=self.num_of_ranks_per_node, nodes=self.num_of_nodes)
+        self.runtime = RuntimeOf0ed15b5(self._exchange, topology, self.config, self.num_of_experts)
 
     @allow_host_syncs()
     def dispatch(
@@ -142,15 +141,19 @@ class HybridEpBuffer:
         num_dispatched_tokens: int = -1,
         handle: tuple[Any, ...] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        """Received rows, probs (n, experts of the node), scales, handle; None for all tensors where no row came."""
-        with self._exchange.entrance("HybridEpBuffer.dispatch (arguments)") as entry:
-            entry.same = {"handle": "cached" if handle is not None else "none"}
-            routing, probs = self._routing(hidden, topk_idx, topk_weights, routing_map, probs)
-            assert handle is not None or routing is not None, "The handle and routing_map should be both None"
-            kept = None if handle is None else self._kept(_DISPATCH_HANDLE, handle)
-        if kept is None:
-            assert routing is not None
-            kept = self.runtime.metadata_preprocessing(routing, hidden.shape[0])
+        """Return received rows, probs (n, experts of the node), scales, handle; no tensors if no row arrived."""
+        call = Call(
+            hidden=hidden,
+            scaling_factor=scaling_factor,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_of_experts=self.num_of_experts,
+            probs=probs,
+            routing_map=routing_map,
+            handle=handle,
+            permute=False,
+        )
+        kept, probs = self._handle_of(call, _DISPATCH_HANDLE)
         sent = Rows(tokens=hidden, probs=probs, scales=scaling_factor)
         rows = self.runtime.dispatch(kept, sent, num_dispatched_tokens)
         out = kept.packed(_DISPATCH_HANDLE)
@@ -160,10 +163,10 @@ class HybridEpBuffer:
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum over ranks."""
+        """Add up rows over ranks."""
         with self._exchange.entrance("HybridEpBuffer.combine (arguments)"):
             assert handle is not None, "The handle is necessary for combine."
-            kept = self._kept(_DISPATCH_HANDLE, handle)
+            kept = handle_of(_DISPATCH_HANDLE, handle, config=self.config)
         combined = self.runtime.combine(kept, Rows(tokens=hidden, probs=probs))
         return combined.tokens, combined.probs
 
@@ -183,23 +186,23 @@ class HybridEpBuffer:
         handle: tuple[Any, ...] | None = None,
         use_host_meta: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        """Expert rows, probs (R,), scales, padded rows per expert int32 (L,), handle.
+        """Return expert rows, probs (R,), scales, padded rows per expert int32 (L,), handle.
 
         All tensors are None on a rank that receives no row, and the counts are None with a cached handle.
-        ``use_host_meta`` says where counts lie, which on a CPU is one place.
+        ``use_host_meta`` says where counts lie, which on a CPU is one topology.
         """
-        with self._exchange.entrance("HybridEpBuffer.dispatch_with_permute (arguments)") as entry:
-            entry.same = {"handle": "cached" if handle is not None else "none"}
-            routing, probs = self._routing(hidden, topk_idx, topk_weights, routing_map, probs)
-            if handle is None:
-                if routing is None:
-                    raise AttributeError("'NoneType' object has no attribute 'size'")
-                same_rows = hidden.shape[0] == routing.shape[0]
-                assert same_rows, "The hidden and the routing_map should have the same row number."
-            kept = None if handle is None else self._kept(_PERMUTE_HANDLE, handle)
-        if kept is None:
-            assert routing is not None
-            kept = self.runtime.metadata_preprocessing(routing, hidden.shape[0])
+        call = Call(
+            hidden=hidden,
+            scaling_factor=scaling_factor,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_of_experts=self.num_of_experts,
+            probs=probs,
+            routing_map=routing_map,
+            handle=handle,
+            permute=True,
+        )
+        kept, probs = self._handle_of(call, _PERMUTE_HANDLE)
         rows = self.runtime.dispatch_with_permute(
             kept,
             Rows(tokens=hidden, probs=probs, scales=scaling_factor),
@@ -222,35 +225,27 @@ class HybridEpBuffer:
         handle: tuple[Any, ...] | None = None,
         pad_multiple: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum over experts and ranks; ``pad_multiple`` has no effect."""
+        """Add up rows over experts and ranks; ``pad_multiple`` has no effect."""
         with self._exchange.entrance("HybridEpBuffer.combine_with_unpermute (arguments)"):
             assert handle is not None, "The handle is necessary in the combine pass."
-            kept = self._kept(_PERMUTE_HANDLE, handle)
+            kept = handle_of(_PERMUTE_HANDLE, handle, config=self.config)
         rows = Rows(tokens=hidden, probs=probs)
         combined = self.runtime.combine_with_unpermute(kept, rows, received=num_dispatched_tokens)
         return combined.tokens, combined.probs
 
-    def _routing(
-        self,
-        hidden: Tensor,
-        topk_idx: Tensor | None,
-        topk_weights: Tensor | None,
-        routing_map: Tensor | None,
-        probs: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        assert hidden.shape[0] <= self.max_num_of_tokens_per_rank, _TOO_MANY
-        if routing_map is not None:
-            assert routing_map.dtype == torch.bool
-            return routing_map, probs
-        if topk_idx is None:
-            return None, probs
-        return indices_to_map(topk_idx, topk_weights, hidden.shape[0], self.num_of_experts)
-
-    def _kept(self, names: tuple[str, ...], handle: tuple[Any, ...]) -> Handle:
-        return unpacked(names, handle, config=self.config)
-
-
-_CHUNK = 128
+    def _handle_of(self, call: Call, names: tuple[str, ...]) -> tuple[Handle, Tensor | None]:
+        """Make the handle of a new dispatch or unpack that of a cached one; return it and the probabilities to send."""
+        where = "dispatch_with_permute" if call.permute else "dispatch"
+        with self._exchange.entrance(f"HybridEpBuffer.{where} (arguments)") as entry:
+            entry.same = {"handle": "cached" if call.handle is not None else "none"}
+            assert call.num_rows <= self.max_num_of_tokens_per_rank, _TOO_MANY
+            routing = routing_of(call)
+            if call.handle is not None:
+                return handle_of(names, call.handle, config=self.config), routing.probs
+            assert call.permute or routing.rows is not None, "The handle and routing_map should be both None"
+            num_rows = rows_per_rank(call, routing, ragged=False)
+        assert routing.rows is not None
+        return self.runtime.metadata_preprocessing(routing.rows, num_rows), routing.probs
 
 
 def _chunk(api: str, chosen: int | None) -> int:

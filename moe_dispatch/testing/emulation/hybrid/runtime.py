@@ -11,24 +11,24 @@ import torch
 from moe_dispatch.testing.emulation.exchange import Exchange
 from moe_dispatch.testing.emulation.hybrid.checks import (
     c_assert,
+    check_capacity,
+    check_chunk,
     check_combine,
     check_dispatch,
-    failed_compilation,
     undefined_unless,
 )
 from moe_dispatch.testing.emulation.hybrid.config import BufferConfig, HybridEpConfigInstance
 from moe_dispatch.testing.emulation.hybrid.handle import Handle
-from moe_dispatch.testing.emulation.hybrid.maps import Place
+from moe_dispatch.testing.emulation.hybrid.maps import Topology
 from moe_dispatch.testing.emulation.hybrid.preprocess import Request, preprocess
 from moe_dispatch.testing.emulation.hybrid.release import HybridRelease
 from moe_dispatch.testing.emulation.hybrid.rows import (
-    Places,
+    Permutation,
     Rows,
-    detached,
-    nowhere,
+    emptied,
+    permutation_of_dense_map,
+    permutation_of_row_ids,
     permute,
-    places_of_dense_map,
-    places_of_row_ids,
     require_inside,
     unpermute,
 )
@@ -45,7 +45,7 @@ class Runtime:
         self,
         release: HybridRelease,
         exchange: Exchange,
-        place: Place,
+        topology: Topology,
         buffer_config: BufferConfig,
         *,
         use_shared_buffer: bool,
@@ -56,25 +56,27 @@ class Runtime:
         self._release = release
         self._lines = release.lines
         self._exchange = exchange
-        self._place = place
+        self._topology = topology
         self._shared = use_shared_buffer
         self._custom_allgather = custom_allgather
         with exchange.entrance("HybridEPBuffer.__init__"):
             rows = buffer_config.max_num_of_tokens_per_rank * exchange.size
             c_assert(rows % 4 == 0, f"max_num_of_tokens ({rows}) % 4 == 0", self._lines["buffer_rows"])
-            undefined_unless(place.ranks_per_node <= 72, f"ranks per node must be <= 72, got {place.ranks_per_node}.")
+            undefined_unless(
+                topology.ranks_per_node <= 72, f"ranks per node must be <= 72, got {topology.ranks_per_node}."
+            )
             self._check_queues(buffer_config.max_num_of_tokens_per_rank)
 
     def _check_queues(self, rows: int) -> None:
-        """Where no configuration has refused too many rows across nodes before, creating the queues aborts."""
-        if self._place.nodes > 1 and 3 * rows + 1 >= 65536:
+        """Abort for too many rows across nodes, as creating the queues does in releases that allow them until then."""
+        if self._topology.nodes > 1 and 3 * rows + 1 >= 65536:
             raise EmulatedAbort(
                 f"internode.cu:167: Assertion `tx_depth > 0 && tx_depth < 65536' failed: tx_depth is 3 * "
                 f"max_num_of_tokens_per_rank + 1, got {3 * rows + 1}."
             )
 
     def update_buffer(self, config: HybridEpConfigInstance) -> None:
-        """Grow to what ``config`` needs; growing gathers memory handles from all ranks, so all must do it.
+        """Grow the buffers to what ``config`` needs. Growing gathers memory handles, so all ranks must grow together.
 
         Raises:
             EmulatedHang: some ranks grow and others do not.
@@ -92,7 +94,7 @@ class Runtime:
             )
         if growing:
             self.buffer_generation += 1
-            if self._place.nodes > 1:
+            if self._topology.nodes > 1:
                 warnings.warn(
                     "Reallocating HybridEP buffers in multi-node mode is very slow; adjust buffer_config to "
                     "pre-allocate sufficient capacity.",
@@ -124,64 +126,55 @@ class Runtime:
 
     def metadata_preprocessing(self, request: Request) -> Handle:
         return preprocess(
-            self._release, self._exchange, self._place, replace(request, custom_allgather=self._custom_allgather)
+            self._release, self._exchange, self._topology, replace(request, custom_allgather=self._custom_allgather)
         )
 
     def dispatch(self, handle: Handle, rows: Rows) -> Rows:
-        """Received rows, by (source rank, token)."""
+        """Return received rows, by (source rank, token)."""
         with self._exchange.entrance("HybridEPBuffer.dispatch") as entry:
             self._check_dispatch(handle, rows)
-            entry.same = self._alike(handle, rows)
-        return dispatch_rows(self._exchange, self._place, handle, detached(rows))
+            entry.same = handle.agreed(with_probs=rows.probs is not None)
+        return dispatch_rows(self._exchange, self._topology, handle, rows.detached())
 
     def dispatch_with_permute(self, handle: Handle, rows: Rows, *, pad_multiple: int | None, fused: bool) -> Rows:
-        """Expert rows; those that neither a token nor padding fills are uninitialised."""
+        """Return expert rows; those without a token or padding are uninitialised."""
         with self._exchange.entrance("HybridEPBuffer.dispatch_with_permute") as entry:
             self._check_dispatch(handle, rows)
             self._check_blocks(handle.config.num_of_blocks_permute, fused=fused)
-            places = self._places(handle, handle.config.pad_multiple if fused else pad_multiple or 0)
+            permutation = self._permutation(handle, handle.config.pad_multiple if fused else pad_multiple or 0)
             if handle.num_permuted_tokens == 0 and not fused:  # nothing is launched
-                places = nowhere(places)
-            require_inside(places, handle.num_permuted_tokens, "permute_kernel writes", with_padding=True)
-            entry.same = self._alike(handle, rows) | {"fuse_permute_dispatch": fused}
-        dense = dispatch_rows(self._exchange, self._place, handle, detached(rows))
-        return permute(dense, places, handle.num_permuted_tokens, first_column=self._first_column(handle))
+                permutation = emptied(permutation)
+            require_inside(permutation, handle.num_permuted_tokens, "permute_kernel writes", with_padding=True)
+            entry.same = handle.agreed(with_probs=rows.probs is not None) | {"fuse_permute_dispatch": fused}
+        dense = dispatch_rows(self._exchange, self._topology, handle, rows.detached())
+        return permute(dense, permutation, handle.num_permuted_tokens, first_column=self._first_column(handle))
 
     def _check_dispatch(self, handle: Handle, rows: Rows) -> None:
         given = {"hidden": rows.tokens, "probs": rows.probs, "scaling_factor": rows.scales}
         check_dispatch(handle.config, handle.valid_tokens, self._lines["dispatch"], given)
-        self._check_chunk("dispatch", handle.config.num_of_tokens_per_chunk_dispatch_api)
-
-    def _check_chunk(self, api: str, chunk: int) -> None:
-        source = f"hybrid_ep_backend.cuh ({api} kernel)"
-        if chunk % 16:
-            raise failed_compilation("NUM_OF_TOKENS_PER_CHUNK must be multiple of rdma_to_attn_map_load_t.", source)
-        if self._place.nodes > 1 and chunk % 32:
-            raise failed_compilation("NUM_OF_TOKENS_PER_CHUNK must be multiple of 32.", source)
+        chunk = handle.config.num_of_tokens_per_chunk_dispatch_api
+        check_chunk(chunk, "hybrid_ep_backend.cuh (dispatch kernel)", nodes=self._topology.nodes)
 
     def _check_blocks(self, blocks: int, *, fused: bool) -> None:
         if blocks == 0 and fused:
             raise EmulatedHang("HybridEPBuffer: no block of the fused kernel would permute, so the others wait.")
         c_assert(blocks > 0, "grid_size > 0", self._lines["unpermute"].partition(":")[0])
 
-    def _alike(self, handle: Handle, rows: Rows) -> dict[str, object]:
-        return {"num_of_tokens_per_rank": handle.num_of_tokens_per_rank, "with_probs": rows.probs is not None}
-
-    def _places(self, handle: Handle, pad_multiple: int) -> Places:
+    def _permutation(self, handle: Handle, pad_multiple: int) -> Permutation:
         if handle.row_id_map is not None:
-            return places_of_row_ids(handle.row_id_map, handle.num_dispatched, pad_multiple)
+            return permutation_of_row_ids(handle.row_id_map, handle.num_dispatched, pad_multiple)
         assert handle.dense_to_expert_map is not None
         assert handle.tokens_per_expert is not None
-        return places_of_dense_map(
+        return permutation_of_dense_map(
             handle.dense_to_expert_map, handle.num_dispatched, handle.tokens_per_expert, pad_multiple
         )
 
     def _first_column(self, handle: Handle) -> int:
-        return self._place.local_rank * handle.config.num_of_experts_per_rank
+        return self._topology.local_rank * handle.config.num_of_experts_per_rank
 
     def combine(self, handle: Handle, rows: Rows) -> Rows:
-        """Sums over ranks of rows that each rank has already summed over its experts."""
-        columns = self._node_columns(handle)
+        """Add up over ranks the rows that each rank has already added up over its experts."""
+        columns = handle.config.experts_per_node
         with self._exchange.entrance("HybridEPBuffer.combine") as entry:
             self._check_combine(handle, rows)
             if rows.probs is not None and rows.probs.numel():
@@ -191,7 +184,7 @@ class Runtime:
         return self._combined(handle, rows, some_probs=any(one["probs"] for one in entry.everyone))
 
     def combine_with_unpermute(self, handle: Handle, rows: Rows, *, fused: bool) -> Rows:
-        """Sums over experts, then over ranks."""
+        """Add up rows over experts, then over ranks."""
         with self._exchange.entrance("HybridEPBuffer.combine_with_unpermute") as entry:
             self._check_combine(handle, rows)
             c_assert(
@@ -200,20 +193,20 @@ class Runtime:
                 self._lines["unpermute"],
             )
             self._check_blocks(handle.config.num_of_blocks_unpermute, fused=fused)
-            places = self._places(handle, 0)
-            require_inside(places, rows.tokens.shape[0], "unpermute_kernel reads", with_padding=False)
-            expert = detached(rows)
+            permutation = self._permutation(handle, 0)
+            require_inside(permutation, rows.tokens.shape[0], "unpermute_kernel reads", with_padding=False)
+            expert = rows.detached()
             dense = unpermute(
                 expert,
-                places,
+                permutation,
                 first_column=self._first_column(handle),
-                num_columns=self._node_columns(handle),
+                num_columns=handle.config.experts_per_node,
             )
             entry.same = {
                 "num_of_tokens_per_rank": handle.num_of_tokens_per_rank,
                 "fuse_unpermute_combine": fused,
             }
-            entry.told = {"waits": fused and places.dropped_whole, "probs": rows.probs is not None}
+            entry.told = {"waits": fused and permutation.dropped_whole, "probs": rows.probs is not None}
         if any(one["waits"] for one in entry.everyone):
             raise EmulatedHang(
                 "HybridEPBuffer.combine_with_unpermute: the fused kernel waits for a row of every received token, and "
@@ -222,25 +215,19 @@ class Runtime:
         return self._combined(handle, dense, some_probs=any(one["probs"] for one in entry.everyone))
 
     def _combined(self, handle: Handle, rows: Rows, *, some_probs: bool) -> Rows:
-        """Whether to move probabilities is each rank's own choice: those of a rank that moves none are stale memory."""
-        given = detached(rows)
+        """Combine rows. Each rank decides whether to send probabilities; a rank that sends none sends stale memory."""
+        given = rows.detached()
         if some_probs and rows.probs is None:
-            given = replace(given, probs=uninitialised((len(rows.tokens), self._node_columns(handle)), torch.float32))
-        combined = combine_rows(self._exchange, self._place, handle, given, own_slice=self._release.ragged)
+            given = replace(
+                given, probs=uninitialised((len(rows.tokens), handle.config.experts_per_node), torch.float32)
+            )
+        combined = combine_rows(self._exchange, self._topology, handle, given, own_slice=self._release.ragged)
         valid = handle.valid_tokens
         probs = None if rows.probs is None or combined.probs is None else combined.probs[:valid]
         return Rows(tokens=combined.tokens[:valid], probs=probs)
 
     def _check_combine(self, handle: Handle, rows: Rows) -> None:
         check_combine(handle.config, rows.tokens, rows.probs, self._lines["combine"])
-        config = handle.config
-        chunk = config.num_of_tokens_per_chunk_combine_api
-        self._check_chunk("combine", chunk)
-        if config.max_num_of_tokens_per_rank % chunk:
-            raise failed_compilation(
-                "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK.",
-                self._lines["static_assert"],
-            )
-
-    def _node_columns(self, handle: Handle) -> int:
-        return handle.config.num_of_experts_per_rank * self._place.ranks_per_node
+        chunk = handle.config.num_of_tokens_per_chunk_combine_api
+        check_chunk(chunk, "hybrid_ep_backend.cuh (combine kernel)", nodes=self._topology.nodes)
+        check_capacity(handle.config, self._lines["static_assert"])

@@ -1,7 +1,8 @@
-"""``deep_ep.Buffer`` of v1.2.1 in normal mode: what its deep_ep/buffer.py does; the C++ side is in normal_runtime."""
+"""``deep_ep.Buffer`` of v1.2.1 in normal mode: its Python side, deep_ep/buffer.py. The C++ side is in ``runtime``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, final
 
 import torch.distributed as dist
@@ -10,16 +11,33 @@ from torch import Tensor
 from moe_dispatch.testing.emulation.arguments import X, pack_rows, unpack_bias, unpack_rows
 from moe_dispatch.testing.emulation.config import COMBINE_QUEUES, DISPATCH_QUEUES, NVL_PEERS, Config
 from moe_dispatch.testing.emulation.events import EventHandle, EventOverlap
-from moe_dispatch.testing.emulation.normal.calls import Asynchrony, Recipients, Sent
+from moe_dispatch.testing.emulation.normal.call import CombineInput, DispatchInput, DispatchLayout, Settings
 from moe_dispatch.testing.emulation.normal.internode import InternodeRuntime
 from moe_dispatch.testing.emulation.normal.intranode import IntranodeRuntime
 from moe_dispatch.testing.emulation.normal.runtime import Runtime
-from moe_dispatch.testing.emulation.normal.unemulated import UnemulatedMethods, refuse_low_latency
+from moe_dispatch.testing.emulation.signatures import refuse_unemulated
 from moe_dispatch.testing.host_syncs import allow_host_syncs
+
+_NO_LOW_LATENCY = "Buffer: low-latency mode is not emulated. Use dispatch and combine."
+_NO_INTERNODE = "Buffer: the internode methods are not emulated by name. Use dispatch and combine."
 
 
 @final
-class Buffer(UnemulatedMethods):
+@refuse_unemulated(
+    "v1.2.1",
+    {
+        "get_comm_stream": "Buffer.get_comm_stream: the emulation has no CUDA stream.",
+        "get_local_buffer_tensor": "Buffer.get_local_buffer_tensor: the emulation has no raw buffer to show.",
+        "internode_dispatch": _NO_INTERNODE,
+        "internode_combine": _NO_INTERNODE,
+        "get_low_latency_rdma_size_hint": _NO_LOW_LATENCY,
+        "clean_low_latency_buffer": _NO_LOW_LATENCY,
+        "low_latency_dispatch": _NO_LOW_LATENCY,
+        "low_latency_combine": _NO_LOW_LATENCY,
+        "get_next_low_latency_combine_buffer": _NO_LOW_LATENCY,
+    },
+)
+class Buffer:
     """High-throughput dispatch and combine over a process group of CPU ranks.
 
     Within a node (2, 4 or 8 ranks) and across nodes (more, in eights). Low-latency mode is not emulated. ``runtime`` is
@@ -48,7 +66,7 @@ class Buffer(UnemulatedMethods):
         if group is None:
             raise NotImplementedError("Buffer: a communicator of mpi4py is not emulated. Pass a ProcessGroup as group.")
         if low_latency_mode:
-            refuse_low_latency()
+            raise NotImplementedError(_NO_LOW_LATENCY)
         self.rank = group.rank()
         self.group = group
         self.group_size = group.size()
@@ -102,10 +120,16 @@ class Buffer(UnemulatedMethods):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         """Counts int32 per rank (P,), per node or None, per expert (E,), and which token goes to which rank (T, P)."""
-        asynchrony = _asynchrony(previous_event, async_finish, allocate_on_comm_stream)
-        to = self.runtime.get_dispatch_layout(topk_idx, num_experts, asynchrony)
-        event = EventOverlap(asynchrony.event())
-        return to.tokens_per_rank, to.tokens_per_rdma_rank, to.tokens_per_expert, to.is_token_in_rank, event
+        # The layout does not depend on a config.
+        settings = _settings(Config(), previous_event, async_finish, allocate_on_comm_stream)
+        layout = self.runtime.get_dispatch_layout(topk_idx, num_experts, settings)
+        return (
+            layout.tokens_per_rank,
+            layout.tokens_per_rdma_rank,
+            layout.tokens_per_expert,
+            layout.is_token_in_rank,
+            EventOverlap(settings.event()),
+        )
 
     @allow_host_syncs()
     def dispatch(
@@ -125,40 +149,42 @@ class Buffer(UnemulatedMethods):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[X, Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None, EventOverlap]:
-        """Each token once to each rank that ``is_token_in_rank`` names: rows by source rank, then token.
+        """Send each token once to each rank that ``is_token_in_rank`` names; rows arrive by source rank, then token.
 
-        With ``handle`` the rows go as they went then, and only rows come back (and Nones).
+        With ``handle``, rows go where the dispatch that made it sent them, and only rows are returned.
         """
         config = self.get_dispatch_config(self.group_size) if config is None else config
         if self.runtime.get_num_rdma_ranks() > 1:
             assert num_worst_tokens == 0, "Internode dispatch does not support `num_worst_tokens > 0`"
-        asynchrony = _asynchrony(previous_event, async_finish, allocate_on_comm_stream)
+        settings = replace(
+            _settings(config, previous_event, async_finish, allocate_on_comm_stream),
+            expert_alignment=expert_alignment,
+            num_worst_tokens=num_worst_tokens,
+        )
         rows, scales = unpack_rows(x)
-        sent = Sent(x=rows, scales=scales, topk_idx=topk_idx, topk_weights=topk_weights)
+        sent = DispatchInput(x=rows, scales=scales, topk_idx=topk_idx, topk_weights=topk_weights)
         if handle is not None:
             assert topk_idx is None
             assert topk_weights is None
-            recv_x, recv_scales = self.runtime.cached_dispatch(sent, handle, config, asynchrony)
-            return pack_rows(recv_x, recv_scales), None, None, None, None, EventOverlap(asynchrony.event())
-        assert num_tokens_per_rank is not None
-        assert is_token_in_rank is not None
-        assert num_tokens_per_expert is not None
-        to = Recipients(
-            tokens_per_rank=num_tokens_per_rank,
-            tokens_per_rdma_rank=num_tokens_per_rdma_rank,
-            tokens_per_expert=num_tokens_per_expert,
-            is_token_in_rank=is_token_in_rank,
-        )
-        received = self.runtime.dispatch(
-            sent, to, config, asynchrony, expert_alignment=expert_alignment, num_worst_tokens=num_worst_tokens
-        )
+            received = self.runtime.cached_dispatch(sent, handle, settings)
+        else:
+            assert num_tokens_per_rank is not None
+            assert is_token_in_rank is not None
+            assert num_tokens_per_expert is not None
+            layout = DispatchLayout(
+                tokens_per_rank=num_tokens_per_rank,
+                tokens_per_rdma_rank=num_tokens_per_rdma_rank,
+                tokens_per_expert=num_tokens_per_expert,
+                is_token_in_rank=is_token_in_rank,
+            )
+            received = self.runtime.dispatch(sent, layout, settings)
         return (
             pack_rows(received.x, received.scales),
             received.topk_idx,
             received.topk_weights,
             received.tokens_per_expert_list,
             received.handle,
-            EventOverlap(asynchrony.event()),
+            EventOverlap(settings.event()),
         )
 
     @allow_host_syncs()
@@ -173,11 +199,12 @@ class Buffer(UnemulatedMethods):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Rows back to the ranks they came from, summed there in float32 without weights; weights are summed too."""
+        """Send rows back and add them up, unweighted, in float32 on their source ranks; weights are added up too."""
         config = self.get_combine_config(self.group_size) if config is None else config
-        asynchrony = _asynchrony(previous_event, async_finish, allocate_on_comm_stream)
-        combined = self.runtime.combine(x, handle, topk_weights, unpack_bias(bias), config, asynchrony)
-        return *combined, EventOverlap(asynchrony.event())
+        settings = _settings(config, previous_event, async_finish, allocate_on_comm_stream)
+        sent = CombineInput(x=x, topk_weights=topk_weights, biases=unpack_bias(bias))
+        combined = self.runtime.combine(sent, handle, settings)
+        return *combined, EventOverlap(settings.event())
 
 
 def _default_config(num_ranks: int, queues: dict[int, tuple[int, int, int, int]]) -> Config:
@@ -185,6 +212,8 @@ def _default_config(num_ranks: int, queues: dict[int, tuple[int, int, int, int]]
     return Config(Buffer.num_sms, *queues[num_ranks])
 
 
-def _asynchrony(previous_event: EventOverlap | None, async_finish: bool, allocate: bool) -> Asynchrony:
+def _settings(config: Config, previous_event: EventOverlap | None, async_finish: bool, allocate: bool) -> Settings:
     waits_for = getattr(previous_event, "event", None)
-    return Asynchrony(has_previous_event=waits_for is not None, async_finish=async_finish, allocate=allocate)
+    return Settings(
+        config=config, has_previous_event=waits_for is not None, async_finish=async_finish, allocate=allocate
+    )

@@ -1,6 +1,6 @@
-"""The checks of v1's Buffer on what it is called with, in the words of v1.2.1, where both of its transports share them.
+"""The checks of v1's Buffer that are the same within a node and between nodes, in the words of v1.2.1.
 
-csrc/deep_ep.cpp has the same checks within a node and between nodes, in the same order: ``line`` is the first of a run.
+csrc/deep_ep.cpp has them twice, in the same order. ``line`` is the line of the first check of a function here.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.config import Config
-from moe_dispatch.testing.emulation.normal.calls import CPP, Sent
-from moe_dispatch.testing.emulation.refusals import device_assert, host_assert
+from moe_dispatch.testing.emulation.config import NVL_PEERS, Config
+from moe_dispatch.testing.emulation.normal.call import CPP, CombineInput, DispatchInput, DispatchLayout
+from moe_dispatch.testing.emulation.refusals import EmulatedAbort, EmulatedHang, device_assert, host_assert
 
 INT4_BYTES = 16
+INT32_MAX = 2**31 - 1
 
 
 def check_config(config: Config, line: int) -> None:
@@ -42,7 +43,7 @@ def check_size(holds: bool, condition: str, line: int) -> None:
     host_assert(holds, condition, f"{CPP}:{line}")
 
 
-def check_topk(sent: Sent, num_experts: int, *, line: int, kernel: str) -> None:
+def check_topk(sent: DispatchInput, num_experts: int, *, line: int, kernel: str) -> None:
     """Ids and weights: :360-369 within a node, :725-734 between nodes; ``kernel`` names the trap for a large top-k."""
     ids, weights = sent.topk_idx, sent.topk_weights
     paired = (ids is None) == (weights is None)
@@ -67,7 +68,7 @@ def check_ids(topk_idx: Tensor) -> None:
         raise RuntimeError(f"expected scalar type Long but found {found}")
 
 
-def check_scales(sent: Sent, *, line: int) -> None:
+def check_scales(sent: DispatchInput, *, line: int) -> None:
     """Scales of float8 rows: :377-380 within a node, :742-745 between nodes."""
     if sent.scales is None:
         return
@@ -78,20 +79,69 @@ def check_scales(sent: Sent, *, line: int) -> None:
     check_size(sent.scales.shape[0] == sent.x.shape[0], "x_scales->size(0) == num_tokens", line + 3)
 
 
-def check_combined_weights(topk_weights: Tensor | None, num_rows: int, *, line: int, kernel: str) -> None:
+def check_combined_weights(sent: CombineInput, num_rows: int, *, line: int, kernel: str) -> None:
     """Weights of combine: :585-587 within a node, :987-989 between nodes."""
-    if topk_weights is None:
+    weights = sent.topk_weights
+    if weights is None:
         return
-    check_matrix(topk_weights, "topk_weights->", line)
-    check_size(topk_weights.shape[0] == num_rows, "topk_weights->size(0) == num_tokens", line + 1)
-    check_size(topk_weights.dtype == torch.float32, "topk_weights->scalar_type() == torch::kFloat32", line + 2)
-    device_assert(topk_weights.shape[1] <= 32, "num_topk <= 32", kernel)
+    check_matrix(weights, "topk_weights->", line)
+    check_size(weights.shape[0] == num_rows, "topk_weights->size(0) == num_tokens", line + 1)
+    check_size(weights.dtype == torch.float32, "topk_weights->scalar_type() == torch::kFloat32", line + 2)
+    device_assert(weights.shape[1] <= 32, "num_topk <= 32", kernel)
 
 
-def check_biases(biases: list[Tensor], x: Tensor, num_tokens: int, *, rows: str, line: int) -> None:
+def check_biases(sent: CombineInput, num_tokens: int, *, rows: str, line: int) -> None:
     """Biases of combine: :606-608 within a node, :1016-1018 between nodes; ``rows`` is the source's word for tokens."""
-    for bias in biases:
+    for bias in sent.biases:
         check_matrix(bias, "bias.", line)
-        check_size(bias.dtype == x.dtype, "bias.scalar_type() == x.scalar_type()", line + 1)
-        fits = bias.shape == (num_tokens, x.shape[1])
+        check_size(bias.dtype == sent.x.dtype, "bias.scalar_type() == x.scalar_type()", line + 1)
+        fits = bias.shape == (num_tokens, sent.x.shape[1])
         check_size(fits, f"bias.size(0) == {rows} and bias.size(1) == hidden", line + 2)
+
+
+def check_sizes(num_ranks: int, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+    """What the constructor asks: csrc/deep_ep.cpp:27-32."""
+    host_assert(
+        num_nvl_bytes % 128 == 0 and (num_nvl_bytes <= INT32_MAX or num_rdma_bytes == 0),
+        "num_nvl_bytes % NUM_BUFFER_ALIGNMENT_BYTES == 0 and (num_nvl_bytes <= std::numeric_limits<int>::max() or "
+        "num_rdma_bytes == 0)",
+        f"{CPP}:27",
+    )
+    host_assert(
+        num_rdma_bytes % 128 == 0 and num_rdma_bytes <= INT32_MAX,
+        "num_rdma_bytes % NUM_BUFFER_ALIGNMENT_BYTES == 0 and (low_latency_mode or num_rdma_bytes <= "
+        "std::numeric_limits<int>::max())",
+        f"{CPP}:28",
+    )
+    whole_nodes = num_ranks < NVL_PEERS or num_ranks % NVL_PEERS == 0
+    host_assert(whole_nodes, "num_ranks < NUM_MAX_NVL_PEERS or num_ranks % NUM_MAX_NVL_PEERS == 0", f"{CPP}:30")
+    if num_rdma_bytes > 0:
+        host_assert(num_ranks > NVL_PEERS, "num_ranks > NUM_MAX_NVL_PEERS or low_latency_mode", f"{CPP}:32")
+
+
+def require_ranks_of_a_node(num_ranks: int) -> None:
+    """Kernels are compiled for these numbers of ranks only."""
+    host_assert(num_ranks in (2, 4, 8), 'false and "Unsupported ranks"', "csrc/kernels/launch.cuh:59")
+
+
+def require_true_counts(layout: DispatchLayout) -> None:
+    """Abort if counts and flags disagree: they are two inputs, and the release does not compare them.
+
+    Source: num_tokens_per_rank sizes recv_x (csrc/kernels/intranode.cu:54-59), is_token_in_rank fills it (:286-293).
+    """
+    flagged = layout.is_token_in_rank.sum(0, dtype=torch.int32)
+    if not torch.equal(flagged, layout.tokens_per_rank):
+        raise EmulatedAbort(
+            "Buffer.dispatch: num_tokens_per_rank must count is_token_in_rank, got "
+            f"{layout.tokens_per_rank.tolist()} for {flagged.tolist()}. "
+            "The kernel writes outside recv_x. Take both from get_dispatch_layout."
+        )
+
+
+def require_met(where: str, sent: list[list[int]], awaited: list[list[int]]) -> None:
+    """Hang if the rows that handles make ranks send are not those their receivers wait for; (P, P) rows each."""
+    if sent != awaited:
+        raise EmulatedHang(
+            f"{where}: the handles of all ranks must come from one dispatch, got rows {sent} to send and "
+            f"{awaited} to wait for. The kernels run into their time-out of 100 s."
+        )

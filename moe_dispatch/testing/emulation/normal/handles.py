@@ -8,9 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch.testing.emulation.arguments import unpacked
 from moe_dispatch.testing.emulation.config import NVL_PEERS, SOURCE_META_BYTES
 from moe_dispatch.testing.emulation.memory import uninitialised
-from moe_dispatch.testing.emulation.normal.calls import CPP
+from moe_dispatch.testing.emulation.normal.call import CPP
 from moe_dispatch.testing.emulation.normal.rows import channel_counts, nodes_of, prefix_int32
 from moe_dispatch.testing.emulation.refusals import host_assert
 
@@ -18,10 +19,11 @@ from moe_dispatch.testing.emulation.refusals import host_assert
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class IntranodeHandle:
-    """A dispatch within a node, as its cached repetition and its combine need it (deep_ep/buffer.py:383 of v1.2.1).
+    """The handle of a dispatch within a node, for a cached dispatch and the combine (deep_ep/buffer.py:383 of v1.2.1).
 
-    All int32 but ``is_token_in_rank``: (P, P) rows from ranks up to i to rank j; (P, C) rows to rank i up to channel
-    c; (P, C) where channel c of rank i starts here; (R,) source tokens; bool (T, P); (T, P) places in the queues.
+    All are int32 but ``is_token_in_rank``, in order: rows from ranks up to i to rank j, (P, P); rows to rank i up to
+    channel c, (P, C); first row here of channel c of rank i, (P, C); source token of each row, (R,); bool (T, P);
+    position of each token in the queue to each rank, (T, P).
     """
 
     rank_prefix_matrix: Tensor
@@ -32,27 +34,11 @@ class IntranodeHandle:
     send_head: Tensor
 
     def as_tuple(self) -> tuple[Tensor, ...]:
-        return (
-            self.rank_prefix_matrix,
-            self.channel_prefix_matrix,
-            self.recv_channel_prefix_matrix,
-            self.recv_src_idx,
-            self.is_token_in_rank,
-            self.send_head,
-        )
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     @staticmethod
     def of(handle: tuple[Tensor, ...]) -> IntranodeHandle:
-        """As their tuple assignment unpacks it: a ValueError for another length."""
-        rank_prefix, channel_prefix, recv_channel_prefix, src_idx, in_rank, send_head = handle
-        return IntranodeHandle(
-            rank_prefix_matrix=rank_prefix,
-            channel_prefix_matrix=channel_prefix,
-            recv_channel_prefix_matrix=recv_channel_prefix,
-            recv_src_idx=src_idx,
-            is_token_in_rank=in_rank,
-            send_head=send_head,
-        )
+        return IntranodeHandle(**unpacked([field.name for field in fields(IntranodeHandle)], handle))
 
     def sent(self) -> Tensor:
         """int64 (P, P): rows from rank i to rank j."""
@@ -90,10 +76,10 @@ def _check_shape(tensor: Tensor, shape: tuple[int, int], name: str, columns: str
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InternodeHandle:
-    """A dispatch between nodes (deep_ep/buffer.py:479-482 of v1.2.1).
+    """The handle of a dispatch between nodes (deep_ep/buffer.py:479-482 of v1.2.1).
 
-    Filled in are the flags, the prefix sums of what is sent (by node and rank, per channel), and those of what is
-    received (by node and rank). What only the kernels read among themselves is never written here.
+    Only the flags and some prefix sums are written: of rows sent, by node and by rank for each channel, and of rows
+    received, by node and by rank. The other tensors, which only kernels read, stay uninitialised.
     """
 
     is_token_in_rank: Tensor
@@ -111,7 +97,7 @@ class InternodeHandle:
     def of_dispatch(
         is_token_in_rank: Tensor, from_ranks: Tensor, from_nodes: Tensor, *, num_channels: int
     ) -> InternodeHandle:
-        """From the flags (T, P), the rows from each rank (P,), and the tokens that this rank took in from each node."""
+        """Make a handle from flags (T, P), rows from each rank (P,), and tokens that this rank takes from each node."""
         num_tokens, num_ranks = is_token_in_rank.shape
         num_nodes, num_rows = from_nodes.shape[0], int(from_ranks.sum())
         in_node = nodes_of(is_token_in_rank)
@@ -133,11 +119,7 @@ class InternodeHandle:
 
     @staticmethod
     def of(handle: tuple[Tensor, ...]) -> InternodeHandle:
-        """As their tuple assignment unpacks it: a ValueError for another length."""
-        names = [field.name for field in fields(InternodeHandle)]
-        if len(handle) != len(names):
-            raise ValueError(f"not enough or too many values to unpack (expected {len(names)}, got {len(handle)})")
-        return InternodeHandle(**dict(zip(names, handle, strict=True)))
+        return InternodeHandle(**unpacked([field.name for field in fields(InternodeHandle)], handle))
 
     def received(self) -> list[int]:
         """Rows from each rank."""

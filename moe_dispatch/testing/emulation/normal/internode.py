@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.config import NVL_PEERS, Config
-from moe_dispatch.testing.emulation.normal import checks as checks
-from moe_dispatch.testing.emulation.normal import rdma as rdma
-from moe_dispatch.testing.emulation.normal.calls import Asynchrony, Received, Recipients, Sent
+from moe_dispatch.testing.emulation.config import NVL_PEERS, SOURCE_META_BYTES, Config
+from moe_dispatch.testing.emulation.normal import checks
+from moe_dispatch.testing.emulation.normal.call import (
+    COMBINE,
+    CPP,
+    DISPATCH,
+    CombineInput,
+    DispatchInput,
+    DispatchLayout,
+    Received,
+    Settings,
+)
 from moe_dispatch.testing.emulation.normal.handles import InternodeHandle
-from moe_dispatch.testing.emulation.normal.memory import require_met, require_true_counts
-from moe_dispatch.testing.emulation.normal.moves import bring_back, move, tokens_for
-from moe_dispatch.testing.emulation.normal.rdma import KERNEL
-from moe_dispatch.testing.emulation.normal.rows import summed
-from moe_dispatch.testing.emulation.normal.runtime import COMBINE, DISPATCH, Runtime
+from moe_dispatch.testing.emulation.normal.rows import bring_back, move, summed, tokens_for
+from moe_dispatch.testing.emulation.normal.runtime import Runtime
 from moe_dispatch.testing.emulation.refusals import EmulatedAbort, device_assert, host_assert, require_cpu
+
+KERNEL = "csrc/kernels/internode.cu"
+RDMA_RANKS = (2, 4, 8, 16, 18, 20)  # csrc/kernels/launch.cuh:62-71
+FORWARDER_WARPS = 24  # csrc/kernels/internode.cu:1832
 
 
 @final
@@ -31,167 +41,141 @@ class InternodeRuntime(Runtime):
         super().__init__(group, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
         self._num_qps_per_rank = num_qps_per_rank
 
-    def dispatch(
-        self,
-        sent: Sent,
-        to: Recipients,
-        config: Config,
-        asynchrony: Asynchrony,
-        *,
-        expert_alignment: int,
-        num_worst_tokens: int,
-    ) -> Received:
-        num_experts = to.tokens_per_expert.numel()
+    def dispatch(self, sent: DispatchInput, layout: DispatchLayout, settings: Settings) -> Received:
+        config, num_experts = settings.config, layout.tokens_per_expert.numel()
         with self.exchange.entrance(DISPATCH) as entry:
-            to_nodes = _check_counts(to, self.num_ranks)
-            self._check_dispatch(sent, to.is_token_in_rank, config, asynchrony)
+            to_nodes = _check_counts(layout, self.num_ranks)
+            self._check_dispatch(sent, layout.is_token_in_rank, settings)
             checks.check_topk(sent, num_experts, line=725, kernel=f"{KERNEL}:408")
             self._check_launch(sent, config)
-            require_true_counts(to)
-            entry.same = {"layout": [*sent.layout(), *config.layout(), num_experts], "use of a handle": False}
-            entry.told = [to.tokens_per_rank.tolist(), to.tokens_per_expert.tolist(), to_nodes.tolist()]
+            checks.require_true_counts(layout)
+            entry.same = {"layout": [*sent.sizes(), *config.layout(), num_experts], "use of a handle": False}
+            entry.told = [layout.tokens_per_rank.tolist(), layout.tokens_per_expert.tolist(), to_nodes.tolist()]
         per_rank, per_expert, per_node = (list(told) for told in zip(*entry.everyone, strict=True))
-        counts = torch.tensor(per_rank)
-        tokens = tokens_for(to.is_token_in_rank)
-        num_rows = int(counts[:, self.exchange.rank].sum())
-        experts_per_rank = num_experts // self.num_ranks
-        arrived = move(self.exchange, sent, tokens, experts_per_rank=experts_per_rank, num_rows=num_rows)
+        from_ranks = torch.tensor(per_rank)[:, self.exchange.rank]
         # A token crosses to a node once, and arrives there at the rank with its sender's number within a node.
-        node, place = divmod(self.exchange.rank, NVL_PEERS)
-        of_nodes = torch.tensor(per_node)[place::NVL_PEERS, node]
+        node, number = divmod(self.exchange.rank, NVL_PEERS)
+        from_nodes = torch.tensor(per_node)[number::NVL_PEERS, node]
         handle = InternodeHandle.of_dispatch(
-            to.is_token_in_rank, counts[:, self.exchange.rank], of_nodes, num_channels=config.num_channels
+            layout.is_token_in_rank, from_ranks, from_nodes, num_channels=config.num_channels
         )
-        return Received(
-            x=arrived.x,
-            scales=arrived.scales,
-            topk_idx=arrived.topk_idx,
-            topk_weights=arrived.topk_weights,
-            tokens_per_expert_list=self.aligned_rows(per_expert, expert_alignment),
-            handle=handle.as_tuple(),
-        )
+        tokens, num_rows = tokens_for(layout.is_token_in_rank), int(from_ranks.sum())
+        received = move(self.exchange, sent, tokens, experts_per_rank=num_experts // self.num_ranks, num_rows=num_rows)
+        counts = self.aligned_rows(per_expert, settings.expert_alignment)
+        return replace(received, tokens_per_expert_list=counts, handle=handle.as_tuple())
 
-    def cached_dispatch(
-        self, sent: Sent, handle: tuple[Tensor, ...], config: Config, asynchrony: Asynchrony
-    ) -> tuple[Tensor, Tensor | None]:
-        route = InternodeHandle.of(handle)
+    def cached_dispatch(self, sent: DispatchInput, handle: tuple[Tensor, ...], settings: Settings) -> Received:
+        kept, config = InternodeHandle.of(handle), settings.config
         with self.exchange.entrance(DISPATCH) as entry:
-            self._check_dispatch(sent, route.is_token_in_rank, config, asynchrony)
-            route.check_for_dispatch(self.num_ranks, config.num_channels)
+            self._check_dispatch(sent, kept.is_token_in_rank, settings)
+            kept.check_for_dispatch(self.num_ranks, config.num_channels)
             self._check_launch(sent, config)
-            entry.same = {"layout": [*sent.layout(), *config.layout(), 0], "use of a handle": True}
-            entry.told = [route.is_token_in_rank.sum(0).tolist(), route.received()]
+            entry.same = {"layout": [*sent.sizes(), *config.layout(), 0], "use of a handle": True}
+            entry.told = [kept.is_token_in_rank.sum(0).tolist(), kept.received()]
         _require_met(DISPATCH, *zip(*entry.everyone, strict=True))
-        tokens = tokens_for(route.is_token_in_rank)
-        arrived = move(self.exchange, sent, tokens, experts_per_rank=0, num_rows=sum(route.received()))
-        return arrived.x, arrived.scales
+        tokens = tokens_for(kept.is_token_in_rank)
+        return move(self.exchange, sent, tokens, experts_per_rank=0, num_rows=sum(kept.received()))
 
     def combine(
-        self,
-        x: Tensor,
-        handle: tuple[Tensor, ...],
-        topk_weights: Tensor | None,
-        biases: list[Tensor],
-        config: Config,
-        asynchrony: Asynchrony,
+        self, sent: CombineInput, handle: tuple[Tensor, ...], settings: Settings
     ) -> tuple[Tensor, Tensor | None]:
-        """Summed in float32 and rounded on each node, and the same again at home (internode.cu:1217-1358)."""
-        route = InternodeHandle.of(handle)
-        num_tokens = route.is_token_in_rank.shape[0]
+        """Summed in float32 and rounded on each node, and again on the source rank (internode.cu:1217-1358)."""
+        kept, config, x = InternodeHandle.of(handle), settings.config, sent.x
+        num_tokens = kept.is_token_in_rank.shape[0]
         with self.exchange.entrance(COMBINE) as entry:
-            require_cpu(COMBINE, x, topk_weights, *biases)
+            require_cpu(COMBINE, x, sent.topk_weights, *sent.biases)
             checks.check_config(config, 943)
             checks.check_matrix(x, "x.", 946)
             checks.check_row_bytes(x, "hidden", 957)
-            route.check_for_combine(self.num_ranks, config.num_channels)
-            asynchrony.check(970)
-            _require_rows(x, sum(route.received()))
-            checks.check_combined_weights(topk_weights, x.shape[0], line=987, kernel=f"{KERNEL}:1393")
-            rdma.check_combine_queues(config, self.num_ranks)
-            num_topk = 0 if topk_weights is None else topk_weights.shape[1]
-            self._check_buffers(x, config, num_scales=0, num_topk_idx=0, num_topk_weights=num_topk, line=1205)
-            checks.check_biases(biases, x, num_tokens, rows="num_combined_tokens", line=1016)
+            kept.check_for_combine(self.num_ranks, config.num_channels)
+            settings.check_events(970)
+            _require_rows(x, sum(kept.received()))
+            checks.check_combined_weights(sent, x.shape[0], line=987, kernel=f"{KERNEL}:1393")
+            _check_combine_queues(config, self.num_ranks)
+            self._check_buffers(config, _row_bytes(x, num_topk_weights=sent.num_topk), line=1205, tma_line=1448)
+            checks.check_biases(sent, num_tokens, rows="num_combined_tokens", line=1016)
             host_assert(x.dtype == torch.bfloat16, "type == CUDA_R_16BF", f"{KERNEL}:1859")
-            rdma.require_rdma_ranks(self.num_ranks)
+            _require_rdma_ranks(self.num_ranks)
             device_assert(x.shape[1] % 256 == 0, "hidden_int4 % 32 == 0", f"{KERNEL}:1250", f"hidden is {x.shape[1]}")
-            entry.same = {"layout": [x.shape[1], num_topk, *config.layout()]}
-            entry.told = [route.is_token_in_rank.sum(0).tolist(), route.received()]
+            entry.same = {"layout": [x.shape[1], sent.num_topk, *config.layout()]}
+            entry.told = [kept.is_token_in_rank.sum(0).tolist(), kept.received()]
         _require_met(COMBINE, *zip(*entry.everyone, strict=True))
-        came_from = tokens_for(route.is_token_in_rank)
+        came_from = tokens_for(kept.is_token_in_rank)
 
         def of_nodes(rows: Tensor) -> list[Tensor]:
-            arrived = bring_back(self.exchange, rows, route.received())
+            arrived = bring_back(self.exchange, rows, kept.received())
             nodes = [slice(first, first + NVL_PEERS) for first in range(0, self.num_ranks, NVL_PEERS)]
             width = rows.shape[1]
             sums = [summed(arrived[n], came_from[n], num_tokens, start=[], width=width) for n in nodes]
             return [total.to(rows.dtype) for total in sums]
 
-        combined = sum((part.float() for part in [*biases, *of_nodes(x)]), torch.zeros(num_tokens, x.shape[1]))
-        if topk_weights is None:
+        combined = sum((part.float() for part in [*sent.biases, *of_nodes(x)]), torch.zeros(num_tokens, x.shape[1]))
+        if sent.topk_weights is None:
             return combined.to(x.dtype), None
-        return combined.to(x.dtype), sum(of_nodes(topk_weights), torch.zeros(num_tokens, topk_weights.shape[1]))
+        return combined.to(x.dtype), sum(of_nodes(sent.topk_weights), torch.zeros(num_tokens, sent.num_topk))
 
-    def _check_dispatch(self, sent: Sent, in_rank: Tensor, config: Config, asynchrony: Asynchrony) -> None:
-        """csrc/deep_ep.cpp:669-756, and what is not checked there: the flags."""
+    def _check_dispatch(self, sent: DispatchInput, in_rank: Tensor, settings: Settings) -> None:
+        """csrc/deep_ep.cpp:669-756, and the flags, which the release does not check."""
         require_cpu(DISPATCH, sent.x, sent.scales, sent.topk_idx, sent.topk_weights, in_rank)
-        checks.check_config(config, 669)
+        checks.check_config(settings.config, 669)
         checks.check_matrix(sent.x, "x.", 697)
         checks.check_row_bytes(sent.x, "x.size(1)", 698)
         checks.check_scales(sent, line=742)
-        asynchrony.check(756)
+        settings.check_events(756)
         if in_rank.dtype != torch.bool or in_rank.shape != (sent.x.shape[0], self.num_ranks):
             raise EmulatedAbort(
                 f"{DISPATCH}: is_token_in_rank must be bool and a row for each row of x, got {in_rank.dtype} of "
                 f"{tuple(in_rank.shape)}. Between nodes that is not checked, and the kernel reads past its end."
             )
 
-    def _check_launch(self, sent: Sent, config: Config) -> None:
-        rdma.require_rdma_ranks(self.num_ranks)
-        topk, scales = sent.num_topk, sent.num_scales
-        self._check_buffers(
-            sent.x, config, num_scales=scales, num_topk_idx=topk, num_topk_weights=topk, line=339, is_dispatch=True
-        )
-        rdma.check_queue_pairs(config, self._num_qps_per_rank)
+    def _check_launch(self, sent: DispatchInput, config: Config) -> None:
+        _require_rdma_ranks(self.num_ranks)
+        topk = sent.num_topk
+        num_bytes = _row_bytes(sent.x, num_scales=sent.num_scales, num_topk_idx=topk, num_topk_weights=topk)
+        self._check_buffers(config, num_bytes, line=339, tma_line=453)
+        _check_queue_pairs(config, self._num_qps_per_rank)
 
-    def _check_buffers(
-        self,
-        x: Tensor,
-        config: Config,
-        *,
-        num_scales: int,
-        num_topk_idx: int,
-        num_topk_weights: int,
-        line: int,
-        is_dispatch: bool = False,
-    ) -> None:
-        num_bytes = rdma.row_bytes(
-            x.shape[1] * x.element_size(),
-            num_scales=num_scales,
-            num_topk_idx=num_topk_idx,
-            num_topk_weights=num_topk_weights,
-        )
-        nvl = [self.num_nvl_bytes, *self.nvl_bytes_of_peers]
-        rdma.check_buffers(num_bytes, config, self.num_ranks, nvl=nvl, rdma=self.rdma_bytes_of_peers, line=line)
+    def _check_buffers(self, config: Config, row_bytes: int, *, line: int, tma_line: int) -> None:
+        """csrc/kernels/internode.cu:339-340 and :453, or :1205-1206 and :1448.
+
+        The first two compare the NVLink need with the buffer, and the RDMA need with a size hint instead of the buffer
+        (csrc/deep_ep.cpp:794): a small one is not noticed.
+
+        Args:
+            config: Queues that hold the rows.
+            row_bytes: Bytes of one row.
+            line: Line of the RDMA comparison.
+            tma_line: Line of the limit of a row.
+        """
+        nodes = self.num_ranks // NVL_PEERS
+        queues = config.num_channels * NVL_PEERS
+        needed = queues * config.nvl_queue_rows * row_bytes + queues * (2 * nodes + 2) * 4
+        rule = "(nvl_clean_meta.first + nvl_clean_meta.second) * sizeof(int) <= num_nvl_bytes"
+        holds = needed <= self.num_nvl_bytes
+        host_assert(holds, f"{rule}: {needed} <= {self.num_nvl_bytes}", f"{KERNEL}:{line + 1}")
+        _require_everywhere("num_nvl_bytes", needed, self.nvl_bytes_of_peers)
+        rdma_queues = config.num_channels * nodes * 2
+        needed = rdma_queues * config.rdma_queue_rows * row_bytes + rdma_queues * (NVL_PEERS * 2 + 4) * 4
+        _require_everywhere("num_rdma_bytes", needed, self.rdma_bytes_of_peers)
         rule = "num_bytes_per_token + sizeof(uint64_t) <= kNumTMABytesPerWarp"
-        source = f"{KERNEL}:453" if is_dispatch else f"{KERNEL}:1448"
-        device_assert(num_bytes + 8 <= 16384, rule, source, f"a row has {num_bytes} bytes")
+        device_assert(row_bytes + 8 <= 16384, rule, f"{KERNEL}:{tma_line}", f"a row has {row_bytes} bytes")
 
 
-def _check_counts(to: Recipients, num_ranks: int) -> Tensor:
-    """csrc/deep_ep.cpp:680, :691-693 and :709-715; the counts of nodes."""
-    per_node = to.tokens_per_rdma_rank
+def _check_counts(layout: DispatchLayout, num_ranks: int) -> Tensor:
+    """csrc/deep_ep.cpp:680, :691-693 and :709-715; return the counts of nodes."""
+    per_node = layout.tokens_per_rdma_rank
     checks.check_size(per_node is not None, "num_tokens_per_rdma_rank.has_value()", 680)
     assert per_node is not None
-    require_cpu(DISPATCH, to.tokens_per_rank, per_node, to.tokens_per_expert)
-    checks.check_int32(to.tokens_per_rank, "num_tokens_per_rank->", 691)
+    require_cpu(DISPATCH, layout.tokens_per_rank, per_node, layout.tokens_per_expert)
+    checks.check_int32(layout.tokens_per_rank, "num_tokens_per_rank->", 691)
     checks.check_int32(per_node, "num_tokens_per_rdma_rank->", 692)
-    checks.check_int32(to.tokens_per_expert, "num_tokens_per_expert->", 693)
-    sizes = to.tokens_per_rank.shape == (num_ranks,)
+    checks.check_int32(layout.tokens_per_expert, "num_tokens_per_expert->", 693)
+    sizes = layout.tokens_per_rank.shape == (num_ranks,)
     checks.check_size(sizes, "num_tokens_per_rank->size(0) == num_ranks", 712)
     nodes = per_node.shape == (num_ranks // NVL_PEERS,)
     checks.check_size(nodes, "num_tokens_per_rdma_rank->size(0) == num_rdma_ranks", 713)
     experts = "num_tokens_per_expert->size(0)"
-    num_experts = to.tokens_per_expert.numel()
+    num_experts = layout.tokens_per_expert.numel()
     checks.check_size(num_experts % num_ranks == 0, f"{experts} % num_ranks == 0", 714)
     # NUM_MAX_LOCAL_EXPERTS is 1024, but a block of 512 threads counts the experts of a node.
     checks.check_size(num_experts // num_ranks <= 1024, f"{experts} / num_ranks <= NUM_MAX_LOCAL_EXPERTS", 715)
@@ -210,5 +194,53 @@ def _require_rows(x: Tensor, num_rows: int) -> None:
 
 
 def _require_met(where: str, sent: tuple[list[int], ...], received: tuple[list[int], ...]) -> None:
-    """(P, P) rows from rank to rank, as the flags of senders and the handles of receivers have them."""
-    require_met(where, [list(row) for row in sent], [list(column) for column in zip(*received, strict=True)])
+    """Compare the (P, P) rows from rank to rank in the flags of senders with those in the handles of receivers."""
+    checks.require_met(where, [list(row) for row in sent], [list(column) for column in zip(*received, strict=True)])
+
+
+def _row_bytes(x: Tensor, *, num_scales: int = 0, num_topk_idx: int = 0, num_topk_weights: int) -> int:
+    """Bytes of a row as it is sent (csrc/kernels/internode.cu:45-47)."""
+    hidden_bytes = x.shape[1] * x.element_size()
+    parts = hidden_bytes + SOURCE_META_BYTES + (num_scales + num_topk_idx + num_topk_weights) * 4
+    return -(-parts // 16) * 16
+
+
+def _require_everywhere(name: str, needed: int, sizes: list[int]) -> None:
+    if min(sizes) < needed:
+        raise EmulatedAbort(
+            f"Buffer: {name} must be {needed} or more on every rank, got {min(sizes)} on one of them. Kernels write "
+            f"past its end. Use the largest get_{name.split('_')[1]}_buffer_size_hint of both configs on all ranks."
+        )
+
+
+def _require_rdma_ranks(num_ranks: int) -> None:
+    """Kernels are compiled for these numbers of nodes only."""
+    known = num_ranks // NVL_PEERS in RDMA_RANKS
+    host_assert(known, 'false and "Unsupported RDMA ranks"', "csrc/kernels/launch.cuh:70")
+
+
+def _check_queue_pairs(config: Config, num_qps_per_rank: int) -> None:
+    """csrc/kernels/internode.cu:386."""
+    rule = "ibgda_get_state()->num_rc_per_pe == num_channels or ibgda_get_state()->num_rc_per_pe >= num_sms"
+    enough = num_qps_per_rank == config.num_channels or num_qps_per_rank >= config.num_channels * 2
+    device_assert(enough, rule, f"{KERNEL}:386", f"{num_qps_per_rank} queue pairs for {config.num_channels} channels")
+
+
+def _check_combine_queues(config: Config, num_ranks: int) -> None:
+    """Queues that cannot block each other: csrc/deep_ep.cpp:997-998, csrc/kernels/internode.cu:1209 and :1856-1858."""
+    nodes = num_ranks // NVL_PEERS
+    nvl_send, nvl_recv, rdma_send = config.nvl_send, config.nvl_queue_rows, config.rdma_send
+    per_node = nvl_recv // nodes
+    warps = max(FORWARDER_WARPS // nodes, 1)
+    whole = "config.num_max_nvl_chunked_recv_tokens % num_rdma_ranks == 0"
+    host_assert(nvl_recv % nodes == 0, whole, f"{CPP}:997")
+    fits = "config.num_max_nvl_chunked_send_tokens <= config.num_max_nvl_chunked_recv_tokens / num_rdma_ranks"
+    host_assert(nvl_send <= per_node, fits, f"{CPP}:998")
+    host_assert(config.num_channels * 2 > 3, "num_channels * 2 > 3", f"{KERNEL}:1209")
+    longer = "num_max_nvl_chunked_recv_tokens / num_rdma_ranks > std::max(num_max_rdma_chunked_send_tokens, ...)"
+    host_assert(per_node > max(rdma_send, nvl_send), longer, f"{KERNEL}:1856")
+    spare = (
+        "num_max_nvl_chunked_recv_tokens / num_rdma_ranks - num_warps_per_forwarder >= num_max_nvl_chunked_send_tokens"
+    )
+    host_assert(per_node - warps >= nvl_send, spare, f"{KERNEL}:1857")
+    host_assert(rdma_send >= warps, "num_max_rdma_chunked_send_tokens >= num_warps_per_forwarder", f"{KERNEL}:1858")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -10,26 +11,37 @@ from torch import Tensor
 
 from moe_dispatch.testing.emulation.config import Config
 from moe_dispatch.testing.emulation.memory import grown
-from moe_dispatch.testing.emulation.normal import checks as checks
-from moe_dispatch.testing.emulation.normal.calls import CPP, Asynchrony, Received, Recipients, Sent
-from moe_dispatch.testing.emulation.normal.handles import IntranodeHandle
-from moe_dispatch.testing.emulation.normal.memory import (
-    NvlMemory,
-    require_met,
-    require_ranks_of_a_node,
-    require_room,
-    require_true_counts,
+from moe_dispatch.testing.emulation.normal import checks
+from moe_dispatch.testing.emulation.normal.call import (
+    COMBINE,
+    CPP,
+    DISPATCH,
+    CombineInput,
+    DispatchInput,
+    DispatchLayout,
+    Received,
+    Settings,
 )
-from moe_dispatch.testing.emulation.normal.moves import (
+from moe_dispatch.testing.emulation.normal.handles import IntranodeHandle
+from moe_dispatch.testing.emulation.normal.rows import (
     bring_back,
+    channel_counts,
     move,
+    positions_in_channel,
+    prefix_int32,
     source_tokens,
     starts_of_channels,
+    summed,
     tokens_for,
 )
-from moe_dispatch.testing.emulation.normal.rows import channel_counts, positions_in_channel, prefix_int32, summed
-from moe_dispatch.testing.emulation.normal.runtime import COMBINE, DISPATCH, Runtime
-from moe_dispatch.testing.emulation.refusals import EmulatedHang, device_assert, host_assert, require_cpu
+from moe_dispatch.testing.emulation.normal.runtime import Runtime
+from moe_dispatch.testing.emulation.refusals import (
+    EmulatedAbort,
+    EmulatedHang,
+    device_assert,
+    host_assert,
+    require_cpu,
+)
 
 KERNEL = "csrc/kernels/intranode.cu"
 
@@ -42,105 +54,85 @@ class IntranodeRuntime(Runtime):
         super().__init__(group, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
         self._memory = NvlMemory(self.num_ranks, num_nvl_bytes, self.nvl_bytes_of_peers)
 
-    def dispatch(
-        self,
-        sent: Sent,
-        to: Recipients,
-        config: Config,
-        asynchrony: Asynchrony,
-        *,
-        expert_alignment: int,
-        num_worst_tokens: int,
-    ) -> Received:
-        num_experts = to.tokens_per_expert.numel()
+    def dispatch(self, sent: DispatchInput, layout: DispatchLayout, settings: Settings) -> Received:
+        config, num_experts = settings.config, layout.tokens_per_expert.numel()
         with self.exchange.entrance(DISPATCH) as entry:
-            self._check_dispatch(sent, to.is_token_in_rank, config, asynchrony)
-            _check_counts(to, self.num_ranks)
+            self._check_dispatch(sent, layout.is_token_in_rank, settings)
+            _check_counts(layout, self.num_ranks)
             checks.check_topk(sent, num_experts, line=360, kernel=f"{KERNEL}:187")
-            if num_worst_tokens > 0:
+            if settings.num_worst_tokens > 0:
                 host_assert(sent.topk_idx is not None, "topk_idx.has_value()", f"{CPP}:446")
             self._check_launch(sent, config, num_experts)
-            require_true_counts(to)
-            entry.same = {"layout": [*sent.layout(), *config.layout(), num_experts], "handle": None}
-            entry.told = [to.tokens_per_rank.tolist(), to.tokens_per_expert.tolist(), num_worst_tokens]
-        per_rank, per_expert, room = (list(told) for told in zip(*entry.everyone, strict=True))
+            checks.require_true_counts(layout)
+            entry.same = {"layout": [*sent.sizes(), *config.layout(), num_experts], "handle": None}
+            entry.told = [
+                layout.tokens_per_rank.tolist(),
+                layout.tokens_per_expert.tolist(),
+                settings.num_worst_tokens,
+            ]
+        per_rank, per_expert, capacities = (list(told) for told in zip(*entry.everyone, strict=True))
         counts = torch.tensor(per_rank)
-        require_room(self.exchange.rank, counts, room)
-        num_rows = num_worst_tokens or int(counts[:, self.exchange.rank].sum())
-        tokens = tokens_for(to.is_token_in_rank)
-        experts_per_rank = num_experts // self.num_ranks
-        arrived = move(self.exchange, sent, tokens, experts_per_rank=experts_per_rank, num_rows=num_rows)
-        handle = self._handle(to.is_token_in_rank, counts, num_rows, config.num_channels)
-        return Received(
-            x=arrived.x,
-            scales=arrived.scales,
-            topk_idx=arrived.topk_idx,
-            topk_weights=arrived.topk_weights,
-            tokens_per_expert_list=[] if num_worst_tokens > 0 else self.aligned_rows(per_expert, expert_alignment),
-            handle=handle.as_tuple(),
+        _require_capacity(self.exchange.rank, counts, capacities)
+        num_rows = settings.num_worst_tokens or int(counts[:, self.exchange.rank].sum())
+        tokens = tokens_for(layout.is_token_in_rank)
+        received = move(self.exchange, sent, tokens, experts_per_rank=num_experts // self.num_ranks, num_rows=num_rows)
+        is_counted = settings.num_worst_tokens == 0
+        return replace(
+            received,
+            tokens_per_expert_list=self.aligned_rows(per_expert, settings.expert_alignment) if is_counted else [],
+            handle=self._handle(layout.is_token_in_rank, counts, num_rows, config.num_channels).as_tuple(),
         )
 
-    def cached_dispatch(
-        self, sent: Sent, handle: tuple[Tensor, ...], config: Config, asynchrony: Asynchrony
-    ) -> tuple[Tensor, Tensor | None]:
-        route = IntranodeHandle.of(handle)
+    def cached_dispatch(self, sent: DispatchInput, handle: tuple[Tensor, ...], settings: Settings) -> Received:
+        kept, config = IntranodeHandle.of(handle), settings.config
         with self.exchange.entrance(DISPATCH) as entry:
-            self._check_dispatch(sent, route.is_token_in_rank, config, asynchrony)
-            route.check_for_dispatch(self.num_ranks, config.num_channels)
+            self._check_dispatch(sent, kept.is_token_in_rank, settings)
+            kept.check_for_dispatch(self.num_ranks, config.num_channels)
             self._check_launch(sent, config, 0)
-            entry.same = {"layout": [*sent.layout(), *config.layout(), 0], "handle": route.rank_prefix_matrix.tolist()}
-            entry.told = route.is_token_in_rank.sum(0).tolist()
-        require_met(DISPATCH, route.sent().tolist(), entry.everyone)
-        tokens = tokens_for(route.is_token_in_rank)
-        num_rows = route.recv_src_idx.shape[0]
-        arrived = move(self.exchange, sent, tokens, experts_per_rank=0, num_rows=num_rows)
-        return arrived.x, arrived.scales
+            entry.same = {"layout": [*sent.sizes(), *config.layout(), 0], "handle": kept.rank_prefix_matrix.tolist()}
+            entry.told = kept.is_token_in_rank.sum(0).tolist()
+        checks.require_met(DISPATCH, kept.sent().tolist(), entry.everyone)
+        tokens = tokens_for(kept.is_token_in_rank)
+        return move(self.exchange, sent, tokens, experts_per_rank=0, num_rows=kept.recv_src_idx.shape[0])
 
     def combine(
-        self,
-        x: Tensor,
-        handle: tuple[Tensor, ...],
-        topk_weights: Tensor | None,
-        biases: list[Tensor],
-        config: Config,
-        asynchrony: Asynchrony,
+        self, sent: CombineInput, handle: tuple[Tensor, ...], settings: Settings
     ) -> tuple[Tensor, Tensor | None]:
         """In float32, in the order of ranks, rounded once (csrc/kernels/intranode.cu:805-871)."""
-        route = IntranodeHandle.of(handle)
-        num_tokens = route.send_head.shape[0]
+        kept, config, x = IntranodeHandle.of(handle), settings.config, sent.x
+        num_tokens, num_rows = kept.send_head.shape[0], kept.recv_src_idx.shape[0]
         with self.exchange.entrance(COMBINE) as entry:
-            require_cpu(COMBINE, x, topk_weights, *biases)
+            require_cpu(COMBINE, x, sent.topk_weights, *sent.biases)
             checks.check_matrix(x, "x.", 547)
-            route.check_for_combine(self.num_ranks, config.num_channels)
+            kept.check_for_combine(self.num_ranks, config.num_channels)
             checks.check_config(config, 554)
-            num_rows = route.recv_src_idx.shape[0]
             host_assert(x.shape[0] == num_rows, "src_idx.size(0) == num_tokens", f"{CPP}:559")
             checks.check_row_bytes(x, "hidden", 563)
-            asynchrony.check(569)
-            checks.check_combined_weights(topk_weights, num_rows, line=585, kernel=f"{KERNEL}:592")
-            require_ranks_of_a_node(self.num_ranks)
-            checks.check_biases(biases, x, num_tokens, rows="num_recv_tokens", line=606)
-            self._memory.check_combine(x, topk_weights, config)
+            settings.check_events(569)
+            checks.check_combined_weights(sent, num_rows, line=585, kernel=f"{KERNEL}:592")
+            checks.require_ranks_of_a_node(self.num_ranks)
+            checks.check_biases(sent, num_tokens, rows="num_recv_tokens", line=606)
+            self._memory.check_combine(sent, config)
             host_assert(x.dtype == torch.bfloat16, 'false and "Unsupported type"', "csrc/kernels/launch.cuh:84")
             _require_whole_warps(x)
-            num_topk = 0 if topk_weights is None else topk_weights.shape[1]
-            layout = [x.shape[1], num_topk, *config.layout()]
-            entry.same = {"layout": layout, "handle": route.rank_prefix_matrix.tolist()}
-            entry.told = (route.send_head >= 0).sum(0).tolist()
-        require_met(COMBINE, route.sent().tolist(), entry.everyone)
-        back = route.sent()[:, self.exchange.rank].tolist()
-        came_from = tokens_for(route.send_head >= 0)
+            layout = [x.shape[1], sent.num_topk, *config.layout()]
+            entry.same = {"layout": layout, "handle": kept.rank_prefix_matrix.tolist()}
+            entry.told = (kept.send_head >= 0).sum(0).tolist()
+        checks.require_met(COMBINE, kept.sent().tolist(), entry.everyone)
+        back = kept.sent()[:, self.exchange.rank].tolist()
+        came_from = tokens_for(kept.send_head >= 0)
 
         def sums(rows: Tensor, start: list[Tensor]) -> Tensor:
             arrived = bring_back(self.exchange, rows, back)
             return summed(arrived, came_from, num_tokens, start=start, width=rows.shape[1])
 
-        return sums(x, biases).to(x.dtype), None if topk_weights is None else sums(topk_weights, [])
+        combined = sums(x, sent.biases).to(x.dtype)
+        return combined, None if sent.topk_weights is None else sums(sent.topk_weights, [])
 
-    def _check_dispatch(self, sent: Sent, in_rank: Tensor, config: Config, asynchrony: Asynchrony) -> None:
+    def _check_dispatch(self, sent: DispatchInput, in_rank: Tensor, settings: Settings) -> None:
         """csrc/deep_ep.cpp:315-339 and :377-391."""
         require_cpu(DISPATCH, sent.x, sent.scales, sent.topk_idx, sent.topk_weights, in_rank)
-        checks.check_config(config, 315)
+        checks.check_config(settings.config, 315)
         checks.check_size(in_rank.dtype == torch.bool, "is_token_in_rank.scalar_type() == torch::kBool", 326)
         checks.check_matrix(sent.x, "x.", 336)
         checks.check_row_bytes(sent.x, "x.size(1)", 337)
@@ -149,11 +141,11 @@ class IntranodeRuntime(Runtime):
         rule = "is_token_in_rank.size(0) == x.size(0) and is_token_in_rank.size(1) == num_ranks"
         checks.check_size(fits, rule, 339)
         checks.check_scales(sent, line=377)
-        asynchrony.check(391)
+        settings.check_events(391)
 
-    def _check_launch(self, sent: Sent, config: Config, num_experts: int) -> None:
+    def _check_launch(self, sent: DispatchInput, config: Config, num_experts: int) -> None:
         """The sm_90 build moves half a row by TMA (csrc/kernels/intranode.cu:235): bfloat16 rows up to 8176 wide."""
-        require_ranks_of_a_node(self.num_ranks)
+        checks.require_ranks_of_a_node(self.num_ranks)
         self._memory.check_dispatch(sent, config, num_experts)
         int4s = sent.x.shape[1] * sent.x.element_size() // checks.INT4_BYTES
         device_assert(
@@ -175,9 +167,9 @@ class IntranodeRuntime(Runtime):
         )
 
 
-def _check_counts(to: Recipients, num_ranks: int) -> None:
+def _check_counts(layout: DispatchLayout, num_ranks: int) -> None:
     """csrc/deep_ep.cpp:331-332 and :346-350, csrc/kernels/intranode.cu:123."""
-    per_expert, per_rank = to.tokens_per_expert, to.tokens_per_rank
+    per_expert, per_rank = layout.tokens_per_expert, layout.tokens_per_rank
     require_cpu(DISPATCH, per_expert, per_rank)
     checks.check_int32(per_expert, "num_tokens_per_expert->", 331)
     checks.check_int32(per_rank, "num_tokens_per_rank->", 332)
@@ -194,7 +186,7 @@ def _check_counts(to: Recipients, num_ranks: int) -> None:
 
 
 def _require_whole_warps(x: Tensor) -> None:
-    """Mended after the release by commit abba6ad (#413): v1.2.1 itself leaves such a row to chance.
+    """Refuse a width that works only since commit abba6ad (#413), after the release.
 
     Raises:
         EmulatedHang: a warp's last round has fewer than 32 lanes, and these wait for the others at ``__syncwarp``.
@@ -204,3 +196,52 @@ def _require_whole_warps(x: Tensor) -> None:
             f"{COMBINE}: v1.2.1 needs bfloat16 rows that are a multiple of 256 wide, got hidden {x.shape[1]}: lanes of "
             f"a warp part ways before __syncwarp ({KERNEL}:805-845). Use such a hidden size, or a later deep_ep."
         )
+
+
+def _require_capacity(rank: int, counts: Tensor, num_worst_tokens: list[int]) -> None:
+    """Refuse more rows than there is memory for: the kernel writes them all (csrc/kernels/intranode.cu:399)."""
+    for receiver, (rows, capacity) in enumerate(zip(counts.sum(0).tolist(), num_worst_tokens, strict=True)):
+        if 0 < capacity < rows:
+            kind = EmulatedAbort if receiver == rank else EmulatedHang
+            raise kind(
+                f"Buffer.dispatch: num_worst_tokens ({capacity}) must hold every row that rank {receiver} receives, "
+                f"got {rows}. The kernel writes past the end of recv_x. Use the largest number of tokens times the "
+                "ranks."
+            )
+
+
+@final
+class NvlMemory:
+    """The NVLink buffers of a node: of this rank, and the smallest of its peers, into which it writes too."""
+
+    def __init__(self, num_ranks: int, num_bytes: int, of_peers: list[int]) -> None:
+        self._num_ranks = num_ranks
+        self._num_bytes = num_bytes
+        self._smallest = min(of_peers)
+
+    def check_dispatch(self, sent: DispatchInput, config: Config, num_experts: int) -> None:
+        """csrc/deep_ep.cpp:432 (not for cached dispatches, of 0 experts here) and :496-505."""
+        ranks = self._num_ranks
+        if num_experts > 0:
+            counts = ranks * (ranks + num_experts // ranks) * 4
+            self._require(counts, "num_ranks * (num_ranks + num_local_experts) * sizeof(int)", 432)
+        queues = config.num_channels * ranks
+        row = sent.x.shape[1] * sent.x.element_size() + 4 + sent.num_topk * (8 + 4) + sent.num_scales * 4
+        needed = ranks * ranks * 4 + queues * 4 * 4 + queues * config.nvl_queue_rows * row
+        self._require(needed, "num_ranks * num_ranks * sizeof(int) + num_channels * num_ranks * sizeof(int) + ...", 496)
+
+    def check_combine(self, sent: CombineInput, config: Config) -> None:
+        """csrc/deep_ep.cpp:614-618."""
+        queues = config.num_channels * self._num_ranks
+        row = sent.x.shape[1] * sent.x.element_size() + 4 + sent.num_topk * 4
+        needed = queues * 4 * 2 + queues * config.nvl_queue_rows * row
+        self._require(needed, "num_channels * num_ranks * sizeof(int) * 2 + ...", 614)
+
+    def _require(self, needed: int, terms: str, line: int) -> None:
+        holds = needed <= self._num_bytes
+        host_assert(holds, f"{terms} <= num_nvl_bytes: {needed} <= {self._num_bytes}", f"{CPP}:{line}")
+        if needed > self._smallest:
+            raise EmulatedAbort(
+                f"Buffer: num_nvl_bytes must be {needed} or more on every rank, got {self._smallest} on one of them. "
+                "The kernels of its peers write past its end. Make the buffers of all ranks equally large."
+            )

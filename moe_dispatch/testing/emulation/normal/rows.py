@@ -1,6 +1,6 @@
-"""The arithmetic of v1's Buffer: who gets which token, in which order, and how it comes back. No process group here.
+"""The rows of v1's Buffer: which ranks get a token, in which order rows arrive, their exchange, and their sums.
 
-A rank cuts its tokens into ``num_channels`` pieces; prefix sums over these and over ranks are what handles hold.
+A rank cuts its tokens into ``num_channels`` pieces. Handles hold prefix sums over these pieces and over ranks.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.testing.emulation.config import NVL_PEERS
+from moe_dispatch.testing.emulation.exchange import Exchange
+from moe_dispatch.testing.emulation.memory import grown, stacked, take
+from moe_dispatch.testing.emulation.normal.call import DispatchInput, Received
 
 
-def recipients(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """Tokens of this rank per expert int32 (E,), and bool (T, P): does a rank own one of the token's experts?
+def counts_and_flags(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Count this rank's tokens per expert, int32 (E,), and flag the ranks that own an expert of a token, bool (T, P).
 
-    Ids outside the experts count for nobody, -1 among them; an expert named twice by a token counts twice.
+    Ids outside the experts, such as -1, are not counted; an expert that a token names twice is counted twice.
     Source: csrc/kernels/layout.cu of v1.2.1.
     """
     experts_per_rank = num_experts // num_ranks
@@ -27,13 +30,13 @@ def recipients(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tens
 
 
 def nodes_of(is_token_in_rank: Tensor) -> Tensor:
-    """bool (T, P / 8): which token goes to which node."""
+    """Flag the nodes that each token goes to: bool (T, P / 8)."""
     num_tokens, num_ranks = is_token_in_rank.shape
     return is_token_in_rank.view(num_tokens, num_ranks // NVL_PEERS, NVL_PEERS).any(2)
 
 
 def channel_counts(is_token_in_rank: Tensor, num_channels: int) -> Tensor:
-    """int64 (P, C): how many of this rank's tokens each channel takes to each rank."""
+    """Count this rank's tokens for each rank and channel: int64 (P, C)."""
     num_tokens, num_ranks = is_token_in_rank.shape
     channel = _channel_of(num_tokens, num_channels)
     counts = torch.zeros(num_channels, num_ranks, dtype=torch.int64)
@@ -41,7 +44,7 @@ def channel_counts(is_token_in_rank: Tensor, num_channels: int) -> Tensor:
 
 
 def positions_in_channel(is_token_in_rank: Tensor, num_channels: int) -> Tensor:
-    """int32 (T, P): the token's place in its channel's queue to each rank, -1 where it does not go."""
+    """Position of each token in its channel's queue to each rank, int32 (T, P); -1 where it does not go."""
     goes = is_token_in_rank.long()
     before = goes.cumsum(0) - goes
     counts = channel_counts(is_token_in_rank, num_channels)
@@ -55,7 +58,7 @@ def _channel_of(num_tokens: int, num_channels: int) -> Tensor:
 
 
 def local_ids(topk_idx: Tensor, topk_weights: Tensor, rank: int, experts_per_rank: int) -> tuple[Tensor, Tensor]:
-    """Ids as ``rank`` numbers its own experts, -1 for the others, with weight 0 there."""
+    """Renumber ids as ``rank`` numbers its own experts; other ids become -1 with weight 0."""
     local = topk_idx - rank * experts_per_rank
     is_here = (local >= 0) & (local < experts_per_rank)
     return torch.where(is_here, local, -1), torch.where(is_here, topk_weights, 0.0)
@@ -64,7 +67,7 @@ def local_ids(topk_idx: Tensor, topk_weights: Tensor, rank: int, experts_per_ran
 def summed(
     arrived: list[Tensor], came_from: list[Tensor], num_tokens: int, *, start: list[Tensor], width: int
 ) -> Tensor:
-    """float32 (num_tokens, width): ``start`` added up, then the rows of each rank in the order of ranks.
+    """Add up ``start``, then the rows of each rank in the order of ranks: float32 (num_tokens, width).
 
     ``came_from[q]`` are the tokens whose rows ``arrived[q]`` holds. The order of additions is the kernel's
     (csrc/kernels/intranode.cu:817-832 of v1.2.1).
@@ -78,5 +81,49 @@ def summed(
 
 
 def prefix_int32(counts: Tensor, dim: int) -> Tensor:
-    """Inclusive prefix sums, in the type that handles have."""
+    """Inclusive prefix sums, in the type that handles hold."""
     return counts.cumsum(dim).to(torch.int32)
+
+
+def tokens_for(is_token_in_rank: Tensor) -> list[Tensor]:
+    """List the tokens that go to each rank, ascending, from flags (T, P)."""
+    return [column.nonzero().flatten() for column in is_token_in_rank.unbind(1)]
+
+
+def move(
+    exchange: Exchange, sent: DispatchInput, tokens: list[Tensor], *, experts_per_rank: int, num_rows: int
+) -> Received:
+    """Send every row to its ranks; return ``num_rows`` rows, unwritten past the last one received."""
+
+    def arrived(parts: list[Tensor]) -> Tensor:
+        return grown(stacked(exchange.rows(parts)), num_rows)
+
+    x = arrived([take(sent.x, index) for index in tokens])
+    scales = None if sent.scales is None else arrived([take(sent.scales, index) for index in tokens])
+    if sent.topk_idx is None or sent.topk_weights is None:
+        return Received(x=x, scales=scales, topk_idx=None, topk_weights=None)
+    local = [
+        local_ids(sent.topk_idx[index], sent.topk_weights.detach()[index], rank, experts_per_rank)
+        for rank, index in enumerate(tokens)
+    ]
+    ids = stacked(exchange.rows([ids for ids, _ in local]))
+    # The kernel marks the tail of the ids, and of nothing else (csrc/kernels/intranode.cu:460-470).
+    tail = ids.new_full((num_rows - ids.shape[0], ids.shape[1]), -1)
+    weights = arrived([weights for _, weights in local])
+    return Received(x=x, scales=scales, topk_idx=torch.cat([ids, tail]), topk_weights=weights)
+
+
+def bring_back(exchange: Exchange, rows: Tensor, back: list[int]) -> list[Tensor]:
+    """Send rows back to their source ranks, ``back[p]`` of them to rank p; return those that came back, by rank."""
+    return exchange.rows(rows[: sum(back)].split(back))
+
+
+def source_tokens(exchange: Exchange, tokens: list[Tensor]) -> Tensor:
+    """Index of each received row among the tokens of its source rank, int32 (R,)."""
+    return stacked(exchange.rows([index.to(torch.int32) for index in tokens]))
+
+
+def starts_of_channels(exchange: Exchange, counts: Tensor) -> Tensor:
+    """First row of each source rank's channels among the rows it sends here, int32 (P, C), from its counts (P, C)."""
+    starts = (counts.cumsum(1) - counts).to(torch.int32)
+    return stacked(exchange.rows(starts.split(1)))

@@ -1,4 +1,4 @@
-"""What the C++ object under v1's Buffer does that is the same within a node and between nodes (v1.2.1)."""
+"""The C++ side of v1's Buffer, as far as it is the same within a node and between nodes (v1.2.1)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.config import NVL_PEERS, Config
+from moe_dispatch.testing.emulation.config import NVL_PEERS
 from moe_dispatch.testing.emulation.exchange import Exchange
-from moe_dispatch.testing.emulation.normal.calls import CPP, Asynchrony, Received, Recipients, Sent
-from moe_dispatch.testing.emulation.normal.checks import check_ids
-from moe_dispatch.testing.emulation.normal.memory import check_sizes, require_ranks_of_a_node
-from moe_dispatch.testing.emulation.normal.rows import nodes_of, recipients
+from moe_dispatch.testing.emulation.normal.call import (
+    CPP,
+    CombineInput,
+    DispatchInput,
+    DispatchLayout,
+    Received,
+    Settings,
+)
+from moe_dispatch.testing.emulation.normal.checks import check_ids, check_sizes, require_ranks_of_a_node
+from moe_dispatch.testing.emulation.normal.rows import counts_and_flags, nodes_of
 from moe_dispatch.testing.emulation.refusals import host_assert, require_cpu
-
-DISPATCH, COMBINE = "Buffer.dispatch", "Buffer.combine"
 
 
 class Runtime(ABC):
-    """A buffer on every rank of a group; opened and destroyed by all of them together. Final but for its transport."""
+    """A buffer on every rank of a group; all ranks open and destroy it together."""
 
     def __init__(self, group: dist.ProcessGroup, *, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         self.exchange = Exchange(group)
@@ -42,17 +46,17 @@ class Runtime(ABC):
             self.exchange.barrier("Buffer.destroy")
             require_ranks_of_a_node(min(self.num_ranks, NVL_PEERS))
 
-    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, asynchrony: Asynchrony) -> Recipients:
+    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, settings: Settings) -> DispatchLayout:
         """No exchange: every rank counts its own tokens."""
         require_cpu("Buffer.get_dispatch_layout", topk_idx)
         host_assert(topk_idx.dim() == 2, "topk_idx.dim() == 2", f"{CPP}:245")
         host_assert(topk_idx.is_contiguous(), "topk_idx.is_contiguous()", f"{CPP}:246")
         host_assert(num_experts > 0, "num_experts > 0", f"{CPP}:247")
-        asynchrony.check(253)
+        settings.check_events(253)
         check_ids(topk_idx)
-        per_expert, in_rank = recipients(topk_idx.detach(), num_experts, self.num_ranks)
+        per_expert, in_rank = counts_and_flags(topk_idx.detach(), num_experts, self.num_ranks)
         in_node = nodes_of(in_rank) if self.num_ranks > NVL_PEERS else None
-        return Recipients(
+        return DispatchLayout(
             tokens_per_rank=in_rank.sum(0, dtype=torch.int32),
             tokens_per_rdma_rank=None if in_node is None else in_node.sum(0, dtype=torch.int32),
             tokens_per_expert=per_expert,
@@ -60,35 +64,18 @@ class Runtime(ABC):
         )
 
     @abstractmethod
-    def dispatch(
-        self,
-        sent: Sent,
-        to: Recipients,
-        config: Config,
-        asynchrony: Asynchrony,
-        *,
-        expert_alignment: int,
-        num_worst_tokens: int,
-    ) -> Received:
-        """Counts, then rows."""
+    def dispatch(self, sent: DispatchInput, layout: DispatchLayout, settings: Settings) -> Received:
+        """Exchange counts, then rows."""
 
     @abstractmethod
-    def cached_dispatch(
-        self, sent: Sent, handle: tuple[Tensor, ...], config: Config, asynchrony: Asynchrony
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rows as an earlier dispatch sent its own; no ids, no weights, no counts."""
+    def cached_dispatch(self, sent: DispatchInput, handle: tuple[Tensor, ...], settings: Settings) -> Received:
+        """Send rows as the dispatch that made the handle did; no ids, no weights, no counts."""
 
     @abstractmethod
     def combine(
-        self,
-        x: Tensor,
-        handle: tuple[Tensor, ...],
-        topk_weights: Tensor | None,
-        biases: list[Tensor],
-        config: Config,
-        asynchrony: Asynchrony,
+        self, sent: CombineInput, handle: tuple[Tensor, ...], settings: Settings
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows back to their source ranks, and their sums there."""
+        """Send rows back to their source ranks, and add them up there."""
 
     def aligned_rows(self, per_expert: list[list[int]], alignment: int) -> list[int]:
         """Rows of each expert of this rank, rounded up (csrc/kernels/intranode.cu:64, internode.cu:243)."""

@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.hybrid.maps import Place, chunk_layout, expert_rows, row_ids, scan
+from moe_dispatch.testing.emulation.hybrid.maps import Topology, chunk_layout, expert_rows, row_ids, scan
 
 ROWS, LOCAL = 5, 2
 PLACES = [
-    Place(rank=rank, ranks_per_node=ranks_per_node, nodes=nodes)
+    Topology(rank=rank, ranks_per_node=ranks_per_node, nodes=nodes)
     for ranks_per_node, nodes in ((1, 1), (3, 1), (2, 2), (1, 3))
     for rank in range(ranks_per_node * nodes)
 ]
 
 
-def a_map(place: Place) -> Tensor:
+def a_map(place: Topology) -> Tensor:
     ranks = place.ranks_per_node * place.nodes
     return torch.rand(ranks * ROWS, ranks * LOCAL, generator=torch.Generator().manual_seed(3)) < 0.3
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_sparse_to_dense_counts_the_rows_that_each_rank_of_the_node_receives(place: Place) -> None:
+def test_sparse_to_dense_counts_the_rows_that_each_rank_of_the_node_receives(place: Topology) -> None:
     routing = a_map(place)
     ranks = place.ranks_per_node * place.nodes
     found = scan(routing, place).sparse_to_dense_map
@@ -39,7 +39,7 @@ def test_sparse_to_dense_counts_the_rows_that_each_rank_of_the_node_receives(pla
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_maps_between_nodes(place: Place) -> None:
+def test_maps_between_nodes(place: Topology) -> None:
     routing = a_map(place)
     scanned = scan(routing, place)
     width = place.ranks_per_node * LOCAL

@@ -10,6 +10,8 @@ from torch import Tensor
 from moe_dispatch.testing.emulation.exchange import Exchange
 from moe_dispatch.testing.emulation.hybrid.checks import (
     c_assert,
+    check_capacity,
+    check_chunk,
     check_combine,
     check_dispatch,
     failed_compilation,
@@ -17,12 +19,11 @@ from moe_dispatch.testing.emulation.hybrid.checks import (
 )
 from moe_dispatch.testing.emulation.hybrid.config import HybridEpConfigInstance, TokenDataType
 from moe_dispatch.testing.emulation.hybrid.handle import Handle
-from moe_dispatch.testing.emulation.hybrid.maps import Place, routing_rows, row_ids, scan
+from moe_dispatch.testing.emulation.hybrid.maps import Topology, routing_rows, row_ids, scan
 from moe_dispatch.testing.emulation.hybrid.rows import (
     Rows,
-    detached,
+    permutation_of_row_ids,
     permute,
-    places_of_row_ids,
     require_inside,
     unpermute,
 )
@@ -37,9 +38,11 @@ _BACKEND = "hybrid_ep_backend.cuh"
 class RuntimeOf0ed15b5:
     """One rank's buffers; every method is collective and works outside autograd."""
 
-    def __init__(self, exchange: Exchange, place: Place, config: HybridEpConfigInstance, num_of_experts: int) -> None:
+    def __init__(
+        self, exchange: Exchange, topology: Topology, config: HybridEpConfigInstance, num_of_experts: int
+    ) -> None:
         self._exchange = exchange
-        self._place = place
+        self._topology = topology
         self._config = config
         self._experts = num_of_experts
         with exchange.entrance("HybridEpBuffer.init_buffer"):
@@ -55,7 +58,7 @@ class RuntimeOf0ed15b5:
         with self._exchange.entrance("HybridEpBuffer.metadata_preprocessing") as entry:
             self._check_routing(routing, rows)
             entry.same = {"num_of_tokens_per_rank": rows}
-        scanned = scan(torch.cat(self._exchange.gather(routing)), self._place)
+        scanned = scan(torch.cat(self._exchange.gather(routing)), self._topology)
         return Handle(
             sparse_to_dense_map=scanned.sparse_to_dense_map,
             rdma_to_attn_map=scanned.rdma_to_attn_map,
@@ -80,21 +83,17 @@ class RuntimeOf0ed15b5:
         )
 
     def dispatch(self, handle: Handle, rows: Rows, received: int) -> Rows | None:
-        """Received rows as far as ``received`` says, or all if negative; None for no rows (executor.cu:115)."""
+        """Return the first ``received`` rows, or all if negative; None if there are none (executor.cu:115)."""
         dense = self._received(handle, rows, "dispatch")
         number = handle.num_dispatched if received < 0 else received
         if number == 0:
             return None
-        return Rows(
-            tokens=_resized(dense.tokens, number),
-            probs=None if dense.probs is None else _resized(dense.probs, number),
-            scales=None if dense.scales is None else _resized(dense.scales, number),
-        )
+        return dense.each(lambda values: _resized(values, number))
 
     def dispatch_with_permute(
         self, handle: Handle, rows: Rows, *, received: int, num_out: int, pad_multiple: int
     ) -> Rows | None:
-        """Expert rows; without row ids in the handle they are made, and rows per expert with them."""
+        """Return expert rows; make row ids and rows per expert if the handle has none."""
         dense = self._received(handle, rows, "dispatch_with_permute")
         number = handle.num_dispatched if received < 0 else received
         if number == 0:
@@ -105,9 +104,9 @@ class RuntimeOf0ed15b5:
             num_out = int(handle.tokens_per_expert.sum()) if num_out < 0 else num_out
         c_assert(num_out >= 0, "args.num_permuted_tokens >= 0", "executor.cu:135")
         assert handle.row_id_map is not None
-        places = places_of_row_ids(handle.row_id_map, handle.num_dispatched, pad_multiple)
-        require_inside(places, num_out, "permute_kernel writes", with_padding=True)
-        return permute(dense, places, num_out, first_column=self._first_column())
+        permutation = permutation_of_row_ids(handle.row_id_map, handle.num_dispatched, pad_multiple)
+        require_inside(permutation, num_out, "permute_kernel writes", with_padding=True)
+        return permute(dense, permutation, num_out, first_column=self._first_column())
 
     def _make_row_ids(self, handle: Handle, number: int, pad_multiple: int) -> None:
         experts = self._config.num_of_experts_per_rank
@@ -135,34 +134,31 @@ class RuntimeOf0ed15b5:
                 said = "Currently, scaling factor per token must be multiple of 16B."
                 raise failed_compilation(said, f"{_BACKEND}(1786)")
             c_assert(config.hidden_dim % 8 == 0, "hidden_size % 8 == 0", "permute.cu:449")
-            _check_chunk(config.num_of_tokens_per_chunk_dispatch_api)
-            entry.same = self._alike(handle, rows)
+            check_chunk(config.num_of_tokens_per_chunk_dispatch_api, _BACKEND)
+            entry.same = handle.agreed(with_probs=rows.probs is not None)
         fp8 = config.token_data_type is TokenDataType.UINT8
         sent = rows if fp8 else Rows(tokens=rows.tokens, probs=rows.probs)
-        return dispatch_rows(self._exchange, self._place, handle, detached(sent))
+        return dispatch_rows(self._exchange, self._topology, handle, sent.detached())
 
     def _check_experts(self) -> None:
-        if self._config.num_of_experts_per_rank * self._place.ranks_per_node % 4:
+        if self._config.experts_per_node % 4:
             said = (
                 "Currently, expert per node must be multiple of 4(So the prob for each token is multiple of 16B) to "
                 "make TMA work."
             )
             raise failed_compilation(said, f"{_BACKEND}(1784)")
 
-    def _alike(self, handle: Handle, rows: Rows) -> dict[str, object]:
-        return {"num_of_tokens_per_rank": handle.num_of_tokens_per_rank, "with_probs": rows.probs is not None}
-
     def _first_column(self) -> int:
-        return self._place.local_rank * self._config.num_of_experts_per_rank
+        return self._topology.local_rank * self._config.num_of_experts_per_rank
 
     def combine(self, handle: Handle, rows: Rows) -> Rows:
         with self._exchange.entrance("HybridEpBuffer.combine") as entry:
             self._check_combine(rows)
             if rows.probs is not None:
-                columns = self._config.num_of_experts_per_rank * self._place.ranks_per_node
+                columns = self._config.experts_per_node
                 c_assert(rows.probs.shape[1] == columns, f"probs.value().size(1) == {columns}", "hybrid_ep.cu:482")
-            entry.same = self._alike(handle, rows)
-        return combine_rows(self._exchange, self._place, handle, detached(rows), own_slice=False)
+            entry.same = handle.agreed(with_probs=rows.probs is not None)
+        return combine_rows(self._exchange, self._topology, handle, rows.detached(), own_slice=False)
 
     def combine_with_unpermute(self, handle: Handle, rows: Rows, *, received: int) -> Rows:
         """A rank that received no row has no row ids, and aborts here (executor.cu:216)."""
@@ -176,26 +172,18 @@ class RuntimeOf0ed15b5:
                 received < 0 or received >= handle.num_dispatched,
                 f"num_dispatched_tokens must be at least {handle.num_dispatched}, got {received}.",
             )
-            columns = self._config.num_of_experts_per_rank * self._place.ranks_per_node
-            places = places_of_row_ids(handle.row_id_map, handle.num_dispatched, 0)
-            require_inside(places, rows.tokens.shape[0], "unpermute_kernel reads", with_padding=False)
-            dense = unpermute(detached(rows), places, first_column=self._first_column(), num_columns=columns)
-            entry.same = self._alike(handle, rows)
-        return combine_rows(self._exchange, self._place, handle, dense, own_slice=False)
+            columns = self._config.experts_per_node
+            permutation = permutation_of_row_ids(handle.row_id_map, handle.num_dispatched, 0)
+            require_inside(permutation, rows.tokens.shape[0], "unpermute_kernel reads", with_padding=False)
+            dense = unpermute(rows.detached(), permutation, first_column=self._first_column(), num_columns=columns)
+            entry.same = handle.agreed(with_probs=rows.probs is not None)
+        return combine_rows(self._exchange, self._topology, handle, dense, own_slice=False)
 
     def _check_combine(self, rows: Rows) -> None:
         check_combine(self._config, rows.tokens, rows.probs, "hybrid_ep.cu:597-605")
         self._check_experts()
-        chunk = self._config.num_of_tokens_per_chunk_combine_api
-        _check_chunk(chunk)
-        if self._config.max_num_of_tokens_per_rank % chunk:
-            said = "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK."
-            raise failed_compilation(said, f"{_BACKEND}(1873)")
-
-
-def _check_chunk(chunk: int) -> None:
-    if chunk % 16:
-        raise failed_compilation("NUM_OF_TOKENS_PER_CHUNK must be multiple of rdma_to_attn_map_load_t.", _BACKEND)
+        check_chunk(self._config.num_of_tokens_per_chunk_combine_api, _BACKEND)
+        check_capacity(self._config, f"{_BACKEND}(1873)")
 
 
 def _resized(rows: Tensor, number: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from moe_dispatch.testing.emulation import EmulatedAbort, EmulatedHang
 from moe_dispatch.testing.emulation.exchange import Exchange
 from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer
-from moe_dispatch.testing.emulation.hybrid.maps import Place
+from moe_dispatch.testing.emulation.hybrid.maps import Topology
 from moe_dispatch.testing.emulation.hybrid.release import RELEASES
 from moe_dispatch.testing.emulation.hybrid.runtime import Runtime
 from tests.emulation.hybrid_case import (
@@ -342,6 +342,6 @@ def test_a_capacity_whose_rows_are_no_multiple_of_four_aborts() -> None:
 
 def test_more_than_72_ranks_a_domain_do_not_fit_the_kernels() -> None:
     config = opened(JULY).configurer.buffer_config
-    place = Place(rank=0, ranks_per_node=73, nodes=1)
+    place = Topology(rank=0, ranks_per_node=73, nodes=1)
     with pytest.raises(EmulatedAbort, match=r"ranks per node must be <= 72, got 73\."):
         Runtime(RELEASES[JULY], Exchange(None), place, config, use_shared_buffer=True, custom_allgather=False)

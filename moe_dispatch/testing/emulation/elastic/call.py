@@ -1,4 +1,4 @@
-"""What a call of v2's ElasticBuffer is made of."""
+"""The values that a call of v2's ElasticBuffer takes and returns."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import final
 
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.arguments import value_or
 from moe_dispatch.testing.emulation.elastic.handle import EPHandle
 from moe_dispatch.testing.emulation.elastic.sizes import DEVICE_SMS
 from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EventHandle
 from moe_dispatch.testing.emulation.refusals import elastic_assert
 
 HPP = "csrc/elastic/buffer.hpp"
+DISPATCH, COMBINE = "ElasticBuffer.dispatch", "ElasticBuffer.combine"
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """SMs, events and streams: checked, and without effect on results where nothing runs beside anything."""
+    """The arguments about SMs, events and streams. On a CPU they are checked and change nothing else."""
 
     num_sms: int
     previous_event: EventHandle | None
@@ -46,8 +46,8 @@ class Timing:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Sent:
-    """What a rank hands to dispatch: rows (T, D), scale packs (T, S), ids and weights (T, K), counters (L,)."""
+class DispatchInput:
+    """Tensors that a rank hands to dispatch: rows (T, D), scales (T, S), ids and weights (T, K), counters (L,)."""
 
     x: Tensor
     sf: Tensor | None
@@ -57,9 +57,19 @@ class Sent:
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CombineInput:
+    """Tensors that a rank hands to combine: rows (R, D), weights (R, K) or (R,), and up to two biases (T, D)."""
+
+    x: Tensor
+    topk_weights: Tensor | None
+    biases: list[Tensor]
+
+
+@final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
-    """What dispatch is to do with the rows."""
+class Options:
+    """The arguments of dispatch about sizes and about the form of the result."""
 
     num_max_tokens_per_rank: int
     num_experts: int
@@ -70,47 +80,11 @@ class Form:
     do_zero_padding: bool
     col_major_sf: bool
 
-    @staticmethod
-    def of(
-        handle: EPHandle | None,
-        *,
-        default_num_max_tokens_per_rank: int,
-        num_max_tokens_per_rank: int | None,
-        num_experts: int | None,
-        expert_alignment: int | None,
-        do_cpu_sync: bool | None,
-        do_handle_copy: bool,
-        do_expand: bool,
-        do_zero_padding: bool,
-        col_major_sf: bool,
-    ) -> Form:
-        """Defaults from the handle, with which what is given must agree, or from the buffer (elastic.py:937-960)."""
-        if handle is not None:
-            assert do_cpu_sync is None or not do_cpu_sync, "Cannot do CPU sync with cached handle"
-            do_cpu_sync = False
-            num_max_tokens_per_rank = value_or(num_max_tokens_per_rank, handle.num_max_tokens_per_rank)
-            num_experts = value_or(num_experts, handle.num_experts)
-            expert_alignment = value_or(expert_alignment, handle.expert_alignment)
-            of_handle = (handle.num_experts, handle.expert_alignment, handle.num_max_tokens_per_rank)
-            assert (num_experts, expert_alignment, num_max_tokens_per_rank) == of_handle
-        if num_experts is None:
-            raise TypeError("dispatch(): incompatible function arguments: num_experts must be an int, got None")
-        return Form(
-            num_max_tokens_per_rank=value_or(num_max_tokens_per_rank, default_num_max_tokens_per_rank),
-            num_experts=num_experts,
-            expert_alignment=value_or(expert_alignment, 1),
-            do_handle_copy=do_handle_copy,
-            do_cpu_sync=True if do_cpu_sync is None else do_cpu_sync,
-            do_expand=do_expand,
-            do_zero_padding=do_zero_padding,
-            col_major_sf=col_major_sf,
-        )
-
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Received:
-    """What dispatch gives back, in the order of arrival."""
+    """What dispatch returns, in the order of arrival."""
 
     x: Tensor
     sf: Tensor | None
@@ -118,11 +92,11 @@ class Received:
     topk_weights: Tensor | None
     handle: EPHandle
 
-    def sort(self, form: Form, event: ElasticEventOverlap, *, is_cached: bool) -> None:
-        """By source rank and token: now; or, of a call that is still under way there, when the caller waits for it."""
+    def sort(self, options: Options, event: ElasticEventOverlap, *, is_cached: bool) -> None:
+        """Sort rows by source rank and token; after an asynchronous call, once the caller waits for it."""
         sort = functools.partial(
             self.handle.deterministic_sort,
-            form.do_cpu_sync,
+            options.do_cpu_sync,
             is_cached,
             self.x,
             self.sf,

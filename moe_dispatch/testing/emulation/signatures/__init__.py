@@ -1,0 +1,75 @@
+"""The recorded signatures of deep_ep, and methods made from them.
+
+Beside this module lies one JSON file for each release: its source (repository, commit, file), the parameters of each
+method as Python writes them (``["self", "x", "*", "handle=None"]``), and the names of what its handles hold. A method
+that is written out as Python is held to the record by tests/emulation/test_signatures.py. Two kinds of methods are not
+written out: those of an older release that take less than the newest one (``narrowed``), and those that the emulation
+does not have (``refuse_unemulated``).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+_Class = TypeVar("_Class", bound=type)
+
+
+@functools.cache
+def recorded(release: str) -> Any:
+    """The record of a release: its JSON file."""
+    return json.loads((resources.files(__name__) / f"{release}.json").read_text())
+
+
+def parsed(parameters: Sequence[str]) -> inspect.Signature:
+    """The signature with these parameters."""
+    # Text of our own: a data file of this package. Some defaults are names of torch.
+    return inspect.signature(eval(f"lambda {', '.join(parameters)}: None", {"torch": torch}))
+
+
+def narrowed(method: Callable[..., Any], parameters: Sequence[str]) -> Callable[..., Any]:
+    """Wrap a method so that it takes these of its parameters only, with the defaults given here."""
+    signature = parsed(parameters)
+
+    @functools.wraps(method)
+    def narrow(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return method(**bound.arguments)
+
+    narrow.__signature__ = signature  # type: ignore[attr-defined]
+    return narrow
+
+
+def refuse_unemulated(release: str, texts: Mapping[str, str]) -> Callable[[_Class], _Class]:
+    """Decorate an emulated class: add methods that only raise NotImplementedError.
+
+    Args:
+        release: Release whose record has the class, and the signatures of the methods.
+        texts: Text of the error by name of the method.
+    """
+
+    def add_methods(cls: _Class) -> _Class:
+        for name, text in texts.items():
+            parameters = recorded(release)["classes"][cls.__name__][name]
+            refuse = _refusal(f"{cls.__qualname__}.{name}", parsed(parameters), text)
+            setattr(cls, name, refuse if "self" in parameters else staticmethod(refuse))
+        return cls
+
+    return add_methods
+
+
+def _refusal(name: str, signature: inspect.Signature, text: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        signature.bind(*args, **kwargs)
+        raise NotImplementedError(text)
+
+    refuse.__name__, refuse.__qualname__ = name.rpartition(".")[-1], name
+    refuse.__signature__ = signature  # type: ignore[attr-defined]
+    return refuse
