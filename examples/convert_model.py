@@ -12,10 +12,8 @@ and gradients differ, as a part of the largest number there, and ends with 1 whe
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,9 +25,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_dispatch import Dispatcher, DispatcherConfig, MoEDispatchError, Routing
-from moe_dispatch.cli.place import Place, alone, describe, joined
-from moe_dispatch.cli.ranks import RankFailed, run_ranks
+from command_line import choose_ranks, exit_status, make_parser
+from moe_dispatch import Dispatcher, DispatcherConfig, Routing
+from moe_dispatch.cli.place import Place, alone, describe
+from moe_dispatch.cli.ranks import on_ranks, ranks_here, this_rank
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 64, 128, 8, 2
 COMPARED = ("alltoall", "allgather", "local")
@@ -40,39 +39,50 @@ Group = dist.ProcessGroup | None
 Show = Callable[[object], None]
 
 
+class Experts(nn.Module):
+    """Gated experts: all of them, or the share of one rank."""
+
+    def __init__(self, hidden: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.up = nn.Parameter(torch.empty(experts, hidden, inner))
+        self.down = nn.Parameter(torch.empty(experts, inner, hidden))
+        for matrices in (self.gate, self.up, self.down):
+            nn.init.normal_(matrices, std=matrices.shape[1] ** -0.5)
+
+    def forward(self, index: int, rows: Tensor) -> Tensor:
+        inner = F.silu(rows @ self.gate[index]) * (rows @ self.up[index])
+        return inner @ self.down[index]
+
+
+class Router(nn.Linear):
+    """A linear router: the weights and ids of the top_k experts that score a token best."""
+
+    def __init__(self, hidden: int, experts: int, top_k: int) -> None:
+        super().__init__(hidden, experts, bias=False)
+        self.top_k = top_k
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # weights and ids, not scores
+        weights, ids = super().forward(x.flatten(0, 1)).softmax(dim=-1).topk(self.top_k)
+        return weights / weights.sum(dim=-1, keepdim=True), ids
+
+
 # Before: all experts on every rank.
 class PlainMoE(nn.Module):
     """A router, and experts of which each token goes to the top_k that score it best."""
 
     def __init__(self, hidden: int, inner: int, experts: int, top_k: int) -> None:
         super().__init__()
-        self.top_k = top_k
-        self.router = nn.Linear(hidden, experts, bias=False)
-        self.gate = nn.Parameter(torch.empty(experts, hidden, inner))
-        self.up = nn.Parameter(torch.empty(experts, hidden, inner))
-        self.down = nn.Parameter(torch.empty(experts, inner, hidden))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for matrices in (self.gate, self.up, self.down):
-            nn.init.normal_(matrices, std=matrices.shape[1] ** -0.5)
-
-    def expert(self, index: int, rows: Tensor) -> Tensor:
-        inner = F.silu(rows @ self.gate[index]) * (rows @ self.up[index])
-        return inner @ self.down[index]
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.router(x.flatten(0, 1)).softmax(dim=-1)
-        weights, ids = scores.topk(self.top_k)
-        return weights / weights.sum(dim=-1, keepdim=True), ids
+        self.router = Router(hidden, experts, top_k)
+        self.mlp = Experts(hidden, inner, experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.route(x)
+        weights, ids = self.router(x)
         rows = x.flatten(0, 1)
         y = torch.zeros_like(rows)
-        for index in range(len(self.gate)):
+        for index in range(len(self.mlp.gate)):
             token, slot = (ids == index).nonzero(as_tuple=True)
-            y = y.index_add(0, token, self.expert(index, rows[token]) * weights[token, slot, None])
+            y = y.index_add(0, token, self.mlp(index, rows[token]) * weights[token, slot, None])
         return y.view_as(x)
 
 
@@ -82,33 +92,14 @@ class ExpertParallelMoE(Dispatcher):
 
     def __init__(self, hidden: int, inner: int, experts: int, top_k: int, backend: str, group: Group) -> None:
         super().__init__(DispatcherConfig(backend=backend, num_experts=experts, top_k=top_k, hidden_size=hidden), group)
-        self.top_k = top_k
-        self.router = nn.Linear(hidden, experts, bias=False)
-        experts //= group.size() if group else 1
-        self.gate = nn.Parameter(torch.empty(experts, hidden, inner))
-        self.up = nn.Parameter(torch.empty(experts, hidden, inner))
-        self.down = nn.Parameter(torch.empty(experts, inner, hidden))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for matrices in (self.gate, self.up, self.down):
-            nn.init.normal_(matrices, std=matrices.shape[1] ** -0.5)
-
-    def expert(self, index: int, rows: Tensor) -> Tensor:
-        inner = F.silu(rows @ self.gate[index]) * (rows @ self.up[index])
-        return inner @ self.down[index]
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.router(x.flatten(0, 1)).softmax(dim=-1)
-        weights, ids = scores.topk(self.top_k)
-        return weights / weights.sum(dim=-1, keepdim=True), ids
+        self.router = Router(hidden, experts, top_k)
+        self.mlp = Experts(hidden, inner, experts // (group.size() if group else 1))
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # it routes by itself
-        weights, ids = self.route(x)
+        weights, ids = self.router(x)
         sent = self.dispatch(x, Routing(ids, weights))
         parts = sent.rows.split(sent.tokens_per_expert_list)
-        out = [self.expert(index, rows) for index, rows in enumerate(parts)]
-        return self.combine(torch.cat(out), sent)
+        return self.combine(torch.cat([self.mlp(index, rows) for index, rows in enumerate(parts)]), sent)
 
 
 def changed_lines() -> list[str]:
@@ -144,7 +135,7 @@ class Comparison:
 
 
 HEADINGS = f"{'backend':10}{'ranks':>5}" + "".join(
-    f"{name:>10}" for name in ("output", "tokens", "gate", "up", "down", "router")
+    f"{name:>10}" for name in ("output", "tokens", "router", "gate", "up", "down")
 )
 
 
@@ -202,56 +193,28 @@ def compare_all(backends: Sequence[str], place: Place, show: Show) -> list[Compa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare what the arguments ask for; the exit status."""
-    try:
-        return run_and_report(_parser().parse_args(arguments))
-    except (RankFailed, MoEDispatchError, ValueError) as error:
-        print(f"convert_model: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("convert_model: interrupted, all ranks are ended.", file=sys.stderr)
-        return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--backend", help="compare this one only; local is on one rank")
-    parser.add_argument("--ranks", type=int, help="processes (default: 4; under torchrun its WORLD_SIZE)")
-    return parser
+    options = parser.parse_args(arguments)
+    return exit_status("convert_model", lambda: run_and_report(options.backend, options.ranks))
 
 
-def run_and_report(options: argparse.Namespace) -> int:
+def run_and_report(backend: str | None, asked: int | None) -> int:
     """Compare, with a line for each backend when it is done; 1 where one differs.
 
     Raises:
-        ValueError: what is asked for does not fit together.
+        ValueError: the number of ranks does not fit.
     """
-    world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
-    ranks = (world or 4) if options.ranks is None else options.ranks
-    if ranks < 1 or world not in (None, ranks):
-        limit = "1 or more" if world is None else f"torchrun's WORLD_SIZE ({world})"
-        raise ValueError(f"--ranks must be {limit}, got {ranks}. Leave --ranks out.")
-    rank, ranks_here = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    ranks, rank = choose_ranks(asked), this_rank()
     show: Show = partial(print, flush=True) if rank == 0 else lambda line: None
-    show(f"{len(changed_lines())} lines changed; on {describe(ranks_here)}, parts of the largest number:\n{HEADINGS}")
-    backends = COMPARED if options.backend is None else (options.backend,)
-    made = compare_shared([name for name in backends if name != "local"], ranks, ranks_here, show)
+    where = describe(ranks_here(ranks))
+    show(f"{len(changed_lines())} lines changed; on {where}, parts of the largest number:\n{HEADINGS}")
+    backends = COMPARED if backend is None else (backend,)
+    shared = [name for name in backends if name != "local"]
+    made: list[Comparison] = on_ranks(partial(compare_all, shared), ranks, show) if shared else []
     if rank == 0 and "local" in backends:
         made += compare_all(["local"], alone(), show)
     return int(not all(comparison.same for comparison in made))
-
-
-def compare_shared(backends: Sequence[str], ranks: int, ranks_here: int, show: Show) -> list[Comparison]:
-    """On processes that torchrun has started, this one among them, or on new ones; as rank 0 has it."""
-    if not backends:
-        return []
-    if "RANK" not in os.environ:
-        made: list[Comparison] = run_ranks(partial(compare_all, backends), ranks, show)
-        return made
-    with joined(local_rank=int(os.environ["LOCAL_RANK"]), ranks_here=ranks_here) as place:
-        return compare_all(backends, place, show)
 
 
 if __name__ == "__main__":

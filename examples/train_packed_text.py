@@ -14,7 +14,6 @@ with 1 when the curves differ, the loss does not fall or an expert stays idle.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +22,11 @@ from pathlib import Path
 
 import torch
 
-from moe_dispatch import DispatcherConfig, MoEDispatchError
+from command_line import choose_ranks, exit_status, make_parser
+from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import Rejected, load_backend
 from moe_dispatch.cli.place import Place, alone, describe
-from moe_dispatch.cli.ranks import PeerFailed, RankFailed, Send, on_ranks, this_rank, under_torchrun
+from moe_dispatch.cli.ranks import Send, on_ranks, ranks_here, this_rank
 from packed_text.model import ModelShape
 from packed_text.training import Run, Task, train
 
@@ -41,26 +41,13 @@ OnStep = Callable[[int, float], None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train what the arguments ask for; the exit status."""
-    try:
-        tasks = make_tasks(_parser().parse_args(arguments))
-        return train_and_report(tasks)
-    except (RankFailed, MoEDispatchError, ValueError) as error:
-        print(f"train_packed_text: {error}", file=sys.stderr)
-        return 1
-    except PeerFailed:
-        return 1
-    except KeyboardInterrupt:
-        print("train_packed_text: interrupted, all ranks are ended.", file=sys.stderr)
-        return 130
+    options = _parser().parse_args(arguments)
+    return exit_status("train_packed_text", lambda: train_and_report(make_tasks(options)))
 
 
 def _parser() -> argparse.ArgumentParser:
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog="\n".join(lines[1:]), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--backend", help="train with this backend only")
-    parser.add_argument("--ranks", type=_positive, help="processes (default: 4; under torchrun its WORLD_SIZE)")
     parser.add_argument("--steps", type=_positive, default=48, help="training steps (default: %(default)s)")
     parser.add_argument("--config", type=Path, default=SAMPLE_CONFIG, help="a DispatcherConfig, YAML or JSON")
     parser.add_argument("--trace", type=Path, help="a file for the routing of all steps, of the first backend trained")
@@ -81,9 +68,7 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
     Raises:
         ValueError: what is asked for does not fit together.
     """
-    world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    if world is not None and options.ranks not in (None, world):
-        raise ValueError(f"--ranks must be torchrun's WORLD_SIZE ({world}), got {options.ranks}. Leave --ranks out.")
+    packs = choose_ranks(options.ranks)
     named = {} if options.backend is None else {"backend": options.backend}
     config = DispatcherConfig.load(options.config, **named)
     if config.hidden_size % (multiple := ModelShape().hidden_multiple):
@@ -91,7 +76,6 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
             f"hidden_size must be a multiple of {multiple}, got {config.hidden_size}. Attention has "
             f"{ModelShape().num_heads} heads of an even width."
         )
-    packs = world or options.ranks or 4
     compared = config.backend_name == "auto" and not named
     configs = [changed for name in COMPARED for changed in variants(config, name, packs)] if compared else [config]
     recorded = [{"trace": options.trace, "log": options.run}, *[{}] * (len(configs) - 1)]
@@ -105,8 +89,7 @@ def variants(config: DispatcherConfig, name: str, ranks: int) -> list[Dispatcher
     """The config for one of the backends compared; none for a library that cannot run here, nor be emulated."""
     if name not in VENDORS:
         return [config.replace(backend=name)]
-    cls = load_backend(name)
-    emulate = isinstance(cls.probe(cls.Options()), Rejected)
+    emulate = isinstance(load_backend(name)().probe(), Rejected)
     if emulate and torch.cuda.is_available():  # the emulation takes no CUDA tensors
         return []
     if name == "deepep" and ranks not in (2, 4, 8):  # within one node
@@ -118,18 +101,18 @@ def variants(config: DispatcherConfig, name: str, ranks: int) -> list[Dispatcher
 def train_and_report(tasks: list[Task]) -> int:
     """Train, with a progress bar, then show table, checks and picture; 1 if a check failed."""
     try:
-        # Only here: the processes that run_ranks starts import this file and need neither.
+        # Imported here: the processes that on_ranks starts import this file and need neither.
         from rich.console import Console  # noqa: PLC0415
 
         from packed_text import picture, report  # noqa: PLC0415
     except ImportError as error:
         raise ValueError(f"{error.name} is missing. Install it: pip install 'moe-dispatch[dev]'.") from error
     console, started = Console(), time.perf_counter()
-    rank, ranks_here = this_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", tasks[0].packs))
+    rank, ranks = this_rank(), tasks[0].packs
     if rank == 0:
-        console.print(f"{tasks[0].packs} ranks on {describe(ranks_here)}, {tasks[0].steps} steps", highlight=False)
+        console.print(f"{ranks} ranks on {describe(ranks_here(ranks))}, {tasks[0].steps} steps", highlight=False)
     with report.Bars(console, tasks, visible=rank == 0) as bars:
-        runs = train_all(tasks, bars.advance, rank=rank, ranks_here=ranks_here)
+        runs = train_all(tasks, bars.advance, rank=rank)
     if rank:
         return 0
     checks = report.check_runs(runs)
@@ -140,12 +123,12 @@ def train_and_report(tasks: list[Task]) -> int:
     return int(any(check.passed is False for check in checks))
 
 
-def train_all(tasks: list[Task], on_step: OnStep, *, rank: int, ranks_here: int) -> list[Run]:
+def train_all(tasks: list[Task], on_step: OnStep, *, rank: int) -> list[Run]:
     """Train on all ranks what needs them, then on rank 0 alone what does not. Ranks but 0 may return fewer runs."""
     sharded = [task for task in tasks if task.config.backend_name != "local"]
     runs: list[Run] = []
     if sharded:
-        runs = on_ranks(partial(train_sharded, sharded), ranks_here, lambda message: on_step(*message))
+        runs = on_ranks(partial(train_sharded, sharded), tasks[0].packs, lambda message: on_step(*message))
     if rank == 0:
         runs += [train(task, alone(), partial(on_step, len(sharded))) for task in tasks[len(sharded) :]]
     return runs

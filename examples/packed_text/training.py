@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -132,10 +132,19 @@ class Trainer:
         )
 
     def _num_tokens(self, pack: Pack) -> int:
-        """Bytes of all ranks, whose packs differ in length."""
-        lengths = self.place.lengths(len(pack))
+        """Count the bytes of all ranks, whose packs differ in length."""
+        lengths = self._lengths(len(pack))
         assert len(set(lengths)) == self.place.size, f"every rank must have a T of its own, got {lengths}"
         return sum(lengths)
+
+    def _lengths(self, length: int) -> list[int]:
+        """Gather the ``length`` of every rank. Cost: one small all-gather and a host sync."""
+        if self.place.group is None:
+            return [length]
+        everyone = torch.empty(self.place.size, dtype=torch.int64, device=self.place.device)
+        self.place.group._allgather_base(everyone, torch.full_like(everyone[:1], length)).wait()
+        result: list[int] = everyone.tolist()
+        return result
 
     def losses(self, pack: Pack, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Forward. Collective.
@@ -149,7 +158,8 @@ class Trainer:
         device = self.place.device
         logits, loads = self.model(pack.inputs.to(device), pack.cu_seqlens)
         loss = F.cross_entropy(logits, pack.targets.to(device), reduction="sum") / num_tokens
-        chosen, probabilities = self.place.differentiable_sum(loads).unbind(1)
+        summed: Tensor = _SumOverRanks.apply(loads, self.place)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        chosen, probabilities = summed.unbind(1)
         share = chosen / chosen.sum(dim=1, keepdim=True)
         balance = chosen.shape[1] * (share * probabilities / num_tokens).sum(dim=1).mean()
         # Summed over ranks, the balance is the same number on each of them, so each takes its share.
@@ -161,6 +171,19 @@ class Trainer:
         flat = self.place.sum(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks. Every rank computes its share of the loss from the sum, so gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return place.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.place.sum(grad), None
 
 
 def train(task: Task, place: Place, on_step: Callable[[float], None]) -> Run:

@@ -1,4 +1,4 @@
-"""Where a rank works: its device and process groups, and the sums over ranks that its work needs."""
+"""Place of a rank: its device and process groups, and sums over all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,12 @@ TIMEOUT = timedelta(minutes=2)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Place:
-    """A device, and the group of all ranks.
+    """Device and process groups of a rank.
 
     Attributes:
-        device: of the model.
-        group: data- and expert-parallel at once; None for a process alone.
-        control: a CPU group of the same ranks where ``group`` is on GPUs, for the dispatchers' agreement on sizes.
+        device: Device of the model.
+        group: Group of all ranks, data- and expert-parallel at once; None for a process without peers.
+        control: CPU group of the same ranks if ``group`` is on GPUs, on which dispatchers agree on sizes.
     """
 
     device: torch.device
@@ -33,56 +33,34 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         return 0 if self.group is None else self.group.rank()
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return 1 if self.group is None else self.group.size()
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, a new tensor without gradient."""
+        """Sum a tensor over ranks, into a new tensor without gradient."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
         if self.group is not None:
             self.group.allreduce([total]).wait()
         return total
 
-    def differentiable_sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks, for losses of which every rank computes its share from the sum."""
-        total: Tensor = _SumOverRanks.apply(x, self)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return total
-
-    def lengths(self, length: int) -> list[int]:
-        """``length`` of every rank, by rank. Cost: one small all-gather and a host sync."""
-        if self.group is None:
-            return [length]
-        everyone = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self.group._allgather_base(everyone, torch.full_like(everyone[:1], length)).wait()
-        result: list[int] = everyone.tolist()
-        return result
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """What depends on the sum depends on every rank's part: gradients are summed as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return place.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.place.sum(grad), None
-
 
 def use_gpus(ranks_here: int) -> bool:
-    """Whether every rank of this machine can have a GPU of its own."""
+    """Return whether every rank of this machine can have a GPU of its own."""
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks_here
 
 
+def choose_backend(ranks_here: int) -> str:
+    """Return the backend of the default group: "nccl" if every rank of this machine has a GPU, else "gloo"."""
+    return "nccl" if use_gpus(ranks_here) else "gloo"
+
+
 def describe(ranks_here: int) -> str:
-    """Where that many ranks of this machine work, and why not on its GPUs if there are any."""
+    """Describe where the ranks of this machine work, and why not on its GPUs if it has any."""
     if use_gpus(ranks_here):
         return "GPUs (NCCL)"
     few = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -90,35 +68,43 @@ def describe(ranks_here: int) -> str:
 
 
 def alone() -> Place:
-    """A process without others: on a GPU where there is one, else on one thread.
+    """Return the place of a process without peers: its GPU if there is one, else one thread of its CPU.
 
-    A second thread would halve the time of an idle machine, and on a busy one make it many times as long: operators of
-    well under a millisecond then wait for the thread that is not running.
+    A second thread would halve the time on an idle machine and multiply it on a busy one: operators of well under a
+    millisecond then wait for the thread that is not running.
     """
     torch.set_num_threads(1)
     return Place(device=torch.device("cuda" if use_gpus(1) else "cpu"))
 
 
 @contextmanager
-def joined(*, local_rank: int, ranks_here: int, **rendezvous: Any) -> Iterator[Place]:
-    """Join the other ranks: NCCL where each has a GPU, else gloo.
+def joined(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
+    """Join the default group of torchrun, whose environment names the other ranks, and leave it at the end.
 
     Args:
-        local_rank: of this process on this machine.
-        ranks_here: ranks on this machine.
-        **rendezvous: for ``init_process_group``; none under torchrun, whose environment tells.
+        local_rank: Rank of this process on this machine.
+        ranks_here: Number of ranks on this machine.
     """
-    gpu = use_gpus(ranks_here)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
-    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=TIMEOUT, **rendezvous)
+    if use_gpus(ranks_here):
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(choose_backend(ranks_here), timeout=TIMEOUT)
     try:
-        control = dist.new_group(backend="gloo", timeout=TIMEOUT) if gpu else None
-        yield Place(device=device, group=dist.group.WORLD, control=control)
-        # In torch 2.13 a TorchDispatchMode, which counts collectives, leaks references to the group, so that its
-        # threads outlive it. One that still holds a tensor when the interpreter ends aborts the process: let it finish.
-        dist.barrier()
+        with place_of_rank(local_rank=local_rank, ranks_here=ranks_here) as place:
+            yield place
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def place_of_rank(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
+    """Make the place of a rank whose default group exists, and wait for all ranks at the end. Args: as ``joined``."""
+    gpu = use_gpus(ranks_here)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    yield Place(
+        device=torch.device("cuda", local_rank) if gpu else torch.device("cpu"),
+        group=dist.group.WORLD,
+        control=dist.new_group(backend="gloo", timeout=TIMEOUT) if gpu else None,
+    )
+    # In torch 2.13 a TorchDispatchMode, which counts collectives, leaks references to the group, so that its threads
+    # outlive it. A thread that still holds a tensor when the interpreter ends aborts the process: let it finish.
+    dist.barrier()

@@ -1,19 +1,25 @@
-"""Tools for tests, this library's and yours: the conformance kit that any backend can run, ranks as threads, counters.
+"""Tools for tests of this library and of yours: a conformance kit for backends, ranks, and counters.
 
-Not imported by ``import moe_dispatch``. ``check_backend("mine")`` runs the kit; ``conformance_cases("mine")`` gives its
-cases one by one, for ``pytest.mark.parametrize``.
+``import moe_dispatch`` does not import it. ``check_backend("mine")`` runs the kit; ``conformance_cases("mine")`` yields
+its cases one by one, for ``pytest.mark.parametrize``. ``run_ranks`` runs ranks as threads of this process,
+``run_processes`` as processes.
 """
 
-from moe_dispatch.testing.arrival import ConformanceError
 from moe_dispatch.testing.case import Case, run_case
 from moe_dispatch.testing.counting import Collective, Collectives, count_collectives
-from moe_dispatch.testing.host_syncs import HostSyncError, allow_host_syncs, refuse_host_syncs
+from moe_dispatch.testing.host_syncs import (
+    HostRead,
+    HostSyncError,
+    allow_host_syncs,
+    count_host_syncs,
+    refuse_host_syncs,
+)
 from moe_dispatch.testing.kit import Excuse, Failure, Report, check_backend, conformance_cases, excuses
-from moe_dispatch.testing.ranks import Ranks, run_processes, run_ranks
-from moe_dispatch.testing.reads import HostRead, count_host_syncs
+from moe_dispatch.testing.ranks import RankFailed, Ranks, run_processes, run_ranks
+from moe_dispatch.testing.reference import ConformanceError
 from moe_dispatch.testing.scenario import Scenario
 from moe_dispatch.testing.scenarios import SCENARIOS
-from moe_dispatch.testing.strict import Strict
+from moe_dispatch.testing.strict import Strict, StrictOptions
 from moe_dispatch.testing.tracing import trace_static
 
 __all__ = [
@@ -26,10 +32,12 @@ __all__ = [
     "Failure",
     "HostRead",
     "HostSyncError",
+    "RankFailed",
     "Ranks",
     "Report",
     "Scenario",
     "Strict",
+    "StrictOptions",
     "allow_host_syncs",
     "check_backend",
     "conformance_cases",

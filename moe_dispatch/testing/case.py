@@ -1,4 +1,4 @@
-"""One conformance case: run it on every rank, and hold what comes out against the reference."""
+"""One conformance case: run it on every rank, and compare the results with the reference."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from torch import Tensor
 
 from moe_dispatch.config import DispatcherConfig, RowCounts
 from moe_dispatch.dispatchers import build_dispatcher
-from moe_dispatch.testing.arrival import expect_close, expect_equal, expect_zero
-from moe_dispatch.testing.forms import FORMS
 from moe_dispatch.testing.host_syncs import allow_host_syncs, refuse_host_syncs
-from moe_dispatch.testing.programs import PROGRAMS
+from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
+from moe_dispatch.testing.rank_context import Call, RankContext, make_call
 from moe_dispatch.testing.ranks import Ranks
-from moe_dispatch.testing.reference import Expected
+from moe_dispatch.testing.reference import Expected, expect_close, expect_equal, expect_zero
 from moe_dispatch.testing.scenario import Batch, Experts, Scenario
-from moe_dispatch.testing.seat import Call, Seat, make_call
+from moe_dispatch.testing.schedules import SCHEDULES
 
 BackendSpec = str | dict[str, Any]
 
@@ -29,28 +28,42 @@ BackendSpec = str | dict[str, Any]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One scenario, on so many ranks, with tokens in one form, under one policy of row counts, on a kind of device."""
+    """A scenario for one group size, input layout, policy of row counts and kind of device.
+
+    Attributes:
+        scenario: The scenario.
+        ep_size: Number of ranks.
+        input_layout: Name in ``INPUT_LAYOUTS``.
+        row_counts: Policy of row counts; graph-safe scenarios ignore it.
+        device: Kind of device of all tensors.
+    """
 
     scenario: Scenario
     ep_size: int
-    form: str
+    input_layout: str
     row_counts: RowCounts
     device: str = "cpu"
 
     @property
     def id(self) -> str:
-        """For test names."""
-        return f"{self.scenario.name}-ep{self.ep_size}-{self.form}-{self.row_counts}"
+        """Name of the case in tests."""
+        return f"{self.scenario.name}-ep{self.ep_size}-{self.input_layout}-{self.row_counts}"
 
 
 def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
-    """Run a case on ranks that are threads, or for one rank in this thread without a group; compare with the reference.
+    """Run a case and compare its results with the reference.
+
+    Args:
+        backend: Name of the backend, or a mapping with its name and options.
+        case: The case.
+        ranks: Ranks that are threads. None for a case of one rank, which then runs in this thread without a group.
 
     Raises:
-        ConformanceError: a result is wrong. Whatever the dispatcher raises comes through, with its rank as a note.
+        ConformanceError: A result is wrong. Errors of the dispatcher are not caught; a note names the rank.
     """
     config = case_config(backend, case)
-    wanted = _expected(case.scenario, case.ep_size)  # here, or every thread would compute it, in sight of all watchers
+    # Computed before the ranks start: otherwise every thread would compute it, and watched for host syncs.
+    expected = _expected(case.scenario, case.ep_size)
     with poisoned_memory(), refuse_host_syncs() if case.scenario.graph_safe else nullcontext():
         if ranks is None:
             gradients = [run_rank(config, None, case)]
@@ -58,17 +71,20 @@ def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
             gradients = ranks.run(lambda group: run_rank(config, group, case), case.ep_size)
     if case.scenario.inference:
         return
-    for call, of_ranks in enumerate(wanted):
+    for call, by_rank in enumerate(expected):
         for which, name in enumerate(("matrices", "biases")):
             got = torch.stack([rank[call][which] for rank in gradients]).sum(0)
-            total = torch.stack([_expert_gradient(of_rank, which) for of_rank in of_ranks]).sum(0)
+            total = torch.stack([_expert_gradient(one, which) for one in by_rank]).sum(0)
             expect_close(f"gradient of the experts' {name} in call {call}", got, total, case.scenario.tolerance)
 
 
 def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
-    """The config of a case, alike on all ranks."""
+    """Make the config of a case, which is the same on all ranks."""
     scenario = case.scenario
-    most = max(max(FORMS[case.form](tokens).num_rows for tokens in scenario.tokens), 1)
+    most = max(max(INPUT_LAYOUTS[case.input_layout](tokens).num_rows for tokens in scenario.tokens), 1)
+    max_tokens = most if case.row_counts == "static" else None
+    if scenario.graph_safe:
+        max_tokens = scenario.max_tokens
     return DispatcherConfig(
         backend=backend,
         num_experts=scenario.num_experts,
@@ -78,11 +94,7 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
         weights=scenario.weights,
         wire_dtype=scenario.wire_dtype,
         row_counts=None if scenario.graph_safe else case.row_counts,
-        max_tokens_per_rank=scenario.max_tokens
-        if scenario.graph_safe
-        else most
-        if case.row_counts == "static"
-        else None,
+        max_tokens_per_rank=max_tokens,
         graph_safe=scenario.graph_safe,
         debug=scenario.debug,
     )
@@ -90,7 +102,7 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fresh tensors hold NaN instead of leftovers, so that reading what nobody wrote shows; for the whole process."""
+    """Fill new tensors with NaN in the whole process, so that reading memory that nothing wrote shows."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler for it
     try:
@@ -100,29 +112,31 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Case) -> list[tuple[Tensor, Tensor]]:
-    """One rank's part of a case: outputs and gradients are checked here.
+    """Run a case on one rank, and check its outputs and the gradients of its inputs.
 
     Returns:
-        By call, the gradients of the experts' matrices and biases, on the CPU; their sums over ranks are not checked.
+        Gradients of the experts' matrices and biases by call, on the CPU. Only their sums over ranks can be checked.
     """
     scenario, rank = case.scenario, 0 if group is None else group.rank()
-    program = PROGRAMS[scenario.program]
+    schedule = SCHEDULES[scenario.schedule]
     with allow_host_syncs():
         dispatcher = build_dispatcher(config, group)
         calls = tuple(
-            make_call(scenario, FORMS[case.form](len(batches[rank].x_TD)), batches, rank, experts).to(case.device)
+            make_call(scenario, INPUT_LAYOUTS[case.input_layout](len(batches[rank].x_TD)), batches, rank, experts).to(
+                case.device
+            )
             for batches, experts in _data(scenario, case.ep_size)
         )
-    seat = Seat(scenario=scenario, dispatcher=dispatcher, rank=rank, calls=calls)
+    context = RankContext(scenario=scenario, dispatcher=dispatcher, rank=rank, calls=calls)
     with torch.inference_mode() if scenario.inference else torch.enable_grad():
-        outputs = program.run(seat)
+        outputs = schedule.run(context)
     if not scenario.inference:
-        _differentiate(outputs, calls, one_by_one=program.one_by_one)
+        _differentiate(outputs, calls, one_by_one=schedule.one_by_one)
     with allow_host_syncs():
-        for call, output, expected in zip(calls, outputs, _expected(scenario, case.ep_size), strict=True):
-            _check_output(output, call, expected[rank], scenario)
+        for call, output, by_rank in zip(calls, outputs, _expected(scenario, case.ep_size), strict=True):
+            _check_output(output, call, by_rank[rank], scenario)
             if not scenario.inference:
-                _check_gradients(call, expected[rank], scenario)
+                _check_gradients(call, by_rank[rank], scenario)
         if scenario.graph_safe:
             expect_equal("overflow of the worst case", dispatcher.check().overflowed, False)
         dispatcher.close()
@@ -141,9 +155,9 @@ def _differentiate(outputs: Sequence[Tensor], calls: Sequence[Call], *, one_by_o
 def _check_output(y: Tensor, call: Call, expected: Expected, scenario: Scenario) -> None:
     expect_equal("shape of y", y.shape, call.x.shape)
     expect_equal("dtype of y", y.dtype, scenario.torch_dtype)
-    tokens, others = call.form.split(y.detach().cpu())
+    tokens, others = call.input_layout.split(y.detach().cpu())
     expect_close("y", tokens, expected.y_TD, scenario.tolerance)
-    expect_zero("rows of y that are no tokens", others)
+    expect_zero("rows of y that are not tokens", others)
     expect_zero("rows of y that went nowhere", tokens[(expected.y_TD == 0).all(1)])
 
 
@@ -155,9 +169,9 @@ def _check_gradients(call: Call, expected: Expected, scenario: Scenario) -> None
         if not leaf.requires_grad:
             expect_equal(f"gradient of {what}, which requires none", leaf.grad, None)
             continue
-        tokens, others = call.form.split(_gradient(leaf))
+        tokens, others = call.input_layout.split(_gradient(leaf))
         expect_close(f"gradient of {what}", tokens, wanted, scenario.tolerance)
-        expect_zero(f"gradient of {what} in rows that are no tokens", others)
+        expect_zero(f"gradient of {what} in rows that are not tokens", others)
         expect_zero(f"gradient of {what} where nothing was sent", tokens[wanted == 0])
 
 
@@ -170,19 +184,19 @@ def _expert_gradient(expected: Expected, which: int) -> Tensor:
 
 
 def _data(scenario: Scenario, ep_size: int) -> list[tuple[tuple[Batch, ...], Experts]]:
-    """Batches of all ranks, and experts, by call."""
+    """Return the batches of all ranks, and the experts, by call."""
     return _draw(scenario.drawn, ep_size)
 
 
 def _expected(scenario: Scenario, ep_size: int) -> list[list[Expected]]:
-    """What must come out, by call and rank."""
+    """Return the expected results by call and rank."""
     return _compute(scenario.drawn, ep_size)
 
 
 @cache
 def _draw(drawn: Scenario, ep_size: int) -> list[tuple[tuple[Batch, ...], Experts]]:
-    program = PROGRAMS[drawn.program]
-    turns = [0 if program.keeps_tokens else call for call in range(program.calls)]
+    schedule = SCHEDULES[drawn.schedule]
+    turns = [0 if schedule.keeps_tokens else call for call in range(schedule.calls)]
     return [(drawn.batches(ep_size, call, turn), drawn.experts(call)) for call, turn in enumerate(turns)]
 
 
@@ -190,6 +204,6 @@ def _draw(drawn: Scenario, ep_size: int) -> list[tuple[tuple[Batch, ...], Expert
 def _compute(drawn: Scenario, ep_size: int) -> list[list[Expected]]:
     data = _draw(drawn, ep_size)
     experts = [its_experts for _, its_experts in data]
-    expect = PROGRAMS[drawn.program].expect
+    expect = SCHEDULES[drawn.schedule].expect
     by_rank = [expect(drawn, [batches[rank] for batches, _ in data], experts) for rank in range(ep_size)]
-    return [list(of_call) for of_call in zip(*by_rank, strict=True)]
+    return [list(call) for call in zip(*by_rank, strict=True)]

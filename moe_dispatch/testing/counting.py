@@ -1,4 +1,4 @@
-"""Counting the collectives that really happen, with their bytes."""
+"""Collectives that a block of code starts, counted with their bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from moe_dispatch.testing.operators import run_in_sight
 @final
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective that this thread started: the operator's name, and the bytes this rank sends to others.
+    """One collective that this thread started: the operator's name, and the bytes this rank sends to other ranks.
 
-    An all-reduce counts as a reduce-scatter and an all-gather: twice its bytes, without the own part.
+    An all-reduce counts as a reduce-scatter followed by an all-gather.
     """
 
     op: str
@@ -31,39 +31,42 @@ class Collective:
 @final
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """The collectives of a block, in order."""
+    """Collectives of a block, in the order in which they started."""
 
     calls: list[Collective] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        """Bytes to other ranks, in all."""
+        """Bytes sent to other ranks by all collectives."""
         return sum(call.nbytes for call in self.calls)
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each operator was called."""
+        """Number of calls by operator."""
         return Counter(call.op for call in self.calls)
 
 
 @contextmanager
 def count_collectives(group: dist.ProcessGroup | None = None) -> Iterator[Collectives]:
-    """See every collective that this thread starts, backward included, below any library: as operators of torch.
+    """Record every collective that this thread starts inside, also in the backward and in this library's operators.
 
-    With ``group``, only those on that very group: another of the same ranks, as a control group is, does not count.
-    Those inside this library's own operators are seen too. Names are without
-    namespace and decoration, so ``c10d::alltoall_base_`` is "alltoall_base" and its functional twin
-    "all_to_all_single". Cost: some tens of microseconds per operator of any kind.
+    Collectives are seen as operators of torch, whichever library calls them. Names have no namespace and no underscores
+    at their ends: ``c10d::alltoall_base_`` is "alltoall_base", and its functional twin is "all_to_all_single".
 
-    With torch 2.13 such a mode leaks references to the process group: its threads may outlive it and abort the process
-    at exit. A ``dist.barrier()`` before ``dist.destroy_process_group()`` lets them finish.
+    With torch 2.13 the dispatch mode leaks references to the process group, so that threads of the group may outlive it
+    and abort the process at exit. A ``dist.barrier()`` before ``dist.destroy_process_group()`` lets them finish.
+
+    Args:
+        group: If given, only collectives on this group count. A control group of the same ranks is another group.
+
+    Cost: some tens of microseconds per operator of any kind.
     """
     seen = Collectives()
-    with _Watch(seen, group):
+    with _CountingMode(seen, group):
         yield seen
 
 
-class _Watch(TorchDispatchMode):
+class _CountingMode(TorchDispatchMode):
     def __init__(self, seen: Collectives, only: dist.ProcessGroup | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
@@ -81,7 +84,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _group(values: dict[str, Any]) -> dist.ProcessGroup | None:
-    """That of ``c10d::*`` or of ``_c10d_functional::*``; None where an operator has none, as one that waits."""
+    """Return the group of a collective. Operators of these namespaces that only wait have none."""
     if "process_group" in values:
         group: dist.ProcessGroup = dist.ProcessGroup.unbox(values["process_group"])
         return group
@@ -89,7 +92,7 @@ def _group(values: dict[str, Any]) -> dist.ProcessGroup | None:
 
 
 def _eager_bytes(name: str, values: dict[str, Any], group: dist.ProcessGroup) -> int:
-    """Of ``c10d::*``."""
+    """Return the bytes that an operator ``c10d::*`` sends."""
     if name == "alltoall_base_":
         return _all_to_all_bytes(values["input"], values["input_split_sizes"], group)
     tensors = values.get("input_tensors", values.get("input_tensor", values.get("input", values.get("tensors"))))
@@ -97,7 +100,7 @@ def _eager_bytes(name: str, values: dict[str, Any], group: dist.ProcessGroup) ->
 
 
 def _functional_bytes(name: str, values: dict[str, Any], group: dist.ProcessGroup) -> int:
-    """Of ``_c10d_functional::*``."""
+    """Return the bytes that an operator ``_c10d_functional::*`` sends."""
     if name == "all_to_all_single":
         return _all_to_all_bytes(values["input"], values["input_split_sizes"], group)
     plain = name.strip("_").removesuffix("_into_tensor").removesuffix("_tensor").replace("all_", "all")
@@ -112,10 +115,10 @@ _SIZES: dict[str, Callable[[str, dict[str, Any], dist.ProcessGroup], int]] = {
 
 
 def _bytes(name: str, tensors: Any, group: dist.ProcessGroup) -> int:
-    """Bytes that one rank sends to others.
+    """Return the bytes that this rank sends to other ranks.
 
     Raises:
-        NotImplementedError: a collective that nobody has counted yet; better than a wrong number.
+        NotImplementedError: The collective is not in the table below. Guessing would give a wrong number.
     """
     flat, others, size = _flat(tensors), group.size() - 1, group.size()
     nbytes = sum(tensor.nbytes for tensor in flat)

@@ -1,4 +1,4 @@
-"""All cases of a backend: which run, which its constraints excuse, and what came of them."""
+"""All conformance cases of a backend: those that run, those that its constraints excuse, and a report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import final
 
 import torch
 
-from moe_dispatch.backends import Backend, BackendOptions, Constraints, MoEShape, Rejected, load_backend
+from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, Rejected, parse_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.testing.case import BackendSpec, Case, run_case
-from moe_dispatch.testing.forms import FORMS
+from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch.testing.ranks import Ranks
 from moe_dispatch.testing.scenario import Scenario
 from moe_dispatch.testing.scenarios import SCENARIOS
@@ -24,7 +24,7 @@ EP_SIZES = (1, 2, 4)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Excuse:
-    """A scenario that a backend need not run on so many ranks, and the constraint that says so."""
+    """A scenario that a backend need not run for one group size, and the constraint that excuses it."""
 
     scenario: str
     ep_size: int
@@ -34,7 +34,7 @@ class Excuse:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A case that went wrong, its error in a line, and its traceback."""
+    """A case that failed: its name, its error in one line, and the traceback."""
 
     case: str
     summary: str
@@ -44,13 +44,13 @@ class Failure:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What ``check_backend`` found.
+    """Result of ``check_backend``.
 
     Attributes:
-        backend: its name, and options if any.
-        passed: ids of cases that ran and were right.
-        excused: what its constraints rule out.
-        failed: what ran and was wrong.
+        backend: Name of the backend, with its options if any.
+        passed: Ids of the cases that passed.
+        excused: Scenarios that the backend's constraints rule out.
+        failed: Cases that failed.
     """
 
     backend: str
@@ -60,11 +60,11 @@ class Report:
 
     @property
     def conforms(self) -> bool:
-        """Something ran, and nothing failed."""
+        """Whether at least one case passed and none failed."""
         return bool(self.passed) and not self.failed
 
     def __str__(self) -> str:
-        """A summary, with the error of every failed case."""
+        """Summarise the cases, with the error of each that failed."""
         counts = f"{len(self.passed)} passed, {len(self.failed)} failed, {len(self.excused)} scenarios excused"
         return "\n".join(
             [f"backend {self.backend}: {counts}"]
@@ -82,15 +82,14 @@ def check_backend(
     """Run the conformance kit on a backend, on the CPU.
 
     Args:
-        backend: what ``DispatcherConfig.backend`` takes: a name, or a mapping with the name and options.
-        ep_sizes: sizes of the groups to run on; ranks are threads of this process.
-        on_case: called after every case with how many are done, and of how many.
+        backend: A name, or a mapping with the name and options, as in ``DispatcherConfig.backend``.
+        ep_sizes: Sizes of the groups to run on. Ranks are threads of this process.
+        on_case: Called after every case with the number of cases done and the number of all cases.
 
     Raises:
-        ConfigError: no such backend, or wrong options.
+        ConfigError: The backend is unknown or its options are wrong.
 
-    Cost: 5 ms a case on one rank to 50 ms on four; some 700 cases. In pytest, parametrize over
-    ``conformance_cases``.
+    Cost: about 700 cases, each 5 ms on one rank to 50 ms on four. In pytest, parametrize over ``conformance_cases``.
     """
     passed, failed = [], []
     cases = list(conformance_cases(backend, ep_sizes))
@@ -107,17 +106,17 @@ def check_backend(
 
 
 def _summary(error: Exception) -> str:
-    """The kind and the text of an error, and where it was raised, in a line."""
-    told = f"{type(error).__name__}: {error} {'; '.join(getattr(error, '__notes__', ()))}"
-    return " ".join(told.split())
+    """Describe an error in one line: its class, message and notes, which name the rank."""
+    text = f"{type(error).__name__}: {error} {'; '.join(getattr(error, '__notes__', ()))}"
+    return " ".join(text.split())
 
 
 def conformance_cases(
     backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES, *, ranks: Ranks | None = None
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Ids and callables of the cases that a backend must pass; a callable raises where it does not.
+    """Yield the id of each case that a backend must pass, and a callable that raises if the backend fails it.
 
-    Several backends may share ``ranks``, whose groups cost threads as long as they are kept.
+    Several backends may share ``ranks``, whose groups keep threads as long as they exist.
 
     ::
 
@@ -131,7 +130,7 @@ def conformance_cases(
 
 
 def backend_cases(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterator[Case]:
-    """Scenario x ep size x form x policy, as the backend can carry them, without what is excused."""
+    """Yield the cases of all scenarios that the backend must pass, adapted to the backend."""
     for scenario in SCENARIOS:
         for ep_size in ep_sizes:
             if excuse(backend, scenario, ep_size) is None:
@@ -139,14 +138,14 @@ def backend_cases(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> I
 
 
 def scenario_cases(scenario: Scenario, ep_size: int) -> Iterator[Case]:
-    """Every form under every policy that the scenario names."""
-    for form in FORMS if scenario.forms == "all" else scenario.forms:
+    """Yield the cases of one scenario: every input layout under every policy that the scenario names."""
+    for name in INPUT_LAYOUTS if scenario.input_layouts == "all" else scenario.input_layouts:
         for row_counts in scenario.row_counts:
-            yield Case(scenario=scenario, ep_size=ep_size, form=form, row_counts=row_counts)
+            yield Case(scenario=scenario, ep_size=ep_size, input_layout=name, row_counts=row_counts)
 
 
 def excuses(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterator[Excuse]:
-    """What a backend's constraints rule out."""
+    """Yield the scenarios that a backend's constraints rule out."""
     for scenario in SCENARIOS:
         for ep_size in ep_sizes:
             reason = excuse(backend, scenario, ep_size)
@@ -156,37 +155,34 @@ def excuses(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterato
 
 def excuse(backend: BackendSpec, scenario: Scenario, ep_size: int) -> str | None:
     """The rule by which a backend need not run a scenario on so many ranks; None when it must."""
-    cls, options = _backend(backend)
-    verdict = cls.probe(options)
+    options = options_of(backend)
+    verdict = options.probe()
     if isinstance(verdict, Rejected):
         return f"it cannot be used here: {verdict.reason}"
     scenario = fitted(backend, scenario, ep_size)
     shape = scenario.shape(ep_size)
-    return _broken_rule(cls.constraints(shape, options), scenario, shape)
+    return _broken_rule(options.constraints(shape), scenario, shape)
 
 
 def fitted(backend: BackendSpec, scenario: Scenario, ep_size: int) -> Scenario:
     """The scenario as the backend can carry it on so many ranks."""
-    cls, options = _backend(backend)
-    return scenario.fitted(cls.constraints(scenario.shape(ep_size), options))
+    return scenario.fitted(options_of(backend).constraints(scenario.shape(ep_size)))
 
 
-def _backend(backend: BackendSpec) -> tuple[type[Backend], BackendOptions]:
-    name, options = (backend, {}) if isinstance(backend, str) else _without_name(backend)
-    cls = load_backend(name)
-    return cls, cls.Options.model_validate(options)
+def options_of(backend: BackendSpec) -> BackendOptions:
+    """The options of a backend that is under test; "auto" is none."""
+    options = parse_backend(backend)
+    assert options is not None
+    return options
 
 
 def describe(backend: BackendSpec) -> str:
-    """A backend's name, and its options if any."""
+    """Return the name of a backend, with its options if any."""
     if isinstance(backend, str):
         return backend
-    name, options = _without_name(backend)
+    options = {**backend}
+    name = str(options.pop("name"))
     return " ".join([name, *(f"{option}={value}" for option, value in options.items())])
-
-
-def _without_name(backend: dict[str, object]) -> tuple[str, dict[str, object]]:
-    return str(backend["name"]), {option: value for option, value in backend.items() if option != "name"}
 
 
 def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str | None:
@@ -218,16 +214,16 @@ def _is_carried(scenario: Scenario, needs: Constraints) -> bool:
 
 @cache
 def _leaves_ranks_idle(drawn: Scenario, ep_size: int) -> bool:
-    """Whether some rank receives nothing in some call."""
+    """Return whether some rank receives no row in some call."""
     num_local_experts = drawn.num_experts // ep_size
     calls = [drawn.batches(ep_size, call, turn) for call in range(3) for turn in range(len(drawn.tokens))]
     ids = [torch.cat([batch.ids_TK for batch in batches]) for batches in calls]
-    owners = [of_call.div(num_local_experts, rounding_mode="floor").unique() for of_call in ids]
+    owners = [ids_TK.div(num_local_experts, rounding_mode="floor").unique() for ids_TK in ids]
     return any(len(found[found >= 0]) < ep_size for found in owners)
 
 
 def _most_rows(scenario: Scenario, needs: Constraints) -> int:
-    """Rows that a rank may have to bring, in whatever form, padded."""
+    """Return the largest number of rows on any rank in any input layout, padded."""
     return needs.padded(scenario.max_tokens if scenario.graph_safe else scenario.most_rows)
 
 

@@ -1,4 +1,4 @@
-"""What a dispatch mode should know of operators: which of them wait for the host, and what their Python bodies do."""
+"""Operators under a dispatch mode: which of them wait for the host, and how a mode sees into their Python bodies."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ NAMESPACE = "moe_dispatch"
 
 
 class OpaqueOperatorError(AssertionError):
-    """An operator of this library has no Python body for a device, so nobody can tell what it does there."""
+    """An operator of this library has no Python body for a device, so a mode cannot see what it does there."""
 
 
 def run_in_sight(mode: TorchDispatchMode, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call an operator from within ``mode.__torch_dispatch__``, so that ``mode`` sees what its body does as well.
+    """Call an operator from ``mode.__torch_dispatch__``, so that ``mode`` also sees the operators that its body calls.
 
-    Torch switches a mode off while it handles a call: what runs inside a custom operator is hidden from it. Here the
-    body is run with the mode on again. Bodies in C++ stay closed.
+    Torch disables a mode while it handles a call, which hides the body of a custom operator. This function runs the
+    body with the mode enabled again. Bodies in C++ remain hidden.
 
     Raises:
-        OpaqueOperatorError: an operator of this library without a Python body, nor made of other operators.
+        OpaqueOperatorError: An operator of this library has no Python body and is not composed of other operators.
     """
     if is_opaque(func, args, kwargs):
         raise OpaqueOperatorError(
@@ -41,21 +41,23 @@ def run_in_sight(mode: TorchDispatchMode, func: Any, args: Any, kwargs: dict[str
 
 
 def is_opaque(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is of an operator of this library that cannot be looked into."""
+    """Return whether an operator of this library hides what it does in this call."""
     return func.namespace == NAMESPACE and _body_key(func, args, kwargs) is None
 
 
 def _body_key(func: Any, args: Any, kwargs: dict[str, Any]) -> DispatchKey | None:
-    """The key of the kernel that is made of operators torch can show; None where there is none, as with torch's own."""
-    if func.namespace == "prim":  # attributes of tensor subclasses, as prim::device: nothing of the dispatcher's
+    """Return the dispatch key of a kernel that calls operators of torch; None if there is none, as for torch's own."""
+    if (
+        func.namespace == "prim"
+    ):  # attributes of tensor subclasses, such as prim::device, are not operators of the dispatcher
         return None
-    # Where autograd is out of the way, in such bodies and under inference_mode, it has not taken composites apart.
+    # Autograd takes composite operators apart, but is disabled in such bodies and under inference_mode.
     if _is_composite(func):
         return DispatchKey.CompositeImplicitAutograd
     if func.namespace in ("aten", "prims"):
         return None
     prefix = func.name().replace("::", "/")
-    # Every kernel given from Python is entered in _impls, by torch.library.custom_op and Library.impl alike.
+    # torch.library.custom_op and Library.impl both record the kernels that they register in _impls.
     found = (key for key in _kernel_keys(args, kwargs) if f"{prefix}/{key}" in torch.library._impls)
     key = next(found, None)
     return None if key is None else getattr(DispatchKey, key)
@@ -67,9 +69,9 @@ def _is_composite(func: Any) -> bool:
 
 
 def _kernel_keys(args: Any, kwargs: dict[str, Any]) -> list[str]:
-    """Where torch looks for the kernel of a call, in its order."""
+    """Return the dispatch keys at which torch looks for the kernel of a call, in this order."""
     devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} or {"cpu"}
-    # The kernel for "meta" only tells shapes: tensors traced there stand for those of any device.
+    # The kernel for "meta" only computes shapes; tensors traced there stand for tensors on any device.
     own = [torch._C._dispatch_key_for_device(kind) for kind in sorted(devices - {"cpu", "meta"})] or ["CPU"]
     return [*own, "CompositeExplicitAutograd"]
 
@@ -79,7 +81,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def waits_for_host(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator called like this needs values on the host."""
+    """Return whether an operator called with these arguments needs values on the host."""
     exact = _exact_rule(func)
     if exact is None:
         return not _DEPENDS_ON_DATA.isdisjoint(func.tags)
@@ -99,8 +101,8 @@ def _lacks_size(arguments: dict[str, Any]) -> bool:
     return isinstance(arguments.get("repeats"), torch.Tensor) and arguments.get("output_size") is None
 
 
-def _changes_side(arguments: dict[str, Any]) -> bool:
-    """To the CPU always waits; from it only where ``non_blocking`` does not say otherwise."""
+def _waits_for_copy(arguments: dict[str, Any]) -> bool:
+    """Return whether a copy waits: to the CPU always, from it unless it is ``non_blocking``."""
     source = arguments.get("src", arguments["self"]).device.type
     target = arguments["self"].device if "src" in arguments else arguments.get("device")
     target = source if target is None else torch.device(target).type
@@ -111,6 +113,6 @@ _EXACT: dict[str, Callable[[dict[str, Any]], bool]] = {
     **dict.fromkeys(("aten::index", "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index"), _has_mask),
     "aten::_unsafe_index_put": _has_mask,
     "aten::repeat_interleave": _lacks_size,
-    "aten::_to_copy": _changes_side,
-    "aten::copy": _changes_side,
+    "aten::_to_copy": _waits_for_copy,
+    "aten::copy": _waits_for_copy,
 }

@@ -1,21 +1,31 @@
-"""What must come out: a dense float64 computation, without permutation, exchange, padding or grouped products."""
+"""Expected results of a case, and their comparison with what a backend returned.
+
+Expectations are computed densely in float64, without permutation, exchange, padding or grouped products.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import WireDtype
-from moe_dispatch.testing.scenario import Batch, Experts
+from moe_dispatch.testing.scenario import Batch, Experts, Scenario
+from moe_dispatch.types import Dispatched
+
+
+class ConformanceError(AssertionError):
+    """A backend broke the contract; the text names the field or tensor, and both values."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Expected:
-    """One rank's share: y (T, D), gradients of x (T, D), of weights (T, K), and of the experts (E, W, W), (E, D)."""
+    """Results of one rank: y (T, D), gradients of x (T, D) and weights (T, K), and of experts (E, W, W) and (E, D)."""
 
     y_TD: Tensor
     grad_x_TD: Tensor
@@ -25,12 +35,12 @@ class Expected:
 
 
 def reference(batch: Batch, experts: Experts, wire: WireDtype | None = None) -> Expected:
-    """Every expert on every row, weighted by the slots that name it.
+    """Apply every expert to every row, weighted by the slots that name the expert.
 
     Args:
-        batch: one rank's tokens.
-        experts: of the whole group.
-        wire: what rows are rounded to before experts see them; the gradient goes straight through.
+        batch: Tokens of one rank.
+        experts: Experts of the whole group.
+        wire: Dtype to which rows are rounded on their way to the experts. The gradient ignores the rounding.
     """
     x_TD = batch.x_TD.clone().requires_grad_()
     weights_TK = torch.where(batch.ids_TK < 0, 0, batch.weights_TK).requires_grad_()
@@ -52,7 +62,7 @@ def reference(batch: Batch, experts: Experts, wire: WireDtype | None = None) -> 
 
 
 def round_to_wire(x_TD: Tensor, wire: WireDtype | None) -> Tensor:
-    """The values that arrive when rows travel in ``wire``: for float8, one scale (largest / 448) per 128 columns."""
+    """Round rows as if they travelled in ``wire``: float8 has one scale (largest / 448) per 128 columns."""
     if wire is None:
         return x_TD
     if wire == "bfloat16":
@@ -63,11 +73,125 @@ def round_to_wire(x_TD: Tensor, wire: WireDtype | None) -> Tensor:
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).double().view_as(x_TD)
 
 
-def merged_weights(batch: Batch, expert: int) -> Tensor:
-    """(T,): the weight with which each row goes to an expert, summed over the slots that name it."""
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpectedDispatch:
+    """What a rank must receive.
+
+    Attributes:
+        rows_RD: Rows in float64, 0 in padding.
+        weights_R: Weights in float64, 0 in padding.
+        real: Rows by expert without padding.
+        counts: Rows by expert with padding.
+        padded: Which rows are padding.
+    """
+
+    rows_RD: Tensor
+    weights_R: Tensor
+    real: list[int]
+    counts: list[int]
+    padded: Tensor
+
+
+@lru_cache(maxsize=256)
+def expected_dispatch(batches: tuple[Batch, ...], scenario: Scenario, rank: int) -> ExpectedDispatch:
+    """Collect for each expert of a rank the rows that name it, by source rank and token, then zeros as padding."""
+    local = scenario.num_experts // len(batches)
+    real, rows, weights, padded = [], [], [], []
+    for expert in range(rank * local, (rank + 1) * local):
+        chosen = [_goes_to(batch, expert) for batch in batches]
+        count = sum(int(mask.sum()) for mask in chosen)
+        pad = -count % scenario.pad_multiple
+        real.append(count)
+        rows += [round_to_wire(b.x_TD, scenario.wire_dtype)[mask] for b, mask in zip(batches, chosen, strict=True)]
+        weights += [_merged_weights(b, expert)[mask] for b, mask in zip(batches, chosen, strict=True)]
+        rows.append(rows[-1].new_zeros(pad, scenario.hidden))
+        weights.append(weights[-1].new_zeros(pad))
+        padded.append(torch.arange(count + pad) >= count)
+    return ExpectedDispatch(
+        rows_RD=torch.cat(rows),
+        weights_R=torch.cat(weights),
+        real=real,
+        counts=list(map(len, padded)),
+        padded=torch.cat(padded),
+    )
+
+
+def _merged_weights(batch: Batch, expert: int) -> Tensor:
+    """Return (T,): the weight of an expert for each row, summed over the slots that name it."""
     return torch.where(batch.ids_TK == expert, batch.weights_TK, 0).sum(1)
 
 
-def goes_to(batch: Batch, expert: int) -> Tensor:
-    """bool (T,): the rows that name an expert."""
+def _goes_to(batch: Batch, expert: int) -> Tensor:
+    """Return bool (T,): whether a row names an expert."""
     return (batch.ids_TK == expert).any(1)
+
+
+def check_dispatched(sent: Dispatched, batches: tuple[Batch, ...], scenario: Scenario, rank: int) -> None:
+    """Compare every field of ``sent`` with what this rank must receive.
+
+    Args:
+        sent: What dispatch returned on this rank.
+        batches: Tokens of all ranks.
+        scenario: Scenario of the case.
+        rank: This rank.
+
+    Raises:
+        ConformanceError: A field is wrong.
+    """
+    expected = expected_dispatch(batches, scenario, rank)
+    padded = expected.padded
+    _check_counts(sent, expected, scenario)
+    rows_RD, weights_R = sent.rows, sent.weights
+    if scenario.graph_safe:  # rows behind those of the last expert may hold anything
+        rows_RD, weights_R = rows_RD[: len(padded)], weights_R[: len(padded)]
+        expect_equal("tokens_per_expert_list", sent.tokens_per_expert_list, None)
+    expect_close("rows", rows_RD, expected.rows_RD, _row_tolerance(scenario))
+    expect_close("weights", weights_R, expected.weights_R, 1e-6)
+    expect_zero("padding of rows", rows_RD.detach().cpu()[padded])
+    expect_zero("padding of weights", weights_R.detach().cpu()[padded])
+
+
+def _check_counts(sent: Dispatched, expected: ExpectedDispatch, scenario: Scenario) -> None:
+    expect_equal("real_tokens_per_expert", sent.real_tokens_per_expert.tolist(), expected.real)
+    expect_equal("tokens_per_expert", sent.tokens_per_expert.tolist(), expected.counts)
+    if sent.tokens_per_expert_list is not None:
+        expect_equal("tokens_per_expert_list", list(sent.tokens_per_expert_list), expected.counts)
+    expect_equal("offs", sent.offs.tolist(), list(accumulate(expected.counts)))
+    expect_equal("dtype of rows", sent.rows.dtype, scenario.torch_dtype)
+    expect_equal("dtype of weights", sent.weights.dtype, torch.promote_types(scenario.torch_dtype, torch.float32))
+    expect_equal("dtype of counts", {sent.tokens_per_expert.dtype, sent.real_tokens_per_expert.dtype}, {torch.int64})
+    expect_equal("pad_multiple", sent.pad_multiple, scenario.pad_multiple)
+
+
+def _row_tolerance(scenario: Scenario) -> float:
+    # Rows are copied exactly, except that a float8 row is multiplied by its scale in float32, and rounded.
+    return 0.0 if scenario.wire_dtype != "float8_e4m3fn" else max(1e-6, torch.finfo(scenario.torch_dtype).eps)
+
+
+def expect_equal(what: str, got: object, expected: object) -> None:
+    """Raise ConformanceError unless the two are equal."""
+    if got != expected:
+        raise ConformanceError(f"{what}: expected {expected}, got {got}")
+
+
+def expect_zero(what: str, got: Tensor) -> None:
+    """Raise ConformanceError unless every entry is exactly 0. NaN is refused."""
+    wrong = got != 0
+    if bool(wrong.any()):
+        raise ConformanceError(f"{what}: must be exactly zero, got {got[wrong][0].item()} ({int(wrong.sum())} entries)")
+
+
+def expect_close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Raise ConformanceError if a difference exceeds ``tolerance`` times the largest expected value."""
+    expect_equal(f"shape of {what}", tuple(got.shape), tuple(expected.shape))
+    if got.numel() == 0:
+        return
+    difference = (got.detach().cpu().double() - expected.double()).abs()
+    allowed = tolerance * float(expected.abs().max())
+    if not bool((difference <= allowed).all()):  # written with "not" so that NaN is refused
+        worst = int(difference.nan_to_num(nan=float("inf")).argmax())
+        raise ConformanceError(
+            f"{what}: entry {tuple(i.item() for i in torch.unravel_index(torch.tensor(worst), got.shape))} must be "
+            f"{expected.flatten()[worst].item():.17g} within {allowed:.3g}, got {got.flatten()[worst].item():.17g}"
+        )

@@ -1,12 +1,13 @@
-"""What a conformance case sends: a frozen, seeded description, and the data it stands for.
+"""Scenarios of the conformance kit: frozen, seeded descriptions, and the tensors that they stand for.
 
-Dimensions as in ``moe_dispatch.types``; tensors of this file are float64 and hold real tokens only, rank by rank.
+Dimensions are those of ``moe_dispatch.types``. Tensors of this file are float64 and hold only real tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, final
@@ -18,8 +19,7 @@ from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.config import RowCounts
 from moe_dispatch.permutation import round_up
-from moe_dispatch.testing.forms import FORMS
-from moe_dispatch.testing.routings import ROUTINGS
+from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
 
 _EXPERT_WIDTH = 32
 
@@ -29,13 +29,70 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 # in float64, so what is left is the rounding of rows and sums: a few units in the last place.
 TOLERANCES: dict[DtypeName, float] = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
+# Each draws the expert ids of a batch: (rows, top_k, num_experts, generator) -> (rows, top_k).
+Draw = Callable[[int, int, int, torch.Generator], Tensor]
+
+
+def balanced(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Send each slot to the next expert, so that counts differ by one at most."""
+    return torch.arange(rows * top_k).view(rows, top_k) % num_experts
+
+
+def uniform(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Draw distinct experts for each row, all equally likely."""
+    return torch.rand(rows, num_experts, generator=generator).argsort(1)[:, :top_k]
+
+
+def skewed(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Draw distinct experts for each row, the first expert far more often than the last."""
+    odds = torch.arange(1, num_experts + 1).double().pow(-2).expand(rows, -1)
+    return torch.multinomial(odds, top_k, generator=generator) if rows else torch.empty(0, top_k, dtype=torch.int64)
+
+
+def last_expert(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Send every row to the last expert; all slots but the first are -1."""
+    ids = torch.full((rows, top_k), -1)
+    ids[:, 0] = num_experts - 1
+    return ids
+
+
+def first_half(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Draw distinct experts of the first half, so that some of several ranks receive nothing."""
+    return uniform(rows, top_k, num_experts // 2, generator)
+
+
+def duplicates(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Draw experts with replacement; every other row names its first expert in all slots."""
+    ids = torch.randint(num_experts, (rows, top_k), generator=generator)
+    ids[::2] = ids[::2, :1]
+    return ids
+
+
+def nowhere(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Set every slot to -1."""
+    return torch.full((rows, top_k), -1)
+
+
+def partly_nowhere(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
+    """Draw distinct experts, then set a third of the slots, and every fourth row, to -1."""
+    ids = uniform(rows, top_k, num_experts, generator)
+    ids[torch.rand(rows, top_k, generator=generator) < 1 / 3] = -1
+    ids[::4] = -1
+    return ids
+
+
+ROUTINGS: dict[str, Draw] = {
+    draw.__name__: draw
+    for draw in (balanced, uniform, skewed, last_expert, first_half, duplicates, nowhere, partly_nowhere)
+}
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """One rank's tokens of one call: x (T, D), ids (T, K), weights (T, K), and the gradient that y receives (T, D).
+    """Tokens of one rank in one call: x (T, D), ids (T, K), weights (T, K), and the gradient of the output y (T, D).
 
-    Weights are NaN where the id is -1: nobody may read them.
+    A weight is NaN where the id is -1, because nothing may read it.
     """
 
     x_TD: Tensor
@@ -44,29 +101,29 @@ class Batch:
     upstream_TD: Tensor
 
     def replace(self, **changes: Tensor) -> Batch:
-        """A copy with some tensors changed."""
+        """Return a copy with some tensors changed."""
         return dataclasses.replace(self, **changes)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Experts:
-    """Parameters of all experts, (E, W, W) and (E, D): each a map of its own, so that a wrong expert shows.
+    """Parameters of all experts, (E, W, W) and (E, D). Experts differ, so that a row at a wrong expert shows.
 
-    The matrix maps W columns at a time; whole matrices would cost most of the kit's time and memory at large D.
+    A matrix maps W columns at a time; D by D matrices would take most of the kit's time and memory.
     """
 
     matrix_EWW: Tensor
     bias_ED: Tensor
 
     def apply(self, expert: int, rows_ND: Tensor) -> Tensor:
-        """What one expert makes of rows; float64. A zero row does not become zero."""
+        """Apply one expert to rows, in float64. A row of zeros does not stay zero."""
         matrix_WW = self.matrix_EWW[expert].double()
         mixed = rows_ND.double().unflatten(1, (-1, len(matrix_WW))) @ matrix_WW
         return torch.tanh(mixed.flatten(1) + self.bias_ED[expert].double())
 
     def leaves(self) -> Experts:
-        """A copy whose tensors collect gradients."""
+        """Return a copy whose tensors collect gradients."""
         return Experts(
             matrix_EWW=self.matrix_EWW.clone().requires_grad_(), bias_ED=self.bias_ED.clone().requires_grad_()
         )
@@ -78,27 +135,27 @@ class Scenario:
     """One thing that a backend must do right.
 
     Attributes:
-        name: its id in test names and in the excused list.
-        tokens: real tokens per rank; a group of P ranks takes the last P entries, a larger one repeats them.
-        num_experts: E.
-        top_k: K.
-        hidden: D.
-        routing: a name of ``ROUTINGS``.
-        dtype: of x.
-        pad_multiple: rows per expert are rounded up to this.
-        weights: who multiplies by the weights.
-        wire_dtype: what rows travel in.
-        program: a name of ``PROGRAMS``: what is called, in which order.
-        row_counts: the policies it is run under.
-        forms: names of ``FORMS`` it is run in; by default one each where every row is a token, where the others are cut
-            out, and where they are masked. "all" for every one.
-        requires_grad: which of "x" and "weights" collect gradients; the experts' parameters always do.
-        inference: the case runs under ``torch.inference_mode``.
-        poisons_padding: the experts write NaN to padding rows of their output, and to their gradients of padding rows.
-        skips_empty: experts that saw no row return a fresh tensor without autograd history.
-        debug: the dispatcher's ``debug``.
-        graph_safe: the dispatcher's; verbs and backwards then run where every host sync is refused.
-        seed: of all data.
+        name: Id in test names and in the list of excuses.
+        tokens: Number of real tokens by rank. A group of P ranks takes the last P entries, a larger one repeats them.
+        num_experts: Number of experts of the whole group.
+        top_k: Number of slots of a token.
+        hidden: Number of columns of x.
+        routing: Name in ``ROUTINGS``.
+        dtype: Dtype of x.
+        pad_multiple: The rows of each expert are padded to a multiple of this.
+        weights: Whether combine or the experts multiply by the weights.
+        wire_dtype: Dtype in which rows travel.
+        schedule: Name in ``SCHEDULES``: the order of the calls.
+        row_counts: Policies of row counts under which the scenario runs.
+        input_layouts: Names in ``INPUT_LAYOUTS``, or "all". The default has one layout in which every row is a token,
+            one in which the dispatcher cuts the other rows out, and one in which it masks them.
+        requires_grad: Which of "x" and "weights" collect gradients. The parameters of experts always do.
+        inference: Whether the case runs under ``torch.inference_mode``.
+        poisons_padding: Whether experts write NaN to padding rows of their output and of their input's gradient.
+        skips_empty: Whether experts that received no row return a new tensor without autograd history.
+        debug: The dispatcher's ``debug``.
+        graph_safe: The dispatcher's ``graph_safe``. If True, host syncs in calls and in the backward are refused.
+        seed: Seed of all data.
     """
 
     name: str
@@ -111,9 +168,9 @@ class Scenario:
     pad_multiple: int = 1
     weights: Literal["combine", "experts"] = "combine"
     wire_dtype: WireDtype | None = None
-    program: str = "once"
+    schedule: str = "once"
     row_counts: tuple[RowCounts, ...] = ("agree",)
-    forms: tuple[str, ...] | Literal["all"] = ("rows", "bshd", "thd_with_gaps_on_device")
+    input_layouts: tuple[str, ...] | Literal["all"] = ("rows", "bshd", "thd_with_gaps_on_device")
     requires_grad: frozenset[Literal["x", "weights"]] = frozenset({"x", "weights"})
     inference: bool = False
     poisons_padding: bool = True
@@ -124,17 +181,17 @@ class Scenario:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch has it."""
+        """Return ``dtype`` as a ``torch.dtype``."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     @property
     def tolerance(self) -> float:
-        """``TOLERANCES`` of what rows, sums and gradients travel in."""
+        """Return the tolerance of the dtype in which rows, sums and gradients travel."""
         return TOLERANCES[self.dtype if self.wire_dtype is None else "bfloat16"]
 
     def shape(self, ep_size: int) -> MoEShape:
-        """The sizes that constraints depend on."""
+        """Return the sizes that constraints depend on."""
         return MoEShape(
             num_experts=self.num_experts,
             top_k=self.top_k,
@@ -149,43 +206,43 @@ class Scenario:
 
     @property
     def most_rows(self) -> int:
-        """The most rows that a rank brings, in whatever form."""
-        return max(map(_rows_in_any_form, self.tokens))
+        """Return the largest number of rows of x on any rank in any input layout."""
+        return max(map(_most_rows, self.tokens))
 
     @property
     def max_tokens(self) -> int:
-        """``max_tokens_per_rank`` where graph-safe: no rank ever brings as many."""
+        """Return ``max_tokens_per_rank`` of a graph-safe dispatcher; no rank has that many."""
         return self.most_rows + 3
 
     @property
     def drawn(self) -> Scenario:
-        """What data and expectation depend on, and defaults elsewhere: equal for all scenarios that may share them."""
-        decides = ("tokens", "num_experts", "top_k", "hidden", "routing", "dtype", "wire_dtype", "program", "seed")
+        """Return the fields that tensors and expectations depend on, as a key under which scenarios share them."""
+        decides = ("tokens", "num_experts", "top_k", "hidden", "routing", "dtype", "wire_dtype", "schedule", "seed")
         return Scenario(name="drawn", **{field: getattr(self, field) for field in decides})
 
     def fitted(self, needs: Constraints) -> Scenario:
-        """The scenario as a backend can carry it: rows made wider, bfloat16 on the wire, without gradients."""
+        """Adapt the scenario to a backend: wider rows, bfloat16 on the wire, or no gradients where it needs that."""
         changes: dict[str, Any] = {"hidden": round_up(self.hidden, needs.hidden_multiple)}
         if needs.dtypes is not None and self.torch_dtype not in needs.dtypes and "bfloat16" in needs.wire_dtypes:
             changes["wire_dtype"] = self.wire_dtype or "bfloat16"
         if not needs.differentiable:
-            forward_only = "once" if self.program.startswith("checkpointed") else self.program
-            changes.update(inference=True, requires_grad=frozenset(), program=forward_only)
+            forward_only = "once" if self.schedule.startswith("checkpointed") else self.schedule
+            changes.update(inference=True, requires_grad=frozenset(), schedule=forward_only)
         return dataclasses.replace(self, **changes)
 
     def tokens_of(self, ep_size: int, turn: int = 0) -> tuple[int, ...]:
-        """Real tokens by rank; ``turn`` moves them by so many ranks."""
+        """Return the number of real tokens by rank, rotated by ``turn`` ranks."""
         repeated = self.tokens * -(-ep_size // len(self.tokens))
         turn %= len(repeated)
         return (repeated[turn:] + repeated[:turn])[-ep_size:]
 
     def batches(self, ep_size: int, call: int = 0, turn: int = 0) -> tuple[Batch, ...]:
-        """The data of one call, by rank; values are exact in ``dtype``."""
+        """Return the tokens of one call by rank. All values are exact in ``dtype``."""
         tokens = enumerate(self.tokens_of(ep_size, turn))
         return tuple(self._batch(count, self._generator(call, rank)) for rank, count in tokens)
 
     def experts(self, call: int = 0) -> Experts:
-        """The experts of one call."""
+        """Return the experts of one call."""
         generator = self._generator(call, -1)
         width = math.gcd(self.hidden, _EXPERT_WIDTH)
 
@@ -214,5 +271,5 @@ class Scenario:
 
 
 @cache
-def _rows_in_any_form(tokens: int) -> int:
-    return max(build(tokens).num_rows for build in FORMS.values())
+def _most_rows(tokens: int) -> int:
+    return max(build(tokens).num_rows for build in INPUT_LAYOUTS.values())

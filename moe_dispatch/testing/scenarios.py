@@ -1,4 +1,4 @@
-"""The list every backend is held to. A new entry comes with a planted bug that only it catches."""
+"""Scenarios that every backend must pass. Add one together with a planted bug that only it catches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DTYPES: tuple[DtypeName, ...] = ("float64", "float32", "bfloat16", "float16")
 
 _EAGER: tuple[Scenario, ...] = (
     # Where tokens go.
-    Scenario(name="balanced", routing="balanced", row_counts=("agree", "static"), forms="all"),
+    Scenario(name="balanced", routing="balanced", row_counts=("agree", "static"), input_layouts="all"),
     Scenario(name="skewed", routing="skewed"),
     Scenario(name="one_expert", routing="last_expert", pad_multiple=16),
     Scenario(name="idle_ranks", routing="first_half", pad_multiple=16),
@@ -21,14 +21,18 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="nowhere", routing="nowhere", pad_multiple=16),
     Scenario(name="nowhere_detached", routing="nowhere", skips_empty=True),
     Scenario(
-        name="partly_nowhere", routing="partly_nowhere", pad_multiple=16, row_counts=("agree", "static"), forms="all"
+        name="partly_nowhere",
+        routing="partly_nowhere",
+        pad_multiple=16,
+        row_counts=("agree", "static"),
+        input_layouts="all",
     ),
     Scenario(name="one_expert_per_rank", num_experts=4, top_k=2),
     Scenario(name="many_experts", num_experts=96, top_k=6, pad_multiple=16),
     # How many tokens there are.
     Scenario(name="one_token", tokens=(1,)),
     Scenario(name="one_token_on_one_rank", tokens=(0, 0, 0, 1), pad_multiple=16),
-    Scenario(name="rank_without_tokens", tokens=(6, 9, 0, 5), row_counts=("agree", "static"), forms="all"),
+    Scenario(name="rank_without_tokens", tokens=(6, 9, 0, 5), row_counts=("agree", "static"), input_layouts="all"),
     Scenario(name="one_rank_with_tokens", tokens=(0, 0, 0, 11), row_counts=("agree", "static")),
     Scenario(name="no_tokens", tokens=(0,), row_counts=("agree", "assume", "check", "static")),
     Scenario(name="equal_tokens", tokens=(12,), row_counts=("agree", "assume", "check", "static")),
@@ -47,18 +51,20 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="pad_16_unpoisoned", pad_multiple=16, poisons_padding=False),
     Scenario(name="pad_16_weights_by_experts", pad_multiple=16, weights="experts", routing="partly_nowhere"),
     # Calls and gradients.
-    Scenario(name="changing_tokens", tokens=(5, 0, 70, 9), program="three_calls", pad_multiple=16, forms="all"),
-    Scenario(name="backward_one_by_one", program="three_calls_backward_one_by_one", pad_multiple=16),
-    Scenario(name="layout_given", program="with_layout"),
-    Scenario(name="nothing_given", program="with_nothing"),
-    Scenario(name="strided", program="strided", pad_multiple=16),
-    Scenario(name="asynchronous", program="asynchronous", pad_multiple=16),
-    Scenario(name="two_in_flight", program="two_in_flight", pad_multiple=16),
-    Scenario(name="combined_twice", program="combined_twice", pad_multiple=16),
-    Scenario(name="sent_again", program="sent_again", pad_multiple=16),
-    Scenario(name="sent_again_detached", program="sent_again", routing="first_half", skips_empty=True),
-    Scenario(name="checkpointed", program="checkpointed", pad_multiple=16),
-    Scenario(name="checkpointed_reentrant", program="checkpointed_reentrant", pad_multiple=16),
+    Scenario(
+        name="changing_tokens", tokens=(5, 0, 70, 9), schedule="three_calls", pad_multiple=16, input_layouts="all"
+    ),
+    Scenario(name="backward_one_by_one", schedule="three_calls_backward_one_by_one", pad_multiple=16),
+    Scenario(name="layout_given", schedule="with_layout"),
+    Scenario(name="nothing_given", schedule="with_nothing"),
+    Scenario(name="strided", schedule="strided", pad_multiple=16),
+    Scenario(name="asynchronous", schedule="asynchronous", pad_multiple=16),
+    Scenario(name="two_in_flight", schedule="two_in_flight", pad_multiple=16),
+    Scenario(name="combined_twice", schedule="combined_twice", pad_multiple=16),
+    Scenario(name="sent_again", schedule="sent_again", pad_multiple=16),
+    Scenario(name="sent_again_detached", schedule="sent_again", routing="first_half", skips_empty=True),
+    Scenario(name="checkpointed", schedule="checkpointed", pad_multiple=16),
+    Scenario(name="checkpointed_reentrant", schedule="checkpointed_reentrant", pad_multiple=16),
     Scenario(name="x_without_grad", requires_grad=frozenset({"weights"}), pad_multiple=16),
     Scenario(name="weights_without_grad", requires_grad=frozenset({"x"}), pad_multiple=16),
     Scenario(name="inputs_without_grad", requires_grad=frozenset(), pad_multiple=16),
@@ -67,23 +73,25 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="debug", debug=True, pad_multiple=16, routing="partly_nowhere"),
 )
 
-_FORM = {False: ("bshd",), True: ("thd_with_gaps_on_device",)}
+_INPUT_LAYOUTS = {False: ("bshd",), True: ("thd_with_gaps_on_device",)}
 
 
 def _graph_safe(scenario: Scenario) -> Scenario:
-    """The same with fixed sizes. There is no cutting out, so forms differ less than elsewhere.
+    """Return the graph-safe version of a scenario. It runs in fewer layouts, because rows are only masked, never cut.
 
-    A layout given without a plan is checked in dispatch: of one whose lengths are on the host, values are read.
+    Dispatch checks a layout that is given without a plan, and reads its values if its lengths are on the host.
     """
-    without_plan = scenario.program in ("with_layout", "with_nothing")
+    without_plan = scenario.schedule in ("with_layout", "with_nothing")
     return dataclasses.replace(
         scenario,
         name=f"{scenario.name}_graph_safe",
         graph_safe=True,
         row_counts=("static",),
-        forms=("bshd", "thd_with_gaps_on_device") if scenario.forms == "all" else _FORM[without_plan],
+        input_layouts=("bshd", "thd_with_gaps_on_device")
+        if scenario.input_layouts == "all"
+        else _INPUT_LAYOUTS[without_plan],
     )
 
 
-# ``debug`` reads values of the device, as it says.
+# ``debug=True`` reads values from the device, so it cannot be graph-safe.
 SCENARIOS: tuple[Scenario, ...] = (*_EAGER, *(_graph_safe(scenario) for scenario in _EAGER if not scenario.debug))

@@ -1,9 +1,10 @@
-"""``strict``: a backend that wants everything a vendor's kernels want, and checks that it gets it."""
+"""``strict``: a backend with all the constraints of vendors' kernels, which checks that they hold."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, final
+from dataclasses import dataclass
+from typing import final
 
 from torch import Tensor
 
@@ -12,8 +13,10 @@ from moe_dispatch.backends import (
     Backend,
     BackendContext,
     BackendOptions,
+    Communicator,
     Constraints,
     MoEShape,
+    Route,
     Sizes,
     load_backend,
 )
@@ -29,98 +32,115 @@ class StrictOptions(BackendOptions):
     """Options of ``strict``.
 
     Attributes:
-        inner: name of the backend that does the work.
-        max_rows: most rows it takes from a rank.
+        inner: Name of the backend that moves the rows.
+        max_rows: Largest number of rows of a rank.
     """
+
+    name = "strict"
 
     inner: str = "alltoall"
     max_rows: int = 256
 
+    @property
+    def inner_options(self) -> BackendOptions:
+        """The defaults of the backend that does the work."""
+        return load_backend(self.inner)()
 
-class StrictError(AssertionError):
-    """The dispatcher gave the strict backend something that its constraints do not allow."""
-
-
-@final
-class Strict(Backend):
-    """Rows a multiple of 64 and equal on all ranks, hidden a multiple of 16, at most ``max_rows`` rows; else it raises.
-
-    The real libraries abort, hang, or give wrong numbers instead. It moves no row itself: another backend does.
-
-    Cost: that of the inner backend, and one all-reduce of two integers per dispatch.
-    """
-
-    name = "strict"
-    Options = StrictOptions
-
-    def __init__(self, context: BackendContext, options: BackendOptions) -> None:
-        super().__init__(context, options)
-        assert isinstance(options, StrictOptions)
-        self.max_rows = options.max_rows
-        cls = load_backend(options.inner)
-        self.inner = cls(context, cls.Options())
-
-    @classmethod
-    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
-        assert isinstance(options, StrictOptions)
-        inner = load_backend(options.inner)
+    def constraints(self, shape: MoEShape) -> Constraints:
         return dataclasses.replace(
-            inner.constraints(shape, inner.Options()),
+            self.inner_options.constraints(shape),
             row_multiple=ROW_MULTIPLE,
             equal_rows=True,
-            max_rows=options.max_rows,
+            max_rows=self.max_rows,
             hidden_multiple=HIDDEN_MULTIPLE,
             compilable=False,
             exchanges_counts=False,
         )
 
-    @classmethod
-    def capacity(cls, shape: MoEShape, options: BackendOptions) -> Capacity:
-        assert isinstance(options, StrictOptions)
-        inner = load_backend(options.inner)
-        return inner.capacity(shape, inner.Options())
+    def capacity(self, shape: MoEShape) -> Capacity:
+        return self.inner_options.capacity(shape)
 
-    def open(self) -> None:
-        self.inner.open()
+    def open(self, context: BackendContext) -> Backend:
+        return Strict(context, self.inner_options.open(context), max_rows=self.max_rows)
+
+
+class StrictError(AssertionError):
+    """The dispatcher broke a constraint of the strict backend."""
+
+
+@final
+class Strict(Backend):
+    """Wrap another backend, and raise unless its input has what vendors' kernels need.
+
+    The number of rows must be a multiple of 64, the same on all ranks, and at most ``max_rows``; hidden must be a
+    multiple of 16. Where this backend raises, the vendors' libraries abort, hang, or compute wrong numbers.
+
+    Cost: that of the inner backend, and one all-reduce of two integers per dispatch.
+    """
+
+    def __init__(self, context: BackendContext, inner: Backend, *, max_rows: int) -> None:
+        super().__init__(context)
+        self.inner = inner
+        self.max_rows = max_rows
 
     def close(self) -> None:
         self.inner.close()
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        self._check(rows_TD, ids_TK, weights_TK)
+        comm = self.context.communicator
+        _check(comm, self.max_rows, rows_TD, ids_TK, weights_TK)
         if sizes.padded_rows != len(rows_TD):
             raise StrictError(f"strict: {len(rows_TD)} rows must be those agreed on, {sizes.padded_rows}")
-        return self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
-
-    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
-        self._check(rows_TD)
-        return self.inner.dispatch_again(rows_TD, state)
-
-    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        return self.inner.combine(rows_RD, weights_R, state, weighted=weighted)
-
-    @allow_host_syncs()  # it stands for a library that would abort
-    def _check(self, rows_TD: Tensor, *tables_TK: Tensor) -> None:
-        count, hidden = rows_TD.shape
-        # The agreement comes first, so that every rank raises, and none waits for a rank that already has.
-        most, negated_least = self.context.communicator.max([count, -count], label="strict")
-        if most != -negated_least:
-            raise StrictError(f"strict: rows must be equal on all ranks, got {-negated_least} to {most}")
-        if count % ROW_MULTIPLE or count > self.max_rows:
-            raise StrictError(
-                f"strict: rows must be a multiple of {ROW_MULTIPLE}, at most {self.max_rows}, got {count}"
-            )
-        if hidden % HIDDEN_MULTIPLE:
-            raise StrictError(f"strict: hidden must be a multiple of {HIDDEN_MULTIPLE}, got {hidden}")
-        for table_TK in tables_TK:
-            if len(table_TK) != count:
-                raise StrictError(f"strict: ids and weights must have {count} rows, got {len(table_TK)}")
-        if any(not tensor.is_contiguous() for tensor in (rows_TD, *tables_TK)):
-            raise StrictError("strict: rows, ids and weights must be contiguous")
-        if tables_TK and _names_twice(tables_TK[0]):
-            raise StrictError("strict: no row may name an expert twice")
+        arrived = self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
+        route = StrictRoute(inner=arrived.route, communicator=comm, max_rows=self.max_rows)
+        return dataclasses.replace(arrived, route=route)
 
 
-def _names_twice(ids_TK: Tensor) -> bool:
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StrictRoute(Route):
+    """The route of the inner backend; rows that are sent again are checked too."""
+
+    inner: Route
+    communicator: Communicator
+    max_rows: int
+
+    def send(self, rows_TD: Tensor) -> Tensor:
+        _check(self.communicator, self.max_rows, rows_TD)
+        return self.inner.send(rows_TD)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+        return self.inner.combine(rows_RD, weights_R)
+
+    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.inner.dispatch_backward(grad_RD, grad_R)
+
+    def combine_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.inner.combine_backward(grad_TD, rows_RD, weights_R)
+
+
+@allow_host_syncs()  # it stands for a library that would abort
+def _check(communicator: Communicator, max_rows: int, rows_TD: Tensor, *tables_TK: Tensor) -> None:
+    count, hidden = rows_TD.shape
+    # The agreement comes first, so that every rank raises, and none waits for a rank that already has.
+    most, negated_least = communicator.max([count, -count], label="strict")
+    if most != -negated_least:
+        raise StrictError(f"strict: rows must be equal on all ranks, got {-negated_least} to {most}")
+    if count % ROW_MULTIPLE or count > max_rows:
+        raise StrictError(f"strict: rows must be a multiple of {ROW_MULTIPLE}, at most {max_rows}, got {count}")
+    if hidden % HIDDEN_MULTIPLE:
+        raise StrictError(f"strict: hidden must be a multiple of {HIDDEN_MULTIPLE}, got {hidden}")
+    for table_TK in tables_TK:
+        if len(table_TK) != count:
+            raise StrictError(f"strict: ids and weights must have {count} rows, got {len(table_TK)}")
+    if any(not tensor.is_contiguous() for tensor in (rows_TD, *tables_TK)):
+        raise StrictError("strict: rows, ids and weights must be contiguous")
+    if tables_TK and _has_duplicates(tables_TK[0]):
+        raise StrictError("strict: no row may name an expert twice")
+
+
+def _has_duplicates(ids_TK: Tensor) -> bool:
     ordered = ids_TK.sort(1).values
     return bool(((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)).any())

@@ -1,4 +1,4 @@
-"""Tracing with tensors that have a shape and no values, so that nothing can depend on them."""
+"""Tracing with tensors that have a shape but no values, which shows whether code depends on values."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from moe_dispatch.testing.host_syncs import HostSyncError, refuse_host_syncs
 
 
 def trace_static(fn: Callable[..., Any], *args: Any, device: str | None = None) -> Any:
-    """Run ``fn(*args)`` and its backward on tensors without values: what needs a value raises.
+    """Run ``fn(*args)`` and its backward on tensors without values. An operation that needs a value raises.
 
-    Bodies of registered operators are run, not their fake kernels. Other tensors that ``fn`` reaches are replaced where
-    they are used, and keep their values; but what ``fn`` keeps may have none afterwards, so give it a dispatcher of its
-    own. Collectives need a group of the backend "fake", or none.
+    The Python bodies of registered operators run, not their fake kernels. Tensors that ``fn`` reaches without receiving
+    them as arguments keep their values. But tensors that ``fn`` stores may have no values afterwards, so give it a
+    dispatcher that nothing else uses. Collectives need a group of the backend "fake", or no group.
 
     Args:
-        fn: returns tensors, also in lists, tuples and dicts; the backward starts at those that require grad.
-        args: tensors may also stand in lists, tuples and dicts.
-        device: where the arguments shall seem to be; by default where they are. On "meta", which is not the CPU, every
-            copy from and to the CPU is seen; ``fn`` must then make its tensors on the device of its arguments.
+        fn: Function that returns tensors, possibly in lists, tuples and dicts. The backward starts at those that
+            require grad.
+        args: Arguments of ``fn``. Tensors may be in lists, tuples and dicts.
+        device: Device that the arguments pretend to be on; by default their own. With "meta", which is not the CPU,
+            every copy from and to the CPU is seen; ``fn`` must then make its tensors on the device of its arguments.
 
     Returns:
-        What ``fn`` returned, without values: their shapes are those of every call with arguments of these shapes.
+        What ``fn`` returned, without values. Every call with arguments of these shapes returns these shapes.
 
     Raises:
-        HostSyncError: naming the operator.
+        HostSyncError: An operator needed a value; the text names it.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
 
@@ -43,7 +44,7 @@ def trace_static(fn: Callable[..., Any], *args: Any, device: str | None = None) 
             return empty.to(device or tensor.device).requires_grad_(tensor.requires_grad)
 
         bare_args = tree_map_only(Tensor, bare, args)
-        # Entered inside the fake mode, so that it has every operator first, those of this library whole.
+        # Entered inside the fake mode, so that it sees every operator first, and looks into those of this library.
         with refuse_host_syncs():
             try:
                 result = fn(*bare_args)

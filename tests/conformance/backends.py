@@ -1,4 +1,4 @@
-"""The backends that the suite runs: every name the registry knows here, and options that make a backend another one."""
+"""The backends that the suite runs: every registered name, and options that change how a backend works."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moe_dispatch.backends import known_backends, register_backend, registry
-from moe_dispatch.testing import Strict
 from moe_dispatch.testing.case import BackendSpec
+from moe_dispatch.testing.strict import StrictOptions
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_backend"
 
-# Options under which a backend takes another way; each is held to all scenarios as a backend of its own.
+# Options with which a backend runs other code. Each variant runs all scenarios, as a backend of its own.
 VARIANTS: tuple[BackendSpec, ...] = (
     {"name": "alltoall", "reduction": "exact"},
     {"name": "strict", "inner": "allgather"},
@@ -28,28 +28,28 @@ VARIANTS: tuple[BackendSpec, ...] = (
     {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
     {"name": "hybridep", "emulate": "hybridep-744"},
 )
-# Forms are the dispatcher's business: our backends run in all of them, and ``strict`` for whoever wants equal, aligned
-# rows. Variants and the emulated libraries run in one, and graph-safe on two ranks only.
-IN_ONE_FORM: tuple[BackendSpec, ...] = ("ring", *VARIANTS)
+# These run with one input layout, and graph-safe scenarios on two ranks only. The dispatcher handles layouts, so it is
+# enough that our own backends run with all of them, and ``strict``, which needs equal, aligned rows.
+IN_ONE_LAYOUT: tuple[BackendSpec, ...] = ("ring", *VARIANTS)
 
 
 @contextmanager
 def more_backends() -> Iterator[None]:
-    """Inside, ``strict`` is registered, and the example package looks installed; other tests see neither."""
+    """Register ``strict`` and make the example package look installed; undo both at the end."""
     with tempfile.TemporaryDirectory() as folder:
         _write_metadata(Path(folder))
         sys.path[:0] = [folder, str(EXAMPLE)]
-        register_backend(Strict)
+        register_backend(StrictOptions)
         try:
             yield
         finally:
-            del registry._REGISTERED[Strict.name]
+            del registry._REGISTERED[StrictOptions.name]
             sys.path.remove(folder)
             sys.path.remove(str(EXAMPLE))
 
 
 def _write_metadata(folder: Path) -> None:
-    """What an installer writes of the example's pyproject.toml: its name and its entry points."""
+    """Write the name and entry points of the example's pyproject.toml, as an installer does."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     target = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     target.mkdir()

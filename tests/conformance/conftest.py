@@ -9,6 +9,6 @@ from tests.conformance.backends import more_backends
 
 @pytest.fixture(autouse=True, scope="package")
 def backends_of_the_suite() -> Iterator[None]:
-    """The strict backend and the example package, known to the tests of this folder only."""
+    """Make the strict backend and the example package known to the tests of this folder only."""
     with more_backends():
         yield

@@ -1,4 +1,4 @@
-"""A small layer of a registered operator, with places in it where a host sync can be planted."""
+"""A small layer around a registered operator, with places where tests plant host syncs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def harmless(x: Tensor) -> None:
-    """What looks like a sync and is none: integer indices, a given size, a static count of nonzeros, ``x.device``."""
+    """Run operations that look like host syncs but are none, such as an index of integers."""
     order = x.detach()[:, 0].argsort()
     x.detach()[order].index_put_((order,), x.detach())
     x.detach().repeat_interleave(order, dim=0, output_size=6)

@@ -1,4 +1,4 @@
-"""Bugs planted in the paths of fixed size: the axis ``graph_safe`` must see each, and for the right reason."""
+"""Bugs planted in graph-safe code: a graph-safe scenario must fail for each, with the error named here."""
 
 from __future__ import annotations
 
@@ -11,21 +11,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import base, rank_major
+from moe_dispatch.backends import base
 from moe_dispatch.backends.alltoall.backend import AllToAll
-from moe_dispatch.backends.alltoall.fixed import Lanes
+from moe_dispatch.backends.alltoall.fixed import SendTable
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.dispatchers import eager
-from moe_dispatch.dispatchers.rows import merge_duplicates
-from moe_dispatch.permutation import StaticIndex, StaticTorchPermutation, group_statically
-from moe_dispatch.permutation.index import SlotIndex
+from moe_dispatch.backends.rank_major import RankMajorRoute
+from moe_dispatch.dispatchers import verbs
+from moe_dispatch.dispatchers.verbs import merged_slots
+from moe_dispatch.permutation import SlotIndex, TorchPermutation, group_statically
 from moe_dispatch.testing import SCENARIOS, ConformanceError, HostSyncError, Ranks
 from moe_dispatch.testing.kit import fitted, scenario_cases
-from tests.conformance.test_mutations import Patch, arriving, counts_without_padding, padding_not_cleared, run_all
+from tests.conformance.test_mutations import (
+    Patch,
+    arriving,
+    counts_without_padding,
+    duplicates_not_merged,
+    padding_not_cleared,
+    run_all,
+)
 
 
-def _indexing(patch: Patch, change: Callable[[StaticIndex], dict[str, Any]]) -> None:
-    def changed(*args: Any, **options: Any) -> StaticIndex:
+def _indexing(patch: Patch, change: Callable[[SlotIndex], dict[str, Any]]) -> None:
+    def changed(*args: Any, **options: Any) -> SlotIndex:
         index = group_statically(*args, **options)
         return dataclasses.replace(index, **change(index))
 
@@ -33,32 +40,34 @@ def _indexing(patch: Patch, change: Callable[[StaticIndex], dict[str, Any]]) -> 
 
 
 def slack_of_outputs_read(patch: Patch) -> None:
-    original = StaticTorchPermutation.reduce
+    original = TorchPermutation.reduce
 
-    def reading(rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
-        original(rows_RD, index, weights_R, out)
+    def reading(
+        self: TorchPermutation, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor
+    ) -> None:
+        original(self, rows_RD, index, weights_R, out)
         if weights_R is not None:  # combine, not the gradients that dispatch receives
             out.add_(0 * rows_RD[-1])
 
-    patch.setattr(StaticTorchPermutation, "reduce", staticmethod(reading))
+    patch.setattr(TorchPermutation, "reduce", reading)
 
 
 def slack_of_gradients_read(patch: Patch) -> None:
-    backward = rank_major._Dispatch.backward
+    backward = RankMajorRoute.dispatch_backward
 
-    def reading(ctx: Any, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> Any:
-        return backward(ctx, grad_rows_RD + 0 * grad_rows_RD[-1], grad_weights_R)
+    def reading(route: RankMajorRoute, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
+        return backward(route, grad_RD + 0 * grad_RD[-1], grad_R)
 
-    patch.setattr(rank_major._Dispatch, "backward", staticmethod(reading))
+    patch.setattr(RankMajorRoute, "dispatch_backward", reading)
 
 
 def slack_of_gradients_of_weights_read(patch: Patch) -> None:
-    to_slots = StaticIndex.to_slots
-    patch.setattr(StaticIndex, "to_slots", lambda index, values_R: to_slots(index, values_R) + 0 * values_R[-1])
+    to_slots = SlotIndex.to_slots
+    patch.setattr(SlotIndex, "to_slots", lambda index, values_R: to_slots(index, values_R) + 0 * values_R[-1])
 
 
 def place_off_by_one(patch: Patch) -> None:
-    def later(index: StaticIndex) -> dict[str, Any]:
+    def later(index: SlotIndex) -> dict[str, Any]:
         assert index.place_N is not None
         return {"place_N": (index.place_N + 1).clamp(max=index.num_grouped)}
 
@@ -78,24 +87,20 @@ def padding_forgotten(patch: Patch) -> None:
 
 
 def unused_places_sent(patch: Patch) -> None:
-    """Places of ``alltoall`` that no row took keep the ids of row 0."""
-    fill = Lanes.fill
+    """Unused places of the send buffer keep the ids of row 0."""
+    fill = SendTable.fill
 
-    def unmarked(self: Lanes, *args: Any) -> None:
+    def unmarked(self: SendTable, *args: Any) -> None:
         fill(dataclasses.replace(self, is_used_S=torch.ones_like(self.is_used_S)), *args)
 
-    patch.setattr(Lanes, "fill", unmarked)
-
-
-def duplicates_not_merged(patch: Patch) -> None:
-    patch.setattr(eager, "merge_duplicates", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
+    patch.setattr(SendTable, "fill", unmarked)
 
 
 def overflow_told_where_there_is_none(patch: Patch) -> None:
     arriving(patch, lambda arrived: {"demand": torch.full((2,), 1 << 20)})
 
 
-# What Megatron-LM #4071 is about, and other ways to the host.
+# Host syncs. Megatron-LM #4071 reports one like the first.
 
 
 def padded_on_the_host(patch: Patch) -> None:
@@ -108,26 +113,27 @@ def padded_on_the_host(patch: Patch) -> None:
 
 
 def padded_on_the_host_in_the_backward(patch: Patch) -> None:
-    backward = rank_major._Combine.backward
+    backward = RankMajorRoute.combine_backward
 
-    def reading(ctx: Any, grad_TD: Tensor) -> Any:
-        int(ctx.route.index.padded_L.sum())
-        return backward(ctx, grad_TD)
+    def reading(route: RankMajorRoute, *args: Any) -> Any:
+        assert route.index.padded_L is not None
+        int(route.index.padded_L.sum())
+        return backward(route, *args)
 
-    patch.setattr(rank_major._Combine, "backward", staticmethod(reading))
+    patch.setattr(RankMajorRoute, "combine_backward", reading)
 
 
 def looks_for_duplicates(patch: Patch) -> None:
-    patch.setattr(eager, "merge_duplicates", lambda ids_TK, weights_TK, **_: merge_duplicates(ids_TK, weights_TK))
+    patch.setattr(verbs, "merged_slots", lambda ids_TK, weights_TK, **_: merged_slots(ids_TK, weights_TK, asks=True))
 
 
 def slack_cut_off(patch: Patch) -> None:
-    """Rows as many as the routing says: a shape that depends on data."""
+    """Return only the real rows, so that the shape depends on the routing."""
     arriving(patch, lambda arrived: {"rows": arrived.rows[arrived.rows.detach().ne(0).any(1)]})
 
 
 def eager_dispatch(patch: Patch) -> None:
-    """The static path is not taken at all."""
+    """Run the eager dispatch, which reads counts, instead of the graph-safe one."""
     dispatch = AllToAll.dispatch_async
 
     def eager(self: AllToAll, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Any) -> Any:
@@ -138,7 +144,7 @@ def eager_dispatch(patch: Patch) -> None:
 
 WRONG, SYNC = ConformanceError, HostSyncError
 
-# The bug, the backend it is planted in, the scenario that must see it, and what is said.
+# The bug, the backend it is planted in, the scenario that must fail, and the type and text of its error.
 MUTATIONS: list[tuple[Callable[[Patch], None], str, str, type[Exception], str]] = [
     *((slack_of_outputs_read, name, "balanced", WRONG, "^y: entry") for name in ("local", "allgather", "alltoall")),
     *((slack_of_gradients_read, name, "balanced", WRONG, "gradient of x: ") for name in ("local", "allgather")),
@@ -157,7 +163,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str, str, type[Exception], str]] 
     (overflow_told_where_there_is_none, "alltoall", "balanced", WRONG, "overflow of the worst case"),
     (padded_on_the_host, "alltoall", "pad_16", SYNC, r"tolist at .*test_graph_safe_mutations.py"),
     (padded_on_the_host_in_the_backward, "alltoall", "pad_16", SYNC, r"__int__ at .*test_graph_safe_mutations.py"),
-    (looks_for_duplicates, "alltoall", "balanced", SYNC, r"__int__ at .*rows.py"),
+    (looks_for_duplicates, "alltoall", "balanced", SYNC, r"__int__ at .*verbs.py"),
     (slack_cut_off, "alltoall", "balanced", SYNC, r"aten::index.Tensor at .*test_graph_safe_mutations.py"),
     (eager_dispatch, "alltoall", "balanced", SYNC, r"aten::bincount at .*index.py"),
 ]

@@ -1,4 +1,4 @@
-"""Every kind of host sync is refused, in every thread, and only inside."""
+"""``refuse_host_syncs`` refuses every kind of host sync, in every thread, and only inside its block."""
 
 from __future__ import annotations
 

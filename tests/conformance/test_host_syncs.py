@@ -123,7 +123,7 @@ def test_checkpointing_reads_nothing_and_hides_nothing(use_reentrant: bool) -> N
 
 
 def eager(backend: str, group: Group = None) -> Callable[[], None]:
-    """A call of a dispatcher that reads its counts on the host."""
+    """Return a call of a dispatcher that reads its counts on the host."""
     dispatcher = build_dispatcher(small_config(backend, top_k=1), group)
 
     def call() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import pytest
@@ -14,14 +15,16 @@ from torch import Tensor
 from moe_dispatch.backends import (
     Arrived,
     Backend,
+    BackendContext,
     BackendOptions,
     Constraints,
     MoEShape,
+    Route,
     Sizes,
     register_backend,
     registry,
 )
-from moe_dispatch.backends.local import Local
+from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.testing import SCENARIOS, Case, check_backend, kit, run_case
 from moe_dispatch.testing.case import BackendSpec
 from moe_dispatch.testing.kit import describe, excuse, fitted
@@ -30,33 +33,53 @@ from tests.conformance.backends import BACKENDS, EXAMPLE, more_backends
 
 
 @final
-class Forgetful(Backend):
-    """Right, but for the weights: it never applies them."""
+class ForgetfulOptions(BackendOptions):
+    """Options of a backend that is right except for one thing: it never applies the weights."""
 
     name = "forgetful"
 
-    def __init__(self, context: Any, options: BackendOptions) -> None:
-        super().__init__(context, options)
-        self.inner = Local(context, Local.Options())
-
-    @classmethod
-    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
+    def constraints(self, shape: MoEShape) -> Constraints:
         return Constraints(group_sizes=frozenset({1}), dtypes=frozenset({torch.float32}))
 
+    def open(self, context: BackendContext) -> Backend:
+        return Forgetful(context, LocalOptions().open(context))
+
+
+@final
+class Forgetful(Backend):
+    def __init__(self, context: BackendContext, inner: Backend) -> None:
+        super().__init__(context)
+        self.inner = inner
+
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
+        arrived = self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
+        return replace(arrived, route=ForgetfulRoute(inner=arrived.route))
 
-    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        return self.inner.combine(rows_RD, weights_R, state, weighted=False)
 
-    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
-        return self.inner.dispatch_again(rows_TD, state)
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ForgetfulRoute(Route):
+    inner: Route
+
+    def send(self, rows_TD: Tensor) -> Tensor:
+        return self.inner.send(rows_TD)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+        return self.inner.combine(rows_RD, None)
+
+    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.inner.dispatch_backward(grad_RD, grad_R)
+
+    def combine_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.inner.combine_backward(grad_TD, None, None)
 
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
-    return register_backend(Forgetful).name
+    return register_backend(ForgetfulOptions).name
 
 
 def test_report_of_a_wrong_backend(forgetful: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +126,12 @@ def test_a_backend_that_ran_nothing_does_not_conform(monkeypatch: pytest.MonkeyP
 )
 def test_excuses_name_the_constraint(field: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = Constraints(**{field: value})  # type: ignore[arg-type]
-    monkeypatch.setattr(Local, "constraints", classmethod(lambda cls, shape, options: needs))
+    monkeypatch.setattr(LocalOptions, "constraints", lambda options, shape: needs)
     assert excuse("local", SCENARIOS[0], 1) == reason
 
 
 def test_scenarios_of_the_same_data_share_it() -> None:
-    """The kit draws once for all of them, so what ``drawn`` leaves out may change nothing."""
+    """The kit draws data once per ``drawn``, so the fields that ``drawn`` resets must not change the data."""
     assert len({scenario.drawn for scenario in SCENARIOS}) < len(SCENARIOS) / 2
     for scenario in SCENARIOS:
         own, shared = scenario.batches(2, 1, 1), scenario.drawn.batches(2, 1, 1)
@@ -119,7 +142,7 @@ def test_scenarios_of_the_same_data_share_it() -> None:
 
 
 def alone() -> list[Any]:
-    """Backends that take one rank, and scenarios for them."""
+    """Return a test parameter for each backend that runs on one rank, and each of a few scenarios."""
     names = ("balanced", "nowhere", "two_in_flight", "rank_without_tokens")
     chosen = [scenario for scenario in SCENARIOS if scenario.name in names]
     with more_backends():
@@ -136,11 +159,11 @@ ALONE = alone()
 
 @pytest.mark.parametrize(("backend", "scenario"), ALONE)
 def test_one_rank_without_a_group(backend: BackendSpec, scenario: Scenario) -> None:
-    run_case(backend, Case(scenario=scenario, ep_size=1, form="bshd", row_counts="agree"), None)
+    run_case(backend, Case(scenario=scenario, ep_size=1, input_layout="bshd", row_counts="agree"), None)
 
 
 def test_one_rank_without_a_group_is_for_most_backends() -> None:
-    """All but v1 of deep_ep, the first release of HybridEP, and the libraries that are not installed."""
+    """All but v1 of deep_ep, the first release of HybridEP, and libraries that are not installed run on one rank."""
     ran = {describe(case.values[0]) for case in ALONE}
     missing = {describe(backend) for backend in BACKENDS} - ran
     assert missing == {"deepep", "hybridep", "deepep emulate=v1.2.1", "hybridep emulate=hybridep-0ed15b5"}

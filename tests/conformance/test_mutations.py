@@ -1,4 +1,4 @@
-"""Bugs planted one at a time: the kit must see each of them."""
+"""Bugs planted one at a time: the kit must fail for each of them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import rank_major
+from moe_dispatch.backends import base, rank_major
 from moe_dispatch.backends.alltoall import backend as alltoall
 from moe_dispatch.backends.alltoall.backend import AllToAll
+from moe_dispatch.backends.alltoall.route import AllToAllRoute
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.deep_ep import hybridep
-from moe_dispatch.backends.deep_ep.deepep import DeepEP
-from moe_dispatch.backends.deep_ep.hybrid import HybridTransport
-from moe_dispatch.backends.deep_ep.hybridep import HybridEP, HybridState
-from moe_dispatch.backends.deep_ep.normal import NormalTransport
-from moe_dispatch.backends.deep_ep.transport import Way
-from moe_dispatch.dispatchers import eager
-from moe_dispatch.dispatchers.rows import Home, merge_duplicates, pad_rows
+from moe_dispatch.backends.deep_ep.deepep import DeepEPRoute
+from moe_dispatch.backends.deep_ep.driver import Handle
+from moe_dispatch.backends.deep_ep.hybrid import HybridDriver
+from moe_dispatch.backends.deep_ep.hybridep import HybridEP, HybridRoute
+from moe_dispatch.backends.deep_ep.normal import NormalDriver
+from moe_dispatch.dispatchers import autograd, verbs
+from moe_dispatch.dispatchers.autograd import Selection
+from moe_dispatch.dispatchers.verbs import merged_slots
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import group_slots, reduce, sum_bags
+from moe_dispatch.permutation import TorchPermutation, group_slots
 from moe_dispatch.permutation import rows as permutation_rows
 from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.testing import SCENARIOS, Case, Ranks, run_case
@@ -35,62 +37,81 @@ from moe_dispatch.testing.kit import describe, fitted, scenario_cases
 Patch = pytest.MonkeyPatch
 
 
+# Each of these routes applies the weights in its own way.
+ROUTES = (AllToAllRoute, DeepEPRoute, HybridRoute)
+
+
 def padding_trimmed_from_the_front(patch: Patch) -> None:
-    restore = Home.restore
-
-    def from_the_end(home: Home, rows_TD: Tensor) -> Tensor:
-        return restore(home, rows_TD[len(rows_TD) - home.count :])
-
-    patch.setattr(Home, "restore", from_the_end)
+    put = Selection.put
+    patch.setattr(Selection, "put", lambda rows, tensor: put(rows, tensor[len(tensor) - rows.count :]))
 
 
 def padding_rows_sent_to_expert_0(patch: Patch) -> None:
-    patch.setattr(eager, "pad_rows", lambda tensor, rows, value: pad_rows(tensor, rows, max(value, 0)))
+    take = Selection.take
+    patch.setattr(Selection, "take", lambda rows, tensor, fill=0: take(rows, tensor, max(fill, 0)))
 
 
 def weights_applied_twice(patch: Patch) -> None:
-    combine = AllToAll.combine
+    for cls in ROUTES:
+        patch.setattr(cls, "combine", _weighted_twice(cls.combine))
 
-    def twice(self: AllToAll, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        return combine(self, rows_RD * weights_R.unsqueeze(1), weights_R, state, weighted=weighted)
 
-    patch.setattr(AllToAll, "combine", twice)
+def _weighted_twice(combine: Any) -> Any:
+    def twice(route: Any, rows_RD: Tensor, weights_R: Tensor) -> Any:
+        return combine(route, (rows_RD * weights_R.unsqueeze(1)).to(rows_RD.dtype), weights_R)
+
+    return twice
 
 
 def weights_not_applied(patch: Patch) -> None:
-    combine = AllToAll.combine
+    for cls in ROUTES:
+        patch.setattr(cls, "combine", _unweighted(cls.combine))
 
-    def unweighted(self: AllToAll, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        return combine(self, rows_RD, weights_R, state, weighted=False)
 
-    patch.setattr(AllToAll, "combine", unweighted)
+def _unweighted(combine: Any) -> Any:
+    return lambda route, rows_RD, weights_R: combine(route, rows_RD, None)
+
+
+def weights_not_applied_in_the_backward(patch: Patch) -> None:
+    for cls in ROUTES:
+        patch.setattr(cls, "combine_backward", _unweighted_backward(cls.combine_backward))
+
+
+def _unweighted_backward(backward: Any) -> Any:
+    def unweighted(route: Any, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor) -> Any:
+        _, dots_R = backward(route, grad_TD, rows_RD, weights_R)
+        return backward(route, grad_TD, None, None)[0], dots_R
+
+    return unweighted
 
 
 def weights_rounded_to_bfloat16(patch: Patch) -> None:
     def rounded(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = merge_duplicates(ids_TK, weights_TK, asks=asks)
+        ids_TK, weights_TK = merged_slots(ids_TK, weights_TK, asks=asks)
         return ids_TK, weights_TK.bfloat16().to(weights_TK.dtype)
 
-    patch.setattr(eager, "merge_duplicates", rounded)
+    patch.setattr(verbs, "merged_slots", rounded)
 
 
 def gradient_of_weights_dropped(patch: Patch) -> None:
     def detached(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
-        return merge_duplicates(ids_TK, weights_TK.detach(), asks=asks)
+        return merged_slots(ids_TK, weights_TK.detach(), asks=asks)
 
-    patch.setattr(eager, "merge_duplicates", detached)
+    patch.setattr(verbs, "merged_slots", detached)
 
 
 def duplicates_not_merged(patch: Patch) -> None:
-    patch.setattr(eager, "merge_duplicates", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
+    patch.setattr(verbs, "merged_slots", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
 
 
 def experts_in_reverse_order(patch: Patch) -> None:
-    def reverse(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1) -> SlotIndex:
+    def reverse(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1, **known: Any) -> SlotIndex:
         last = len(counts) - 1
         keys_SK = torch.where((keys_SK >= 0) & (keys_SK <= last), last - keys_SK, keys_SK)
-        return group_slots(keys_SK, counts[::-1], pad_multiple)
+        index = group_slots(keys_SK, counts[::-1], pad_multiple)
+        return dataclasses.replace(index, counts=counts, **known)
 
+    patch.setattr(base, "group_slots", reverse)
     patch.setattr(alltoall, "group_slots", reverse)
 
 
@@ -124,7 +145,7 @@ def counts_without_padding(patch: Patch) -> None:
 
 
 def padding_not_cleared(patch: Patch) -> None:
-    patch.setattr(permutation_rows, "_clear_padding", lambda out, index: out)
+    patch.setattr(permutation_rows, "clear_padding", lambda buffer, index: buffer[: index.num_grouped].clone())
 
 
 def gradients_of_padding_read(patch: Patch) -> None:
@@ -133,45 +154,53 @@ def gradients_of_padding_read(patch: Patch) -> None:
 
 
 def outputs_of_padding_read(patch: Patch) -> None:
-    def reading(rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
-        reduce(rows_RD, index, weights_R, out)
+    reduce = TorchPermutation.reduce
+
+    def reading(
+        self: TorchPermutation, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor
+    ) -> None:
+        reduce(self, rows_RD, index, weights_R, out)
         out.add_(0 * rows_RD.sum())
 
-    patch.setattr(permutation_rows.TorchPermutation, "reduce", staticmethod(reading))
+    patch.setattr(TorchPermutation, "reduce", reading)
 
 
-def state_kept_on_the_backend(patch: Patch) -> None:
-    combine = AllToAll.combine
-    latest: dict[int, Any] = {}
-    arriving(patch, lambda arrived: latest.update({id(arrived.state.context): arrived.state}) or {})
-
-    def with_latest(self: AllToAll, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        return combine(self, rows_RD, weights_R, latest[id(self.context)], weighted=weighted)
-
-    patch.setattr(AllToAll, "combine", with_latest)
+def route_kept_on_the_backend(patch: Patch) -> None:
+    combine, latest = AllToAllRoute.combine, _latest_routes(patch)
+    patch.setattr(AllToAllRoute, "combine", lambda route, *args: combine(latest[id(route.context)], *args))
 
 
-def state_of_the_latest_call_in_backward(patch: Patch) -> None:
-    backward = rank_major._Combine.backward
-    latest: dict[int, Any] = {}
-    arriving(patch, lambda arrived: latest.update({id(arrived.state.context): arrived.state}) or {})
+def route_of_the_latest_call_in_backward(patch: Patch) -> None:
+    backward, latest = autograd._Combine.backward, _latest_routes(patch)
 
     def with_latest(ctx: Any, grad_TD: Tensor) -> Any:
-        ctx.route = latest[id(ctx.route.context)]
+        ctx.state = dataclasses.replace(ctx.state, route=latest[id(ctx.state.route.context)])
         return backward(ctx, grad_TD)
 
-    patch.setattr(rank_major._Combine, "backward", staticmethod(with_latest))
+    patch.setattr(autograd._Combine, "backward", staticmethod(with_latest))
+
+
+def _latest_routes(patch: Patch) -> dict[int, AllToAllRoute]:
+    """Return a dict that holds the route of the latest dispatch by context; each rank's dispatcher has its own."""
+    latest: dict[int, Any] = {}
+    arriving(patch, lambda arrived: latest.update({id(route_of(arrived).context): arrived.route}) or {})
+    return latest
+
+
+def route_of(arrived: Arrived) -> AllToAllRoute:
+    assert isinstance(arrived.route, AllToAllRoute)
+    return arrived.route
 
 
 def buffer_shared_by_all_calls(patch: Patch) -> None:
-    """What a workspace that hands out one buffer would do: rows of the first call change when the second arrives."""
+    """Overwrite the rows of the first call when the second arrives, as a workspace with a single buffer would."""
     shared: dict[int, Tensor] = {}
 
     def share(arrived: Arrived) -> dict[str, Any]:
-        earlier = shared.get(id(arrived.state.context))
+        earlier = shared.get(id(route_of(arrived).context))
         if earlier is not None:
             earlier.data.fill_(1)
-        shared[id(arrived.state.context)] = arrived.rows
+        shared[id(route_of(arrived).context)] = arrived.rows
         return {}
 
     arriving(patch, share)
@@ -182,71 +211,62 @@ def rows_that_are_no_tokens_sent(patch: Patch) -> None:
 
 
 def rows_that_are_no_tokens_not_zeroed(patch: Patch) -> None:
-    patch.setattr(
-        "moe_dispatch.dispatchers.rows._put", lambda rows, chosen, num_rows: _put_into_ones(rows, chosen, num_rows)
-    )
+    put = Selection.put
 
+    def put_into_ones(rows: Selection, tensor: Tensor) -> Tensor:
+        found = put(rows, tensor)
+        if rows.real_rows is None:
+            return found
+        return torch.ones_like(found).index_copy_(0, rows.real_rows, found[rows.real_rows])
 
-def _put_into_ones(rows: Tensor, chosen: Tensor, num_rows: int) -> Tensor:
-    return rows.new_ones(num_rows, *rows.shape[1:]).index_copy_(0, chosen, rows)
+    patch.setattr(Selection, "put", put_into_ones)
 
 
 def weights_of_empty_slots_read(patch: Patch) -> None:
-    def touching(rows_TD: Tensor, weights_TK: Tensor, *args: Any, **named: Any) -> Arrived:
-        arrived = rank_major.arrive(rows_TD, weights_TK, *args, **named)
-        return dataclasses.replace(arrived, weights=arrived.weights + 0 * weights_TK.sum())
+    def touching(route: Any, rows_SD: Tensor, weights_SK: Tensor, *args: Any, **named: Any) -> Arrived:
+        arrived = rank_major.arrive(route, rows_SD, weights_SK, *args, **named)
+        return dataclasses.replace(arrived, weights=arrived.weights + 0 * weights_SK.sum())
 
     patch.setattr(alltoall, "arrive", touching)
 
 
 def idle_rank_leaves_the_backward(patch: Patch) -> None:
-    def untied(rows_RD: Tensor, weights_R: Tensor, route: Any, *, weighted: bool) -> Tensor:
-        return rank_major.bring_home(rows_RD, weights_R.detach(), route, weighted=weighted)
+    combine = autograd.combine
 
-    patch.setattr(alltoall, "bring_home", untied)
+    def untied(rows_RD: Tensor, weights_R: Tensor, *args: Any) -> Tensor:
+        return combine(rows_RD, weights_R.detach().requires_grad_(), *args)
+
+    patch.setattr(autograd, "combine", untied)
 
 
 def verbs_without_anchor(patch: Patch) -> None:
-    patch.setattr(eager, "anchor", lambda tensor, _: tensor)
+    patch.setattr(verbs, "anchor", lambda tensor, _: tensor)
+
+
+def rows_sent_again_untied(patch: Patch) -> None:
+    patch.setattr(verbs, "tie", lambda tensor, _: tensor)
 
 
 def float32_sums_for_float64_rows(patch: Patch) -> None:
-    def rounded(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
-        sum_bags(rows.float(), members_N, cu_S, weights_N, out)
+    sum_bags = TorchPermutation.sum_bags
 
-    patch.setattr(permutation_rows, "sum_bags", rounded)
+    def rounded(self: TorchPermutation, rows: Tensor, *args: Any) -> None:
+        sum_bags(self, rows.float(), *args)
 
-
-def weights_applied_twice_by_vendors(patch: Patch) -> None:
-    for cls in (DeepEP, HybridEP):
-        patch.setattr(cls, "combine", _combining_other_rows(cls.combine, lambda rows, weights: rows * weights))
-
-
-def weights_not_applied_by_vendors(patch: Patch) -> None:
-    for cls in (DeepEP, HybridEP):
-        patch.setattr(cls, "combine", _combining_other_rows(cls.combine, lambda rows, weights: rows / weights))
-
-
-def _combining_other_rows(combine: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    def changed(self: Any, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        other_RD = change(rows_RD, weights_R.unsqueeze(1)).to(rows_RD.dtype)
-        result: Tensor = combine(self, other_RD, weights_R, state, weighted=weighted)
-        return result
-
-    return changed
+    patch.setattr(TorchPermutation, "sum_bags", rounded)
 
 
 def handle_of_another_call(patch: Patch) -> None:
-    """Whatever is done after a dispatch goes the way of the first one."""
-    for cls, method in ((NormalTransport, "sum_at_home"), (HybridTransport, "sum_at_home")):
-        patch.setattr(cls, method, _by_the_first_way(getattr(cls, method)))
+    """Pass the handle of the first combine to every later one."""
+    for cls in (NormalDriver, HybridDriver):
+        patch.setattr(cls, "combine", _with_the_first_handle(cls.combine))
 
 
-def _by_the_first_way(original: Any) -> Any:
-    first: dict[int, Way] = {}
+def _with_the_first_handle(combine: Any) -> Any:
+    first: dict[int, Handle] = {}
 
-    def swapped(self: Any, rows: Tensor, values: Tensor | None, way: Way) -> Any:
-        return original(self, rows, values, first.setdefault(id(self), way))
+    def swapped(driver: Any, rows: Tensor, values: Tensor | None, handle: Handle) -> Any:
+        return combine(driver, rows, values, first.setdefault(id(driver), handle))
 
     return swapped
 
@@ -274,19 +294,19 @@ def zero_weights_taken_for_padding(patch: Patch) -> None:
 
 
 def gradient_of_weights_of_another_slot(patch: Patch) -> None:
-    bring_home = HybridState.bring_home
+    backward = HybridRoute.dispatch_backward
 
-    def rolled(self: HybridState, rows_RD: Tensor, values_R: Tensor | None = None) -> Any:
-        rows_TD, values_TK = bring_home(self, rows_RD, values_R)
-        return rows_TD, None if values_TK is None else values_TK.roll(1, 1)
+    def rolled(route: HybridRoute, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
+        grad_TD, grad_TK = backward(route, grad_RD, grad_R)
+        return grad_TD, None if grad_TK is None else grad_TK.roll(1, 1)
 
-    patch.setattr(HybridState, "bring_home", rolled)
+    patch.setattr(HybridRoute, "dispatch_backward", rolled)
 
 
 DEEPEP: BackendSpec = {"name": "deepep", "emulate": "v1.2.1"}
 HYBRIDEP: BackendSpec = {"name": "hybridep", "emulate": "hybridep-34152ae"}
 
-# The bug, the backend it is planted in, and the scenario that must see it.
+# The bug, the backend it is planted in, and the scenario that must fail.
 MUTATIONS: list[tuple[Callable[[Patch], None], BackendSpec, str]] = [
     (padding_trimmed_from_the_front, "strict", "balanced"),
     (padding_trimmed_from_the_front, "allgather", "unequal_tokens"),
@@ -294,6 +314,7 @@ MUTATIONS: list[tuple[Callable[[Patch], None], BackendSpec, str]] = [
     (padding_rows_sent_to_expert_0, "allgather", "rank_without_tokens"),
     (weights_applied_twice, "alltoall", "balanced"),
     (weights_not_applied, "alltoall", "balanced"),
+    (weights_not_applied_in_the_backward, "alltoall", "balanced"),
     (weights_rounded_to_bfloat16, "alltoall", "float32"),
     (gradient_of_weights_dropped, "alltoall", "balanced"),
     (gradient_of_weights_dropped, "alltoall", "float32_experts"),
@@ -305,23 +326,26 @@ MUTATIONS: list[tuple[Callable[[Patch], None], BackendSpec, str]] = [
     (padding_not_cleared, "local", "pad_16_unpoisoned"),
     (gradients_of_padding_read, "alltoall", "pad_16_weights_by_experts"),
     (outputs_of_padding_read, "alltoall", "pad_16"),
-    (state_kept_on_the_backend, "alltoall", "two_in_flight"),
-    (state_of_the_latest_call_in_backward, "alltoall", "backward_one_by_one"),
-    (state_of_the_latest_call_in_backward, "alltoall", "checkpointed"),
+    (route_kept_on_the_backend, "alltoall", "two_in_flight"),
+    (route_of_the_latest_call_in_backward, "alltoall", "backward_one_by_one"),
+    (route_of_the_latest_call_in_backward, "alltoall", "checkpointed"),
     (buffer_shared_by_all_calls, "alltoall", "two_in_flight"),
     (rows_that_are_no_tokens_sent, "alltoall", "balanced"),
     (rows_that_are_no_tokens_not_zeroed, "alltoall", "balanced"),
     (weights_of_empty_slots_read, "alltoall", "partly_nowhere"),
     (idle_rank_leaves_the_backward, "alltoall", "idle_ranks_detached"),
     (verbs_without_anchor, "alltoall", "experts_only"),
+    (rows_sent_again_untied, "alltoall", "sent_again_detached"),
     (float32_sums_for_float64_rows, "local", "float64"),
     (padding_trimmed_from_the_front, HYBRIDEP, "balanced"),
     (padding_rows_sent_to_expert_0, HYBRIDEP, "balanced"),
     (experts_padded_once_more, HYBRIDEP, "pad_16"),
-    (weights_applied_twice_by_vendors, DEEPEP, "balanced"),
-    (weights_applied_twice_by_vendors, HYBRIDEP, "balanced"),
-    (weights_not_applied_by_vendors, DEEPEP, "balanced"),
-    (weights_not_applied_by_vendors, HYBRIDEP, "balanced"),
+    (weights_applied_twice, DEEPEP, "balanced"),
+    (weights_applied_twice, HYBRIDEP, "balanced"),
+    (weights_not_applied, DEEPEP, "balanced"),
+    (weights_not_applied, HYBRIDEP, "balanced"),
+    (weights_not_applied_in_the_backward, DEEPEP, "balanced"),
+    (weights_not_applied_in_the_backward, HYBRIDEP, "balanced"),
     (handle_of_another_call, DEEPEP, "two_in_flight"),
     (handle_of_another_call, HYBRIDEP, "two_in_flight"),
     (zero_weights_taken_for_padding, HYBRIDEP, "pad_16"),
@@ -344,7 +368,7 @@ def test_kit_sees(plant: Callable[[Patch], None], backend: BackendSpec, name: st
 
 
 def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch) -> None:
-    """With one expert a rank that is before the first place of the table; with more it is overwritten."""
+    """With one expert per rank, that place is before the start of the table; with more it is overwritten."""
     send_counts = AllToAll._send_counts
 
     def too_early(self: AllToAll, places_TK: Tensor, members_PT: Tensor) -> Any:

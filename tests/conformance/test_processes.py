@@ -1,4 +1,4 @@
-"""The same cases on ranks that are processes, with gloo as the default group."""
+"""Conformance cases on ranks that are processes, with gloo as the default group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("balanced", "rank_without_tokens", "idle_ranks_detached", "two_in_fligh
 
 
 def run_all(rank: int) -> list[tuple[str, str]]:
-    """What ran: backend and case."""
+    """Run the cases on one rank, and return the backend and scenario of each."""
     ran = []
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler for it
     with more_backends():
@@ -24,7 +24,7 @@ def run_all(rank: int) -> list[tuple[str, str]]:
             for scenario in SCENARIOS:
                 if scenario.name not in NAMES or excuse(backend, scenario, EP_SIZE) is not None:
                     continue
-                case = Case(scenario=scenario, ep_size=EP_SIZE, form="bshd", row_counts="agree")
+                case = Case(scenario=scenario, ep_size=EP_SIZE, input_layout="bshd", row_counts="agree")
                 run_rank(case_config(backend, case), dist.group.WORLD, case)
                 ran.append((backend, scenario.name))
     return ran

@@ -1,17 +1,21 @@
-"""Ranks for tests: the error that comes out is the one that caused the others."""
+"""Ranks for tests return results by rank, and raise the error that caused the others."""
 
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
+import re
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing import Ranks, run_processes, run_ranks
-from moe_dispatch.testing.ranks import RankFailed
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.testing import RankFailed, Ranks, run_processes, run_ranks
 
 SHORT = datetime.timedelta(seconds=1)
 
@@ -87,11 +91,49 @@ def test_processes_return_tensors_that_outlive_them() -> None:
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("raises", "rank 1 of 2:\n(.|\n)*KeyError: 'the cause'"),
-        ("dies", "rank 1 of 2:\nprocess ended with exit code 7"),
+        ("raises", "rank 1 of 2: Traceback(.|\n)*KeyError: 'the cause'"),
+        ("dies", "rank 1 of 2 ended without an error of its own, exit code 7"),
     ],
 )
 def test_processes_tell_the_cause(way: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message) as caught:
         run_processes(process, 2, way)
     assert "rank 0" not in str(caught.value)
+
+
+def refusing_rank(rank: int) -> None:
+    raise ConfigError("this group is refused")
+
+
+def test_errors_of_the_library_are_told_without_a_traceback() -> None:
+    with pytest.raises(RankFailed, match="this group is refused") as caught:
+        run_processes(refusing_rank, 2)
+    assert re.fullmatch(r"rank \d of 2: this group is refused", str(caught.value))
+    assert "in refusing_rank" in caught.value.__notes__[0]
+
+
+def reporting_rank(rank: int, *, send: Callable[[object], None]) -> int:
+    send((rank, "first"))
+    send((rank, "second"))
+    return rank
+
+
+def test_messages_of_rank_0_arrive_in_order() -> None:
+    heard: list[object] = []
+    assert run_processes(reporting_rank, 2, on_message=heard.append) == [0, 1]
+    assert heard == [(0, "first"), (0, "second")]
+
+
+def waiting_rank(rank: int, *, send: Callable[[object], None]) -> None:
+    send("started")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+def test_no_process_outlives_an_error_of_the_caller(error: type[BaseException]) -> None:
+    def fail(message: object) -> None:
+        raise error
+
+    with pytest.raises(error):
+        run_processes(waiting_rank, 2, on_message=fail)
+    assert multiprocessing.active_children() == []

@@ -1,4 +1,4 @@
-"""Scenario x backend x ep size x form x policy, forward and backward, against a dense float64 reference."""
+"""Scenario x backend x ep size x input layout x policy, forward and backward, against a dense float64 reference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from moe_dispatch.backends import known_backends
 from moe_dispatch.testing import SCENARIOS, Excuse, Ranks, conformance_cases, excuses
-from moe_dispatch.testing.forms import FORMS
+from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch.testing.kit import EP_SIZES, describe
-from moe_dispatch.testing.programs import PROGRAMS
-from moe_dispatch.testing.routings import ROUTINGS
-from tests.conformance.backends import BACKENDS, IN_ONE_FORM, more_backends
+from moe_dispatch.testing.scenario import ROUTINGS
+from moe_dispatch.testing.schedules import SCHEDULES
+from tests.conformance.backends import BACKENDS, IN_ONE_LAYOUT, more_backends
 
 EVERY = {
     frozenset(scenario.name for scenario in SCENARIOS): "every scenario",
@@ -31,12 +31,12 @@ def all_cases() -> list[Any]:
             pytest.param(run, id=f"{describe(backend)}-{name}")
             for backend in BACKENDS
             for name, run in conformance_cases(backend, ranks=ranks)
-            if backend not in IN_ONE_FORM or _is_enough(name)
+            if backend not in IN_ONE_LAYOUT or _is_enough(name)
         ]
 
 
 def _is_enough(name: str) -> bool:
-    """What a backend that differs little from another runs: one form, and graph-safe one size of the group."""
+    """Return whether backends in ``IN_ONE_LAYOUT`` run a case too."""
     return "-bshd-" in name and ("_graph_safe-" not in name or "-ep2-" in name)
 
 
@@ -46,7 +46,7 @@ def test_conforms(run: Callable[[], None]) -> None:
 
 
 def summary(backend: str, found: Iterable[Excuse]) -> Iterator[str]:
-    """One line per reason and group of ep sizes, with the scenarios it excuses."""
+    """Yield a line for each reason and its group sizes, with the scenarios that it excuses."""
     sizes: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for excuse in found:
         sizes[excuse.scenario, excuse.reason].append(excuse.ep_size)
@@ -59,7 +59,7 @@ def summary(backend: str, found: Iterable[Excuse]) -> Iterator[str]:
 
 
 def listed(names: list[str]) -> str:
-    """Once for each scenario whose graph-safe twin is excused too."""
+    """Name scenarios; if the graph-safe variant of each is excused too, name each once and say so."""
     eager = {name for name in names if not name.endswith("_graph_safe")}
     if eager == {name.removesuffix("_graph_safe") for name in {*names} - eager}:
         return f"{', '.join(sorted(eager))}; graph-safe too"
@@ -67,7 +67,7 @@ def listed(names: list[str]) -> str:
 
 
 def test_excused_list_is_reviewed() -> None:
-    """Whoever changes a constraint or a scenario sees here what no longer runs, and puts the new list into the file."""
+    """A change of constraints or scenarios shows here which cases no longer run. Review them, then update the file."""
     computed = [line for backend in BACKENDS for line in summary(describe(backend), excuses(backend))]
     reviewed = [line for line in EXCUSED.read_text().splitlines() if line and not line.startswith("#")]
     assert computed == reviewed, "\n".join(["excused.txt must hold:", *computed])
@@ -92,12 +92,12 @@ def test_nothing_in_the_kit_lies_idle() -> None:
     names = [scenario.name for scenario in SCENARIOS]
     assert len(set(names)) == len(names)
     assert {scenario.routing for scenario in SCENARIOS} == set(ROUTINGS)
-    assert {scenario.program for scenario in SCENARIOS} == set(PROGRAMS)
-    assert any(scenario.forms == "all" for scenario in SCENARIOS)
+    assert {scenario.schedule for scenario in SCENARIOS} == set(SCHEDULES)
+    assert any(scenario.input_layouts == "all" for scenario in SCENARIOS)
     assert {policy for scenario in SCENARIOS for policy in scenario.row_counts} == {
         "agree",
         "assume",
         "check",
         "static",
     }
-    assert {"rows", "bshd", "thd_with_gaps_on_device"} <= set(FORMS)
+    assert {"rows", "bshd", "thd_with_gaps_on_device"} <= set(INPUT_LAYOUTS)

@@ -1,4 +1,4 @@
-"""The strict backend refuses what its constraints do not allow, and the dispatcher never gives it that."""
+"""The strict backend refuses input that breaks its constraints, and the dispatcher never passes such input."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.backends import BackendContext, MoEShape, Sizes
+from moe_dispatch.backends import Arrived, Backend, BackendContext, MoEShape, Sizes
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, InputError
-from moe_dispatch.testing import Strict, run_ranks
+from moe_dispatch.testing import run_ranks
 from moe_dispatch.testing.strict import StrictError, StrictOptions
 
 
-def strict(group: dist.ProcessGroup | None, hidden: int = 32) -> Strict:
+def strict(group: dist.ProcessGroup | None, hidden: int = 32) -> Backend:
     ep_size = 1 if group is None else group.size()
     shape = MoEShape(num_experts=4, top_k=2, hidden_size=hidden, ep_size=ep_size, pad_multiple=1)
-    return Strict(BackendContext(shape=shape, communicator=Communicator(group)), StrictOptions(max_rows=128))
+    return StrictOptions(max_rows=128).open(BackendContext(shape=shape, communicator=Communicator(group)))
 
 
-def send(backend: Strict, rows: int, *, hidden: int = 32, ids: Any = None, agreed: int | None = None) -> None:
+def send(backend: Backend, rows: int, *, hidden: int = 32, ids: Any = None, agreed: int | None = None) -> Arrived:
     ids = torch.arange(2).repeat(rows, 1) if ids is None else ids
-    backend.dispatch(torch.ones(rows, hidden), ids, torch.ones(rows, 2), Sizes(padded_rows=agreed or rows))
+    return backend.dispatch(torch.ones(rows, hidden), ids, torch.ones(rows, 2), Sizes(padded_rows=agreed or rows))
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,9 @@ def test_refuses(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_refuses_rows_in_strided_memory() -> None:
+    route = send(strict(None), 64).route
     with pytest.raises(StrictError, match="must be contiguous"):
-        strict(None).dispatch_again(torch.ones(32, 64).t(), None)
+        route.send(torch.ones(32, 64).t())
 
 
 def test_every_rank_refuses_unequal_rows() -> None:

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import base
-from moe_dispatch.permutation import StaticIndex, group_statically
+from moe_dispatch.permutation import SlotIndex, group_statically
 from moe_dispatch.testing import HostSyncError, trace_static
 from tests.dispatchers.layer import HIDDEN, Group, expert_weights, random_routing, random_rows, small_config
 
@@ -30,7 +30,7 @@ T = 5
 
 
 def layer_of(backend: str, group: Group = None, **fields: Any) -> Callable[..., Tensor]:
-    """A layer of its own dispatcher, for a trace leaves it without values."""
+    """Return a layer with a dispatcher of its own: after a trace the dispatcher's counters have no values."""
     dispatcher = build_dispatcher(
         small_config(backend, **{"pad_multiple": 16, "permutation": "torch", **fields}), group
     )
@@ -70,7 +70,7 @@ def _fake_group() -> Iterator[None]:
 @pytest.mark.usefixtures("_fake_group")
 @pytest.mark.parametrize("backend", ["allgather", "alltoall"])
 def test_one_rank_of_four(backend: str) -> None:
-    """With collectives that deliver nothing. A dispatcher is built by rank 1 as by all."""
+    """Trace rank 1 of a fake group, whose collectives deliver nothing."""
     layer = layer_of(backend, dist.group.WORLD, **SAFE, **ROOM["finite"])
     assert trace_static(layer, *arguments(size=4)).shape == (T, HIDDEN)
 
@@ -78,22 +78,22 @@ def test_one_rank_of_four(backend: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_eager_dispatcher_is_caught(backend: str, device: str | None) -> None:
-    """The control; with one slot, so that nothing is asked before the counts are read."""
+    """The control. With top_k=1, nothing looks for duplicates, so the first sync is the read of the counts."""
     with pytest.raises(HostSyncError, match=r"(aten::bincount at .*index|item at .*communication)\.py"):
         trace_static(layer_of(backend, top_k=1), *arguments(1), device=device)
 
 
-READS: dict[str, Callable[[StaticIndex], Any]] = {
-    "a count": lambda index: int(index.real_L.sum()),
-    "a shape": lambda index: index.filled_R[index.filled_R >= 0],
-    "an upload": lambda index: torch.arange(4).to(index.filled_R.device),
+READS: dict[str, Callable[[SlotIndex], Any]] = {
+    "a count": lambda index: int(index.tokens_per_key(index.cu_S.device)[0].sum()),
+    "a shape": lambda index: index.source_R[index.source_or_none() >= 0],
+    "an upload": lambda index: torch.arange(4).to(index.cu_S.device),
 }
 
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_planted_read_is_caught(backend: str, read: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reading(*args: Any, **options: Any) -> StaticIndex:
+    def reading(*args: Any, **options: Any) -> SlotIndex:
         index = group_statically(*args, **options)
         READS[read](index)
         return index

@@ -1,4 +1,4 @@
-"""Traced without values, nothing can depend on them: not a shape, not a branch, not a copy to the host."""
+"""A trace without values refuses shapes, branches and copies to the host that depend on values."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import convert_model
 from convert_model import ExpertParallelMoE, PlainMoE
@@ -69,7 +69,7 @@ def test_fewer_than_twenty_lines_change() -> None:
     assert len(before) - len(removed) + len(added) == len(after)
     assert set(removed) <= set(before)
     assert set(added) <= set(after)
-    assert 30 <= len(before) <= 45
+    assert 15 <= len(before) <= 30
 
 
 def test_blocks_have_the_same_state_dict_keys() -> None:
@@ -79,12 +79,13 @@ def test_blocks_have_the_same_state_dict_keys() -> None:
 
 def plant(monkeypatch: pytest.MonkeyPatch, *, expert: int, factor: float) -> None:
     """The converted block computes one of a rank's experts wrong."""
-    right = ExpertParallelMoE.expert
+    right = ExpertParallelMoE.__init__
 
-    def wrong(self: ExpertParallelMoE, index: int, rows: Tensor) -> Tensor:
-        return right(self, index, rows) * (factor if index == expert else 1)
+    def wrong(self: ExpertParallelMoE, *args: Any) -> None:
+        right(self, *args)
+        self.mlp.register_forward_hook(lambda _, given, rows: rows * (factor if given[0] == expert else 1))
 
-    monkeypatch.setattr(ExpertParallelMoE, "expert", wrong)
+    monkeypatch.setattr(ExpertParallelMoE, "__init__", wrong)
 
 
 def right_and_wrong(rank: int) -> list[convert_model.Comparison]:

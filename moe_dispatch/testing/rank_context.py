@@ -1,4 +1,4 @@
-"""One rank of a conformance case: its dispatcher, its tensors, and the expert layer around them."""
+"""One rank of a conformance case: its dispatcher, the tensors of its calls, and its experts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.layouts import Layout
-from moe_dispatch.testing.arrival import check_arrival
-from moe_dispatch.testing.forms import Form
 from moe_dispatch.testing.host_syncs import allow_host_syncs
+from moe_dispatch.testing.input_layouts import InputLayout
+from moe_dispatch.testing.reference import check_dispatched
 from moe_dispatch.testing.scenario import Batch, Experts, Scenario
 from moe_dispatch.types import Dispatched, Plan, Routing
 
@@ -21,19 +21,19 @@ from moe_dispatch.types import Dispatched, Plan, Routing
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """The tensors of one call on one rank, as a model would hold them.
+    """Tensors of one call of a layer on one rank, as a model would hold them. The T rows of x include padding.
 
     Attributes:
-        form: where tokens stand in ``x``.
-        x: in the form's shape, NaN in rows that are no tokens.
-        ids_TK: by row of x; rows that are no tokens name experts at random.
-        weights_TK: by row of x; rows that are no tokens have NaN.
-        upstream: the gradient of y, NaN in rows that are no tokens.
-        experts: the parameters, leaves.
-        batches: the tokens of all ranks.
+        input_layout: Layout of ``x``, and the rows of its tokens.
+        x: Input in the shape of the layout, NaN in rows that are not tokens.
+        ids_TK: Expert ids by row of x; rows that are not tokens name arbitrary experts.
+        weights_TK: Weights by row of x, NaN in rows that are not tokens.
+        upstream: Gradient of the output y, NaN in rows that are not tokens.
+        experts: Parameters of all experts, as leaves.
+        batches: Tokens of all ranks.
     """
 
-    form: Form
+    input_layout: InputLayout
     x: Tensor
     ids_TK: Tensor
     weights_TK: Tensor
@@ -42,7 +42,7 @@ class Call:
     batches: tuple[Batch, ...]
 
     def to(self, device: str) -> Call:
-        """The same on a device, with leaves of its own."""
+        """Return a copy on a device, with its own leaves."""
         experts = Experts(
             matrix_EWW=_moved(self.experts.matrix_EWW, device), bias_ED=_moved(self.experts.bias_ED, device)
         )
@@ -60,11 +60,16 @@ class Call:
         """Ids and weights."""
         return Routing(self.ids_TK, self.weights_TK)
 
+    @property
+    def layout(self) -> Layout:
+        """Layout that the dispatcher is given."""
+        return self.input_layout.layout
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Seat:
-    """What a program works with."""
+class RankContext:
+    """One rank that runs a schedule: its dispatcher and the tensors of its calls."""
 
     scenario: Scenario
     dispatcher: Dispatcher
@@ -73,23 +78,23 @@ class Seat:
 
     @allow_host_syncs()
     def plan(self, call: Call) -> Plan:
-        """Sizes of a call, settled by all ranks."""
-        return self.dispatcher.plan(call.form.layout, like=call.x)
+        """Make the plan of a call, on which all ranks agree."""
+        return self.dispatcher.plan(call.layout, like=call.x)
 
-    def send(self, call: Call, settled: Plan | Layout | None, *, x: Tensor | None = None) -> Dispatched:
-        """Dispatch, and check what arrived against the tokens of all ranks."""
-        sent = self.dispatcher.dispatch(call.x if x is None else x, call.routing, settled)
+    def dispatch(self, call: Call, plan: Plan | Layout | None, *, x: Tensor | None = None) -> Dispatched:
+        """Dispatch, and check what this rank received against the tokens of all ranks."""
+        sent = self.dispatcher.dispatch(call.x if x is None else x, call.routing, plan)
         self.check(sent, call.batches)
         return sent
 
     @allow_host_syncs()
     def check(self, sent: Dispatched, batches: tuple[Batch, ...]) -> None:
-        """Hold what arrived against the tokens of all ranks."""
-        check_arrival(sent, batches, self.scenario, self.rank)
+        """Check what this rank received against the tokens of all ranks."""
+        check_dispatched(sent, batches, self.scenario, self.rank)
 
     @allow_host_syncs()
     def run_experts(self, sent: Dispatched, experts: Experts) -> Tensor:
-        """This rank's experts on the rows that arrived, in float64 and rounded once; NaN in the slack behind them."""
+        """Apply this rank's experts in float64 and round once. Rows behind those of the last expert become NaN."""
         counts = sent.tokens_per_expert.tolist()
         if self.scenario.skips_empty and not sum(counts):
             return torch.zeros_like(sent.rows)
@@ -106,30 +111,35 @@ class Seat:
         outputs = outputs.to(rows.dtype)
         return poison(outputs, padding_R) if self.scenario.poisons_padding else outputs
 
-    def layer(self, call: Call, settled: Plan | Layout | None, x: Tensor | None = None) -> Tensor:
-        """The whole MoE layer."""
-        sent = self.send(call, settled, x=x)
+    def combine(self, call: Call, sent: Dispatched) -> Tensor:
+        """Apply this rank's experts to the rows it received, and combine."""
         return self.dispatcher.combine(self.run_experts(sent, call.experts), sent)
 
+    def layer(self, call: Call, plan: Plan | Layout | None, x: Tensor | None = None) -> Tensor:
+        """Run the whole layer: dispatch, experts, combine."""
+        return self.combine(call, self.dispatch(call, plan, x=x))
 
-def make_call(scenario: Scenario, form: Form, batches: tuple[Batch, ...], rank: int, experts: Experts) -> Call:
-    """One rank's tensors of one call; ``x`` and the weights are leaves that collect gradients as the scenario says."""
+
+def make_call(
+    scenario: Scenario, input_layout: InputLayout, batches: tuple[Batch, ...], rank: int, experts: Experts
+) -> Call:
+    """Make the tensors of one call on one rank. The scenario says which of ``x`` and the weights collect gradients."""
     batch, nan = batches[rank], float("nan")
     weight_dtype = torch.promote_types(scenario.torch_dtype, torch.float32)
-    shape = (*form.leading, scenario.hidden)
-    ids_TK = form.place(batch.ids_TK, 0)
-    others_T = torch.ones(form.num_rows, 1, dtype=torch.bool).index_fill_(0, form.real_T, False)
+    shape = (*input_layout.leading, scenario.hidden)
+    ids_TK = input_layout.place(batch.ids_TK, 0)
+    others_T = torch.ones(input_layout.num_rows, 1, dtype=torch.bool).index_fill_(0, input_layout.real_T, False)
     noise_TK = torch.arange(ids_TK.numel()).view_as(ids_TK) % scenario.num_experts
     return Call(
-        form=form,
-        x=form.place(batch.x_TD.to(scenario.torch_dtype), nan)
+        input_layout=input_layout,
+        x=input_layout.place(batch.x_TD.to(scenario.torch_dtype), nan)
         .view(shape)
         .requires_grad_("x" in scenario.requires_grad),
         ids_TK=torch.where(others_T, noise_TK, ids_TK),
-        weights_TK=form.place(batch.weights_TK.to(weight_dtype), nan).requires_grad_(
+        weights_TK=input_layout.place(batch.weights_TK.to(weight_dtype), nan).requires_grad_(
             "weights" in scenario.requires_grad
         ),
-        upstream=form.place(batch.upstream_TD.to(scenario.torch_dtype), nan).view(shape),
+        upstream=input_layout.place(batch.upstream_TD.to(scenario.torch_dtype), nan).view(shape),
         experts=experts.leaves(),
         batches=batches,
     )
@@ -140,7 +150,7 @@ def _moved(leaf: Tensor, device: str) -> Tensor:
 
 
 def padding_rows(sent: Dispatched) -> Tensor:
-    """bool (R,): the rows that stand behind an expert's real ones."""
+    """Return bool (R,): the padding rows behind the real rows of each expert."""
     pairs = zip(sent.tokens_per_expert.tolist(), sent.real_tokens_per_expert.tolist(), strict=True)
     parts = [torch.arange(padded) >= real for padded, real in pairs]
     slack = torch.ones(len(sent.rows) - sum(map(len, parts)), dtype=torch.bool)
@@ -148,13 +158,13 @@ def padding_rows(sent: Dispatched) -> Tensor:
 
 
 def poison(rows: Tensor, padding_R: Tensor) -> Tensor:
-    """NaN in padding rows; the gradient passes as it is, so that one of padding rows would reach the parameters."""
+    """Set padding rows to NaN. The gradient is unchanged: if padding rows receive one, it reaches the parameters."""
     result: Tensor = _Poison.apply(rows, padding_R)  # type: ignore[no-untyped-call]
     return result
 
 
 def poison_gradient(rows: Tensor, padding_R: Tensor) -> Tensor:
-    """The other way round: rows pass, padding rows of the gradient become NaN."""
+    """Set padding rows of the gradient to NaN, and leave the rows unchanged."""
     result: Tensor = _PoisonGradient.apply(rows, padding_R)  # type: ignore[no-untyped-call]
     return result
 

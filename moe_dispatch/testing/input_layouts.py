@@ -1,4 +1,4 @@
-"""How a scenario's tokens stand in the tensor a model would hold: every layout, also with rows that are none."""
+"""Layouts of the input x in which scenarios run: each places the real tokens among rows of padding or gaps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Rows, ShardKind
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Form:
-    """Where T real tokens stand.
+class InputLayout:
+    """A layout of x, and the rows of its T real tokens.
 
     Attributes:
-        layout: what the dispatcher is told.
-        leading: dimensions of x without the hidden one.
-        real_T: int64, the row of each token.
-        is_default: a dispatcher that is told nothing takes x the same way.
+        layout: Layout that the dispatcher is given.
+        leading: Dimensions of x without the hidden one.
+        real_T: Row of each token, int64.
+        is_default: Whether a dispatcher that is given no layout reads x the same way.
     """
 
     layout: Layout
@@ -32,16 +32,16 @@ class Form:
 
     @property
     def num_rows(self) -> int:
-        """Rows of x."""
+        """Number of rows of x, real or not."""
         return prod(self.leading)
 
     def place(self, tokens: Tensor, fill: float) -> Tensor:
-        """(T, width) -> (rows, width), with ``fill`` in rows that are no tokens."""
+        """Place tokens (T, width) in a tensor (rows, width) with ``fill`` in all other rows."""
         rows = tokens.new_full((self.num_rows, tokens.shape[1]), fill)
         return rows.index_copy_(0, self.real_T, tokens)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens (T, width), and the rows that are none."""
+        """Split rows of x into the tokens (T, width) and all other rows."""
         flat = rows.reshape(self.num_rows, rows.shape[-1])
         others = torch.ones(self.num_rows, dtype=torch.bool).index_fill_(0, self.real_T, False)
         return flat.index_select(0, self.real_T), flat[others]
@@ -50,108 +50,110 @@ class Form:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceKnown(Layout):
-    """A layout whose lengths cannot be read without a device: what a GPU's layouts are, on a CPU.
+    """A layout whose lengths the host cannot read: it stands on a CPU for a layout with its lengths on a GPU.
 
-    A dispatcher may ask it only for what needs no host value, so rows must be masked instead of cut out.
+    A dispatcher may ask it only for things that need no value on the host, so it must mask rows and cannot cut them.
     """
 
     base: Layout
 
     @property
     def metadata(self) -> tuple[Tensor, ...]:
-        """Tensors without values, on a device that is not the host."""
+        """Tensors without values, on the device "meta"."""
         return tuple(torch.empty_like(tensor, device="meta") for tensor in (*self.base.metadata, torch.empty(1)))
 
     @property
     def all_real(self) -> bool:
-        """As the layout within."""
+        """Delegate to ``base``."""
         return self.base.all_real
 
     def rows_of(self, shape: Sequence[int]) -> int:
-        """As the layout within."""
+        """Delegate to ``base``."""
         return self.base.rows_of(shape)
 
     def known_rows(self) -> int | None:
-        """Only the device knows."""
+        """Return None: the host does not know."""
         return None
 
     def known_real(self) -> int | None:
-        """Only the device knows."""
+        """Refuse: the host does not know."""
         raise AssertionError("a dispatcher must not read lengths that only the device knows")
 
     def grid(self, num_rows: int) -> tuple[int, ...]:
-        """As the layout within."""
+        """Delegate to ``base``."""
         return self.base.grid(num_rows)
 
     def sequence_dim(self, shape: Sequence[int]) -> int:
-        """As the layout within."""
+        """Delegate to ``base``."""
         return self.base.sequence_dim(shape)
 
     def mask(self, num_rows: int) -> Tensor:
-        """As the layout within."""
+        """Delegate to ``base``."""
         return self.base.mask(num_rows)
 
     def check_counts(self, num_rows: int) -> None:
-        """As the layout within."""
+        """Delegate to ``base``."""
         self.base.check_counts(num_rows)
 
     def check_values(self, num_rows: int) -> None:
-        """As the layout within; asked only with ``debug=True``."""
+        """Delegate to ``base``. Only ``debug=True`` calls this."""
         self.base.check_values(num_rows)
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
-        """As the layout within."""
+        """Delegate to ``base``."""
         self.base.check_shard(num_rows, size, kind, values=values)
 
     def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
-        """As the layout within."""
+        """Delegate to ``base``."""
         return self.base.shard_rows(grid, index, size, kind)
 
 
-def rows(tokens: int) -> Form:
-    """(T, D), every row a token."""
-    return Form(layout=Rows(), leading=(tokens,), real_T=torch.arange(tokens), is_default=True)
+def rows(tokens: int) -> InputLayout:
+    """Lay out (T, D); every row is a token."""
+    return InputLayout(layout=Rows(), leading=(tokens,), real_T=torch.arange(tokens), is_default=True)
 
 
-def rows_with_num_real(tokens: int) -> Form:
-    """(T + 3, D), the first rows are tokens."""
-    return Form(layout=Rows(num_real=tokens), leading=(tokens + 3,), real_T=torch.arange(tokens))
+def rows_with_num_real(tokens: int) -> InputLayout:
+    """Lay out (T + 3, D); the first T rows are tokens."""
+    return InputLayout(layout=Rows(num_real=tokens), leading=(tokens + 3,), real_T=torch.arange(tokens))
 
 
-def bshd_full(tokens: int) -> Form:
-    """(1, T, D), every position a token."""
-    return Form(layout=BSHD(), leading=(1, tokens), real_T=torch.arange(tokens), is_default=True)
+def bshd_full(tokens: int) -> InputLayout:
+    """Lay out (1, T, D); every position is a token."""
+    return InputLayout(layout=BSHD(), leading=(1, tokens), real_T=torch.arange(tokens), is_default=True)
 
 
-def bshd(tokens: int) -> Form:
-    """(3, S, D) with an empty sequence, and at least one padding position in each."""
+def bshd(tokens: int) -> InputLayout:
+    """Lay out (3, S, D); one sequence is empty, and each ends with at least one position of padding."""
     lengths, longest = _lengths(tokens)
     positions = [b * longest + s for b, length in enumerate(lengths) for s in range(length)]
-    return Form(layout=BSHD(lengths), leading=(3, longest), real_T=torch.tensor(positions, dtype=torch.int64))
+    return InputLayout(layout=BSHD(lengths), leading=(3, longest), real_T=torch.tensor(positions, dtype=torch.int64))
 
 
-def sbhd(tokens: int) -> Form:
-    """(S, 3, D), likewise."""
+def sbhd(tokens: int) -> InputLayout:
+    """Lay out (S, 3, D), with the sequences of ``bshd``."""
     lengths, longest = _lengths(tokens)
     positions = [s * 3 + b for s in range(longest) for b, length in enumerate(lengths) if s < length]
-    return Form(layout=SBHD(lengths), leading=(longest, 3), real_T=torch.tensor(positions, dtype=torch.int64))
+    return InputLayout(layout=SBHD(lengths), leading=(longest, 3), real_T=torch.tensor(positions, dtype=torch.int64))
 
 
-def thd(tokens: int) -> Form:
-    """(1, T, D), sequences one after another, one of them empty."""
+def thd(tokens: int) -> InputLayout:
+    """Lay out (1, T, D), packed; one of three sequences is empty."""
     cu_seqlens = [0, tokens // 3, tokens // 3, tokens]
-    return Form(layout=THD(cu_seqlens), leading=(1, tokens), real_T=torch.arange(tokens))
+    return InputLayout(layout=THD(cu_seqlens), leading=(1, tokens), real_T=torch.arange(tokens))
 
 
-def thd_with_gaps(tokens: int) -> Form:
-    """(T + 7, 1, D), each sequence followed by a gap, the empty one too."""
+def thd_with_gaps(tokens: int) -> InputLayout:
+    """Lay out (T + 7, 1, D), packed; a gap follows each sequence, also the empty one."""
     lengths, gaps = [tokens // 3, 0, tokens - tokens // 3], [2, 4, 1]
     cu, padded, positions = [0], [0], list[int]()
     for length, gap in zip(lengths, gaps, strict=True):
         positions += range(padded[-1], padded[-1] + length)
         cu.append(cu[-1] + length)
         padded.append(padded[-1] + length + gap)
-    return Form(layout=THD(cu, padded), leading=(padded[-1], 1), real_T=torch.tensor(positions, dtype=torch.int64))
+    return InputLayout(
+        layout=THD(cu, padded), leading=(padded[-1], 1), real_T=torch.tensor(positions, dtype=torch.int64)
+    )
 
 
 def _lengths(tokens: int) -> tuple[list[int], int]:
@@ -159,18 +161,18 @@ def _lengths(tokens: int) -> tuple[list[int], int]:
     return lengths, max(lengths) + 1
 
 
-def _known_to_the_device(build: Callable[[int], Form]) -> Callable[[int], Form]:
-    def masked(tokens: int) -> Form:
-        form = build(tokens)
-        return Form(layout=DeviceKnown(form.layout), leading=form.leading, real_T=form.real_T)
+def _with_lengths_on_device(build: Callable[[int], InputLayout]) -> Callable[[int], InputLayout]:
+    def on_device(tokens: int) -> InputLayout:
+        inner = build(tokens)
+        return InputLayout(layout=DeviceKnown(inner.layout), leading=inner.leading, real_T=inner.real_T)
 
-    return masked
+    return on_device
 
 
-FORMS: dict[str, Callable[[int], Form]] = {
+INPUT_LAYOUTS: dict[str, Callable[[int], InputLayout]] = {
     build.__name__: build for build in (rows, rows_with_num_real, bshd_full, bshd, sbhd, thd, thd_with_gaps)
 }
-FORMS |= {
-    f"{build.__name__}_on_device": _known_to_the_device(build)
+INPUT_LAYOUTS |= {
+    f"{build.__name__}_on_device": _with_lengths_on_device(build)
     for build in (rows_with_num_real, bshd, sbhd, thd_with_gaps)
 }
