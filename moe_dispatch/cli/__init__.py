@@ -1,14 +1,14 @@
-"""The command ``moe-dispatch``. What it finds is plain data; only ``app`` needs Typer, and only ``console`` Rich."""
+"""The command ``moe-dispatch``: a folder for each command, and beside these folders what commands share."""
 
 from __future__ import annotations
 
 import sys
 
-EXTRA = ("typer", "rich")
+EXTRA = ("typer", "rich", "matplotlib")
 
 
 def main() -> int:
-    """Run the command line; the exit status. 2 is an error, 1 an answer of "no", 130 an interrupt."""
+    """Run the command line; the exit status is 2 for an error, 1 for the answer "no", 130 for an interrupt."""
     try:
         from moe_dispatch.cli.app import run  # noqa: PLC0415 - its packages are optional
     except ImportError as error:

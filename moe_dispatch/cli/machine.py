@@ -1,16 +1,22 @@
-"""What this machine and its torch offer."""
+"""The machine: its devices, the versions of its software, and what else decides the times of a benchmark."""
 
 from __future__ import annotations
 
 import os
 import platform
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import final
 
 import torch
 import torch.distributed as dist
 
 import moe_dispatch
+
+_PACKAGES = ("torch", "torchtitan", "transformers")
+_ALLOCATOR_VARIABLES = ("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "PYTORCH_")
 
 
 @final
@@ -19,11 +25,11 @@ class Machine:
     """Versions and devices.
 
     Attributes:
-        cuda: the version of CUDA that torch was built with, None for a build without.
-        nccl: of the NCCL in torch, None where it has none.
-        gloo: torch can connect CPUs.
-        cpu_cores: that this process may use.
-        gpus: one line each.
+        cuda: version of CUDA that torch was built with; None for a build without CUDA.
+        nccl: version of the NCCL in torch; None for a torch without NCCL.
+        gloo: whether torch can connect CPUs.
+        cpu_cores: number of cores that this process may use.
+        gpus: one line for each GPU.
     """
 
     moe_dispatch: str
@@ -37,7 +43,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Ask torch; no device is started where torch sees none."""
+    """Ask torch for versions and devices. No device is started where torch sees none."""
     return Machine(
         moe_dispatch=moe_dispatch.__version__,
         python=platform.python_version(),
@@ -57,3 +63,42 @@ def _nccl_version() -> str | None:
 def _gpu(index: int) -> str:
     found = torch.cuda.get_device_properties(index)
     return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+
+
+def describe_machine(transport: str) -> dict[str, str]:
+    """Describe the machine, date and software versions of a benchmark run.
+
+    Args:
+        transport: devices and library that ranks communicate with.
+    """
+    model = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    machine = this_machine()
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "processor": model[0].partition(": ")[2] if model else platform.processor(),
+        "cores": str(machine.cpu_cores),
+        "gpus": "; ".join(machine.gpus) or "none",
+        "ranks on": transport,
+        "system": f"{platform.system()} {platform.machine()}, Python {machine.python}",
+        "packages": ", ".join(
+            [f"moe-dispatch {moe_dispatch.__version__}", *(f"{name} {_version(name)}" for name in _PACKAGES)]
+        ),
+        "allocator": _allocator(),
+    }
+
+
+def _allocator() -> str:
+    changed = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ALLOCATOR_VARIABLES)]
+    pages = " ".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
+    return f"{', '.join(changed) or 'defaults of ' + ' '.join(platform.libc_ver())}; huge pages: {pages or 'unknown'}"
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else []
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

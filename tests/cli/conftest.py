@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 
 import moe_dispatch.testing.ranks as threads
 from moe_dispatch.backends import registry
-from moe_dispatch.cli import compare, self_tests
 from moe_dispatch.cli.app import app
 from moe_dispatch.cli.bench import command as bench
 from moe_dispatch.cli.bench import measurement
+from moe_dispatch.cli.compare import command as compare
+from moe_dispatch.cli.doctor import self_tests
 from moe_dispatch.cli.place import Place
-from moe_dispatch.cli.ranks import Body, RankFailed
+from moe_dispatch.cli.ranks import Body
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ def on_threads(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
     try:
         return threads.run_ranks(rank, size, timeout=threads.TIMEOUT * 6)[0]
     except ArithmeticError as error:
-        raise RankFailed(f"a rank of {size}: {error}") from error
+        raise threads.RankFailed(f"a rank of {size}: {error}") from error
 
 
 @pytest.fixture(autouse=True)

@@ -1,39 +1,57 @@
-"""Backends with a bug each, around ``alltoall``; command lines name them by their path."""
+"""Backends with a bug each, around ``alltoall``; command lines name their options by path."""
 
 from __future__ import annotations
 
-from typing import Any, final
+import dataclasses
+from dataclasses import dataclass
+from typing import final
 
+import torch
 from torch import Tensor
 
-from moe_dispatch.backends import Arrived, Backend, BackendOptions, Constraints, MoEShape, Rejected, Sizes, Usable
-from moe_dispatch.backends.alltoall.backend import AllToAll
+from moe_dispatch.backends import (
+    Arrived,
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Rejected,
+    Route,
+    Sizes,
+    Usable,
+)
+from moe_dispatch.backends.alltoall.backend import AllToAllOptions
+from moe_dispatch.backends.capacity import Capacity
 
 
-class Planted(Backend):
+class Planted(BackendOptions):
     """Right, so far."""
 
     name = "planted"
 
-    def __init__(self, context: Any, options: BackendOptions) -> None:
-        super().__init__(context, options)
-        self.inner = AllToAll(context, AllToAll.Options())
+    def constraints(self, shape: MoEShape) -> Constraints:
+        return dataclasses.replace(AllToAllOptions().constraints(shape), compilable=False)
 
-    @classmethod
-    def constraints(cls, shape: MoEShape, options: BackendOptions) -> Constraints:
-        return AllToAll.constraints(shape, AllToAll.Options())
+    def capacity(self, shape: MoEShape) -> Capacity:
+        return AllToAllOptions().capacity(shape)
+
+    def open(self, context: BackendContext) -> Backend:
+        return PlantedBackend(context)
+
+
+class PlantedBackend(Backend):
+    """Hands everything on to ``alltoall``."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.inner = AllToAllOptions().open(context)
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
 
-    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        return self.inner.combine(rows_RD, weights_R, state, weighted=weighted)
-
-    def dispatch_again(self, rows_TD: Tensor, state: Any) -> Tensor:
-        return self.inner.dispatch_again(rows_TD, state)
-
-    def refuse(self, code: int, device: Any) -> None:
-        self.inner.refuse(code, device)
+    def refuse(self, device: torch.device) -> None:
+        self.inner.refuse(device)
 
 
 @final
@@ -42,8 +60,39 @@ class Halved(Planted):
 
     name = "halved"
 
-    def combine(self, rows_RD: Tensor, weights_R: Tensor, state: Any, *, weighted: bool) -> Tensor:
-        return super().combine(rows_RD, weights_R, state, weighted=weighted) * 0.5
+    def open(self, context: BackendContext) -> Backend:
+        return HalvedBackend(context)
+
+
+@final
+class HalvedBackend(PlantedBackend):
+    """Its routes are those of ``alltoall``, but for ``combine``."""
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        arrived = super().dispatch(rows_TD, ids_TK, weights_TK, sizes)
+        return dataclasses.replace(arrived, route=HalvedRoute(inner=arrived.route))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HalvedRoute(Route):
+    """Loses half in ``combine``, and only there."""
+
+    inner: Route
+
+    def send(self, rows_TD: Tensor) -> Tensor:
+        return self.inner.send(rows_TD)
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+        return self.inner.combine(rows_RD, weights_R) * 0.5
+
+    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.inner.dispatch_backward(grad_RD, grad_R)
+
+    def combine_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.inner.combine_backward(grad_TD * 0.5, rows_RD, weights_R)
 
 
 @final
@@ -51,6 +100,14 @@ class Raising(Planted):
     """Dispatch raises, on every rank."""
 
     name = "raising"
+
+    def open(self, context: BackendContext) -> Backend:
+        return RaisingBackend(context)
+
+
+@final
+class RaisingBackend(PlantedBackend):
+    """Refuses every dispatch."""
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         raise ArithmeticError("planted in dispatch")
@@ -62,6 +119,5 @@ class Absent(Planted):
 
     name = "absent"
 
-    @classmethod
-    def probe(cls, options: BackendOptions) -> Usable | Rejected:
+    def probe(self) -> Usable | Rejected:
         return Rejected("it was planted so")

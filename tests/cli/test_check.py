@@ -25,7 +25,7 @@ def few_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_right_backend_of_another_package_conforms(command: Command) -> None:
-    answer = command("check", "moe_dispatch_ring:Ring", "--ep", "1,2")
+    answer = command("check", "moe_dispatch_ring:RingOptions", "--ep", "1,2")
     assert answer.status == 0
     assert "excused by graph_safe False, on 1, 2 ranks: 1 scenario\n" in answer.out
     assert "excused by wire_dtypes none, on 1, 2 ranks: 1 scenario\n" in answer.out
@@ -48,7 +48,7 @@ def test_wrong_backend_does_not_conform(command: Command) -> None:
 def test_verbose_lists_everything(command: Command) -> None:
     answer = command("check", HALVED, "--ep", "2", "--verbose")
     assert answer.out.count("Traceback (most recent call last)") == 13
-    right = command("check", "moe_dispatch_ring:Ring", "--ep", "1", "-v").out
+    right = command("check", "moe_dispatch_ring:RingOptions", "--ep", "1", "-v").out
     assert "ok     skewed-ep1-rows-agree\n" in right
     assert "on 1 ranks: skewed_graph_safe\n" in right
 
@@ -60,7 +60,7 @@ def test_json_has_its_keys(command: Command) -> None:
     assert list(report) == ["conforms", "ep_sizes", "backend", "passed", "excused", "failed"]
     assert (report["conforms"], report["ep_sizes"], report["backend"]) == (False, [1], "halved")
     assert list(report["failed"][0]) == ["case", "summary", "error"]
-    ring = json.loads(command("check", "moe_dispatch_ring:Ring", "--ep", "1", "--json").out)
+    ring = json.loads(command("check", "moe_dispatch_ring:RingOptions", "--ep", "1", "--json").out)
     assert ring["excused"][0] == {"scenario": "wire_bfloat16", "ep_size": 1, "reason": "wire_dtypes none"}
 
 
@@ -88,8 +88,11 @@ def test_own_module_need_not_be_installed(command: Command, tmp_path: Path, monk
     [
         (["altoall"], "Unknown backend 'altoall'. Known backends: .*Did you mean 'alltoall'?"),
         (["no_such_package:B"], "backend 'no_such_package:B': importing 'no_such_package' raised ModuleNotFoundError"),
-        (["tests.cli.planted:None"], "'None' of tests.cli.planted must be a subclass of .*Backend, got None. Write"),
-        (["tests.cli.planted:Tensor"], "must be a subclass of .*Backend, got <class 'torch.Tensor'>"),
+        (
+            ["tests.cli.planted:None"],
+            "'None' of tests.cli.planted must be a subclass of .*BackendOptions, got None. Write",
+        ),
+        (["tests.cli.planted:Tensor"], "must be a subclass of .*BackendOptions, got <class 'torch.Tensor'>"),
         (["alltoall+reduction"], "options must be written NAME\\+OPTION=VALUE, got 'reduction'"),
         (["alltoall+speed=2"], "backend 'alltoall\\+speed=2': speed: Extra inputs.*Its options: reduction, pair_rows."),
         (["local", "--ep", "1,zero"], "--ep must be whole numbers from 1 on with commas between, got '1,zero'"),

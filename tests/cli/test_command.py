@@ -64,28 +64,24 @@ def test_interrupt_is_told(command: Command, monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(*arguments: object, **options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moe_dispatch.cli.doctor.run", interrupted)
+    monkeypatch.setattr("moe_dispatch.cli.doctor.command.run", interrupted)
     answer = command("doctor")
     assert (answer.status, answer.error) == (130, "Error: interrupted, all ranks are ended.\n")
 
 
 @pytest.mark.parametrize("missing", cli.EXTRA)
-def test_missing_packages_are_named(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)
-    for module in ("app", "console"):
-        monkeypatch.delitem(sys.modules, f"moe_dispatch.cli.{module}", raising=False)
-        monkeypatch.delattr(cli, module, raising=False)
-    assert cli.main() == 1
-    told = capsys.readouterr().err
-    assert re.fullmatch(rf"Error: moe-dispatch needs {missing}.*, got none. pip install 'moe-dispatch\[cli\]'.\n", told)
+def test_missing_packages_are_named(missing: str) -> None:
+    without = f"import sys; sys.modules[{missing!r}] = None; from moe_dispatch import cli; sys.exit(cli.main())"
+    finished = subprocess.run(
+        [sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    told = rf"Error: moe-dispatch needs {missing}.*, got none. pip install 'moe-dispatch\[cli\]'.\n"
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert re.fullmatch(told, finished.stderr), finished.stderr
 
 
 def test_processes_of_ranks_load_neither_typer_nor_rich() -> None:
-    loaded = "import sys, moe_dispatch.cli.self_tests, moe_dispatch.cli.measurement"
+    loaded = "import sys, moe_dispatch.cli.doctor.self_tests, moe_dispatch.cli.compare.measurement"
     loaded += ", moe_dispatch.cli.bench.measurement; print(*sys.modules)"
     finished = subprocess.run(
         [sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from moe_dispatch.cli.place import Place
-from moe_dispatch.cli.ranks import RankFailed, Send, run_ranks, this_rank
+from moe_dispatch.cli.ranks import Send, on_ranks, this_rank
+from moe_dispatch.testing import RankFailed
 
 ROOT = Path(__file__).parents[2]
 UNDER_TORCHRUN = """
-from moe_dispatch.cli.ranks import PeerFailed, RankFailed, on_ranks, this_rank
+from moe_dispatch.cli.ranks import PeerFailed, on_ranks, this_rank
+from moe_dispatch.testing import RankFailed
 
 def body(place, send):
     send(place.rank)
@@ -58,7 +60,7 @@ def test_rank_that_fails_is_told_once_and_takes_the_others_along(
     body: Callable[[Place, Send], None], message: str
 ) -> None:
     with pytest.raises(RankFailed, match=message):
-        run_ranks(body, 2, on_message=lambda message: None)
+        on_ranks(body, 2, on_message=lambda message: None)
     assert multiprocessing.active_children() == []
 
 

@@ -1,4 +1,4 @@
-"""``bench``: measures on ranks, tells, draws, keeps for later."""
+"""Runs ``bench``: starts the ranks, and shows, draws and saves the results."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, final
 
 from moe_dispatch.cli import console
-from moe_dispatch.cli.bench import against, report
-from moe_dispatch.cli.bench.facts import facts
+from moe_dispatch.cli.bench.display import PICTURES, draw, show
 from moe_dispatch.cli.bench.measurement import measure
-from moe_dispatch.cli.bench.picture import PICTURES, draw
 from moe_dispatch.cli.bench.request import Request
-from moe_dispatch.cli.bench.results import Results, load_results
+from moe_dispatch.cli.bench.results import Results, comparison_document, load_results, require_shared
+from moe_dispatch.cli.machine import describe_machine
 from moe_dispatch.cli.place import describe
 from moe_dispatch.cli.ranks import on_ranks, ranks_here, this_rank
 from moe_dispatch.errors import ConfigError
@@ -24,7 +23,7 @@ from moe_dispatch.errors import ConfigError
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """What is written besides the terminal, and what is compared with."""
+    """Files that results are written to, and the earlier results to compare with."""
 
     save: Path | None = None
     picture: Path | None = None
@@ -32,12 +31,12 @@ class Files:
 
 
 def run(request: Request, files: Files, *, as_json: bool) -> int:
-    """Measure and tell.
+    """Measure and show the results; the exit status.
 
     Args:
-        request: what.
-        files: written at the end, but refused before anything is measured.
-        as_json: print JSON and nothing else.
+        request: cases and contenders.
+        files: checked before anything is measured, written at the end.
+        as_json: whether to print JSON and nothing else.
 
     Raises:
         ConfigError: a file cannot be read, written or compared with.
@@ -53,10 +52,10 @@ def run(request: Request, files: Files, *, as_json: bool) -> int:
     if files.picture:
         draw(results, files.picture)
     if as_json:
-        compared = {} if earlier is None else {"against": against.document(results, earlier)}
+        compared = {} if earlier is None else {"against": comparison_document(results, earlier)}
         console.document({**results.document(), **compared})
         return 0
-    _show(results, earlier)
+    show(results, earlier)
     for file in (files.save, files.picture):
         if file is not None:
             console.line(f"wrote {file}")
@@ -64,7 +63,7 @@ def run(request: Request, files: Files, *, as_json: bool) -> int:
 
 
 def _check_files(request: Request, files: Files) -> Results | None:
-    """The earlier run, if there is one."""
+    """Check that files can be written; the earlier run to compare with, if one is given."""
     if files.picture and files.picture.suffix not in PICTURES:
         raise ConfigError(
             f"--picture must end in {' or '.join(PICTURES)}, got {str(files.picture)!r}. Name the file bench.png."
@@ -75,12 +74,12 @@ def _check_files(request: Request, files: Files) -> Results | None:
     if files.against is None:
         return None
     earlier = load_results(files.against)
-    against.require_shared(request, earlier, files.against)
+    require_shared(request, earlier, files.against)
     return earlier
 
 
 def _measured(request: Request, first: bool) -> Results:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each profile of memory prints two lines per rank
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without it each profile of memory prints two lines per rank
     parts, done, measured = sum(task.parts for _, task in request.tasks), 0, []
     with console.progress(f"bench {request.suite}", visible=first) as show:
 
@@ -93,17 +92,7 @@ def _measured(request: Request, first: bool) -> Results:
             measured += on_ranks(partial(measure, task), ranks, heard)
     kind = "overheads" if request.suite == "overhead" else "cases"
     found: dict[str, Any] = {kind: tuple(measured)}
-    machine = facts(f"{describe(ranks_here(request.tasks[0][0]))}, one thread each")
+    machine = describe_machine(f"{describe(ranks_here(request.tasks[0][0]))}, one thread each")
     return Results(
         suite=request.suite, machine=machine, iterations=request.iterations, left_out=request.left_out, **found
     )
-
-
-def _show(results: Results, earlier: Results | None) -> None:
-    for name, value in results.machine.items():
-        console.line(f"{name}: {value}")
-    for why in results.left_out:
-        console.line(why, mark="-")
-    report.show(results)
-    if earlier is not None:
-        report.show_against(results, earlier)

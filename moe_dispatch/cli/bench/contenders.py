@@ -1,9 +1,10 @@
-"""What is compared: one MoE layer, its experts given from outside, so that only moving rows differs."""
+"""Contenders: implementations of one MoE layer. Experts are given from outside, so only moving rows differs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -11,39 +12,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.cli.bench.workload import Outcome, Shape, Tokens
+from moe_dispatch.cli.bench.workload import Shape, Tokens
+from moe_dispatch.dispatchers.autograd import Selection, State, attach, combine
+from moe_dispatch.layouts import Rows
 
-# Rows (R, D) as they arrived, and a function that tells the local expert of each, int64 (R,); gives rows (R, D).
+# Takes rows (R, D) as they arrived and a function that returns the local expert of each row, int64 (R,). Returns rows
+# (R, D).
 Experts = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outcome:
+    """Output and gradients of one forward and backward."""
+
+    y_TD: Tensor
+    grad_x_TD: Tensor
+    grad_weights_TK: Tensor
+
+
 class Contender(ABC):
-    """A dispatcher that was opened for one shape on one group."""
+    """An implementation of the layer, opened for one shape on one group."""
 
     @abstractmethod
     def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
         """Dispatch, experts, combine: (T, D). ``x_TD`` and ``weights_TK`` are the leaves that get gradients."""
 
     def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which this contender's own router gives weights, for rows of ``dtype``."""
+        """Return the dtype of the weights that this contender's own router gives for rows of ``dtype``."""
         return torch.float32
 
     def close(self) -> None:  # noqa: B027 - the peers keep nothing
-        """Give up what outlives a call."""
+        """Release what outlives a call."""
 
     def dropped(self) -> bool:
-        """Whether rows were left out for want of room, on any rank. Collective."""
+        """Return whether any rank dropped rows because a buffer was full. Collective."""
         return False
 
     def leaves(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Rows and weights as leaves of a new graph."""
+        """Return rows and weights as leaves of a new graph."""
         weights_TK = tokens.weights_TK.to(self.weight_dtype(tokens.x_TD.dtype))
         return tokens.x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()
 
 
 @final
 class Ours(Contender):
-    """moe-dispatch, with its ``alltoall`` backend or as ``fields`` of its config say."""
+    """A dispatcher of moe-dispatch: the ``alltoall`` backend unless ``fields`` of its config say otherwise."""
 
     def __init__(
         self,
@@ -69,19 +83,19 @@ class Ours(Contender):
 
 
 def _experts_up_to(offs_L: Tensor, rows: int) -> Tensor:
-    """int64 (R,): the local expert of each row; unused rows of graph-safe mode, behind the last one's, count as its."""
+    """Local expert of each row, int64 (R,). Unused rows of graph-safe mode count as rows of the last expert."""
     experts_R = torch.searchsorted(offs_L, torch.arange(rows, dtype=offs_L.dtype, device=offs_L.device), right=True)
     return experts_R.clamp_max(len(offs_L) - 1)
 
 
 def experts_of_rows(tokens_per_expert_L: Tensor) -> Tensor:
-    """int64 (R,): the local expert of each expert-major row."""
+    """Local expert of each expert-major row, int64 (R,)."""
     experts_L = torch.arange(len(tokens_per_expert_L), device=tokens_per_expert_L.device)
     return experts_L.repeat_interleave(tokens_per_expert_L)
 
 
 def scaling_experts(scales_L: Tensor) -> Experts:
-    """Experts that multiply by a number of their own."""
+    """Make experts that each multiply a row by a number of their own."""
 
     def scale(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
         return rows_RD * scales_L[local_ids()].to(rows_RD.dtype).unsqueeze(1)
@@ -95,8 +109,38 @@ def identity_experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor
 
 
 def run_layer(contender: Contender, tokens: Tokens, experts: Experts) -> Outcome:
-    """One forward and backward."""
+    """Run one forward and backward."""
     x_TD, weights_TK = contender.leaves(tokens)
     y_TD = contender.layer(x_TD, weights_TK, tokens, experts)
     grad_x_TD, grad_weights_TK = torch.autograd.grad(y_TD, (x_TD, weights_TK), tokens.upstream_TD)
     return Outcome(y_TD=y_TD.detach(), grad_x_TD=grad_x_TD, grad_weights_TK=grad_weights_TK)
+
+
+@final
+class ByHand(Contender):
+    """The backend ``alltoall`` without the dispatcher around it: no checks, layouts, padding, merging or metrics.
+
+    The difference to ``Ours`` is what the dispatcher itself costs.
+    """
+
+    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
+        self._ours = Ours(shape, group)
+        self._channel = self._ours.dispatcher._channel
+
+    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
+        sizes = self._ours.dispatcher.plan(Rows(), like=x_TD).sizes
+        arrived = self._channel.backend.dispatch(x_TD.detach(), tokens.ids_TK, weights_TK.detach(), sizes)
+        selection = Selection(num_rows=len(x_TD), real_rows=None, padded=len(x_TD))
+        state = State(
+            lease=self._ours.dispatcher._lease,
+            layout=Rows(),
+            shape=x_TD.shape,
+            selection=selection,
+            route=arrived.route,
+        )
+        arrived_RD, weights_R = attach(x_TD, weights_TK, state, (arrived.rows, arrived.weights))
+        rows_RD = experts(arrived_RD, lambda: experts_of_rows(arrived.tokens_per_expert))
+        return combine(rows_RD, weights_R, state, self._channel)
+
+    def close(self) -> None:
+        self._ours.close()

@@ -1,60 +1,40 @@
-"""The rank's side of ``bench``: every case with every contender, checked before it counts."""
+"""The rank's side of ``bench``: measure every contender in every case, and check its results."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_dispatch.cli.bench.agreement import check_agreement
-from moe_dispatch.cli.bench.case import Case
 from moe_dispatch.cli.bench.contenders import Contender, identity_experts, run_layer
-from moe_dispatch.cli.bench.entrants import Entrant
-from moe_dispatch.cli.bench.memory import peak_bytes
+from moe_dispatch.cli.bench.costs import PHASES, Timing, floor_bytes, gather, peak_bytes, sent_by_phase, time_in_turn
 from moe_dispatch.cli.bench.overhead import Overhead, measure_overhead
+from moe_dispatch.cli.bench.request import NamedContender, Task
 from moe_dispatch.cli.bench.results import CaseResult, Measured, OverheadResult
-from moe_dispatch.cli.bench.timing import Timing, time_in_turn
-from moe_dispatch.cli.bench.traffic import PHASES, floor_bytes, sent_by_phase
-from moe_dispatch.cli.bench.workload import Tokens
+from moe_dispatch.cli.bench.workload import Case, Tokens
+from moe_dispatch.cli.names import noting
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import Send
 
 OVERHEAD_RUNS = 40  # for each iteration that is asked for: these calls are short
 _WARMING_TOKENS = 16
-_CHECKS = 3  # agreement, bytes, memory
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """Cases of one suite, all on the same number of ranks."""
-
-    suite: str
-    cases: tuple[Case, ...]
-    entrants: tuple[Entrant, ...]
-    iterations: int
-
-    @property
-    def parts(self) -> int:
-        """How often ``measure`` sends."""
-        rounds = 1 + self.iterations
-        return len(self.cases) * {"overhead": 1, "growth": rounds}.get(self.suite, rounds + _CHECKS)
 
 
 def measure(task: Task, place: Place, send: Send) -> list[CaseResult] | list[OverheadResult]:
-    """Run everything, the same result on all ranks. Collective; ``send(1)`` after every part.
+    """Run every case of a task; the result is the same on all ranks. Collective; ``send(1)`` after every part.
 
     Raises:
         DisagreementError: a contender's output or gradient is wrong, or differs from the first one's.
         MoEDispatchError: a backend of ours cannot be used on this group or for a shape.
     """
     logging.getLogger("moe_dispatch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)  # alike for any number of ranks; a second one makes a busy machine many times as slow
+    torch.set_num_threads(1)  # the same for any number of ranks; a second thread makes a busy machine many times slower
     _warm(task, place)
     if task.suite == "overhead":
         return [_overheads(case, task, place, send) for case in task.cases]
@@ -70,48 +50,36 @@ def _warm(task: Task, place: Place) -> None:
 
 
 @contextmanager
-def _opened(case: Case, entrants: Sequence[Entrant], place: Place) -> Iterator[dict[str, Contender]]:
-    """All contenders, by label. Collective."""
+def _opened(case: Case, named: Sequence[NamedContender], place: Place) -> Iterator[dict[str, Contender]]:
+    """Open all contenders, and close them after the block. Collective."""
     contenders = {}
-    for entrant in entrants:
-        with _named(entrant.label):
-            contenders[entrant.label] = entrant.open(case.shape, place)
+    for one in named:
+        with noting(one.label):
+            contenders[one.label] = one.open(case.shape, place)
     yield contenders
     for contender in contenders.values():
         contender.close()
 
 
-@contextmanager
-def _named(label: str) -> Iterator[None]:
-    """An error tells where it happened."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"in {label}")
-        raise
-
-
 def _times_only(case: Case, task: Task, place: Place, done: Callable[[], None]) -> CaseResult:
-    with _opened(case, task.entrants, place) as contenders:
+    with _opened(case, task.contenders, place) as contenders:
         timings = time_in_turn(contenders, case.tokens(place), task.iterations, _group(place), done)
     return CaseResult(case=case, contenders={name: Measured(timing=timing) for name, timing in timings.items()})
 
 
 def _everything(case: Case, task: Task, place: Place, done: Callable[[], None]) -> CaseResult:
     tokens, group = case.tokens(place), _group(place)
-    with _opened(case, task.entrants, place) as contenders:
+    with _opened(case, task.contenders, place) as contenders:
         timings = time_in_turn(contenders, tokens, task.iterations, group, done)
         dropped = {name for name, contender in contenders.items() if contender.dropped()}
         whole = {name: contender for name, contender in contenders.items() if name not in dropped}
         errors = check_agreement(whole, tokens, group) if whole else {}
         done()
         sent = {
-            entrant.label: sent_by_phase(contenders[entrant.label], tokens)
-            for entrant in task.entrants
-            if entrant.bytes_are_seen
+            one.label: sent_by_phase(contenders[one.label], tokens) for one in task.contenders if one.bytes_are_seen
         }
         done()
-    peaks = {entrant.label: _peak(entrant, case, tokens, place) for entrant in task.entrants}
+    peaks = {one.label: _peak(one, case, tokens, place) for one in task.contenders}
     done()
     ranks = gather((floor_bytes(tokens, group), errors, sent, peaks), group)
     return CaseResult(
@@ -122,7 +90,7 @@ def _everything(case: Case, task: Task, place: Place, done: Callable[[], None]) 
 
 
 def _joined(timings: Mapping[str, Timing], dropped: set[str], ranks: Sequence[Any]) -> dict[str, Measured]:
-    """What all ranks found: means of bytes, the largest of the rest."""
+    """Join the results of all ranks: the mean of bytes, the largest of the rest."""
     errors, sent, peaks = zip(*ranks, strict=True)
     return {
         name: Measured(
@@ -139,13 +107,13 @@ def _joined(timings: Mapping[str, Timing], dropped: set[str], ranks: Sequence[An
 
 
 def _overheads(case: Case, task: Task, place: Place, send: Send) -> OverheadResult:
-    """Of the rank where it is largest."""
+    """Measure the overhead of every contender on the rank where it is largest."""
     tokens, group = case.tokens(place), _group(place)
-    with _opened(case, task.entrants, place) as contenders:
+    with _opened(case, task.contenders, place) as contenders:
         runs = OVERHEAD_RUNS * task.iterations
         mine = {}
         for name, contender in contenders.items():
-            with _named(name):
+            with noting(name):
                 mine[name] = measure_overhead(contender, tokens, runs, group)
     send(1)
     ranks: list[dict[str, Overhead]] = gather(mine, group)
@@ -155,11 +123,11 @@ def _overheads(case: Case, task: Task, place: Place, send: Send) -> OverheadResu
     )
 
 
-def _peak(entrant: Entrant, case: Case, tokens: Tokens, place: Place) -> int:
-    """Most bytes held in the life of a contender that runs twice, so that it may reuse buffers. Collective."""
+def _peak(named: NamedContender, case: Case, tokens: Tokens, place: Place) -> int:
+    """Most bytes that a contender holds. It runs twice, so that it may reuse buffers. Collective."""
 
     def live() -> None:
-        contender = entrant.open(case.shape, place)
+        contender = named.open(case.shape, place)
         for _ in range(2):
             run_layer(contender, tokens, identity_experts)
         contender.close()
@@ -170,10 +138,3 @@ def _peak(entrant: Entrant, case: Case, tokens: Tokens, place: Place) -> int:
 def _group(place: Place) -> dist.ProcessGroup:
     assert place.group is not None
     return place.group
-
-
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """``value`` of every rank, by rank."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group)
-    return values

@@ -1,4 +1,7 @@
-"""What a call costs beside its collectives, on so few tokens that moving them costs nothing."""
+"""What a call costs above its collectives, on so few tokens that moving them costs nothing.
+
+The collectives of a call are recorded by a mode of torch's operator dispatcher and run again bare.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,105 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch.cli.bench.contenders import Contender, identity_experts
-from moe_dispatch.cli.bench.interception import Recorder, replay
-from moe_dispatch.cli.bench.timing import synchronize
+from moe_dispatch.cli.bench.costs import synchronize
 from moe_dispatch.cli.bench.workload import Tokens
+from moe_dispatch.errors import MoEDispatchError
+
+
+class UncountedError(MoEDispatchError, NotImplementedError):
+    """A contender ran a collective that cannot be recorded."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One all-to-all of this rank.
+
+    Attributes:
+        row_bytes: bytes of one row of the tensor.
+        splits_out: rows to each rank.
+        splits_in: rows from each rank.
+    """
+
+    row_bytes: int
+    splits_out: tuple[int, ...]
+    splits_in: tuple[int, ...]
+
+
+@final
+class Recorder(TorchDispatchMode):
+    """Records all-to-alls while entered, also those of backward. Functional collectives are recorded once.
+
+    Raises:
+        UncountedError: on any other collective, rather than counting it as nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.exchanges: list[Exchange] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, and record it if it is an all-to-all."""
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            names = (argument.name for argument in func._schema.arguments)
+            self._record(func._opname, {**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        return result
+
+    def _record(self, name: str, given: dict[str, Any]) -> None:
+        if not given.keys() & {"process_group", "group_name"}:
+            return  # an operator without a group waits for a tensor or wraps it, and moves no bytes
+        if name not in ("alltoall_base_", "all_to_all_single"):
+            raise UncountedError(
+                f"Recorder: collectives must be all-to-alls, got {name}. Leave out the contender that calls it."
+            )
+        group = _group_of(given)
+        rows = given["input"].shape[0]
+        splits_out = tuple(given["input_split_sizes"]) or (rows // group.size(),) * group.size()
+        row_bytes = given["input"].nbytes // rows if rows else 0
+        self.exchanges.append(
+            Exchange(
+                row_bytes=row_bytes,
+                splits_out=splits_out,
+                splits_in=tuple(given["output_split_sizes"]) or splits_out,
+            )
+        )
+
+
+def _group_of(given: dict[str, Any]) -> dist.ProcessGroup:
+    if "process_group" in given:
+        return dist.ProcessGroup.unbox(given["process_group"])
+    group = given["group_name"]  # a group or its name
+    return c10d._resolve_process_group(group) if isinstance(group, str) else group  # type: ignore[arg-type]
+
+
+def replay(exchanges: list[Exchange], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Run the recorded all-to-alls again on fresh buffers, one after the other, with nothing around them."""
+    for exchange in exchanges:
+        outgoing = torch.empty(sum(exchange.splits_out), exchange.row_bytes, dtype=torch.uint8, device=device)
+        received = torch.empty(sum(exchange.splits_in), exchange.row_bytes, dtype=torch.uint8, device=device)
+        group.alltoall_base(received, outgoing, list(exchange.splits_in), list(exchange.splits_out)).wait()
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """Milliseconds of dispatch and combine, forward with autograd recording, less those of its collectives run bare.
+    """Milliseconds of dispatch and combine, forward with autograd recording, above those of its collectives.
 
     Attributes:
         median_ms: difference of the medians of the wall times.
         fastest_ms: difference of the shortest wall times.
         processor_ms: difference of the medians of the calling thread's processor time, which waiting for a rank that
             shares its core does not lengthen.
-        in_place_ms: median of the wall times, each less its own collectives timed where they stand; None for a
-            contender whose collectives are not calls of the process group's methods.
-        fastest_in_place_ms: the shortest of these times.
+        in_place_ms: median of the wall times, each less its own collectives timed inside the call; None for a contender
+            whose collectives are not calls of the process group's methods.
+        fastest_in_place_ms: shortest of the times in place.
     """
 
     median_ms: float
@@ -43,8 +125,8 @@ class Overhead:
 def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dist.ProcessGroup) -> Overhead:
     """Time the layer and its bare collectives in turn, then the layer with a clock on its collectives. Collective.
 
-    Run bare, one right after the other, collectives find their code in the cache and take less than in the layer, so
-    the differences contain part of them. Timed in place they do not; that is the cost of a call as such.
+    Collectives that run bare, one right after the other, find their code in the cache and take less time than in the
+    layer, so the differences still contain part of them. Times in place do not contain it.
     """
     x_TD, weights_TK = contender.leaves(tokens)
     device = x_TD.device
@@ -62,7 +144,7 @@ def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dis
         layer()
     times = [(_time(layer, group, device), _time(bare, group, device)) for _ in range(runs)]
     (wall, thread), (bare_wall, bare_thread) = (zip(*column, strict=True) for column in zip(*times, strict=True))
-    beside = [_time_beside(layer, group, device, len(recorder.exchanges)) for _ in range(runs)]
+    beside = [_time_in_place(layer, group, device, len(recorder.exchanges)) for _ in range(runs)]
     known = [1e3 * seconds for seconds in beside if seconds is not None]
     return Overhead(
         median_ms=1e3 * (median(wall) - median(bare_wall)),
@@ -73,10 +155,10 @@ def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dis
     )
 
 
-def _time_beside(
+def _time_in_place(
     call: Callable[[], None], group: dist.ProcessGroup, device: torch.device, exchanges: int
 ) -> float | None:
-    """Seconds of a call less those of its all-to-alls, each awaited at once; None where not all could be timed."""
+    """Time a call less its all-to-alls, each awaited at once, in seconds; None if not all of them could be timed."""
     spent: list[float] = []
     issue = dist.ProcessGroup.alltoall_base
 

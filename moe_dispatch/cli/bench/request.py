@@ -1,18 +1,142 @@
-"""What ``bench`` is asked: a suite, and the cases it is run on."""
+"""What ``bench`` is asked to measure: a suite, its cases, and the contenders that the command line names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, final, get_args
 
-from moe_dispatch.cli.bench.case import Case, Dtype
-from moe_dispatch.cli.bench.entrants import OURS, absent_peers, graph_safe_modes, parse_entrants
-from moe_dispatch.cli.bench.measurement import Task
-from moe_dispatch.cli.bench.workload import Shape, Skew
+import torch.distributed as dist
+
+from moe_dispatch.cli.bench.contenders import ByHand, Contender, Ours
+from moe_dispatch.cli.bench.floor import Floor
+from moe_dispatch.cli.bench.peers import PEERS, missing_packages
+from moe_dispatch.cli.bench.workload import Case, Dtype, Shape, Skew
+from moe_dispatch.cli.names import NamedBackend, parse_backend
+from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import num_ranks, under_torchrun
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError
+
+OURS = "alltoall"
+# Contenders that a command line can name besides our backends.
+CONTENDERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {"by-hand": ByHand, "floor": Floor, **PEERS}
+INSTALL = "pip install 'moe-dispatch[bench]'"
+# Capacity factors of suite graph-safe. They bound rows per rank, and on "alltoall" rows per pair of ranks as well.
+CAPACITY_FACTORS = (1.25, 2.0, "worst")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedContender:
+    """A contender as a command line names it: by-hand, floor, a peer, or a backend of ours with its options.
+
+    Attributes:
+        label: text of the command line, with the capacity factor in graph-safe mode.
+        backend: one of our backends; None for a name in ``CONTENDERS``.
+        capacity_factor: capacity factor of graph-safe mode; None in eager mode.
+    """
+
+    label: str
+    backend: NamedBackend | None = None
+    capacity_factor: float | str | None = None
+
+    def open(self, shape: Shape, place: Place) -> Contender:
+        """Open a new contender that keeps nothing of earlier calls. Collective.
+
+        Raises:
+            MoEDispatchError: a backend of ours cannot be used on this group or for this shape.
+        """
+        assert place.group is not None
+        if self.backend is None:
+            return CONTENDERS[self.label](shape, place.group)
+        spec = self.backend.spec()
+        alone = spec["name"] == "local" and place.size == 1
+        fields = {"backend": spec} if self.capacity_factor is None else self._graph_safe(shape, spec)
+        return Ours(shape, None if alone else place.group, None if alone else place.control, **fields)
+
+    @property
+    def bytes_are_seen(self) -> bool:
+        """Whether it sends by torch.distributed, where bytes are counted, and not by a library of its own."""
+        return self.backend is None or "emulate" not in self.backend.load().model_fields
+
+    def _graph_safe(self, shape: Shape, spec: dict[str, Any]) -> dict[str, Any]:
+        assert self.backend is not None
+        pairs = "pair_rows" in self.backend.load().model_fields
+        return {
+            "backend": {**spec, **({"pair_rows": self.capacity_factor} if pairs else {})},
+            "graph_safe": True,
+            "max_tokens_per_rank": shape.tokens,
+            "capacity_factor": self.capacity_factor,
+            "on_overflow": None if self.capacity_factor == "worst" else "drop",
+        }
+
+
+def absent_peers() -> list[str]:
+    """Say which peers are not installed."""
+    return [
+        f"{name} is left out, not installed: {', '.join(packages)}. {INSTALL}."
+        for name in PEERS
+        if (packages := missing_packages(name))
+    ]
+
+
+def parse_contenders(names: str | None) -> tuple[NamedContender, ...]:
+    """Parse ``--contenders``. The default is ours, by-hand, the floor, and the peers that are installed.
+
+    Raises:
+        ConfigError: no such contender or option, or an emulation.
+        BackendUnavailableError: a peer that is not installed, or a class that cannot be imported.
+    """
+    here = [name for name in PEERS if not missing_packages(name)]
+    texts = [OURS, "by-hand", "floor", *here] if names is None else names.split(",")
+    return tuple(map(_named, dict.fromkeys(texts)))
+
+
+def _named(text: str) -> NamedContender:
+    if missing := missing_packages(text):
+        raise BackendUnavailableError(
+            f"--contenders: the packages of {text!r} must be installed, got no {', '.join(missing)}. {INSTALL}."
+        )
+    if text in CONTENDERS:
+        return NamedContender(label=text)
+    backend = parse_backend(text)
+    try:
+        backend.spec()
+    except ConfigError as error:
+        raise ConfigError(f"--contenders: {error} Besides backends there are {', '.join(CONTENDERS)}.") from error
+    if backend.options.get("emulate"):
+        raise ConfigError(
+            f"--contenders must be the real thing, got {text!r}: the times of an emulation say nothing of its library. "
+            "Look at it with moe-dispatch compare."
+        )
+    return NamedContender(label=text, backend=backend)
+
+
+def graph_safe_modes(contenders: tuple[NamedContender, ...]) -> tuple[NamedContender, ...]:
+    """Return each contender in eager mode, then in graph-safe mode with several capacities.
+
+    Raises:
+        ConfigError: a contender is not a backend of moe-dispatch.
+    """
+    peers = [one.label for one in contenders if one.backend is None]
+    if peers:
+        raise ConfigError(
+            f"--contenders of graph-safe must be backends of moe-dispatch, got {', '.join(peers)}. "
+            f"Name for example {OURS}."
+        )
+    return tuple(
+        mode
+        for one in contenders
+        for mode in (
+            one,
+            *(
+                replace(one, label=f"{one.label}, capacity {factor}", capacity_factor=factor)
+                for factor in CAPACITY_FACTORS
+            ),
+        )
+    )
+
 
 _LAYER = {
     "tokens": "4096",
@@ -23,7 +147,7 @@ _LAYER = {
     "routing": "balanced,skewed",
 }
 _ONE_KIND = {"dtype": "bfloat16", "routing": "balanced"}
-# Values of the axes that are not given, by suite.
+# Values of the axes that the command line does not give, by suite.
 SUITES = {
     "layer": _LAYER,
     "overhead": {**_LAYER, **_ONE_KIND, "tokens": "16"},
@@ -31,7 +155,7 @@ SUITES = {
     "graph-safe": _LAYER,
 }
 _WORDS: dict[str, tuple[str, ...]] = {"dtype": get_args(Dtype), "routing": get_args(Skew)}
-# Where growth goes from its base, one axis at a time.
+# Values of suite growth, which varies one axis at a time.
 GROWTH: dict[str, tuple[int, ...]] = {
     "tokens": (256, 512, 1024, 2048, 4096),
     "hidden": (256, 512, 1024, 2048, 4096),
@@ -39,7 +163,7 @@ GROWTH: dict[str, tuple[int, ...]] = {
     "top_k": (1, 2, 4, 8, 16),
 }
 GROWTH_RANKS = (1, 2, 4, 8)
-# Where the suite "layer" looks besides, if no axis is given: from its shape, in bfloat16 and balanced.
+# Further shapes of suite layer if no axis is given, in bfloat16 and balanced.
 LAYER_SHAPES: tuple[dict[str, int], ...] = (
     {"tokens": 64},
     {"tokens": 16384},
@@ -48,16 +172,34 @@ LAYER_SHAPES: tuple[dict[str, int], ...] = (
     {"experts": 256},
 )
 QUICK_TOKENS, QUICK_ITERATIONS = 256, 2
+_CHECKS = 3  # agreement, bytes, memory
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """Cases of one suite that run on the same number of ranks."""
+
+    suite: str
+    cases: tuple[Case, ...]
+    contenders: tuple[NamedContender, ...]
+    iterations: int
+
+    @property
+    def parts(self) -> int:
+        """Number of progress messages that ``measure`` sends."""
+        rounds = 1 + self.iterations
+        return len(self.cases) * {"overhead": 1, "growth": rounds}.get(self.suite, rounds + _CHECKS)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """All that is measured.
+    """All that one run of the command measures.
 
     Attributes:
-        tasks: each with its number of ranks.
-        left_out: peers that are not here and combinations of values that cannot be, and why.
+        tasks: pairs of a number of ranks and a task.
+        left_out: sentences on peers that are not installed and on impossible combinations of values.
     """
 
     suite: str
@@ -67,8 +209,8 @@ class Request:
 
     @property
     def keys(self) -> set[tuple[Case, str]]:
-        """Every case with every contender."""
-        return {(case, entrant.label) for _, task in self.tasks for case in task.cases for entrant in task.entrants}
+        """Pairs of a case and the label of a contender."""
+        return {(case, one.label) for _, task in self.tasks for case in task.cases for one in task.contenders}
 
 
 def make_request(
@@ -80,19 +222,19 @@ def make_request(
     iterations: int,
     quick: bool,
 ) -> Request:
-    """What the command line asks for.
+    """Make a request from the command line.
 
     Args:
-        suite: of ``SUITES``.
-        axes: by name, values with commas between; None for the suite's own.
-        contenders: names, with commas between.
-        ranks: processes to start; torchrun knows its own.
+        suite: name in ``SUITES``.
+        axes: values by axis, separated by commas; None for the values of the suite.
+        contenders: names separated by commas; None for the default.
+        ranks: number of processes to start. Under torchrun its number of ranks counts.
         iterations: warm runs of each contender.
-        quick: no more than 256 tokens and 2 iterations.
+        quick: take at most 256 tokens and 2 iterations.
 
     Raises:
-        ConfigError: the suite, a value, a contender or all combinations of values are wrong.
-        BackendUnavailableError: a contender that is not here.
+        ConfigError: the suite, a value or a contender is wrong, or no combination of values is possible.
+        BackendUnavailableError: a contender is not installed.
     """
     if suite not in SUITES:
         raise ConfigError(f"SUITE must be one of {', '.join(SUITES)}, got {suite!r}. Use one of these.")
@@ -101,8 +243,8 @@ def make_request(
     if quick:
         values["tokens"] = tuple(dict.fromkeys(min(tokens, QUICK_TOKENS) for tokens in values["tokens"]))
         iterations = min(iterations, QUICK_ITERATIONS)
-    own = suite == "graph-safe"
-    entrants = parse_entrants(OURS if own and contenders is None else contenders)
+    graph_safe = suite == "graph-safe"
+    named = parse_contenders(OURS if graph_safe and contenders is None else contenders)
     cases = _cases(suite, values, num_ranks(ranks), quick=quick)
     if suite == "layer" and not given and not quick:
         cases += [replace(cases[0], shape=replace(cases[0].shape, **axis)) for axis in LAYER_SHAPES]
@@ -115,10 +257,10 @@ def make_request(
     task = Task(
         suite=suite,
         cases=tuple(case for case in cases if case not in faults),
-        entrants=graph_safe_modes(entrants) if own else entrants,
+        contenders=graph_safe_modes(named) if graph_safe else named,
         iterations=iterations,
     )
-    absent = absent_peers() if contenders is None and not own else []
+    absent = absent_peers() if contenders is None and not graph_safe else []
     impossible = [f"{case} is left out: {fault}" for case, fault in faults.items()]
     return Request(
         suite=suite,
@@ -129,11 +271,7 @@ def make_request(
 
 
 def _values(axis: str, text: str) -> tuple[Any, ...]:
-    """The values of an axis, once each.
-
-    Raises:
-        ConfigError: one that cannot be.
-    """
+    """Parse the values of an axis, without repetitions."""
     words = tuple(dict.fromkeys(text.split(",")))
     if axis in _WORDS:
         if wrong := [word for word in words if word not in _WORDS[axis]]:
@@ -148,7 +286,7 @@ def _values(axis: str, text: str) -> tuple[Any, ...]:
 
 
 def _cases(suite: str, values: Mapping[str, tuple[Any, ...]], ranks: int, *, quick: bool) -> list[Case]:
-    """All that the suite looks at, possible or not, once each."""
+    """Return all cases of the suite without repetitions, possible or not."""
     combined = [
         Case(shape=Shape(tokens=T, hidden=D, experts=E, top_k=K), dtype=dtype, routing=routing, ranks=ranks)
         for T, D, E, K in product(values["tokens"], values["hidden"], values["experts"], values["top-k"])
@@ -157,7 +295,7 @@ def _cases(suite: str, values: Mapping[str, tuple[Any, ...]], ranks: int, *, qui
     ]
     if suite == "growth":
         combined = list(_grown(_base(combined, values), quick=quick))
-    elif suite == "overhead":  # a rank that is alone has its core to itself
+    elif suite == "overhead":  # one rank alone has its core to itself
         combined = [replace(case, ranks=size) for size in (1, ranks) for case in combined]
     return list(dict.fromkeys(combined))
 
@@ -172,7 +310,7 @@ def _base(cases: list[Case], values: Mapping[str, tuple[Any, ...]]) -> Case:
 
 
 def _grown(base: Case, *, quick: bool) -> Iterator[Case]:
-    """One axis at a time; ``quick`` takes two points of each."""
+    """Vary one axis at a time; ``quick`` takes two values of each."""
     points = 2 if quick else None
     for axis, sizes in GROWTH.items():
         for size in sizes[:points]:
@@ -182,7 +320,7 @@ def _grown(base: Case, *, quick: bool) -> Iterator[Case]:
 
 
 def _fault(case: Case) -> str | None:
-    """Why a case cannot be run."""
+    """Say why a case cannot run; None if it can."""
     shape = case.shape
     if shape.experts % case.ranks:
         return f"{shape.experts} experts cannot be divided among {case.ranks} ranks"

@@ -1,24 +1,20 @@
-"""What every contender is given, and what must come out.
+"""The cases of a benchmark, and the tokens and routing that every contender is given.
 
-Dimension suffixes are those of ``moe_dispatch.types``. Experts here multiply a row by one number, so that the dense
-result has a closed form at any size, and a row at the wrong expert shows.
+Dimension suffixes are those of ``moe_dispatch.types``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Literal, final
 
 import torch
 from torch import Generator, Tensor
 
-from moe_dispatch.errors import MoEDispatchError
+from moe_dispatch.cli.place import Place
 
 Skew = Literal["balanced", "skewed"]
-
-# Largest error of an entry over the sum of the magnitudes of its terms. In bfloat16 the peers round each of top_k slots
-# and add up in bfloat16: about top_k half units in the last place, 2e-3 each. A row at the wrong expert is off by 0.1.
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
+Dtype = Literal["bfloat16", "float32"]
 
 
 @final
@@ -38,10 +34,10 @@ class Tokens:
     """One rank's input, the same for all contenders.
 
     Attributes:
-        x_TD: the rows, in the dtype that is measured.
+        x_TD: rows in the measured dtype.
         ids_TK: int64, distinct experts per row.
-        weights_TK: float32, numbers that bfloat16 holds exactly, because the routers of some models round to it.
-        tokens_per_expert_E: int64, this rank's slots by expert; routers count them, so they are not charged to anyone.
+        weights_TK: float32, rounded to bfloat16 because the routers of some models do so.
+        tokens_per_expert_E: int64, this rank's slots by expert. Routers count them, so counting is not timed.
         upstream_TD: gradient of the output.
     """
 
@@ -52,26 +48,12 @@ class Tokens:
     upstream_TD: Tensor
 
     def to(self, device: torch.device) -> Tokens:
-        """The same on another device."""
+        """Copy to another device."""
         return Tokens(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Outcome:
-    """What one forward and backward gives."""
-
-    y_TD: Tensor
-    grad_x_TD: Tensor
-    grad_weights_TK: Tensor
-
-
-class DisagreementError(MoEDispatchError, AssertionError):
-    """Two computations of the same layer differ by more than rounding."""
-
-
 def draw_tokens(shape: Shape, skew: Skew, dtype: torch.dtype, rank: int) -> Tokens:
-    """Seeded rows and routing of one rank.
+    """Draw rows and routing of one rank; the rank is the seed.
 
     "balanced" draws experts uniformly. "skewed" draws them by Zipf's law (odds 1, 1/2, 1/3, ...) in an order of
     popularity that is shuffled, so that popular experts lie on any rank.
@@ -89,7 +71,7 @@ def draw_tokens(shape: Shape, skew: Skew, dtype: torch.dtype, rank: int) -> Toke
 
 
 def draw_experts(shape: Shape, skew: Skew, generator: Generator) -> Tensor:
-    """int64 (T, K): the best of each row, by random scores."""
+    """Draw the experts of each row by random scores, int64 (T, K)."""
     scores_TE = -torch.rand(shape.tokens, shape.experts, generator=generator).log()
     if skew == "skewed":
         popularity_E = torch.randperm(shape.experts, generator=torch.Generator().manual_seed(0)) + 1
@@ -97,49 +79,23 @@ def draw_experts(shape: Shape, skew: Skew, generator: Generator) -> Tensor:
     return scores_TE.topk(shape.top_k, largest=False).indices
 
 
-def draw_scales(num_experts: int) -> Tensor:
-    """float32 (E,): what each expert multiplies by; of either sign, 1 to 2 in size, exact in bfloat16."""
-    generator = torch.Generator().manual_seed(1)
-    sizes_E = 1 + torch.randint(64, (num_experts,), generator=generator) / 64
-    return torch.where(torch.rand(num_experts, generator=generator) < 0.5, -sizes_E, sizes_E)
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One point of the benchmark: every contender runs on this shape, dtype, routing and number of ranks."""
 
+    shape: Shape
+    dtype: Dtype
+    routing: Skew
+    ranks: int
 
-def dense_outcome(tokens: Tokens, scales_E: Tensor) -> Outcome:
-    """The same layer without any dispatch, in float64."""
-    x_TD, upstream_TD, weights_TK = tokens.x_TD.double(), tokens.upstream_TD.double(), tokens.weights_TK.double()
-    scales_TK = scales_E.double()[tokens.ids_TK]
-    share_T = (weights_TK * scales_TK).sum(1, keepdim=True)
-    return Outcome(
-        y_TD=x_TD * share_T,
-        grad_x_TD=upstream_TD * share_T,
-        grad_weights_TK=(x_TD * upstream_TD).sum(1, keepdim=True) * scales_TK,
-    )
+    def __str__(self) -> str:
+        shape = self.shape
+        return (
+            f"{self.dtype}, {self.routing}: {shape.tokens} tokens a rank, hidden {shape.hidden}, "
+            f"{shape.experts} experts, top-{shape.top_k}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+        )
 
-
-def magnitudes(tokens: Tokens, scales_E: Tensor) -> Outcome:
-    """By entry, what its terms add up to without their signs: the scale of its rounding errors."""
-    unsigned = replace(tokens, x_TD=tokens.x_TD.abs(), upstream_TD=tokens.upstream_TD.abs())
-    return dense_outcome(unsigned, scales_E.abs())
-
-
-def require_agreement(names: str, got: Outcome, want: Outcome, scale: Outcome, tolerance: float) -> float:
-    """Compare two outcomes entry by entry; the largest error, relative to ``scale``.
-
-    Raises:
-        DisagreementError: an error exceeds ``tolerance``, or a result is not finite.
-    """
-    worst = 0.0
-    for field in ("y_TD", "grad_x_TD", "grad_weights_TK"):
-        error = largest_error(*(getattr(outcome, field).double() for outcome in (got, want, scale)))
-        if not error <= tolerance:
-            raise DisagreementError(
-                f"{names}: {field} must agree within {tolerance:g} of its terms' magnitude, got {error:.3g}. "
-                "Do not trust the times of either."
-            )
-        worst = max(worst, error)
-    return worst
-
-
-def largest_error(got: Tensor, want: Tensor, scale: Tensor) -> float:
-    """Largest difference over ``scale``, 0 without entries; NaN where a difference is NaN."""
-    return float(((got - want).abs() / scale.clamp_min(torch.finfo(scale.dtype).tiny)).max()) if got.numel() else 0.0
+    def tokens(self, place: Place) -> Tokens:
+        """Draw this rank's input, on its device."""
+        return draw_tokens(self.shape, self.routing, getattr(torch, self.dtype), place.rank).to(place.device)

@@ -1,0 +1,1 @@
+"""``check``: the conformance kit on one backend."""

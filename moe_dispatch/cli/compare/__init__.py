@@ -1,0 +1,1 @@
+"""``compare``: the same tokens through several backends, held against a reference."""

@@ -1,0 +1,252 @@
+"""The rank's side of ``compare``: runs every variant on the same tokens, checks its results, measures its costs.
+
+Dimensions as in ``moe_dispatch.types``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.cli.compare.comparison import QUANTITIES, Comparison, Outcome, Task, Variant
+from moe_dispatch.cli.compare.workload import Step, make_material
+from moe_dispatch.cli.names import noting
+from moe_dispatch.cli.place import Place
+from moe_dispatch.cli.ranks import Send
+from moe_dispatch.communication import Communicator
+from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.errors import MoEDispatchError
+from moe_dispatch.testing.counting import count_collectives
+from moe_dispatch.testing.host_syncs import count_host_syncs
+from moe_dispatch.testing.rank_context import Call, RankContext
+from moe_dispatch.types import Plan
+
+# Fewest timed rounds. Each goes through all variants, so that drift of the machine hits all alike.
+ROUNDS = 5
+
+
+@final
+@dataclass(kw_only=True, slots=True, eq=False)
+class Candidate:
+    """A variant on this rank, and its measurements so far."""
+
+    variant: Variant
+    dispatcher: Dispatcher | None = None
+    refused: str | None = None
+    from_reference: dict[str, float] = field(default_factory=dict)
+    from_first: dict[str, float] = field(default_factory=dict)
+    bytes_sent: float = 0
+    rows_padded: dict[str, float] = field(default_factory=dict)
+    host_syncs: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Name in errors."""
+        return f"{self.variant.backend.label}, {self.variant.mode}"
+
+
+def measure(task: Task, place: Place, send: Send) -> Comparison:
+    """Run a task. Collective; ``send((done, of))`` after every part."""
+    logging.getLogger("moe_dispatch").setLevel(logging.ERROR)  # which backends are emulated is in the result
+    material = make_material(task.workload, task.config, rank=place.rank, ranks=place.size)
+    steps = material.steps
+    candidates = [_open(variant, task, place, material.most_rows) for variant in task.variants]
+    rounds = max(ROUNDS, len(steps))
+    for done, step in enumerate(steps, start=1):
+        _hold_against_reference(step, candidates, place)
+        send((done, len(steps) + rounds))
+    runners = [candidate for candidate in candidates if candidate.refused is None]
+    for candidate in runners:
+        with noting(candidate.name):
+            _count(candidate, steps, place)
+    for done in range(1, rounds + 1):
+        call = steps[done % len(steps)].call(place.device)
+        for candidate in runners:
+            with noting(candidate.name):
+                candidate.seconds.append(_time(candidate, call, place))
+        send((len(steps) + done, len(steps) + rounds))
+    for candidate in runners:
+        _dispatcher(candidate).close()
+    return Comparison(
+        task=task,
+        tolerance=task.tolerance or material.scenario.tolerance,
+        transport="nccl" if place.device.type == "cuda" else "gloo",
+        tokens=material.tokens,
+        most_rows=max(material.most_rows, 1),
+        outcomes=tuple(_gathered(candidates, place)),
+    )
+
+
+def _open(variant: Variant, task: Task, place: Place, max_tokens: int) -> Candidate:
+    candidate = Candidate(variant=variant)
+    if variant.backend.emulated and place.device.type != "cpu":
+        candidate.refused = (
+            f"compare: an emulation takes CPU tensors, got {variant.backend.label!r} on ranks with GPUs. Leave it out, "
+            "or hide the GPUs: CUDA_VISIBLE_DEVICES=."
+        )
+        return candidate
+    try:
+        with noting(candidate.name):
+            config = variant.config(task.config, max(max_tokens, 1))
+            group = None if place.size == 1 and config.backend_name == "local" else place.group
+            candidate.dispatcher = build_dispatcher(config, group, control_group=place.control if group else None)
+    except MoEDispatchError as refusal:
+        candidate.refused = str(refusal)
+    return candidate
+
+
+def _dispatcher(candidate: Candidate) -> Dispatcher:
+    assert candidate.dispatcher is not None
+    return candidate.dispatcher
+
+
+def _hold_against_reference(step: Step, candidates: Sequence[Candidate], place: Place) -> None:
+    """Run one batch through every candidate, and keep the largest differences so far."""
+    expected = _summed(step.expected(), place)
+    first: dict[str, Tensor] | None = None
+    for candidate in candidates:
+        if candidate.refused is not None:
+            continue
+        try:
+            with noting(candidate.name):
+                found = _summed(_results(_dispatcher(candidate), step, place), place)
+        except MoEDispatchError as refusal:  # the tensors are refused on all ranks alike
+            candidate.refused = str(refusal)
+            _dispatcher(candidate).close()
+            continue
+        first = first or found
+        for name in QUANTITIES:
+            _keep_largest(candidate.from_reference, name, relative_difference(found[name], expected[name]))
+            _keep_largest(candidate.from_first, name, relative_difference(found[name], first[name]))
+
+
+def _results(dispatcher: Dispatcher, step: Step, place: Place) -> dict[str, Tensor]:
+    """Compute output and gradients of one layer with the kit's experts, by name, on the CPU."""
+    call = step.call(place.device)
+    context = RankContext(scenario=step.scenario, dispatcher=dispatcher, rank=place.rank, calls=(call,))
+    sent = dispatcher.dispatch(call.x, call.routing, context.plan(call))
+    y = dispatcher.combine(context.run_experts(sent, call.experts), sent)
+    y.backward(call.upstream)
+    experts = [_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)]
+    return {
+        "y": y.detach().cpu().view(-1, y.shape[-1]),
+        "x": _gradient(call.x).view(-1, y.shape[-1]),
+        "weights": _gradient(call.weights_TK),
+        "experts": torch.cat([part.flatten() for part in experts]),
+    }
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf, device="cpu") if leaf.grad is None else leaf.grad.cpu()
+
+
+def _summed(results: dict[str, Tensor], place: Place) -> dict[str, Tensor]:
+    """Sum the experts' gradients over ranks: every rank computed those of its own experts or of its own tokens."""
+    return {**results, "experts": place.sum(results["experts"].double().to(place.device)).cpu()}
+
+
+def relative_difference(got: Tensor, expected: Tensor) -> float:
+    """Return the largest difference over the largest expected value, if that is not 0; infinite for a NaN."""
+    if got.numel() == 0:
+        return 0.0
+    difference = (got.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max()
+    return float(difference) / (float(expected.double().abs().max()) or 1.0)
+
+
+def _keep_largest(largest: dict[str, float], name: str, value: float) -> None:
+    largest[name] = max(largest.get(name, 0.0), value)
+
+
+def _layer(dispatcher: Dispatcher, call: Call, plan: Plan) -> None:
+    """Run forward and backward around experts that cost nothing."""
+    sent = dispatcher.dispatch(call.x, call.routing, plan)
+    rows = sent.rows
+    if dispatcher.config.weights == "experts":
+        rows = (rows * sent.weights.unsqueeze(1)).to(rows.dtype)
+    torch.autograd.grad(dispatcher.combine(rows, sent), (call.x, call.weights_TK), call.upstream)
+
+
+def _count(candidate: Candidate, steps: Sequence[Step], place: Place) -> None:
+    """Count bytes and padding, mean of all steps, and the host syncs of the first step. Also warms up."""
+    dispatcher, nbytes = _dispatcher(candidate), 0
+    before = dispatcher.metrics(gather=True).rows_padded
+    for step in steps:
+        call = step.call(place.device)
+        with count_collectives() as collectives:
+            _layer(dispatcher, call, dispatcher.plan(call.layout, like=call.x))
+        nbytes += collectives.nbytes
+    after = dispatcher.metrics(gather=True).rows_padded
+    candidate.bytes_sent = nbytes / len(steps)
+    candidate.rows_padded = {cause: (after[cause] - before[cause]) / len(steps) for cause in after}
+    call = steps[0].call(place.device)
+    if place.rank == 0:
+        with count_host_syncs() as reads:
+            _layer(dispatcher, call, dispatcher.plan(call.layout, like=call.x))
+        candidate.host_syncs = len(reads)
+    else:
+        _layer(dispatcher, call, dispatcher.plan(call.layout, like=call.x))
+
+
+def _time(candidate: Candidate, call: Call, place: Place) -> float:
+    """Time one call on this rank, in seconds; ranks start together."""
+    dispatcher = _dispatcher(candidate)
+    place.sum(torch.zeros(1, device=place.device))
+    _wait(place)
+    started = time.perf_counter()
+    _layer(dispatcher, call, dispatcher.plan(call.layout, like=call.x))
+    _wait(place)
+    return time.perf_counter() - started
+
+
+def _wait(place: Place) -> None:
+    if place.device.type == "cuda":
+        torch.cuda.synchronize(place.device)
+
+
+def _gathered(candidates: Sequence[Candidate], place: Place) -> list[Outcome]:
+    """Gather the outcomes of all ranks, the same on each rank. Collective."""
+    mine = [
+        [candidate.from_reference, candidate.from_first, candidate.bytes_sent, candidate.host_syncs, candidate.seconds]
+        for candidate in candidates
+    ]
+    everyone = Communicator(place.control or place.group).gather_json(mine, label="compare")
+    outcomes, base = [], None
+    for candidate, of_ranks in zip(candidates, zip(*everyone, strict=True), strict=True):
+        if candidate.refused is not None:
+            outcomes.append(_outcome(candidate, refused=candidate.refused))
+            continue
+        reference, first, sent, syncs, seconds = zip(*of_ranks, strict=True)
+        milliseconds = 1e3 * median(max(run) for run in zip(*seconds, strict=True))
+        base = base or milliseconds
+        options = candidate.variant.backend.load()
+        emulated = candidate.variant.backend.emulated
+        outcomes.append(
+            _outcome(
+                candidate,
+                emulated=emulated,
+                from_reference=_largest(reference),
+                from_first=_largest(first),
+                bytes_sent=None if "emulate" in options.model_fields else sum(sent),
+                rows_padded=candidate.rows_padded,
+                host_syncs=None if emulated else syncs[0],
+                milliseconds=milliseconds,
+                time_ratio=milliseconds / base,
+            )
+        )
+    return outcomes
+
+
+def _outcome(candidate: Candidate, **found: Any) -> Outcome:
+    return Outcome(backend=candidate.variant.backend.label, mode=candidate.variant.mode, **found)
+
+
+def _largest(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: max(of_rank[name] for of_rank in of_ranks) for name in QUANTITIES}

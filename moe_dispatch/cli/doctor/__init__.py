@@ -1,0 +1,1 @@
+"""``doctor``: what can be used on this machine, and why the rest cannot."""

@@ -1,0 +1,123 @@
+"""Backends as a plan sees them: their needs and bytes without a process group, also if their library is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
+from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.cli.names import NamedBackend
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
+from moe_dispatch.probing import Usable
+
+# Releases that are planned if deep_ep is not installed: this package knows their rules and emulates them.
+_RELEASES = {"deepep": ("v1.2.1", "v2-2.1.0"), "hybridep": ("hybridep-744",)}
+_AGREED_BYTES = 3 * 8  # three int64 of a dispatcher's agreement on row counts
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A backend with options, or a release of its library.
+
+    Attributes:
+        label: name of the backend, with the release if its library is not installed.
+        rules: source of the rules that it is planned by.
+        options: options of the backend; None if it cannot be imported.
+        device: device that a release runs on; its emulation runs on the CPU.
+        needs: constraints, with what the config overrides; None if the backend could not say them.
+        refused: why the config cannot be used with the backend on this group; None if it can.
+    """
+
+    label: str
+    rules: str = ""
+    options: BackendOptions | None = None
+    device: str | None = None
+    needs: Constraints | None = None
+    refused: str | None = None
+
+    def wire(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire | None:
+        """Ask the backend for the bytes that it sends."""
+        assert self.options is not None
+        return self.options.wire_bytes(shape, volume, dtype)
+
+    def footprint(self, shape: MoEShape, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        """Bytes of a graph-safe dispatch of ``rows`` rows, as ``Plan.bytes`` tells them."""
+        assert self.options is not None
+        assert self.needs is not None
+        assert shape.max_tokens_per_rank is not None
+        sizes = dataclasses.replace(self.needs.sizes(shape.max_tokens_per_rank), capacity=self.options.capacity(shape))
+        return self.options.footprint(shape, sizes, rows, dtype)
+
+    def agreement_bytes(self, config: DispatcherConfig, ep_size: int) -> int:
+        """Bytes that a rank sends to agree on the rows of a micro-batch."""
+        assert self.needs is not None
+        agrees = self.needs.equal_rows or self.needs.group_max
+        if not agrees or config.graph_safe or config.row_counts_policy not in ("agree", "check"):
+            return 0
+        return 2 * _AGREED_BYTES * (ep_size - 1) // ep_size
+
+
+def candidates(named: NamedBackend, config: DispatcherConfig, shape: MoEShape, rows: int) -> list[Candidate]:
+    """Return a backend, or the releases of its library that can be planned without it.
+
+    Args:
+        named: name and options of the backend.
+        config: config for any backend.
+        shape: sizes of the group.
+        rows: most rows that a rank brings.
+
+    Raises:
+        ConfigError: there is no such backend or option.
+    """
+    try:
+        cls = named.load()
+    except BackendUnavailableError as error:  # the package of a third party
+        return [Candidate(label=named.label, refused=str(error))]
+    spec = named.spec()
+    options = cls.model_validate(named.options)
+    found = Candidate(label=named.label, options=options)
+    try:
+        config = config.replace(backend=spec)
+    except ConfigError as error:  # an option that does not fit the config
+        return [dataclasses.replace(found, refused=str(error))]
+    verdict = options.probe()
+    if isinstance(verdict, Usable):
+        return [_checked(dataclasses.replace(found, rules=verdict.version), config, shape, rows)]
+    absent = f"not usable here: {verdict.reason}"
+    releases = [
+        dataclasses.replace(
+            found,
+            label=f"{named.label} {release.removeprefix(cls.name + '-')}",
+            rules=f"rules of {release}; {absent}",
+            options=options.model_copy(update={"emulate": release}),
+            device="cuda",
+        )
+        for release in _RELEASES.get(cls.name, ())
+    ]
+    return [_checked(release, config, shape, rows) for release in releases] or [
+        dataclasses.replace(found, refused=absent)
+    ]
+
+
+def _checked(candidate: Candidate, config: DispatcherConfig, shape: MoEShape, rows: int) -> Candidate:
+    """Add the constraints of a candidate, and whether the config meets them."""
+    options, needs, refused = candidate.options, None, None
+    assert options is not None
+    try:
+        needs = dataclasses.replace(options.constraints(shape), **config.constraints.given())
+        if candidate.device is not None:
+            needs = dataclasses.replace(needs, devices=frozenset({candidate.device}))
+        check_group(config, options.name, shape, needs)
+        if config.graph_safe:
+            check_buffers(options.name, options.capacity(shape))
+        check_max_rows(f"Backend {options.name!r}", needs.padded(rows), needs)
+    except MoEDispatchError as error:
+        refused = str(error)
+    return dataclasses.replace(candidate, needs=needs, refused=refused)

@@ -1,0 +1,245 @@
+"""Runs ``plan``: reads the question from the command line, and shows the answer as tables on a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from moe_dispatch.backends import known_backends
+from moe_dispatch.cli import console
+from moe_dispatch.cli.names import NamedBackend, parse_backend
+from moe_dispatch.cli.plan.forecast import (
+    FACTORS,
+    BackendPlan,
+    CapacityPlan,
+    Forecast,
+    cluster_of,
+    forecast,
+    graph_safe_config,
+)
+from moe_dispatch.cli.plan.models import read_model
+from moe_dispatch.cli.plan.routing import Source, random_routing, traced_routing
+from moe_dispatch.cli.plan.sequences import Batch, Parallelism, sequences_of
+from moe_dispatch.config import DispatcherConfig, json_or_text
+from moe_dispatch.errors import ConfigError
+
+_DEFAULT_RANKS = 8
+_LEAST_SHARE = 1e-6  # smaller shares are not told apart: there the normal distribution says little
+_TRACE_ENDING = ".safetensors"
+_GRAPH_SAFE_FIELDS = ("capacity_factor", "on_overflow")  # a config in eager mode refuses them
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The options of the command line; None stands for an option that is not given."""
+
+    file: Path
+    ep_size: int | None
+    nodes: int | None
+    parallelism: Parallelism
+    batch: Batch
+    layers: int | None
+    dtype: str | None
+    routing: str
+    seed: int
+    backends: str | None
+    factors: Sequence[float]
+    graph_safe: bool
+    changes: Sequence[str]
+
+
+def make_forecast(request: Request) -> Forecast:
+    """Work out the plan that the command line asks for.
+
+    Raises:
+        ConfigError: the model or a number is wrong, or two numbers do not fit each other.
+        TraceError: the routing is a trace that cannot be read or has other sizes.
+    """
+    torch.set_num_threads(1)  # a second thread would slow down many small operators
+    fields, later = _changes(request.changes), {}
+    if request.graph_safe:
+        later = {name: fields.pop(name) for name in _GRAPH_SAFE_FIELDS if name in fields}
+    model = read_model(request.file, layers=request.layers, dtype=request.dtype, changes=fields)
+    config = model.config
+    source, ranks = _source(request, config)
+    cluster = cluster_of(ranks, request.nodes)
+    sequences = sequences_of(config, request.parallelism, request.batch, recorded=source.tokens)
+    if request.graph_safe:
+        model = dataclasses.replace(model, config=graph_safe_config(config, sequences.rows_per_rank, later))
+    backends = _named(config, request.backends)
+    return forecast(model, cluster, sequences, source, backends=backends, factors=request.factors or FACTORS)
+
+
+def _changes(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse FIELD=VALUE, with values as in environment variables."""
+    found = {}
+    for pair in pairs:
+        field, separator, value = pair.partition("=")
+        if not separator or field not in DispatcherConfig.model_fields:
+            raise ConfigError(
+                f"--set must be FIELD=VALUE, got {pair!r}. Fields: {', '.join(DispatcherConfig.model_fields)}."
+            )
+        found[field] = json_or_text(value)
+    return found
+
+
+def _source(request: Request, config: DispatcherConfig) -> tuple[Source, int]:
+    """Make the routing, and the number of ranks."""
+    if request.routing.endswith(_TRACE_ENDING):
+        cut = not (request.graph_safe or config.graph_safe)
+        return traced_routing(Path(request.routing), config, ep_size=request.ep_size, cut=cut)
+    return random_routing(request.routing, seed=request.seed), request.ep_size or _DEFAULT_RANKS
+
+
+def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]:
+    """Return the backends that are named, or all known ones; the config's backend has its options."""
+    if backends is not None:
+        return [parse_backend(text) for text in dict.fromkeys(backends.split(","))]
+    own = {} if isinstance(config.backend, str) else {**config.backend}
+    own_name = own.pop("name", None)
+    return [NamedBackend(label=name, where=name, options=own if name == own_name else {}) for name in known_backends()]
+
+
+def run(found: Forecast, *, as_json: bool) -> int:
+    """Show a plan; the exit status is 0 if some backend can be used."""
+    if as_json:
+        console.document(found.as_json())
+    else:
+        _show(found)
+    return int(all(backend.refused for backend in found.backends))
+
+
+def _show(found: Forecast) -> None:
+    _show_question(found)
+    _show_loads(found)
+    usable = [backend for backend in found.backends if backend.refused is None]
+    if usable:
+        _show_bytes(usable, found.model["layers"])
+        _show_rows(usable, graph_safe=found.model["graph_safe"])
+    for backend in found.backends:
+        if backend.refused is not None:
+            console.line(f"{backend.name}: {backend.refused}", mark="-")
+        elif "not usable here" in backend.rules:
+            console.line(f"{backend.name}: planned by the {backend.rules}", mark="-")
+    _show_capacities(found.capacities, simulated=found.simulated)
+
+
+def _show_question(found: Forecast) -> None:
+    model, cluster, sequences = found.model, found.cluster, found.sequences
+    console.line(
+        f"{model['name']}: {model['num_experts']} experts, top {model['top_k']}, hidden size {model['hidden_size']}, "
+        f"{model['layers']} layers with experts, {model['dtype']}"
+    )
+    console.line(
+        f"expert parallelism over {cluster.ep_size} ranks, {cluster.nodes} nodes of {cluster.ranks_per_node}; "
+        f"{'graph-safe' if model['graph_safe'] else 'eager'} mode"
+    )
+    console.line(f"routing {found.routing}")
+    console.line(f"sequences: pad to a multiple of {sequences.multiple} in the data loader")
+    if sequences.length is not None:
+        console.line(
+            f"a sequence of {sequences.length} tokens becomes {sequences.padded_length}, {sequences.padding} of them "
+            f"padding; with {sequences.batch_size} to a micro-batch",
+            indent=2,
+        )
+    console.line(f"a rank brings {sequences.rows_per_rank} rows to each dispatch", indent=2)
+
+
+def _show_loads(found: Forecast) -> None:
+    multiple = found.model["pad_multiple"]
+    rows = [
+        ("rows of a rank's experts", found.received),
+        ("of the busiest rank", found.busiest_rank),
+        ("of the busiest expert", found.busiest_expert),
+        (f"padding to {multiple} rows per expert, a rank", found.expert_padding),
+    ]
+    columns = {"expected": "expected", "\u00b1": "error", "least": "low", "most": "high"}
+    caption = f"Of {found.dispatches} simulated dispatches; \u00b1 is the standard error of the expected number."
+    if not found.simulated:
+        columns.pop("\u00b1")
+        caption = f"Of {found.dispatches} recorded dispatches."
+    console.table(
+        ["one dispatch", *columns],
+        [[title, *(f"{getattr(figure, field):.0f}" for field in columns.values())] for title, figure in rows],
+        caption=caption,
+    )
+
+
+def _show_bytes(backends: Sequence[BackendPlan], layers: int) -> None:
+    rows = []
+    for backend in backends:
+        if backend.forward is None or backend.backward is None or backend.between_nodes is None:
+            rows.append([backend.name, *["not told"] * 5])
+            continue
+        step = backend.forward.expected + backend.backward.expected
+        most = backend.forward.high + backend.backward.high
+        name = backend.name + (" *" if backend.payload_only else "")
+        numbers = (backend.forward.expected, backend.backward.expected, step, most, backend.between_nodes)
+        rows.append([name, *map(_megabytes, numbers)])
+    note = " * rows only, not what its library sends beside them." if any(one.payload_only for one in backends) else ""
+    console.table(
+        ["MB sent by a rank", "forward", "backward", "step", "at most", "to other nodes"],
+        rows,
+        caption=f"{layers} layers, one micro-batch, expected.{note}",
+    )
+
+
+def _show_rows(backends: Sequence[BackendPlan], *, graph_safe: bool) -> None:
+    purposes = list(dict.fromkeys(purpose for one in backends for purpose in one.buffers or {}))
+    rows = []
+    for backend in backends:
+        assert backend.rows_per_rank is not None
+        assert backend.rank_padding is not None
+        buffers = [(backend.buffers or {}).get(purpose) for purpose in purposes]
+        rows.append(
+            [
+                backend.name,
+                f"{backend.rows_per_rank.high:.0f}",
+                f"{backend.rank_padding.high:.0f}",
+                str(backend.sequence_multiple),
+                *("" if of is None else _megabytes(of.high) for of in buffers),
+            ]
+        )
+    console.table(
+        ["one dispatch of a rank", "rows", "padding", "sequence multiple", *(f"{purpose}, MB" for purpose in purposes)],
+        rows,
+        caption="At most. Sequences padded to the multiple leave this padding none to do. "
+        + ("The bytes are what graph-safe mode allocates." if graph_safe else "The bytes are what experts are given."),
+    )
+
+
+def _show_capacities(capacities: Sequence[CapacityPlan], *, simulated: bool) -> None:
+    bounds = " Shares are bounds of two standard errors." if simulated else ""
+    console.table(
+        ["capacity", "rows", "buffer MB", "overflow", "in a step", "pair_rows", "overflow"],
+        [
+            [
+                f"{one.factor}",
+                str(one.rows),
+                _megabytes(one.buffer_bytes),
+                _share(one.overflow),
+                _share(one.step_overflow),
+                str(one.pair_rows),
+                _share(one.pair_overflow),
+            ]
+            for one in capacities
+        ],
+        caption="A graph-safe capacity_factor, and the share of dispatches, and of steps, in which some rank needs "
+        f"more rows; and the same factor as alltoall's pair_rows.{bounds}",
+    )
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.0f}" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g}"
+
+
+def _share(bounds: tuple[float, float]) -> str:
+    """One number if the bounds agree in the digits shown."""
+    low, high = (f"{share:.2g}" if share == 0 or share >= _LEAST_SHARE else "< 1e-6" for share in bounds)
+    return low if low == high else f"{low} to {high}"

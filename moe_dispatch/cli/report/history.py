@@ -1,0 +1,230 @@
+"""What the dispatches of a trace came to: loads, padding, bytes, and what a capacity would have dropped.
+
+Dimensions: ``C`` dispatches of the trace, ``E`` experts in the whole group, ``P`` its ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
+from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capacity_of
+from moe_dispatch.backends.registry import known_backends, load_backend
+from moe_dispatch.backends.volume import Volume
+from moe_dispatch.cli.loads import Loads, count_loads, padded_rows
+from moe_dispatch.cli.report.load_sections import Timeline
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import check_group
+from moe_dispatch.errors import MoEDispatchError
+from moe_dispatch.traces import Part, Trace
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class History:
+    """Counts of every dispatch, int64.
+
+    Attributes:
+        trace: the trace.
+        layer_C: index of the dispatcher.
+        step_C: number of dispatches that the dispatcher had before.
+        loads: rows that are given to the backend, and where they go.
+        cut_CP: rows of a rank that are no tokens and are left out.
+        masked_CP: rows of a rank that are no tokens and are kept, with ids of -1.
+    """
+
+    trace: Trace
+    layer_C: Tensor
+    step_C: Tensor
+    loads: Loads
+    cut_CP: Tensor
+    masked_CP: Tensor
+
+    @property
+    def timeline(self) -> Timeline:
+        """The loads of experts over time."""
+        return Timeline(
+            names=self.trace.layers,
+            ep_size=self.trace.ep_size,
+            layer_C=self.layer_C,
+            step_C=self.step_C,
+            tokens_CE=self.loads.tokens_CE,
+        )
+
+
+def history_of(trace: Trace) -> History:
+    """Count the dispatches of a trace.
+
+    Raises:
+        TraceError: some ranks are missing, or an expert id is out of range.
+    """
+    trace.require_whole("report")
+    trace.check_ids("report")
+    parts = [part for call in trace.calls for part in call.parts]
+    idle_CP = torch.tensor([_idle_rows(part) for part in parts], dtype=torch.int64).view(-1, trace.ep_size)
+    cuts_CP = torch.tensor([trace.cuts(part) for part in parts], dtype=torch.bool).view(-1, trace.ep_size)
+    sent = ([part.sent_ids(cut=trace.cuts(part)) for part in call.parts] for call in trace.calls)
+    return History(
+        trace=trace,
+        layer_C=torch.tensor([call.layer for call in trace.calls], dtype=torch.int64),
+        step_C=torch.tensor([call.step for call in trace.calls], dtype=torch.int64),
+        loads=count_loads(sent, trace.shape),
+        cut_CP=idle_CP * cuts_CP,
+        masked_CP=idle_CP * ~cuts_CP,
+    )
+
+
+def _idle_rows(part: Part) -> int:
+    """Rows that are no tokens."""
+    real = part.layout.num_real(part.num_rows)
+    return 0 if real is None else part.num_rows - real
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one backend makes of the routing: totals over all dispatches and ranks.
+
+    Attributes:
+        name: name of the backend.
+        refused: why the backend does not take this group or config; then the rest is empty.
+        rank_padding: rows without a token that ranks bring, so that their numbers of rows are equal or aligned.
+        expert_padding: rows without a token that experts work on, because of ``pad_multiple``.
+        sent: bytes to other ranks, by collective.
+        bytes_PP: bytes by sender and receiver; None if the backend does not tell.
+        payload_only: whether only rows are counted.
+    """
+
+    name: str
+    refused: str = ""
+    rank_padding: int = 0
+    expert_padding: int = 0
+    sent: dict[str, int] = dataclasses.field(default_factory=dict)
+    bytes_PP: Tensor | None = None
+    payload_only: bool = False
+
+
+def recorded_share(history: History) -> Share:
+    """Total the recorded backend, by the needs that it had there."""
+    trace = history.trace
+    options = trace.config.backend_options or load_backend(trace.backend_name)()
+    return _share(history, options, trace.needs, trace.config)
+
+
+def other_shares(history: History) -> list[Share]:
+    """Total the other backends of this package, by the rules that they have here."""
+    config, shape = history.trace.config, history.trace.shape
+    shares = []
+    for name in known_backends():
+        cls = load_backend(name)
+        if name == history.trace.backend_name or not cls.__module__.startswith("moe_dispatch."):
+            continue
+        try:
+            options = cls()
+            needs = dataclasses.replace(options.constraints(shape), **config.constraints.given())
+            check_group(config, name, shape, needs)
+            shares.append(_share(history, options, needs, config))
+        except MoEDispatchError as error:
+            shares.append(Share(name=name, refused=str(error)))
+    return shares
+
+
+def _share(history: History, options: BackendOptions, needs: Constraints, config: DispatcherConfig) -> Share:
+    rows_CP = history.loads.rows_CP
+    padded_CP = padded_rows(rows_CP, needs, config)
+    sent, bytes_PP, payload_only = _traffic(history, options, padded_CP)
+    return Share(
+        name=options.name,
+        rank_padding=int((padded_CP - rows_CP).sum()),
+        expert_padding=int(history.loads.expert_padding_CP(config.pad_multiple_rows).sum()),
+        sent=sent,
+        bytes_PP=bytes_PP,
+        payload_only=payload_only,
+    )
+
+
+def _traffic(
+    history: History, options: BackendOptions, padded_CP: Tensor
+) -> tuple[dict[str, int], Tensor | None, bool]:
+    """Return bytes by collective, bytes by pair of ranks, and whether only rows are counted."""
+    shape = history.trace.shape
+    others_PP = 1.0 - torch.eye(shape.ep_size, dtype=torch.float64)
+    total_PP, sent, payload_only = torch.zeros_like(others_PP), dict[str, float](), False
+    for call, pairs_PP, slots_PP, padded_P in zip(
+        history.trace.calls, history.loads.pairs_CPP, history.loads.slots_CPP, padded_CP, strict=True
+    ):
+        # Backends tell bytes for each rank. Bytes are linear in rows, so for the rows of each pair they tell its bytes.
+        volume = Volume(
+            rows=padded_P.double().unsqueeze(1) * others_PP,
+            others=others_PP,
+            pairs_out=pairs_PP * others_PP,
+            pairs_in=pairs_PP.t() * others_PP,
+            slots_out=slots_PP * others_PP,
+            slots_in=slots_PP.t() * others_PP,
+        )
+        wire = options.wire_bytes(shape, volume, call.parts[0].dtype)
+        if wire is None:
+            return {}, None, False
+        payload_only |= wire.payload_only
+        for label, bytes_PP in wire.sent.items():
+            total_PP += bytes_PP
+            sent[label] = sent.get(label, 0.0) + float(bytes_PP.sum())
+    return {label: int(count) for label, count in sent.items()}, total_PP, payload_only
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overflow:
+    """What a capacity would have come to.
+
+    Attributes:
+        factor: factor over the balanced load.
+        rows: rows that each rank has room for.
+        steps: share of the steps in which some rank of some dispatcher needed more rows.
+        dropped: share of all rows at experts that would not have fitted.
+    """
+
+    factor: CapacityFactor
+    rows: int
+    steps: float
+    dropped: float
+
+
+def capacity_shape(history: History) -> MoEShape:
+    """Shape that capacities are counted for, with the most rows of the config, or of the trace."""
+    trace = history.trace
+    return dataclasses.replace(trace.shape, max_tokens_per_rank=trace.config.max_tokens_per_rank or trace.max_rows or 1)
+
+
+def needed_factor(history: History) -> float:
+    """Return the least ``capacity_factor`` that drops nothing."""
+    return (
+        int(history.loads.received_CP.max()) / balanced_rows(capacity_shape(history))
+        if len(history.loads.received_CP)
+        else 0.0
+    )
+
+
+def overflows(history: History, factors: Sequence[CapacityFactor]) -> list[Overflow]:
+    """Count what each capacity would have dropped."""
+    shape, rows_CP, found = capacity_shape(history), history.loads.received_CP, []
+    num_steps = len(history.step_C.unique())
+    for factor in factors:
+        room = capacity_of(dataclasses.replace(shape, capacity_factor=factor)).rows
+        excess_C = (rows_CP - room).clamp(min=0).sum(1)
+        steps = len(history.step_C[excess_C > 0].unique())
+        found.append(
+            Overflow(
+                factor=factor,
+                rows=room,
+                steps=steps / max(num_steps, 1),
+                dropped=int(excess_C.sum()) / max(int(rows_CP.sum()), 1),
+            )
+        )
+    return found

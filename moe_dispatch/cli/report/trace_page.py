@@ -1,0 +1,245 @@
+"""The page on a trace: loads, padding, bytes, and rows that a capacity would drop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, worst_rows
+from moe_dispatch.cli.pictures import rank_matrix, shares_over, stacked_bars
+from moe_dispatch.cli.report.history import (
+    History,
+    Overflow,
+    Share,
+    capacity_shape,
+    history_of,
+    needed_factor,
+    other_shares,
+    overflows,
+    recorded_share,
+)
+from moe_dispatch.cli.report.load_sections import imbalance_section, load_section
+from moe_dispatch.cli.report.page import Section, Table, figure, number, percent, render, unit_of
+from moe_dispatch.config import PAD_MULTIPLES
+from moe_dispatch.traces import Trace
+
+_MATRIX_RANKS = 16
+_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+_CURVE_POINTS = 81
+_WAYS = ("counts", "dispatch", "combine", "combine.backward", "dispatch.backward")
+_CAUSES = ("masked", "for ranks", "for experts")
+
+
+def trace_page(name: str, trace: Trace) -> str:
+    """Make the page on a trace, HTML.
+
+    Args:
+        name: name of the file.
+        trace: trace with at least one dispatch.
+
+    Raises:
+        TraceError: some ranks are missing, or an expert id is out of range.
+    """
+    history = history_of(trace)
+    recorded, others = recorded_share(history), other_shares(history)
+    sections = [
+        load_section(history.timeline),
+        imbalance_section(history.timeline),
+        padding_section(history, [recorded, *others]),
+        bytes_section(history, recorded, others),
+        overflow_section(history),
+    ]
+    return render(f"Routing of {name}", [_summary(history)], _settings_table(history), sections)
+
+
+def _summary(history: History) -> str:
+    imbalance_C = history.timeline.imbalance_C
+    worst = int(imbalance_C.argmax())
+    where = f"{history.trace.layers[history.layer_C[worst]]}, step {int(history.step_C[worst])}"
+    return (
+        f"The busiest expert got {float(imbalance_C.mean()):.2f} times the mean of all experts on average, and "
+        f"{float(imbalance_C[worst]):.2f} times at worst ({where})."
+    )
+
+
+def _settings_table(history: History) -> Table:
+    trace, config = history.trace, history.trace.config
+    rows = [
+        ("backend", trace.backend_name),
+        ("ranks", str(trace.ep_size)),
+        ("experts", str(config.num_experts)),
+        ("top_k", str(config.top_k)),
+        ("hidden_size", str(config.hidden_size)),
+        ("pad_multiple", str(config.pad_multiple)),
+        ("graph_safe", str(config.graph_safe)),
+        ("dispatchers", str(len(trace.layers))),
+        ("steps", str(trace.steps)),
+        ("tokens dispatched", number((history.loads.rows_CP - history.masked_CP).sum())),
+        *((f"{name} version", version) for name, version in trace.versions.items()),
+    ]
+    return Table(caption="What was recorded", headings=("", "value"), rows=rows)
+
+
+def padding_section(history: History, shares: Sequence[Share]) -> Section:
+    """Show rows without a token, by backend and cause; the recorded backend comes first."""
+    steps, kept, real = history.trace.steps, int(history.loads.rows_CP.sum()), int(history.loads.tokens_CE.sum())
+    bars = {
+        share.name: (int(history.masked_CP.sum()), share.rank_padding, share.expert_padding)
+        for share in shares
+        if not share.refused
+    }
+    alt = "Bars of rows per step that hold no token: " + "; ".join(
+        f"{name} " + ", ".join(f"{rows / steps:.0f} {cause}" for cause, rows in zip(_CAUSES, parts, strict=True))
+        for name, parts in bars.items()
+    )
+    by_backend = [
+        (name, *map(number, parts), percent(parts[0] + parts[1], kept + parts[1]), percent(parts[2], real + parts[2]))
+        for name, parts in bars.items()
+    ]
+    per_step = [(name, [rows / steps for rows in parts]) for name, parts in bars.items()]
+    return Section(
+        heading="Padding by cause",
+        text=[
+            f"{number(kept)} rows were given to the backend, and {number(real)} rows went to experts. "
+            f"{number(history.cut_CP.sum())} rows that are no tokens were left out before, at no cost.",
+            f"The first backend is the one recorded, {history.trace.backend_name}, by the rules it had there; the "
+            "others are what they would make of the same routing, by the rules they have here.",
+            "Masked rows are no tokens, sent nowhere; rows for ranks make counts equal or aligned; rows for experts "
+            "round each expert's rows up to pad_multiple.",
+        ],
+        pictures=[stacked_bars(per_step, _CAUSES, name="padding", alt=alt, xlabel="rows per step that hold no token")],
+        tables=[
+            Table(
+                caption="Rows without a token, all steps",
+                headings=("backend", *_CAUSES, "of rows that ranks bring", "of rows at experts"),
+                rows=by_backend,
+            ),
+            _multiples_table(history, real),
+            *_refused_table(shares),
+        ],
+    )
+
+
+def _multiples_table(history: History, real: int) -> Table:
+    own, labels = history.trace.config.pad_multiple_rows, {value: name for name, value in PAD_MULTIPLES.items()}
+    rows = []
+    for value in sorted({own, *labels}):
+        padding = int(history.loads.expert_padding_CP(value).sum())
+        told = [str(value), labels.get(value, ""), "recorded" if value == own else ""]
+        rows.append((", ".join(filter(None, told)), number(padding), percent(padding, real + padding)))
+    return Table(
+        caption="Padding of experts, by pad_multiple",
+        headings=("pad_multiple", "rows", "of rows at experts"),
+        rows=rows,
+    )
+
+
+def _refused_table(shares: Sequence[Share]) -> list[Table]:
+    rows = [(share.name, share.refused) for share in shares if share.refused]
+    heads = ("backend", "why")
+    return [Table(caption="Backends that refuse this", headings=heads, rows=rows, text_columns=(1,))] if rows else []
+
+
+def bytes_section(history: History, recorded: Share, others: Sequence[Share]) -> Section:
+    """Show what the recorded backend sends from rank to rank, and the totals of all backends."""
+    steps, telling = history.trace.steps, [share for share in (recorded, *others) if share.sent]
+    tables = [_bytes_table(telling, steps)] if telling else []
+    heading = "Bytes by pair of ranks"
+    if recorded.bytes_PP is None or history.trace.ep_size == 1:
+        return Section(heading=heading, text=["There are no bytes between ranks to show."], tables=tables)
+    unit, scale = unit_of(float(recorded.bytes_PP.max()) / steps)
+    matrix_PP = recorded.bytes_PP / steps / scale
+    text = [f"What {recorded.name} sends per step, forward and backward, by sender and receiver."]
+    if recorded.name == "alltoall":
+        text.append("In dispatch a row goes once to each other rank that has at least one of its experts.")
+    if any(share.payload_only for share in telling):
+        names = ", ".join(share.name for share in telling if share.payload_only)
+        text.append(f"Of {names} only rows are counted, in the dtype that travels; their library sends more beside.")
+    source, target = divmod(int(matrix_PP.argmax()), len(matrix_PP))
+    away = matrix_PP[~torch.eye(len(matrix_PP), dtype=torch.bool)]
+    alt = (
+        f"Matrix of {unit} per step from each rank to each other: from {float(away.min()):.3g} to "
+        f"{float(away.max()):.3g}, most from rank {source} to rank {target}."
+    )
+    picture = rank_matrix(matrix_PP.tolist(), name="pairs", unit=f"{unit} per step", alt=alt)
+    return Section(heading=heading, text=text, pictures=[picture], tables=[_pair_table(matrix_PP, unit), *tables])
+
+
+def _bytes_table(shares: Sequence[Share], steps: int) -> Table:
+    unit, scale = unit_of(max(sum(share.sent.values()) for share in shares) / steps)
+    rows = [
+        (
+            share.name,
+            *(figure(share.sent.get(way, 0) / steps / scale) for way in _WAYS),
+            figure(sum(share.sent.values()) / steps / scale),
+        )
+        for share in shares
+    ]
+    return Table(
+        caption=f"{unit} per step to other ranks",
+        headings=("backend", *_WAYS, "in all"),
+        rows=rows,
+    )
+
+
+def _pair_table(matrix_PP: Tensor, unit: str) -> Table:
+    size = len(matrix_PP)
+    if size > _MATRIX_RANKS:
+        rows = [(str(r), *map(figure, (matrix_PP[r].sum(), matrix_PP[:, r].sum()))) for r in range(size)]
+        return Table(
+            caption=f"{unit} per step of each rank", headings=("rank", "sent", "received"), rows=rows, folded=True
+        )
+    rows = []
+    for rank, sent_P in enumerate(matrix_PP):
+        cells = ["-" if rank == other else figure(sent) for other, sent in enumerate(sent_P)]
+        rows.append((f"from {rank}", *cells, figure(sent_P.sum())))
+    heads = ("", *(f"to {rank}" for rank in range(size)), "in all")
+    return Table(caption=f"{unit} per step from rank to rank", headings=heads, rows=rows)
+
+
+def overflow_section(history: History) -> Section:
+    """Show what graph-safe buffers of each size would have dropped."""
+    shape, enough = capacity_shape(history), needed_factor(history)
+    worst = worst_rows(shape) / balanced_rows(shape)
+    last = max(min(worst, max(1.25 * enough, 1.5)), 1.0)
+    grid = [1 + (last - 1) * point / (_CURVE_POINTS - 1) for point in range(_CURVE_POINTS)]
+    curve = overflows(history, grid)
+    factors: list[CapacityFactor] = [factor for factor in _FACTORS if factor < worst]
+    listed = overflows(history, [*factors, "worst"])
+    alt = "Lines over capacity_factor: " + "; ".join(
+        f"at {found.factor} {_share(found.steps, 0)} of steps overflow, {_share(found.dropped, 2)} of rows are dropped"
+        for found in listed
+    )
+    lines = [
+        ("steps that overflow", grid, [found.steps for found in curve]),
+        ("rows dropped", grid, [found.dropped for found in curve]),
+    ]
+    return Section(
+        heading="Overflow",
+        text=[
+            "Graph-safe buffers hold capacity_factor times the balanced load of a rank, here "
+            f"{number(balanced_rows(shape))} rows. {enough:.3f} would have been enough for all that was recorded; the "
+            f"worst case is {worst:.3g}.",
+            "A step overflows where some rank of some dispatcher needs more. Dropped are the rows that do not fit, of "
+            "all rows that go to experts.",
+        ],
+        pictures=[shares_over(lines, mark=enough, name="overflow", alt=alt, xlabel="capacity_factor")],
+        tables=[_overflow_table(listed)],
+    )
+
+
+def _overflow_table(listed: Sequence[Overflow]) -> Table:
+    rows = [
+        (str(found.factor), number(found.rows), _share(found.steps, 1), _share(found.dropped, 3)) for found in listed
+    ]
+    return Table(
+        caption="Overflow by capacity",
+        headings=("capacity_factor", "room of a rank", "steps that overflow", "rows dropped"),
+        rows=rows,
+    )
+
+
+def _share(value: float, digits: int) -> str:
+    return f"{100 * value:.{digits}f} %"

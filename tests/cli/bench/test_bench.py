@@ -1,0 +1,343 @@
+"""``bench``: that its numbers are those of what ran, and how it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from moe_dispatch import Dispatcher
+from moe_dispatch.cli.bench import peers, request
+from moe_dispatch.cli.bench.contenders import ByHand, Contender, Experts, identity_experts, run_layer
+from moe_dispatch.cli.bench.costs import Timing, time_in_turn
+from moe_dispatch.cli.bench.floor import Floor
+from moe_dispatch.cli.bench.results import load_results
+from moe_dispatch.cli.bench.workload import Shape, Tokens, draw_tokens
+from moe_dispatch.cli.pictures import Bar, Panel, save_panels
+from moe_dispatch.testing.ranks import run_ranks
+from tests.cli.conftest import Command
+from tests.cli.test_command import start
+
+TINY = ("--ranks", "2", "--tokens", "16", "--hidden", "32", "--experts", "4", "--top-k", "2", "--iterations", "3")
+ONE = (*TINY, "--dtype", "float32", "--routing", "balanced")
+SHAPE = Shape(tokens=16, hidden=32, experts=4, top_k=2)
+pytestmark = pytest.mark.usefixtures("peak_of_threads")
+KEYS = "format suite machine iterations left_out cases overheads"
+CASE_KEYS = "case contenders floor_bytes"
+MEASURED_KEYS = "timing bytes_sent peak_bytes error dropped"
+MACHINE_KEYS = "date|processor|cores|gpus|ranks on|system|packages|allocator"
+
+
+@pytest.fixture
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+
+
+def benched(command: Command, *arguments: str) -> dict[str, Any]:
+    answer = command("bench", *arguments, "--json")
+    assert answer.status == 0, answer
+    results: dict[str, Any] = json.loads(answer.out)
+    return results
+
+
+def test_json_has_its_keys(command: Command) -> None:
+    results = benched(command, *ONE, "-c", "alltoall")
+    assert list(results) == KEYS.split()
+    assert list(results["machine"]) == MACHINE_KEYS.split("|")
+    (case,) = results["cases"]
+    assert list(case) == CASE_KEYS.split()
+    assert case["case"] == {
+        "shape": {"tokens": 16, "hidden": 32, "experts": 4, "top_k": 2},
+        **{"dtype": "float32", "routing": "balanced", "ranks": 2},
+    }
+    assert list(case["contenders"]["alltoall"]) == MEASURED_KEYS.split()
+    assert list(case["contenders"]["alltoall"]["bytes_sent"]) == ["dispatch", "combine", "backward"]
+
+
+def test_bytes_are_those_of_the_collectives(command: Command) -> None:
+    results = benched(command, *ONE, "-c", "alltoall,allgather")
+    (case,) = results["cases"]
+    rows = [_rows_to_the_other(rank) for rank in (0, 1)]
+    assert case["floor_bytes"] == sum(rows) / 2 * (32 * 4 + 6 * 2)
+    sent = case["contenders"]["alltoall"]["bytes_sent"]
+    assert sent["combine"] == sum(rows) / 2 * 32 * 4, "a sum for each row that came"
+    gathered = case["contenders"]["allgather"]["bytes_sent"]
+    assert gathered["combine"] == 16 * 32 * 4, "half of both ranks' rows"
+    assert sent["dispatch"] < gathered["dispatch"]
+    assert gathered["backward"] == gathered["combine"] + gathered["dispatch"] - 24 - 16 * 2 * 2, "no counts, no ids"
+
+
+def _rows_to_the_other(rank: int) -> int:
+    ids_TK = draw_tokens(SHAPE, "balanced", torch.float32, rank).ids_TK
+    return int((ids_TK // 2 == 1 - rank).any(1).sum())
+
+
+def test_floor_and_backend_by_hand_do_the_same_work(command: Command) -> None:
+    """Their results are checked like any other's; what they send is what must be sent."""
+    results = benched(command, *TINY, "-c", "alltoall,by-hand,floor")
+    assert {(case["case"]["dtype"], case["case"]["routing"]) for case in results["cases"]} == {
+        (dtype, routing) for dtype in ("float32", "bfloat16") for routing in ("balanced", "skewed")
+    }
+    for case in results["cases"]:
+        ours, by_hand, floor = case["contenders"].values()
+        assert by_hand["bytes_sent"] == floor["bytes_sent"] == ours["bytes_sent"]
+        assert by_hand["error"] == ours["error"] > 0
+        assert 0 < floor["error"] < (1e-5 if case["case"]["dtype"] == "float32" else 2.5e-2)
+
+
+def test_by_hand_calls_the_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the dispatcher was called")
+
+    monkeypatch.setattr(Dispatcher, "dispatch", refuse)
+    monkeypatch.setattr(Dispatcher, "combine", refuse)
+
+    def body(group: dist.ProcessGroup) -> bool:
+        contender = ByHand(SHAPE, group)
+        outcome = run_layer(contender, draw_tokens(SHAPE, "balanced", torch.float32, group.rank()), identity_experts)
+        contender.close()
+        return bool(outcome.y_TD.any())
+
+    assert run_ranks(body, 2) == [True, True]
+
+
+def test_floor_does_not_touch_fresh_memory() -> None:
+    """Its results are in the memory that it made before, so that only passes and collectives are timed."""
+
+    def body(group: dist.ProcessGroup) -> list[set[int]]:
+        contender, tokens = Floor(SHAPE, group), draw_tokens(SHAPE, "skewed", torch.float32, group.rank())
+        runs = [run_layer(contender, tokens, identity_experts) for _ in range(2)]
+        return [{run.y_TD.data_ptr(), run.grad_x_TD.data_ptr()} for run in runs]
+
+    for first, second in run_ranks(body, 2):
+        assert first == second
+
+
+def test_layer_looks_at_other_shapes_where_none_is_given(no_peers: None) -> None:
+    def shapes(**given: str) -> list[tuple[int, int, int]]:
+        asked = request.make_request("layer", given, "alltoall", ranks=4, iterations=1, quick=False)
+        ((_, task),) = asked.tasks
+        return [(case.shape.tokens, case.shape.experts, case.shape.top_k) for case in task.cases]
+
+    core = [(4096, 64, 8)] * 4
+    assert shapes() == [*core, (64, 64, 8), (16384, 64, 8), (4096, 64, 2), (4096, 8, 8), (4096, 256, 8)]
+    assert shapes(dtype="bfloat16") == core[:2]
+
+
+def test_picture_has_no_empty_panel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[bool] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.extend(axes.axison for axes in self.axes))
+    panel = Panel(title="one", bars=(Bar(label="alltoall", parts=(1.0,), low=0.5, high=1.5),))
+    save_panels([panel] * 3, ["dispatch"], tmp_path / "bench.png", xlabel="ms", title="three")
+    assert drawn == [True, True, True, False]
+
+
+@final
+class Sleeper(Contender):
+    """Seconds of each phase, ten times as long on rank 1."""
+
+    def __init__(self, rank: int, dispatch: float, combine: float, backward: float) -> None:
+        self.dispatch, self.combine, self.backward = (
+            seconds * (10 if rank == 1 else 1) for seconds in (dispatch, combine, backward)
+        )
+
+    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
+        time.sleep(self.dispatch)
+        y_TD = experts(x_TD, lambda: tokens.ids_TK) * weights_TK.sum()
+        y_TD.register_hook(lambda grad_TD: time.sleep(self.backward))
+        time.sleep(self.combine)
+        return y_TD
+
+
+def test_phases_are_those_of_the_slowest_rank() -> None:
+    tokens = draw_tokens(SHAPE, "balanced", torch.float32, 0)
+
+    def rank(group: dist.ProcessGroup) -> dict[str, Timing]:
+        sleepers: dict[str, Contender] = {
+            "forward": Sleeper(group.rank(), 0.02, 0.01, 0.0),
+            "backward": Sleeper(group.rank(), 0.0, 0.0, 0.03),
+        }
+        return time_in_turn(sleepers, tokens, 2, group)
+
+    first, second = run_ranks(rank, 2)
+    assert first == second, "alike on all ranks"
+    assert len(first["forward"].runs) == 2
+    for run in (first["forward"].cold, *first["forward"].runs):
+        assert run.dispatch >= 0.2
+        assert 0.1 <= run.combine < 0.2
+        assert run.backward < 0.1
+        assert run.total == pytest.approx(run.dispatch + run.combine + run.backward)
+        assert run.processor < 0.2, "nobody works while asleep"
+    assert all(run.backward >= 0.3 > run.dispatch + run.combine for run in first["backward"].runs)
+
+
+def test_wrong_contender_is_no_result(command: Command) -> None:
+    halved = "tests.cli.planted:Halved"
+    answer = command("bench", *ONE, "-c", f"alltoall,{halved}")
+    assert (answer.status, answer.out) == (2, "")
+    wrong = f"Error: {halved} and the dense result: y_TD must agree within 1e-05 of its terms' magnitude, got 0.5"
+    assert answer.error.startswith(wrong)
+
+
+def test_peer_is_told_or_refused_where_it_is_not_installed(command: Command, no_peers: None) -> None:
+    answer = command("bench", *ONE)
+    assert answer.status == 0
+    assert "torchtitan is left out, not installed: torchtitan, spmd_types, tyro, triton. pip install" in answer.out
+    assert "transformers is left out, not installed: transformers. pip install 'moe-dispatch[bench]'." in answer.out
+    assert re.search(r"^ alltoall +[\d.]+", answer.out, re.MULTILINE)
+    named = command("bench", *ONE, "-c", "alltoall,transformers")
+    assert named.status == 2
+    assert "the packages of 'transformers' must be installed, got no transformers. pip install" in named.error
+
+
+def test_tables_say_what_the_file_says(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "now.json"
+    answer = command(
+        "bench", *TINY, "--dtype", "float32", "-c", "allgather,alltoall+reduction=exact", "--save", str(file)
+    )
+    assert answer.status == 0, answer.error
+    results = load_results(file)
+    assert [result.case.routing for result in results.cases] == ["balanced", "skewed"]
+    for result in results.cases:
+        gather, exact = result.contenders.values()
+        assert f"\n{result.case}\n" in answer.out
+        ratio = exact.timing.warm.total / gather.timing.warm.total
+        assert re.search(
+            rf"^ alltoall\+reduction=exact .* {1e3 * exact.timing.warm.total:.1f} +{1e3 * exact.timing.spread[0]:.1f}"
+            rf"\.\..* {ratio:.2f} ",
+            answer.out,
+            re.MULTILINE,
+        )
+        assert re.search(rf"^ {result.case.routing} .* {ratio:.2f} *$", answer.out, re.MULTILINE), "the summary"
+        assert gather.all_bytes is not None
+        assert exact.all_bytes is not None
+        assert f" {exact.all_bytes / gather.all_bytes:.2f} " in answer.out
+    assert f"wrote {file}" in answer.out
+
+
+def test_graph_safe_stands_beside_eager_and_tells_what_it_dropped(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "CAPACITY_FACTORS", (0.5, "worst"))
+    (case,) = benched(command, "graph-safe", *ONE)["cases"]
+    found = case["contenders"]
+    assert {name: measured["dropped"] for name, measured in found.items()} == {
+        "alltoall": False,
+        "alltoall, capacity 0.5": True,
+        "alltoall, capacity worst": False,
+    }
+    tight, worst = found["alltoall, capacity 0.5"], found["alltoall, capacity worst"]
+    assert tight["error"] is None
+    assert 0 < worst["error"] < 1e-5
+    assert worst["bytes_sent"]["combine"] == 16 * 32 * 4, "as many rows as a pair can have"
+    assert tight["bytes_sent"]["combine"] < worst["bytes_sent"]["combine"]
+    assert "dropped rows" in command("bench", "graph-safe", *ONE).out
+
+
+def test_growth_goes_along_one_axis_at_a_time(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "GROWTH", {"tokens": (8, 16), "experts": (3, 8)})
+    monkeypatch.setattr(request, "GROWTH_RANKS", (1, 2, 4))
+    answer = command("bench", "growth", *ONE, "-c", "alltoall,allgather")
+    rows = re.findall(r"^ (\d+) +(\d+) +(\d+) +([\d.]+) +([\d.]+) +[\d.]+ *$", answer.out, re.MULTILINE)
+    assert [row[:3] for row in rows] == [
+        ("2", "8", "4"),
+        ("2", "16", "4"),
+        ("2", "16", "8"),
+        ("1", "16", "4"),
+        ("4", "16", "4"),
+    ]
+    assert "3 experts, top-2, 2 ranks is left out: 3 experts cannot be divided among 2 ranks" in answer.out
+
+
+def test_overhead_is_measured_alone_and_together(command: Command) -> None:
+    results = benched(command, "overhead", *ONE, "-c", "alltoall", "--iterations", "1")
+    assert [result["case"]["ranks"] for result in results["overheads"]] == [1, 2]
+    assert results["cases"] == []
+    cost = results["overheads"][0]["contenders"]["alltoall"]
+    assert 0 < cost["fastest_in_place_ms"] <= cost["in_place_ms"]
+    refused = command("bench", "overhead", *ONE, "-c", "allgather", "--iterations", "1")
+    assert refused.status == 2
+    assert "collectives must be all-to-alls, got allreduce_. Leave out the contender" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["leyer"], "SUITE must be one of layer, overhead, growth, graph-safe, got 'leyer'"),
+        (["--tokens", "64,0"], "--tokens must be whole numbers from 1 on with commas between, got '64,0'"),
+        (["--dtype", "float32,int8"], "--dtype must be of bfloat16, float32, got 'int8'"),
+        (["--routing", "zipf"], "--routing must be of balanced, skewed, got 'zipf'"),
+        (
+            ["--experts", "10"],
+            "bench: at least one .* must be possible, got 10 experts cannot be divided among 4 ranks",
+        ),
+        (["--experts", "4", "--top-k", "8"], "bench: .* must be possible, got top-8 of 4 experts"),
+        (
+            ["-c", "depep"],
+            "--contenders: Unknown backend 'depep'.*Besides backends there are by-hand, floor, torchtitan",
+        ),
+        (["-c", "alltoall+speed=9"], "--contenders: backend 'alltoall.speed=9': speed: Extra inputs are not permitted"),
+        (["-c", "hybridep+emulate=true"], "--contenders must be the real thing, got 'hybridep.emulate=true'"),
+        (
+            ["graph-safe", "-c", "alltoall,torchtitan"],
+            "--contenders of graph-safe must be backends of .*got torchtitan",
+        ),
+        (["growth", "--tokens", "8,16"], "growth starts from one value of each axis, got --tokens 8,16"),
+        (["--picture", "bench.jpg"], "--picture must end in .png or .svg, got 'bench.jpg'"),
+        (["--save", "nowhere/bench.json"], "--save must be a file in a folder that can be written, got 'nowhere/"),
+        (
+            ["--against", "nowhere.json"],
+            "--against must be a file that bench --save wrote, got 'nowhere.json' .No such",
+        ),
+    ],
+)
+def test_wrong_requests_are_refused(
+    arguments: list[str], told: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: "here")
+    answer = command("bench", *arguments)
+    assert (answer.status, answer.out) == (2, "")
+    assert re.match(f"Error: {told}", answer.error), answer.error
+
+
+def test_combinations_that_cannot_be_are_left_out(no_peers: None) -> None:
+    axes = {"tokens": "64,128", "experts": "4,6", "top-k": "2,5", "dtype": "float32", "routing": "balanced"}
+    asked = request.make_request("layer", axes, None, ranks=2, iterations=5, quick=False)
+    ((ranks, task),) = asked.tasks
+    shapes = [(case.shape.tokens, case.shape.experts, case.shape.top_k) for case in task.cases]
+    assert shapes == [(T, E, K) for T in (64, 128) for E, K in ((4, 2), (6, 2), (6, 5))]
+    assert ranks == 2
+    assert [why.rpartition(": ")[2] for why in asked.left_out[2:]] == ["top-5 of 4 experts"] * 2
+    quick = request.make_request("layer", {"tokens": "64,4096,512"}, None, ranks=2, iterations=5, quick=True)
+    assert [case.shape.tokens for case in quick.tasks[0][1].cases[::4]] == [64, 256]
+    assert quick.iterations == 2
+
+
+def test_torchrun_leaves_other_numbers_of_ranks_out(monkeypatch: pytest.MonkeyPatch, no_peers: None) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = request.make_request("overhead", {}, None, ranks=4, iterations=5, quick=False)
+    assert [(ranks, [case.ranks for case in task.cases]) for ranks, task in asked.tasks] == [(2, [2])]
+    assert asked.left_out[-1].endswith("top-8, 1 rank is left out: torchrun started 2 ranks")
+
+
+@pytest.mark.slow
+def test_command_starts_ranks_measures_memory_and_draws(tmp_path: Path) -> None:
+    picture, file = tmp_path / "bench.png", tmp_path / "bench.json"
+    process = start("bench", *ONE, "-c", "alltoall", "--picture", str(picture), "--save", str(file))
+    out, error = process.communicate(timeout=300)
+    assert (process.returncode, error) == (0, ""), error
+    assert out.startswith("date: ")
+    found = load_results(file).cases[0].contenders["alltoall"]
+    assert found.peak_bytes is not None
+    assert found.peak_bytes >= 2 * 16 * 32 * 4, "what it gives and what it got"
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(out.splitlines()) < 40

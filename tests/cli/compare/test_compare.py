@@ -1,0 +1,238 @@
+"""``compare``: differences that it must see, costs that are known, and how it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch import DispatcherConfig
+from moe_dispatch.backends import known_backends
+from moe_dispatch.cli.compare import measurement, workload
+from moe_dispatch.cli.compare.command import make_task
+from moe_dispatch.cli.compare.comparison import MODES, Task, Variant
+from moe_dispatch.cli.compare.workload import Workload
+from moe_dispatch.cli.names import parse_backend
+from moe_dispatch.cli.place import Place
+from moe_dispatch.testing.reference import reference
+from tests.cli.conftest import Command
+from tests.cli.test_command import start
+
+FIELDS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "pad_multiple": 16}
+KEYS = "agree tolerance ranks transport tokens steps dtype routing trace notes config outcomes"
+OUTCOME_KEYS = """
+    backend mode refused agrees emulated from_reference from_first bytes_sent rows_padded host_syncs milliseconds
+    time_ratio
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    return written(tmp_path)
+
+
+def written(folder: Path, **fields: object) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**FIELDS, **fields}))
+    return str(path)
+
+
+def compared(command: Command, *arguments: str, status: int = 0) -> dict[str, Any]:
+    """What ``--json`` says of few tokens on two ranks."""
+    answer = command("compare", *arguments, "--ranks", "2", "--tokens", "16", "--steps", "2", "--json")
+    assert answer.status == status, answer
+    report: dict[str, Any] = json.loads(answer.out)
+    return report
+
+
+def outcome(report: dict[str, Any], backend: str, mode: str = "eager") -> dict[str, Any]:
+    (found,) = [one for one in report["outcomes"] if (one["backend"], one["mode"]) == (backend, mode)]
+    return dict(found)
+
+
+def test_json_has_its_keys(command: Command, config: str) -> None:
+    report = compared(command, "-b", "alltoall", config)
+    assert list(report) == KEYS.split()
+    assert [list(one) for one in report["outcomes"]] == [OUTCOME_KEYS.split()] * 2
+    assert list(report["outcomes"][0]["from_reference"]) == ["y", "x", "weights", "experts"]
+    assert (report["tokens"], report["transport"], report["tolerance"]) == ([16, 14], "gloo", 2e-2)
+
+
+def test_backends_agree_in_both_modes(command: Command, config: str) -> None:
+    report = compared(command, "-b", "alltoall,allgather", config, "--dtype", "float32")
+    assert report["agree"]
+    assert [(one["backend"], one["mode"]) for one in report["outcomes"]] == [
+        (backend, mode) for backend in ("alltoall", "allgather") for mode in MODES
+    ]
+    for one in report["outcomes"]:
+        assert one["agrees"]
+        assert 0 < max(one["from_reference"].values()) < 2e-6
+    assert set(outcome(report, "alltoall")["from_first"].values()) == {0.0}
+    assert outcome(report, "alltoall")["time_ratio"] == 1.0
+    assert outcome(report, "allgather")["time_ratio"] > 0
+
+
+def test_costs_are_those_of_the_backends(command: Command, config: str) -> None:
+    report = compared(command, "-b", "alltoall,allgather", config, "--dtype", "float32")
+    alltoall, allgather = outcome(report, "alltoall"), outcome(report, "allgather")
+    assert alltoall["rows_padded"]["rank"] == 0
+    assert allgather["rows_padded"]["rank"] == 2, "14 tokens are made 16"
+    assert alltoall["rows_padded"]["expert"] == allgather["rows_padded"]["expert"] > 0
+    assert 0 < alltoall["bytes_sent"] < allgather["bytes_sent"]
+    rows = 2 * 16 * 64 * 4  # of both ranks; gathered and reduce-scattered, forward and backward
+    assert 4 * rows < allgather["bytes_sent"] < 4.5 * rows
+
+
+def test_wrong_backend_is_seen(command: Command, config: str) -> None:
+    halved = "tests.cli.planted:Halved"
+    report = compared(command, "-b", f"alltoall,{halved}", config, "--mode", "eager", status=1)
+    assert outcome(report, "alltoall")["agrees"]
+    wrong = outcome(report, halved)
+    assert not wrong["agrees"]
+    assert wrong["from_reference"]["y"] == pytest.approx(0.5, rel=0.05)
+    assert wrong["from_first"]["y"] == pytest.approx(0.5, rel=0.05)
+    answer = command("compare", "-b", f"alltoall,{halved}", config, "--ranks", "1", "--tokens", "4", "--mode", "eager")
+    assert f"failed further from the reference than 0.02: {halved}, eager" in answer.out
+
+
+def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(
+    command: Command, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = command("compare", "-b", "tests.cli.planted:Halved", config, "--ranks", "2", "--mode", "eager")
+    assert (answer.status, answer.out, answer.error) == (0, "", "")
+
+
+def test_rank_that_fails_is_an_error(command: Command, config: str) -> None:
+    answer = command("compare", "-b", "tests.cli.planted:Raising", config, "--ranks", "1", "--mode", "eager")
+    assert (answer.status, answer.error) == (2, "Error: a rank of 1: planted in dispatch\n")
+
+
+def test_backend_that_cannot_run_is_told_and_counts_if_it_was_named(command: Command, config: str) -> None:
+    report = compared(command, "-b", "alltoall,local", config, "--mode", "eager", status=1)
+    assert outcome(report, "alltoall")["agrees"]
+    assert outcome(report, "local")["refused"].startswith("Backend 'local': ep_size must be one of 1, got 2.")
+    everything = compared(command, config, "--mode", "eager")
+    assert everything["agree"]
+    assert [one["backend"] for one in everything["outcomes"]] == known_backends()
+    answer = command("compare", "-b", "local", config, "--ranks", "2", "--tokens", "4", "--mode", "eager")
+    assert answer.out.endswith("failed not run: local\n")
+
+
+def test_mode_that_a_backend_lacks_is_no_failure(command: Command, config: str) -> None:
+    report = compared(command, "-b", "alltoall+reduction=exact", config)
+    assert "graph_safe is not possible" in outcome(report, "alltoall+reduction=exact", "graph-safe")["refused"]
+    compared(command, "-b", "alltoall+reduction=exact", config, "--mode", "graph-safe", status=1)
+
+
+def test_dtype_that_a_backend_does_not_carry_is_told(command: Command, config: str) -> None:
+    arguments = "-b", "hybridep+emulate=true", config, "--mode", "eager"
+    refused = outcome(compared(command, *arguments, "--dtype", "float32", status=1), arguments[1])["refused"]
+    assert 'Set wire_dtype="bfloat16"' in refused
+    emulated = outcome(compared(command, *arguments), arguments[1])
+    assert emulated["agrees"]
+    assert (emulated["emulated"], emulated["bytes_sent"], emulated["host_syncs"]) == (True, None, None)
+    assert " emulated " in command("compare", *arguments, "--ranks", "2", "--tokens", "4").out
+
+
+def test_config_is_honoured(command: Command, tmp_path: Path) -> None:
+    file = written(tmp_path, backend={"name": "alltoall", "reduction": "exact"}, row_counts="check", weights="experts")
+    report = compared(command, file, "--mode", "eager", "--dtype", "float32")
+    assert report["tokens"] == [16, 16], "equal counts are promised"
+    assert (report["config"]["weights"], report["config"]["row_counts"]) == ("experts", "check")
+    assert [one["backend"] for one in report["outcomes"]] == ["alltoall"]
+    assert report["agree"]
+    options = make_task(Path(file), None, MODES, Workload()).variants[0].backend.options
+    assert options == {"reduction": "exact"}
+
+
+def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: Path) -> None:
+    room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
+    file = written(tmp_path, **room)
+    report = compared(command, "-b", "alltoall", file, "--routing", "skewed")
+    assert [one["refused"] for one in report["outcomes"]] == [None, None]
+    assert report["agree"], "nothing is dropped"
+    notes = [
+        'graph-safe with capacity_factor "worst", not the config\'s 0.5: without the rows that it drops, results are '
+        "none to be held against the reference",
+        "max_tokens_per_rank is 16, what is sent here, not the config's 4",
+    ]
+    assert report["notes"] == notes
+    told = command("compare", "-b", "alltoall", file, "--ranks", "1", "--tokens", "16", "--steps", "1").out
+    assert all(f"-      {note}\n" in told for note in notes), told
+    assert compared(command, "-b", "alltoall", file, "--mode", "eager")["notes"] == notes[1:]
+
+
+def test_notes_are_of_what_differs(command: Command, tmp_path: Path) -> None:
+    room = {"graph_safe": True, "max_tokens_per_rank": 16}
+    assert compared(command, "-b", "alltoall", written(tmp_path, **room))["notes"] == []
+
+
+@pytest.mark.parametrize(("tolerance", "status"), [("1e-12", 1), ("0.5", 0)])
+def test_tolerance_of_the_command_line(command: Command, config: str, tolerance: str, status: int) -> None:
+    """Of bfloat16, whose own is between."""
+    report = compared(command, "-b", "alltoall", config, "--mode", "eager", "--tolerance", tolerance, status=status)
+    assert report["tolerance"] == float(tolerance)
+    assert report["agree"] == (status == 0)
+
+
+def test_emulation_is_refused_where_ranks_have_gpus() -> None:
+    """Before its group, which is NCCL's there, is used."""
+    variant = Variant(backend=parse_backend("hybridep+emulate=true"), mode="eager")
+    task = Task(config=DispatcherConfig(**FIELDS), variants=(variant,), workload=Workload())
+    refused = measurement._open(variant, task, Place(device=torch.device("cuda")), 4).refused
+    assert refused is not None
+    assert re.match(
+        r"compare: an emulation takes CPU tensors, got 'hybridep\+emulate=true' on ranks with GPUs\. Leave it out, or "
+        r"hide the GPUs: CUDA_VISIBLE_DEVICES=\.$",
+        refused,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--dtype", "float8"], "--dtype must be one of float64, float32, bfloat16, float16, got 'float8'"),
+        (["--routing", "zipf"], "--routing must be one of balanced, uniform, skewed, .*, got 'zipf'"),
+        (["--mode", "eager,fast"], "--mode must be one of eager, graph-safe, got 'fast'"),
+        (["--tolerance", "0"], r"--tolerance must be a number above 0, got 0\. Leave it out for the dtype's own\."),
+        (["--tolerance", "nan"], "--tolerance must be a number above 0, got nan"),
+        (["-b", "alltoall,depep"], "Unknown backend 'depep'.*Did you mean 'deepep'?"),
+    ],
+)
+def test_wrong_requests_are_refused(arguments: list[str], told: str, command: Command, config: str) -> None:
+    answer = command("compare", config, *arguments)
+    assert (answer.status, answer.out) == (2, "")
+    assert re.match(f"Error: {told}", answer.error), answer.error
+
+
+def test_reference_in_parts_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Workload(tokens=9, dtype="float64").scenario(DispatcherConfig(num_experts=8, top_k=2, hidden_size=64), 2)
+    batch, experts = scenario.batches(2)[0], scenario.experts()
+    monkeypatch.setattr(workload, "_REFERENCE_NUMBERS", 3 * experts.bias_ED.numel())
+    parts, whole = workload.expect_in_parts(batch, experts, None), reference(batch, experts)
+    for name in ("y_TD", "grad_x_TD", "grad_weights_TK", "grad_matrix_EWW", "grad_bias_ED"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-13)
+
+
+def test_difference_is_relative_and_no_number_is_infinitely_far() -> None:
+    expected = torch.tensor([2.0, -4.0])
+    assert measurement.relative_difference(torch.tensor([2.0, -3.0]), expected) == 0.25
+    assert measurement.relative_difference(torch.tensor([2.0, float("nan")]), expected) == float("inf")
+    assert measurement.relative_difference(torch.tensor([0.5]), torch.zeros(1)) == 0.5
+    assert measurement.relative_difference(torch.empty(0), torch.empty(0)) == 0.0
+
+
+@pytest.mark.slow
+def test_command_starts_ranks_and_counts_their_syncs(config: str) -> None:
+    process = start("compare", "-b", "alltoall", config, "--ranks", "2", "--tokens", "8", "--steps", "1", "--json")
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    report = json.loads(out)
+    assert outcome(report, "alltoall")["host_syncs"] >= 1
+    assert outcome(report, "alltoall", "graph-safe")["host_syncs"] == 0

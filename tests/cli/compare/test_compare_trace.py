@@ -1,0 +1,154 @@
+"""``compare --trace``: the routing is the trace's, on every rank its own, and costs are those that a plan tells."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch import DispatcherConfig, build_dispatcher
+from moe_dispatch.cli.compare.workload import Replay, Workload, real_rows
+from moe_dispatch.cli.report.history import history_of, recorded_share
+from moe_dispatch.errors import TraceError
+from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch.traces import Trace
+from tests.cli.compare.test_compare import outcome, written
+from tests.cli.conftest import Command
+from tests.cli.test_command import start
+from tests.dispatchers.layer import small_config
+from tests.traces.recorded import record_batches
+
+# What the recorder's tests record: two layers, seven dispatches each, in layouts of every kind.
+SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 16, "pad_multiple": 4}
+DISPATCHES, MOST_ROWS = 14, 10
+ROOM: dict[str, dict[str, Any]] = {"eager": {}, "graph-safe": {"graph_safe": True, "max_tokens_per_rank": MOST_ROWS}}
+
+
+def record(path: Path, backend: str = "alltoall", **fields: Any) -> Path:
+    run_ranks(lambda group: record_batches(group, path, small_config(backend, pad_multiple=4, **fields)), 2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("recorded") / "run.safetensors")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    return written(tmp_path, **SIZES)
+
+
+def asked(command: Command, *arguments: object) -> dict[str, Any]:
+    answer = command("compare", *map(str, arguments), "--dtype", "float32", "--json")
+    assert answer.status == 0, answer
+    report: dict[str, Any] = json.loads(answer.out)
+    return report
+
+
+def test_backends_agree_on_a_trace_in_both_modes(command: Command, config: str, recorded: Path) -> None:
+    """Ids named twice, ids of -1, a rank without tokens, lengths that only a device knew."""
+    report = asked(command, "-b", "alltoall,allgather", config, "--trace", recorded)
+    assert report["agree"]
+    assert [one["refused"] for one in report["outcomes"]] == [None] * 4
+    assert report["trace"] == {"file": str(recorded), "dispatches": DISPATCHES}
+    assert (report["routing"], report["ranks"], report["steps"]) == (None, 2, DISPATCHES)
+    real = [[len(real_rows(part)) for part in call.parts] for call in Trace.load(recorded).calls]
+    assert report["tokens"] == [max(of_rank) for of_rank in zip(*real, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ROOM)
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_costs_are_those_of_a_report_and_a_plan(command: Command, tmp_path: Path, backend: str, mode: str) -> None:
+    path, config = record(tmp_path / "run.safetensors", backend, **ROOM[mode]), written(tmp_path, **SIZES)
+    found = outcome(asked(command, "-b", backend, config, "--trace", path, "--mode", mode), backend, mode)
+    share = recorded_share(history_of(Trace.load(path)))
+    agreement = 2 * 24 if (backend, mode) == ("allgather", "eager") else 0  # three int64 of each rank, in no report
+    assert found["bytes_sent"] == pytest.approx(sum(share.sent.values()) / DISPATCHES + agreement, rel=1e-12)
+    padding = {"rank": share.rank_padding / DISPATCHES, "expert": share.expert_padding / DISPATCHES}
+    assert found["rows_padded"] == pytest.approx(padding, rel=1e-12)
+    room = ["--graph-safe", "--set", f"max_tokens_per_rank={MOST_ROWS}"] if ROOM[mode] else []
+    planned = command("plan", config, "--routing", str(path), "-b", backend, "--dtype", "float32", "--json", *room)
+    (plan,) = json.loads(planned.out)["backends"]
+    assert 2 * (plan["forward"]["expected"] + plan["backward"]["expected"]) == pytest.approx(found["bytes_sent"])
+    assert 2 * plan["rank_padding"]["expected"] == pytest.approx(found["rows_padded"]["rank"])
+
+
+def test_every_rank_has_its_own_routing(recorded: Path) -> None:
+    found = Replay.load(recorded, small_config(), ranks=2, steps=DISPATCHES)
+    scenario = Workload(dtype="float32").scenario(DispatcherConfig(**SIZES), 2)
+    for step, call in enumerate(Trace.load(recorded).calls):
+        for rank, part in enumerate(call.parts):
+            batch, form, real_T = found.batch(scenario, step, rank), found.input_layout(step, rank), real_rows(part)
+            chosen = batch.ids_TK >= 0
+            assert torch.equal(batch.ids_TK, part.routing.topk_ids[real_T])
+            assert torch.equal(batch.weights_TK[chosen], part.routing.topk_weights[real_T].double()[chosen])
+            assert batch.weights_TK[~chosen].isnan().all()
+            assert (*form.leading, 16) == tuple(part.shape)
+            assert form.layout.on_host == part.on_host
+    first, again, other = (found.batch(scenario, step, 0).x_TD for step in (0, 0, 7))
+    assert torch.equal(first, again)
+    assert not torch.equal(first[:3], other[:3])
+
+
+def test_few_steps_are_taken_of_a_long_trace(
+    command: Command, config: str, monkeypatch: pytest.MonkeyPatch, recorded: Path
+) -> None:
+    monkeypatch.setattr("moe_dispatch.cli.compare.command.MOST_STEPS", 3)
+    told = command("compare", "-b", "alltoall", config, "--trace", str(recorded), "--mode", "eager").out
+    assert f"bfloat16, routing of {recorded}, the first 3 of {DISPATCHES} dispatches" in told
+    assert "2 ranks over gloo, with up to 5, 5 tokens" in told
+    one = command("compare", "-b", "alltoall", config, "--trace", str(recorded), "--mode", "eager", "--steps", "1").out
+    assert "the first 1 of 14 dispatches" in one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--tokens", "8"], r"--tokens must be left out with --trace, which has its own, got 8\. Leave out one of the"),
+        (["--routing", "skewed"], r"--routing must be left out with --trace, which has its own, got 'skewed'\."),
+        (["--ranks", "4"], r"compare: --ranks must be that of the trace run\.safetensors, 2, got 4\. Leave --ranks"),
+        (["--steps", "15"], r"compare: --steps must be at most the 14 dispatches of run\.safetensors, got 15\. Leave"),
+    ],
+)
+def test_what_does_not_fit_the_trace_is_refused(
+    arguments: list[str], told: str, command: Command, config: str, recorded: Path
+) -> None:
+    answer = command("compare", "-b", "alltoall", config, "--trace", str(recorded), *arguments)
+    assert (answer.status, answer.out) == (2, "")
+    assert re.match(f"Error: {told}", answer.error), answer.error
+
+
+def test_trace_without_a_dispatch_is_refused(command: Command, config: str, tmp_path: Path) -> None:
+    with Trace.record(build_dispatcher(small_config("local")), tmp_path / "empty.safetensors"):
+        pass
+    answer = command("compare", "-b", "local", config, "--trace", str(tmp_path / "empty.safetensors"))
+    assert (answer.status, answer.out) == (2, "")
+    assert "compare: empty.safetensors must hold a dispatch, got none. Record at least one step." in answer.error
+
+
+def test_configs_that_the_trace_does_not_fit_are_refused(recorded: Path) -> None:
+    cases: list[dict[str, Any]] = [{"num_experts": 16}, {"top_k": 1}]
+    for fields in cases:
+        ((field, value),) = fields.items()
+        with pytest.raises(TraceError, match=rf"{field} must be that of the trace, \d, got {value}\. Use the trace's"):
+            Replay.load(recorded, small_config(**fields), ranks=2, steps=1)
+    with pytest.raises(
+        TraceError, match=r'"assume" promises that all ranks bring as many rows, got 4, 0 in dispatch 2'
+    ):
+        Replay.load(recorded, small_config(row_counts="assume"), ranks=2, steps=DISPATCHES)
+    small = small_config(graph_safe=True, max_tokens_per_rank=2, capacity_factor=0.5, on_overflow="drop")
+    assert Replay.load(recorded, small, ranks=2, steps=1).most_rows == MOST_ROWS, "a comparison makes its own room"
+
+
+@pytest.mark.slow
+def test_the_real_command(config: str, recorded: Path) -> None:
+    process = start("compare", "-b", "alltoall", config, "--trace", str(recorded), "--mode", "eager", "--steps", "2")
+    out, error = process.communicate(timeout=240)
+    assert (process.returncode, error) == (0, "")
+    assert f"routing of {recorded}, the first 2 of 14 dispatches" in out
+    assert "ok     all agree with the reference" in out
