@@ -22,8 +22,8 @@ PACKAGE = """
     build_dispatcher capture
 """
 BACKENDS = """
-    Arrived Backend BackendContext BackendOptions Communicator Constraints MoEShape PROTOCOL Rejected Sizes Usable
-    Volume Wire known_backends load_backend register_backend
+    Arrived Backend BackendContext BackendOptions Communicator Constraints MoEShape PROTOCOL Rejected Route Sizes
+    Usable Volume Wire known_backends load_backend parse_backend register_backend
 """
 LAYOUTS = """
     BSHD Layout Masked Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd
@@ -41,14 +41,14 @@ CONFIG_FIELDS = """
 """
 CONSTRAINTS = """
     row_multiple equal_rows group_max min_rows max_rows hidden_multiple max_hidden dtypes devices max_top_k
-    group_sizes local_experts_multiple max_local_experts idle_ranks pads_experts exchanges_counts wire_dtypes
-    graph_safe graph_safe_reason drop_order compilable differentiable
+    group_sizes group_sizes_hint local_experts_multiple max_local_experts idle_ranks pads_experts exchanges_counts
+    wire_dtypes graph_safe graph_safe_reason drop_order compilable differentiable
 """
 VALUES: dict[type, str] = {
     Routing: "topk_ids topk_weights",
     Plan: "layout num_rows real_rows valid_T sizes owner footprint",
     Dispatched: "rows tokens_per_expert real_tokens_per_expert tokens_per_expert_list weights pad_multiple state",
-    Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list state demand",
+    Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list route demand",
     backends.Constraints: CONSTRAINTS,
     MoEShape: """
         num_experts top_k hidden_size ep_size pad_multiple wire_dtype max_tokens_per_rank ranks_per_node graph_safe
