@@ -39,15 +39,23 @@ class Communicator:
         self.bytes_sent[label] += nbytes
 
     def all_to_all(
-        self, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], *, label: str
+        self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str
     ) -> dist.Work | None:
-        """Rows of ``inp`` to the ranks, by ``in_splits`` along dim 0; started, not awaited. None without a group."""
-        rows, nbytes = inp.shape[0], inp.nbytes
-        self._count(label, nbytes - nbytes // rows * in_splits[self.rank] if rows else 0)
+        """Send rows to the ranks; started, not awaited. None without a group.
+
+        Args:
+            received: where the rows of all ranks come to stand, by rank.
+            sent: the rows of this rank, by destination.
+            rows_in: rows from each rank, along dim 0.
+            rows_out: rows to each rank.
+            label: name under which calls and bytes are counted.
+        """
+        rows, nbytes = sent.shape[0], sent.nbytes
+        self._count(label, nbytes - nbytes // rows * rows_out[self.rank] if rows else 0)
         if self.group is None:
-            out.copy_(inp)
+            received.copy_(sent)
             return None
-        return self.group.alltoall_base(out, inp, list(out_splits), list(in_splits))
+        return self.group.alltoall_base(received, sent, list(rows_in), list(rows_out))
 
     def all_gather(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """``inp`` of every rank, stacked along dim 0 of ``out`` by rank."""

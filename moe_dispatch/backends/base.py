@@ -115,6 +115,10 @@ class Constraints:
         """The rows that a rank with ``rows`` rows brings."""
         return -(-max(rows, self.min_rows) // self.row_multiple) * self.row_multiple
 
+    def brought(self, rows: int, sizes: Sizes) -> int:
+        """The rows that a rank with ``rows`` rows brings to a call: as ranks agreed, else its own rows, padded."""
+        return self.padded(rows) if sizes.padded_rows is None else sizes.padded_rows
+
     def sizes(self, largest: int) -> Sizes:
         """What follows from the largest count of any rank."""
         padded = self.padded(largest)

@@ -1,4 +1,4 @@
-"""The Dispatcher: the one owner of padding between a model and a backend."""
+"""The Dispatcher: what a model calls. Its work is done in ``verbs``; see the package for who does what."""
 
 from __future__ import annotations
 

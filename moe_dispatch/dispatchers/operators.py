@@ -107,8 +107,8 @@ def dispatch(
         # With the room that was traced: a recomputation may come after the dispatcher has grown.
         sizes = given if plan is None else dataclasses.replace(plan.sizes, capacity=given.capacity)
         count = rows.shape[0] if real_rows is None else real_rows.shape[0]
-        padded = sizes.padded_rows if given.capacity is None else _foreseen_rows(link, count)
-        padded = link.needs.padded(count) if padded is None else padded
+        padded = None if given.capacity is None else _foreseen_rows(link, count)
+        padded = link.needs.brought(count, sizes) if padded is None else padded
         selection = Selection(num_rows=rows.shape[0], real_rows=real_rows, padded=padded)
         arrived = run_dispatch(link, (rows, ids, weights), valid, selection, sizes)()
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())

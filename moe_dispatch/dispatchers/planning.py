@@ -85,8 +85,7 @@ def _settle_plan(channel: Channel, draft: Draft) -> Plan:
 def _footprint(channel: Channel, draft: Draft, sizes: Sizes) -> Callable[[torch.dtype], dict[str, int]]:
     most = channel.config.max_tokens_per_rank if draft.count is None else draft.count
     assert most is not None  # graph_safe asks for it
-    brought = channel.needs.padded(most) if sizes.padded_rows is None else sizes.padded_rows
-    return partial(channel.options.footprint, channel.shape, sizes, brought)
+    return partial(channel.options.footprint, channel.shape, sizes, channel.needs.brought(most, sizes))
 
 
 def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:

@@ -103,7 +103,7 @@ def dispatch(
     ids_TK, weights_TK = merged_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
     real_rows, valid_T = _real_rows(channel, settled, x_TD)
     count = x_TD.shape[0] if real_rows is None else real_rows.shape[0]
-    padded = channel.needs.padded(count) if settled.sizes.padded_rows is None else settled.sizes.padded_rows
+    padded = channel.needs.brought(count, settled.sizes)
     selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
     with torch.no_grad():
         finish = run_dispatch(channel, (x_TD, ids_TK, weights_TK), valid_T, selection, settled.sizes)

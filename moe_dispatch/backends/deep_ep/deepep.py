@@ -24,7 +24,7 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.capacity import Capacity, capacity_of
 from moe_dispatch.backends.deep_ep import elastic, normal
-from moe_dispatch.backends.deep_ep.driver import Driver, Handle, Payload, RankMajorRows
+from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows
 from moe_dispatch.backends.deep_ep.elastic import ElasticDriver
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
 from moe_dispatch.backends.deep_ep.normal import NormalDriver
@@ -113,7 +113,7 @@ class DeepEPOptions(BackendOptions):
     def open(self, context: BackendContext) -> Backend:
         library = openable(self.name, self._library(), context.communicator)
         on_its_stream = self.allocate_on_comm_stream
-        driver: Driver
+        driver: RankMajorDriver
         if _is_v2(library):
             driver = ElasticDriver(
                 library,
@@ -147,7 +147,7 @@ class DeepEPOptions(BackendOptions):
 class DeepEPRoute(RankMajorRoute):
     """A dispatch whose rows arrived by source rank. The library carries bfloat16, or float8 on the way out."""
 
-    driver: Driver
+    driver: RankMajorDriver
     permutation: Permutation
     handle: Handle
     index: SlotIndex
@@ -174,7 +174,7 @@ class DeepEPRoute(RankMajorRoute):
 class ExpandedRoute(Route):
     """A dispatch whose rows the library itself brought in expert-major order. It has no backward."""
 
-    driver: Driver
+    driver: RankMajorDriver
     handle: Handle
 
     def send(self, rows_TD: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class DeepEP(Backend):
 
     collective_close = True
 
-    def __init__(self, context: BackendContext, driver: Driver, *, expand: bool) -> None:
+    def __init__(self, context: BackendContext, driver: RankMajorDriver, *, expand: bool) -> None:
         super().__init__(context)
         self.driver = driver
         self._expand = expand

@@ -67,7 +67,7 @@ def arrived() -> None:
     """Wait for nothing: the ``wait`` of rows that are complete."""
 
 
-class Driver(ABC):
+class RankMajorDriver(ABC):
     """Drives one of the two buffer classes. Nothing here is differentiable."""
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape, WireDtype
 from moe_dispatch.backends.capacity import worst_rows
-from moe_dispatch.backends.deep_ep.driver import Driver, Handle, Payload, RankMajorRows, arrived
+from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows, arrived
 from moe_dispatch.backends.deep_ep.library import Library
 from moe_dispatch.backends.deep_ep.pool import BufferPool
 from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
@@ -79,7 +79,7 @@ class Expanded:
 
 
 @final
-class ElasticDriver(Driver):
+class ElasticDriver(RankMajorDriver):
     """Buffers sized for the group's largest row count.
 
     Cost of ``send`` and ``send_expanded``: one host sync, for the counts, or in graph-safe mode none.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
-from moe_dispatch.backends.deep_ep.driver import Driver, Handle, Payload, RankMajorRows, arrived
+from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows, arrived
 from moe_dispatch.backends.deep_ep.library import Library, parameters
 from moe_dispatch.backends.deep_ep.pool import BufferPool
 from moe_dispatch.communication import Communicator
@@ -63,7 +63,7 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraint
 
 
 @final
-class NormalDriver(Driver):
+class NormalDriver(RankMajorDriver):
     """One buffer, whose size depends on hidden size and ranks only.
 
     Cost of ``send``: one host sync, for the counts, or with ``worst_rows`` none.
