@@ -23,7 +23,7 @@ PACKAGE = """
 """
 BACKENDS = """
     Arrived Backend BackendContext BackendOptions Communicator Constraints MoEShape PROTOCOL Rejected Route Sizes
-    Usable Volume Wire known_backends load_backend parse_backend register_backend
+    Usable Volume SentBytes known_backends load_backend parse_backend register_backend
 """
 LAYOUTS = """
     BSHD Layout Masked Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd

@@ -12,7 +12,7 @@ from moe_dispatch.backends.base import (
     Sizes,
 )
 from moe_dispatch.backends.registry import known_backends, load_backend, parse_backend, register_backend
-from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.communication import Communicator
 from moe_dispatch.probing import Rejected, Usable
 
@@ -27,10 +27,10 @@ __all__ = [
     "MoEShape",
     "Rejected",
     "Route",
+    "SentBytes",
     "Sizes",
     "Usable",
     "Volume",
-    "Wire",
     "known_backends",
     "load_backend",
     "parse_backend",

@@ -24,7 +24,7 @@ from moe_dispatch.backends.base import (
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
-from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import Permutation, SlotIndex, accumulation_dtype
@@ -43,9 +43,9 @@ class AllGatherOptions(BackendOptions):
             equal_rows=True, min_rows=int(shape.graph_safe), graph_safe=True, drop_order="weight", compilable=True
         )
 
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire:
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         wide, hidden, copies = accumulation_dtype(dtype), shape.hidden_size, volume.rows * volume.others
-        return Wire(
+        return SentBytes(
             sent={
                 "dispatch": copies * _form(shape, dtype, wide).stride,
                 "combine": copies * hidden * wide.itemsize,

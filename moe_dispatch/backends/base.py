@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from moe_dispatch.backends.capacity import Capacity, CapacityFactor, capacity_of, worst_rows
-from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.workspace import Workspace
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import StateError
@@ -202,7 +202,7 @@ class BackendOptions(BaseModel, ABC):
         """Room of a graph-safe dispatch, from the config's factors. Asked only where ``shape.graph_safe``."""
         return capacity_of(shape)
 
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire | None:
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
         """Bytes that ranks send each other in one dispatch, one combine and their backwards. Nothing is exchanged.
 
         Args:

@@ -23,7 +23,7 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
-from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import Permutation, SlotIndex, count_values
@@ -54,8 +54,8 @@ class LocalOptions(BackendOptions):
             compilable=True,
         )
 
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire:
-        return Wire(sent={})
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
+        return SentBytes(sent={})
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
         return grouped_bytes(shape, sizes, dtype, arrived_rows=rows)

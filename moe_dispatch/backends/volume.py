@@ -34,7 +34,7 @@ class Volume:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Wire:
+class SentBytes:
     """What a backend sends in one dispatch, combine and their backwards.
 
     Attributes:
@@ -48,9 +48,9 @@ class Wire:
     once_per_node: bool = False
 
 
-def payload(volume: Volume, *, out_bytes: int, back_bytes: int) -> Wire:
+def payload(volume: Volume, *, out_bytes: int, back_bytes: int) -> SentBytes:
     """Rows that go once to each rank that needs them: so many bytes each in dispatch, and in all that follows it."""
-    return Wire(
+    return SentBytes(
         sent={
             "dispatch": volume.pairs_out * out_bytes,
             "combine": volume.pairs_in * back_bytes,

@@ -197,7 +197,7 @@ class Dispatcher(nn.Module):
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
         if verbs.uses_operators(self._lease):
-            return verbs.dispatch_traced(self._lease, x, routing, plan, lambda: self._inferred("dispatch", x))
+            return verbs.dispatch_by_operator(self._lease, x, routing, plan, lambda: self._inferred("dispatch", x))
         with self._naming, profiler_range("dispatch"):
             infer = partial(self._inferred, "dispatch", x)
             return verbs.dispatch(self._lease, x, routing, plan, infer, async_op=async_op, name=self.name)

@@ -218,7 +218,7 @@ def combine(rows: Tensor, sent: Dispatched) -> Tensor:
     return state.layout.unflatten(y_TD, state.shape)
 
 
-def dispatch_traced(
+def dispatch_by_operator(
     lease: Lease, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, infer: Callable[[], Layout]
 ) -> Dispatched:
     """``Dispatcher.dispatch`` of a traced call: by an operator, which settles sizes where no plan did."""
@@ -230,7 +230,7 @@ def dispatch_traced(
     if not torch.compiler.is_compiling():  # a compiled region sees symbols, and lengths may be on a device
         layout.check(num_rows, values=channel.config.debug)
     if isinstance(plan, Plan):
-        _check_traced_plan(channel, plan, num_rows)
+        _check_plan_by_shape(channel, plan, num_rows)
         sizes, valid_T = plan.sizes, plan.valid_T
         real_rows = None if plan.real_rows is None else plan.real_rows.to(x.device, non_blocking=True)
     # Without a plan, rows that are no tokens are masked, not cut: how many they are would be read on the host.
@@ -268,7 +268,7 @@ def dispatch_traced(
     )
 
 
-def _check_traced_plan(channel: Channel, plan: Plan, num_rows: int) -> None:
+def _check_plan_by_shape(channel: Channel, plan: Plan, num_rows: int) -> None:
     """``check_plan``, as far as it can be traced: the number of rows may be a symbol, compared when it runs."""
     check_owner(channel, plan)
     if plan.num_rows is not None:

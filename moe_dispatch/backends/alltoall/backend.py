@@ -24,7 +24,7 @@ from moe_dispatch.backends.base import (
 )
 from moe_dispatch.backends.capacity import Capacity, CapacityFactor, Factor, capacity_of, tokens_of
 from moe_dispatch.backends.rank_major import arrive, back_wire
-from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.errors import PeerError
@@ -68,7 +68,7 @@ class AllToAllOptions(BackendOptions):
     def capacity(self, shape: MoEShape) -> Capacity:
         return capacity_of(shape, pair_factor=self.pair_rows)
 
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire:
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         wide, back = accumulation_dtype(dtype), row_format(dtype, shape.hidden_size, back_wire(shape.wire_dtype))
         there = _form(shape, dtype, wide, note=shape.graph_safe)
         out, returned, slots = volume.pairs_out, volume.pairs_in, shape.top_k
@@ -77,7 +77,7 @@ class AllToAllOptions(BackendOptions):
         if shape.graph_safe:
             out = returned = volume.others * (self.capacity(shape).pair_rows or 0)
         counts = {} if shape.graph_safe else {"counts": volume.others * 8 * (1 + shape.num_local_experts)}
-        return Wire(
+        return SentBytes(
             sent={
                 **counts,
                 "dispatch": out * there.stride,

@@ -29,7 +29,7 @@ from moe_dispatch.backends.deep_ep.elastic import ElasticDriver
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
 from moe_dispatch.backends.deep_ep.normal import NormalDriver
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
-from moe_dispatch.backends.volume import Volume, Wire, payload
+from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.backends.wire import from_float8, row_format, to_float8
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import Permutation, SlotIndex
@@ -105,7 +105,7 @@ class DeepEPOptions(BackendOptions):
         capacity = capacity_of(shape)
         return replace(capacity, buffer_rows=elastic.expanded_rows(shape)) if self.expand else capacity
 
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire:
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         wire: WireDtype = shape.wire_dtype or "bfloat16"
         there, back = (row_format(dtype, shape.hidden_size, form) for form in (wire, "bfloat16"))
         return payload(volume, out_bytes=there.nbytes, back_bytes=back.nbytes)

@@ -24,7 +24,7 @@ from moe_dispatch.backends.deep_ep import hybrid
 from moe_dispatch.backends.deep_ep.driver import Handle
 from moe_dispatch.backends.deep_ep.hybrid import HybridDriver
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
-from moe_dispatch.backends.volume import Volume, Wire, payload
+from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import accumulation_dtype, running_total
 from moe_dispatch.probing import Rejected, Usable
@@ -94,7 +94,7 @@ class HybridEPOptions(BackendOptions):
         found = hybrid.rules(_buffer_class(library))
         return hybrid.constraints(found, library.device, shape, domain, fuse_permute=self.fuse_permute)
 
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire:
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         row_bytes = shape.hidden_size * torch.bfloat16.itemsize
         return payload(volume, out_bytes=row_bytes, back_bytes=row_bytes)
 

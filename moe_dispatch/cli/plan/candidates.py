@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
-from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.cli.names import NamedBackend
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows
@@ -42,7 +42,7 @@ class Candidate:
     needs: Constraints | None = None
     refused: str | None = None
 
-    def wire(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> Wire | None:
+    def wire(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
         """Ask the backend for the bytes that it sends."""
         assert self.options is not None
         return self.options.wire_bytes(shape, volume, dtype)

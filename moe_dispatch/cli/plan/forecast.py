@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
-from moe_dispatch.backends.volume import Volume, Wire
+from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.cli.loads import Loads, count_loads, overflow_bounds, padded_rows
 from moe_dispatch.cli.names import NamedBackend
 from moe_dispatch.cli.plan.candidates import Candidate, candidates
@@ -333,7 +333,7 @@ def _volume(loads: Loads, padded_CP: Tensor, *, ranks_per_node: int, once_per_no
 def _between_nodes(job: _Job, candidate: Candidate, padded_CP: Tensor) -> float:
     """Expected bytes of a layer that a rank sends to other nodes."""
 
-    def wire(*, once_per_node: bool) -> Wire:
+    def wire(*, once_per_node: bool) -> SentBytes:
         assert job.shape.ranks_per_node is not None
         volume = _volume(job.loads, padded_CP, ranks_per_node=job.shape.ranks_per_node, once_per_node=once_per_node)
         found = candidate.wire(job.shape, volume, job.model.dtype)
