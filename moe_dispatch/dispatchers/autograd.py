@@ -82,7 +82,7 @@ class State:
     layout: Layout
     shape: Size
     selection: Selection
-    wants_weights: bool = False
+    wants_weights: bool
     route: Route | None = None
     tensors: tuple[Tensor, ...] = ()
 

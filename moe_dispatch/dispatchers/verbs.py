@@ -263,6 +263,7 @@ def dispatch_by_operator(
             layout=layout,
             shape=x.shape,
             selection=Selection(num_rows=num_rows, real_rows=real_rows, padded=None),
+            wants_weights=routing.topk_weights.requires_grad,
             tensors=tuple(route),
         ),
     )

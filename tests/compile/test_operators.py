@@ -37,7 +37,7 @@ def _calls(channel: str, real_rows: Tensor | None) -> dict[str, Arguments]:
         rows, weights_R, _, *state = torch.ops.moe_dispatch.dispatch(*calls["dispatch"])
     rows, weights_R = rows.requires_grad_(), weights_R.requires_grad_()
     grad = torch.ones_like(rows)
-    calls["dispatch_again"] = (x, state, real_rows, channel, len(rows))
+    calls["dispatch_again"] = (x, state, real_rows, channel, len(x), len(rows))
     calls["combine"] = (rows, weights_R, state, real_rows, channel, 10)
     calls["combine_backward"] = (
         torch.ones(10, 16),

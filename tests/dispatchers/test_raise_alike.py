@@ -110,7 +110,7 @@ def test_a_rank_that_cannot_tell_its_peers_raises_its_own_error(
         raise_alike(Communicator(None), problem, label="test")
     assert caught.value is problem
     assert problem.__notes__ == ["The other ranks were not told: Connection closed by peer"]
-    assert problem.__suppress_context__
+    assert problem.__context__ is None
 
 
 def test_a_peer_that_left() -> None:

@@ -136,6 +136,7 @@ class ByHand(Contender):
             layout=Rows(),
             shape=x_TD.shape,
             selection=selection,
+            wants_weights=True,
             route=arrived.route,
         )
         arrived_RD, weights_R = attach(x_TD, weights_TK, state, (arrived.rows, arrived.weights))
