@@ -4,7 +4,7 @@ Everything else is given away: routing is known, exchanged and sorted before the
 rows are weighted in their own dtype. It computes the layer all the same, and is checked like every other contender. A
 row travels with its slots in a packet, because another collective costs more than the copy that this takes.
 
-The passes, over T rows at home, S rows on the wire and R grouped rows, each block by block where that is faster:
+The passes, over T rows of this rank, S rows on the wire and R grouped rows, each block by block where that is faster:
 
 ====================================  =======  ======  =========================================
 pass                                  reads    writes  primitive
@@ -64,8 +64,8 @@ class Way:
 
     Attributes:
         counts_out: int64 (P, L + 1), what ranks tell each other first; ``counts_in`` is room for their answers.
-        source_S: int64, the home row of each row sent, by destination rank.
-        member_S: int64, the sent rows by home row, which begin at ``cu_T``.
+        source_S: int64, which row of this rank each row sent is, by destination rank.
+        member_S: int64, the sent rows by the row they are copies of; the copies of each begin at ``cu_T``.
         index: received rows grouped by local expert; ``local_ids_R`` their experts.
         buffers: packets and rows by name, each written once in forward and backward.
     """
@@ -82,9 +82,9 @@ class Way:
     local_ids_R: Tensor
     buffers: dict[str, Tensor]
 
-    def exchange(self, out: Tensor, given: Tensor, *, home: bool = False) -> None:
-        """Rows to the ranks of their experts, or back home."""
-        splits_out, splits_in = (self.rows_in, self.rows_out) if home else (self.rows_out, self.rows_in)
+    def exchange(self, out: Tensor, given: Tensor, *, back: bool = False) -> None:
+        """Rows to the ranks of their experts, or back."""
+        splits_out, splits_in = (self.rows_in, self.rows_out) if back else (self.rows_out, self.rows_in)
         self.group.alltoall_base(out, given, list(splits_in), list(splits_out)).wait()
 
 
@@ -159,7 +159,7 @@ class _Dispatch(torch.autograd.Function):
         form = packet(row_format(grad_RD.dtype, grad_RD.shape[1]), index.top_k, torch.float32)
         sum_rows(grad_RD, index.byrow_N, index.cu_S, None, form.row.read(form.rows(space["back out"])))
         form.weights(space["back out"]).copy_(index.to_slots(dots_R))
-        way.exchange(space["back in"], space["back out"], home=True)
+        way.exchange(space["back in"], space["back out"], back=True)
         sum_rows(space["back in"].view(grad_RD.dtype), way.member_S, way.cu_T, None, space["x"])
         grad_weights_TK = torch.embedding_bag(form.weights(space["back in"]).contiguous(), way.member_S, way.cu_T[:-1])
         return space["x"].detach(), grad_weights_TK[0], None
@@ -173,7 +173,7 @@ class _Combine(torch.autograd.Function):
         space, index = way.buffers, way.index
         weights_N = weights_R[index.byrow_N].to(rows_RD.dtype)
         sum_rows(rows_RD.detach(), index.byrow_N, index.cu_S, weights_N, space["away"])
-        way.exchange(space["here"], space["away"], home=True)
+        way.exchange(space["here"], space["away"], back=True)
         sum_rows(space["here"], way.member_S, way.cu_T, None, space["y"])
         return space["y"].detach()
 
