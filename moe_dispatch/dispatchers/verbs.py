@@ -81,16 +81,8 @@ def dispatch(
 
     def check(channel: Channel) -> Draft | None:
         nonlocal x_TD
-        layout = layout_in(plan, infer)
-        x_TD = layout.flatten(x)
-        check_tensors(x_TD, routing, channel.config, channel.needs)
-        if channel.config.debug and routing is not None:
-            layout.check(x_TD.shape[0], values=True)
-            check_values(routing, layout.valid_T(x_TD.shape[0], x.device), channel.config.num_experts)
-        if given is None:
-            return draft_plan(channel, layout, x)
-        check_plan(channel, given, x, x_TD.shape[0])
-        return None
+        x_TD, draft = _checked(channel, x, routing, plan, infer)
+        return draft
 
     device = getattr(x, "device", None)
     settled = settle(lambda: lease.channel, check, settled=given is not None, device=device) or given
@@ -107,12 +99,11 @@ def dispatch(
     selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
     with torch.no_grad():
         finish = run_dispatch(channel, (x_TD, ids_TK, weights_TK), valid_T, selection, settled.sizes)
+        here = None if async_op else finish()
     if recorder is not None and note is not None:  # no rank refused: its peers keep this call too
         recorder.keep(note)
 
-    def complete() -> Dispatched:
-        with torch.no_grad():
-            arrived = finish()
+    def attached(arrived: Arrived) -> Dispatched:
         state = State(
             lease=lease,
             layout=layout,
@@ -124,7 +115,31 @@ def dispatch(
         rows, weights = attach(x_TD, weights_TK, state, (arrived.rows, arrived.weights))
         return _dispatched(arrived, rows, weights, state)
 
-    return InFlight(finish=_once(lease, complete)) if async_op else complete()
+    if here is not None:
+        return attached(here)
+
+    def complete() -> Dispatched:
+        with torch.no_grad():
+            arrived = finish()
+        return attached(arrived)
+
+    return InFlight(finish=_once(lease, complete))
+
+
+def _checked(
+    channel: Channel, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, infer: Callable[[], Layout]
+) -> tuple[Tensor, Draft | None]:
+    """What this rank checks of a dispatch by itself: the rows of x, and the draft of a plan where none is given."""
+    layout = layout_in(plan, infer)
+    x_TD = layout.flatten(x)
+    check_tensors(x_TD, routing, channel.config, channel.needs)
+    if channel.config.debug and routing is not None:
+        layout.check(x_TD.shape[0], values=True)
+        check_values(routing, layout.valid_T(x_TD.shape[0], x.device), channel.config.num_experts)
+    if not isinstance(plan, Plan):
+        return x_TD, draft_plan(channel, layout, x)
+    check_plan(channel, plan, x, x_TD.shape[0])
+    return x_TD, None
 
 
 def layout_in(plan: Plan | Layout | None, infer: Callable[[], Layout]) -> Layout:
