@@ -1,4 +1,8 @@
-"""Every collective of the library, with the bytes it sends, and the one way in which ranks raise together."""
+"""Every torch.distributed collective of moe_dispatch, and the one way in which ranks raise together.
+
+The kernels of ``deep_ep`` exchange rows too: in ``send``, ``send_again`` and ``combine`` of the drivers in
+``moe_dispatch.backends.deep_ep``.
+"""
 
 from __future__ import annotations
 

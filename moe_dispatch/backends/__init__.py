@@ -1,4 +1,9 @@
-"""Backends: one file or folder each behind the contract of ``base``; the registry finds them by name."""
+"""Backends: one file or folder each behind the contract of ``base``; the registry finds them by name.
+
+To add one, subclass ``BackendOptions`` (``name``, ``constraints``, ``open``), ``Backend`` (``dispatch``) and ``Route``
+(four methods). Where rows arrive by source rank, ``rank_major.RankMajorRoute`` needs two methods only. Then list it in
+``registry``, or declare an entry point. ``local`` is the smallest example.
+"""
 
 from moe_dispatch.backends.base import (
     PROTOCOL,

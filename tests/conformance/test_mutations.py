@@ -19,9 +19,9 @@ from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.deep_ep import hybridep
 from moe_dispatch.backends.deep_ep.deepep import DeepEPRoute
 from moe_dispatch.backends.deep_ep.driver import Handle
-from moe_dispatch.backends.deep_ep.hybrid import HybridDriver
+from moe_dispatch.backends.deep_ep.hybrid_driver import HybridDriver
 from moe_dispatch.backends.deep_ep.hybridep import HybridEP, HybridRoute
-from moe_dispatch.backends.deep_ep.normal import NormalDriver
+from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
 from moe_dispatch.dispatchers import autograd, verbs
 from moe_dispatch.dispatchers.autograd import Selection
 from moe_dispatch.dispatchers.verbs import merged_slots

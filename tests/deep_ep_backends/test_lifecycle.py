@@ -14,7 +14,7 @@ import torch
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.deep_ep import library
-from moe_dispatch.backends.deep_ep.normal import NormalDriver
+from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
 from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
 from tests.deep_ep_backends.vendors import (
     ALL,

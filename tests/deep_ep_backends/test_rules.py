@@ -10,7 +10,7 @@ import torch
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends import Constraints, MoEShape
-from moe_dispatch.backends.deep_ep import hybrid
+from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import ConfigError, InputError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends.deep_ep import hybrid
+from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.testing.emulation import emulated_deep_ep

@@ -23,11 +23,12 @@ from moe_dispatch.backends.base import (
     WireDtype,
 )
 from moe_dispatch.backends.capacity import Capacity, capacity_of
-from moe_dispatch.backends.deep_ep import elastic, normal
+from moe_dispatch.backends.deep_ep import elastic_driver as elastic
+from moe_dispatch.backends.deep_ep import normal_driver as normal
 from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows
-from moe_dispatch.backends.deep_ep.elastic import ElasticDriver
+from moe_dispatch.backends.deep_ep.elastic_driver import ElasticDriver
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
-from moe_dispatch.backends.deep_ep.normal import NormalDriver
+from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.backends.wire import from_float8, row_format, to_float8

@@ -20,9 +20,9 @@ from moe_dispatch.backends.base import (
     Sizes,
 )
 from moe_dispatch.backends.capacity import Capacity
-from moe_dispatch.backends.deep_ep import hybrid
+from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.driver import Handle
-from moe_dispatch.backends.deep_ep.hybrid import HybridDriver
+from moe_dispatch.backends.deep_ep.hybrid_driver import HybridDriver
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.communication import read_host
@@ -126,7 +126,10 @@ class HybridEPOptions(BackendOptions):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HybridRoute(Route):
-    """The route of one dispatch through the library.
+    """The route of one dispatch through the library, which is called in two ways.
+
+    ``send`` and ``combine_backward`` are a dispatch with the saved handle; ``combine`` and ``dispatch_backward`` are
+    its combine.
 
     Attributes:
         driver: of the open library.
