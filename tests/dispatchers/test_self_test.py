@@ -158,7 +158,7 @@ def test_finds_rows_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_finite_capacity_drops_nothing_of_the_test() -> None:
     """It told not to train on these machines where rows had only been dropped."""
-    safe = {"graph_safe": True, "max_tokens_per_rank": 64, "capacity_factor": 0.5, "on_overflow": "raise"}
+    safe = {"graph_safe": True, "max_tokens_per_rank": 32, "capacity_factor": 0.5, "on_overflow": "raise"}
     dispatcher = build_dispatcher(small_config("local", **safe))
     dispatcher.self_test()
     assert not dispatcher.check().overflowed
