@@ -99,9 +99,9 @@ def dispatch(
     selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
     with torch.no_grad():
         finish = run_dispatch(channel, (x_TD, ids_TK, weights_TK), valid_T, selection, settled.sizes)
+        if recorder is not None and note is not None:  # no rank refused: its peers keep this call too
+            recorder.keep(note)
         here = None if async_op else finish()
-    if recorder is not None and note is not None:  # no rank refused: its peers keep this call too
-        recorder.keep(note)
 
     def attached(arrived: Arrived) -> Dispatched:
         state = State(
