@@ -99,6 +99,7 @@ class Channel:
         """Drop the process groups and the backend, without closing it; only for the end of the process."""
         self.communicator.let_go()
         self.control.let_go()
+        self.users = 0  # a dispatcher that is closed later finds no last share, and so no backend to close
         del self.backend
 
     def sizes(self, largest: int) -> Sizes:
