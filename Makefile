@@ -13,7 +13,7 @@ MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 MEGATRON := $(MEGATRON_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench docs integration clean
+.PHONY: help install demo test check format bench docs integration build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,5 +70,11 @@ integration: $(BENCH) $(MEGATRON) ## the tests that need megatron-core (two vers
 docs: $(DOCS) ## build the site into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
+build: $(DEV) ## build the wheel and the sdist into dist/, and check their metadata
+	$(INSTALL) build hatchling twine
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	$(PY) -m twine check --strict dist/*
+
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(MEGATRON_VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
