@@ -204,7 +204,7 @@ def raise_alike(
     if not refused:
         _refuse_difference([of_rank or {} for of_rank, _ in told])
     raise PeerError(
-        "; ".join(f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(told) if text is not None)
+        "; ".join(f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(told) if text is not None) + " [MD08]"
     )
 
 
@@ -243,7 +243,7 @@ def _refuse_difference(facts: Sequence[Mapping[str, Any]]) -> None:
             if text != texts[0]:
                 raise ConfigError(
                     f"Ranks disagree on {name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}. "
-                    "Give every rank the same config, library and environment."
+                    "Give every rank the same config, library and environment. [MD03]"
                 )
 
 

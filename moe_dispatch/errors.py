@@ -2,7 +2,10 @@
 
 
 class MoEDispatchError(Exception):
-    """Base of all errors raised by moe-dispatch."""
+    """Base of all errors raised by moe-dispatch.
+
+    Some messages end with a code in brackets. ``docs/troubleshooting.md`` has a section for each code.
+    """
 
 
 class ConfigError(MoEDispatchError, ValueError):

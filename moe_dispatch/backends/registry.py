@@ -106,7 +106,7 @@ def load_backend(name: str) -> type[BackendOptions]:
     except Exception as error:  # whatever a third party's import raises
         raise BackendUnavailableError(
             f"Backend {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
-            f"Repair its package, or choose one of: {', '.join(sorted({*_BUILT_IN} - {name}))}."
+            f"Repair its package, or choose one of: {', '.join(sorted({*_BUILT_IN} - {name}))}. [MD02]"
         ) from error
 
 
@@ -134,4 +134,4 @@ def _unknown(name: str) -> str:
     known = known_backends()
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"Unknown backend {name!r}. Known backends: {', '.join(known)}.{hint}"
+    return f"Unknown backend {name!r}. Known backends: {', '.join(known)}.{hint} [MD01]"

@@ -223,7 +223,7 @@ def refuse_double_backward(verb: str) -> None:
     if torch.is_grad_enabled():
         raise StateError(
             f"Dispatcher.{verb}: double backward is not supported, got a backward with create_graph=True. "
-            "Use create_graph=False, or keep gradient penalties out of the MoE layer."
+            "Use create_graph=False, or keep gradient penalties out of the MoE layer. [MD09]"
         )
 
 

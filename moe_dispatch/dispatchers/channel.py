@@ -137,7 +137,7 @@ class Lease:
         if not torch.compiler.is_compiling() and not self._collected.alive:
             raise StateError(
                 f"Dispatcher: it must be open, got a closed one of backend {self._channel.backend_name!r} on channel "
-                f"{self._channel.name}. Build another with build_dispatcher."
+                f"{self._channel.name}. Build another with build_dispatcher. [MD10]"
             )
         return self._channel
 

@@ -104,7 +104,7 @@ def check(channel: Channel) -> RequiredCapacity:
     """
     needed = required(channel)
     if needed.overflowed and channel.config.on_overflow == "raise":
-        raise CapacityError(_told("Dispatcher.check", channel, needed) + " Results since then lack rows.")
+        raise CapacityError(_told("Dispatcher.check", channel, needed) + " Results since then lack rows. [MD07]")
     return needed
 
 

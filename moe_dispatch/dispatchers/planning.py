@@ -99,7 +99,7 @@ def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> Non
     if plan.num_rows not in (None, num_rows):
         raise LayoutError(
             f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
-            "Make a plan per micro-batch."
+            "Make a plan per micro-batch. [MD06]"
         )
     if plan.num_rows is None:  # what the plan could not check without a tensor
         draft_plan(channel, plan.layout, like)
@@ -283,7 +283,7 @@ def check_tensors(x_TD: Tensor, routing: Routing | None, config: DispatcherConfi
     if x_TD.shape[0] != ids.shape[0]:
         raise InputError(
             f"{where}: x has {x_TD.shape[0]} tokens but routing has {ids.shape[0]}. "
-            "Route every token of x, with id -1 for those to skip."
+            "Route every token of x, with id -1 for those to skip. [MD04]"
         )
 
 

@@ -23,7 +23,7 @@ def check_usable(options: BackendOptions) -> None:
         usable = [other for other in known_backends() if not isinstance(probe_backend(other), Rejected)]
         raise BackendUnavailableError(
             f"Backend {options.name!r} cannot be used here: {verdict.reason}. "
-            f"Repair that, or choose one of: {', '.join(usable)}."
+            f"Repair that, or choose one of: {', '.join(usable)}. [MD02]"
         )
 
 
@@ -77,11 +77,12 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     if shape.hidden_size % needs.hidden_multiple:
         raise ConfigError(
             f"{where}: hidden_size must be a multiple of {needs.hidden_multiple}, got {shape.hidden_size}. "
-            "Use another hidden size or another backend."
+            "Use another hidden size or another backend. [MD05]"
         )
     if needs.max_hidden is not None and shape.hidden_size > needs.max_hidden:
         raise ConfigError(
-            f"{where}: hidden_size must be at most {needs.max_hidden}, got {shape.hidden_size}. Use another backend."
+            f"{where}: hidden_size must be at most {needs.max_hidden}, got {shape.hidden_size}. Use another "
+            "backend. [MD05]"
         )
     if needs.max_top_k is not None and shape.top_k > needs.max_top_k:
         raise ConfigError(

@@ -91,7 +91,7 @@ class PaddedBatch(Layout):
         if low < 0 or high > longest:
             raise LayoutError(
                 f"{self}: lengths must lie in 0..{longest} (S), got {low if low < 0 else high}. "
-                "Count each sequence's real tokens."
+                "Count each sequence's real tokens. [MD06]"
             )
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:

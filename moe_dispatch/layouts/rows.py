@@ -85,7 +85,7 @@ class Rows(PlainRows):
         if self.count is not None and not 0 <= int(self.count) <= num_rows:
             raise LayoutError(
                 f"Rows: num_real must lie in 0..{num_rows} (rows), got {int(self.count)}. "
-                "Count the rows that hold tokens."
+                "Count the rows that hold tokens. [MD06]"
             )
 
 
@@ -131,5 +131,5 @@ class Masked(PlainRows):
         if len(self.valid) != num_rows:
             raise LayoutError(
                 f"Masked: the mask must have an entry per row, got {len(self.valid)} entries and {num_rows} rows. "
-                "Use the mask of this micro-batch, cut to the positions that x holds."
+                "Use the mask of this micro-batch, cut to the positions that x holds. [MD06]"
             )

@@ -114,7 +114,7 @@ class THD(Layout):
             way_out = "Pass cu_seqlens_padded if sequences are padded, or" if self.all_real else "Use"
             raise LayoutError(
                 f"THD: {names[-1]} must end at the number of rows, got {end} and {num_rows} rows. {way_out} shard(...) "
-                "if this rank holds a part of them."
+                "if this rank holds a part of them. [MD06]"
             )
         real, owned = self.real.diff(), self.owned.diff()
         for i in (real > owned).nonzero()[:1, 0].tolist():

@@ -148,11 +148,11 @@ def test_unknown_name_with_the_list_and_the_nearest(install: Install, name: str,
     with pytest.raises(ConfigError) as caught:
         load_backend(name)
     assert str(caught.value).startswith(f"Unknown backend {name!r}. Known backends: allgather, alltoall, ")
-    assert str(caught.value).endswith(f" Did you mean {near!r}?")
+    assert str(caught.value).endswith(f" Did you mean {near!r}? [MD01]")
 
 
 def test_unknown_name_far_from_all(install: Install) -> None:
-    with pytest.raises(ConfigError, match=r"Unknown backend 'xyz'. Known backends: [a-z, ]+\.$"):
+    with pytest.raises(ConfigError, match=r"Unknown backend 'xyz'. Known backends: [a-z, ]+\. \[MD01\]$"):
         load_backend("xyz")
 
 

@@ -189,7 +189,7 @@ def test_unknown_backend_is_an_error_with_a_hint(command: Command) -> None:
     answer = command("doctor", "--backend", "altoall")
     assert (answer.status, answer.out) == (2, "")
     assert answer.error.startswith("Error: Unknown backend 'altoall'. Known backends: ")
-    assert answer.error.endswith("Did you mean 'alltoall'?\n")
+    assert answer.error.endswith("Did you mean 'alltoall'? [MD01]\n")
 
 
 def test_topology_is_that_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,4 +64,4 @@ def test_peers_of_a_refused_call_hear_of_it(backend: str) -> None:
     kind, why = told[1].split(": ", 1)
     assert kind == "InputError"
     assert why.startswith("Dispatcher.dispatch: x has 6 tokens but routing has 5")
-    assert told[0] == f"PeerError: rank 1 refused: {why}"
+    assert told[0] == f"PeerError: rank 1 refused: {why} [MD08]"

@@ -95,7 +95,7 @@ def test_peers_of_a_refusing_rank_are_told(name: str, fault: str, planned: bool)
     results = outcomes(body, 4, seconds=4)
     raises_everywhere(results[WRONG:], kind, reason)
     told = f"RuntimeError: {reason}" if kind is RuntimeError else str(results[WRONG])
-    told = f"rank {WRONG} refused: {told}"
+    told = f"rank {WRONG} refused: {told} [MD08]"
     assert [str(result) for result in results[:WRONG]] == [told] * WRONG
     raises_everywhere(results[:WRONG], PeerError)
 

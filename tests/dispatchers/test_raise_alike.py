@@ -59,12 +59,13 @@ def test_the_rank_with_a_problem_raises_it_and_its_peers_name_it(
     assert results[1] is problem
     assert not getattr(problem, "__notes__", [])
     for peer in (results[0], results[2]):
-        assert (type(peer), str(peer)) == (PeerError, f"rank 1 refused: {told}")
+        assert (type(peer), str(peer)) == (PeerError, f"rank 1 refused: {told} [MD08]")
 
 
 def test_every_problem_is_told() -> None:
     results = _entered(3, {"problem": InputError("first.")}, {}, {"problem": InputError("third.")})
-    assert [str(result) for result in results] == ["first.", "rank 0 refused: first.; rank 2 refused: third.", "third."]
+    told = "rank 0 refused: first.; rank 2 refused: third. [MD08]"
+    assert [str(result) for result in results] == ["first.", told, "third."]
     assert [type(result) for result in results] == [InputError, PeerError, InputError]
 
 
