@@ -28,8 +28,9 @@ Call = Callable[[], object]
 
 def quoted(title: str) -> list[str]:
     """The lines of a section's text block."""
-    (block,) = re.findall(r"^```text\n(.*?)^```$", SECTIONS[title], re.MULTILINE | re.DOTALL)
-    return block.splitlines()
+    blocks: list[str] = re.findall(r"^```text\n(.*?)^```$", SECTIONS[title], re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1
+    return blocks[0].splitlines()
 
 
 def _config(**fields: Any) -> DispatcherConfig:

@@ -1,0 +1,120 @@
+"""The two sides of each page of docs/migration/ give the same: the framework's own dispatcher before, ours after."""
+
+from __future__ import annotations
+
+import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.testing import run_processes
+from tests.integration.megatron_core.on_cpu import megatron_on_cpu
+from tests.integration.transformers.models import BATCHES, build
+from tests.migration_pages import EXPERTS, TOP_K, Layer, largest_error, run_block
+
+RANKS, HIDDEN, TOKENS = 2, 32, 6
+# Ranks import the framework before they meet, on machines that others use too.
+TIMEOUT = datetime.timedelta(seconds=180)
+
+pytestmark = pytest.mark.integration
+
+
+def _needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
+
+
+def _side(rank: int, page: str, title: str, names: dict[str, Any], *, dense: bool) -> list[Tensor]:
+    """Output and gradients of one side of a page: of the rows, of the weights and of this rank's experts.
+
+    Args:
+        rank: this rank.
+        page: name of the page.
+        title: "Before" or "After".
+        names: what the code uses beside the experts.
+        dense: whether the routing is a map and probabilities, both (T, E).
+    """
+    layer = Layer(rank, RANKS, hidden=HIDDEN, dtype=torch.float32)
+    x, ids, weights = Layer.inputs(rank, TOKENS, hidden=HIDDEN, dtype=torch.float32)
+    x.requires_grad_()
+    weights.requires_grad_()
+    moe = run_block(page, title, {**layer.names(), "ep_group": dist.group.WORLD, **names})["moe"]
+    if dense:
+        routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
+        probs = torch.zeros(TOKENS, EXPERTS).scatter(1, ids, weights)
+        y = moe(x.view(TOKENS, 1, HIDDEN), routing_map, probs)
+    else:
+        y = moe(x, weights, ids)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+    found = [y.detach(), x.grad, weights.grad, layer.matrices_LDD.grad]
+    assert all(tensor is not None for tensor in found)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _difference(rank: int, page: str, names: dict[str, Any], *, dense: bool) -> float:
+    before, after = (_side(rank, page, title, names, dense=dense) for title in ("Before", "After"))
+    return max(largest_error(got, want) for got, want in zip(after, before, strict=True))
+
+
+def _megatron(rank: int) -> float:
+    with megatron_on_cpu():
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        alone = [dist.new_group([other]) for other in range(RANKS)][rank]
+        groups = ProcessGroupCollection()
+        groups.ep = groups.tp_ep = dist.group.WORLD
+        groups.expt_tp = alone
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HIDDEN,
+            num_attention_heads=4,
+            num_moe_experts=EXPERTS,
+            moe_router_topk=TOP_K,
+            moe_token_dispatcher_type="alltoall",
+            expert_model_parallel_size=RANKS,
+            add_bias_linear=False,
+            use_cpu_initialization=True,
+            bias_activation_fusion=False,
+            gradient_accumulation_fusion=False,
+        )
+        names = {"transformer_config": config, "pg_collection": groups}
+        return _difference(rank, "from-megatron", names, dense=True)
+
+
+def _torchtitan(rank: int) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("partial_dtensor")  # torchtitan's default exchanges lists of tensors, which gloo does not take
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    return _difference(rank, "from-torchtitan", {"ep_mesh": mesh}, dense=False)
+
+
+def _transformers(rank: int, path: str) -> list[float]:
+    batch = BATCHES[rank]
+    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}
+    sides = [run_block("from-transformers", title, {"path": path, "batch": given}) for title in ("Before", "After")]
+    return [float(side["loss"].detach()) for side in sides]
+
+
+@_needs("megatron")
+def test_both_sides_of_megatron() -> None:
+    assert max(run_processes(_megatron, RANKS, timeout=TIMEOUT)) < 1e-5
+
+
+@_needs("torchtitan")
+def test_both_sides_of_torchtitan() -> None:
+    assert max(run_processes(_torchtitan, RANKS, timeout=TIMEOUT)) < 1e-5
+
+
+@_needs("transformers")
+@_needs("accelerate")
+def test_both_sides_of_transformers(tmp_path: Path) -> None:
+    build("qwen3_moe").save_pretrained(tmp_path)
+    for before, after in run_processes(_transformers, RANKS, str(tmp_path), timeout=TIMEOUT):
+        assert after == pytest.approx(before, rel=1e-5)
