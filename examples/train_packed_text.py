@@ -27,6 +27,7 @@ from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import Rejected, load_backend
 from moe_dispatch.cli.place import Place, alone, describe
 from moe_dispatch.cli.ranks import Send, on_ranks, ranks_here, this_rank
+from moe_dispatch.probing import how_to_install
 from packed_text.model import ModelShape
 from packed_text.training import Run, Task, train
 
@@ -106,7 +107,7 @@ def train_and_report(tasks: list[Task]) -> int:
 
         from packed_text import picture, report  # noqa: PLC0415
     except ImportError as error:
-        raise ValueError(f"{error.name} is missing. Install it: pip install 'moe-dispatch[dev]'.") from error
+        raise ValueError(f"{error.name} is missing. {how_to_install('dev')}") from error
     console, started = Console(), time.perf_counter()
     rank, ranks = this_rank(), tasks[0].packs
     if rank == 0:

@@ -1,8 +1,9 @@
-"""The configuration of a Dispatcher: what the model needs, and the name of the backend that does it."""
+"""The configuration of a Dispatcher: the shape of the MoE layer, and the backend that moves its tokens."""
 
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import json
 import os
@@ -19,10 +20,12 @@ from moe_dispatch.backends.registry import AUTO, choose_backend, parse_backend
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.probing import how_to_install
 
 ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
-# Rows per expert that quantised grouped GEMMs need: 16 bytes of fp8 in a row group; the contraction of the weight
-# gradient in blocks of 32 for mxfp8; 128 for nvfp4 with its fused transform (transformer-engine 2.12 and later).
+# Quantised grouped GEMMs need a row count for each expert that is a multiple of these numbers. mxfp8: the GEMM of the
+# weight gradient sums over rows in blocks of 32. nvfp4: the fused transform of transformer-engine 2.12 and later works
+# on 128 rows at a time.
 PAD_MULTIPLES = {"bf16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
 
 RowCounts = Literal["agree", "assume", "check", "static"]
@@ -31,7 +34,18 @@ _Count = Annotated[int, Field(ge=1)]
 
 @final
 class ConstraintOverrides(BaseModel):
-    """Numbers to use instead of what the backend says of its installed version; None leaves the backend's."""
+    """Numbers that replace the constraints of the backend. None keeps the backend's own number.
+
+    Args:
+        row_multiple: The rows of a rank are padded to a multiple of this.
+        max_rows: Largest number of rows of a rank, after padding.
+        hidden_multiple: ``hidden_size`` must be a multiple of this.
+        max_hidden: Largest ``hidden_size``.
+        max_top_k: Largest ``top_k``.
+        group_sizes: Sizes that the expert-parallel group may have.
+        local_experts_multiple: The number of experts on each rank must be a multiple of this.
+        max_local_experts: Largest number of experts on each rank.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -45,48 +59,61 @@ class ConstraintOverrides(BaseModel):
     max_local_experts: _Count | None = None
 
     def given(self) -> dict[str, Any]:
-        """The overrides that are set, as ``Constraints`` has them."""
+        """Return the numbers that are set, with the names and types of ``Constraints``."""
         numbers = self.model_dump(exclude_none=True, exclude={"group_sizes"})
         return numbers if self.group_sizes is None else {**numbers, "group_sizes": frozenset(self.group_sizes)}
 
 
 @final
 class DispatcherConfig(BaseModel):
-    """Everything about a Dispatcher except its process group. Frozen, strict; unknown fields are refused.
+    """Everything that a Dispatcher needs to know, except its process group.
 
-    Two configs are equal if they mean the same: ``"alltoall"`` and ``{"name": "alltoall"}``, ``"fp8"`` and ``16``,
-    ``row_counts=None`` and the policy that None stands for.
+    A config is frozen. Types are strict: "8" is not an int. Unknown fields are refused.
 
-    Attributes:
-        backend: a name, or a mapping of ``name`` and that backend's options. "auto" picks and says which.
-        num_experts: E, experts in the whole expert-parallel group.
-        top_k: K, slots per row.
-        hidden_size: D.
-        pad_multiple: rows per expert are rounded up to this: an int, or "fp8" (16), "mxfp8" (32), "nvfp4" (128), "bf16"
-            (1).
-        weights: who multiplies expert outputs by their weights: "combine", or "experts" (they read ``sent.weights``).
-        wire_dtype: what rows travel in; None is their own dtype. "float8_e4m3fn" quantises dispatch, one float32 scale
-            per 128 columns; combine and gradients then travel in bfloat16. The gradient is straight-through.
-        row_counts: how ranks come to equal row counts, or to the largest, where the backend needs that: "agree" (a MAX
-            all-reduce and a host sync), "assume" (the caller promises equality), "check" (assume, verify, raise),
-            "static" (``max_tokens_per_rank``). None: "agree", in graph-safe mode "static".
-        max_tokens_per_rank: upper bound of the rows a rank brings.
-        infer_layout: a call without a layout takes that of ``layout_of(x)``. False refuses it: for packed data, where
-            a rank that never received the layout would otherwise take its rows for a plain batch.
-        graph_safe: no host sync and no data-dependent shape in either verb, forward and backward.
-        capacity_factor: graph-safe room of a rank's experts: a float over the balanced load, ``ceil(factor *
-            max_tokens_per_rank * top_k)`` rows before expert padding, or "worst", which no routing overflows.
-        on_overflow: what becomes of rows beyond a finite capacity, which must be chosen with it: "raise" (``check()``
-            raises on all ranks), "drop" (slots of the least weight go nowhere; of equal ones the last by source rank,
-            token, slot), "drop_by_position" (the order of ``hybridep``: the rows of the highest experts).
-        permutation: implementation of the one-rank reorder: "torch", "triton" (ours), "te" (transformer-engine's
-            kernels), honoured or refused; "auto" is Triton on CUDA devices where it can be used, else torch.
-        device: "cpu" or "cuda" to refuse tensors elsewhere; None takes any.
-        debug: exchange refusals and check values (ids, weights, lengths) in every plan and dispatch; costs host syncs.
-        constraints: numbers to use instead of the backend's own.
+    Two configs are equal if they mean the same: ``"alltoall"`` equals ``{"name": "alltoall"}``, ``"fp8"`` equals
+    ``16``, and ``row_counts=None`` equals the policy that it stands for.
+
+    Args:
+        backend: Name of the backend, or a mapping with its ``name`` and its options. "auto" chooses a backend and logs
+            the choice.
+        num_experts: E, the number of experts in the whole expert-parallel group.
+        top_k: K, the number of experts that a row is routed to.
+        hidden_size: D, the number of columns of a row.
+        pad_multiple: The rows of each expert are padded to a multiple of this number. "bf16" stands for 1, "fp8" for
+            16, "mxfp8" for 32, "nvfp4" for 128.
+        weights: Who multiplies the outputs of experts by the routing weights: "combine", or "experts", which then read
+            ``sent.weights``.
+        wire_dtype: Dtype in which rows travel between ranks. None sends rows in their own dtype. "float8_e4m3fn"
+            quantises the rows of dispatch, with one float32 scale for every 128 columns; the rows of combine and all
+            gradients then travel in bfloat16. The gradient of the quantisation is the identity (straight-through).
+        row_counts: How ranks learn each other's row counts, if the backend needs equal counts or the largest count.
+            "agree": by an all-reduce (MAX) and one host sync. "assume": the caller promises equal counts. "check": like
+            "assume", but ranks compare their counts and raise if they differ. "static": every rank is padded to
+            ``max_tokens_per_rank``. None: "agree", or "static" in graph-safe mode.
+        max_tokens_per_rank: Largest number of rows that a rank passes to dispatch.
+        infer_layout: Whether a call without a layout takes the layout from ``layout_of(x)``. False refuses such a call.
+            Set False for packed data: a rank that did not receive the layout would otherwise treat its rows as a plain
+            batch.
+        graph_safe: Whether dispatch and combine, forward and backward, do without host syncs and without shapes that
+            depend on data.
+        capacity_factor: Room for the rows of a rank's experts in graph-safe mode. A float is relative to the balanced
+            load: the room is ``ceil(capacity_factor * max_tokens_per_rank * top_k)`` rows, before experts are padded.
+            "worst" is room for every possible routing.
+        on_overflow: What happens to rows that exceed a finite capacity; required with a finite capacity. "raise":
+            ``check()`` raises on all ranks. "drop": the slots with the least weight are dropped; among equal weights,
+            the last by source rank, token and slot. "drop_by_position": the rows of the highest experts are dropped, as
+            ``hybridep`` does.
+        permutation: Implementation of the reorder on one rank: "torch", "triton" (kernels of this package) or "te"
+            (kernels of transformer-engine). A named one is used or refused. "auto" is "triton" on CUDA devices where
+            Triton works, and "torch" elsewhere.
+        device: "cpu" or "cuda" refuses tensors on other devices. None accepts all devices.
+        debug: Whether every plan and dispatch checks ids, weights and lengths, and tells all ranks if one refuses. This
+            costs host syncs.
+        constraints: Numbers that replace the constraints of the backend.
 
     Raises:
-        ConfigError: a field is unknown or wrong, or two do not fit each other; every problem, with its field.
+        ConfigError: A field is unknown or wrong, or two fields contradict each other. The text has every problem, with
+            the name of its field.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -109,7 +136,7 @@ class DispatcherConfig(BaseModel):
     debug: bool = False
     constraints: ConstraintOverrides = ConstraintOverrides()
 
-    if not TYPE_CHECKING:  # type checkers and editors keep the signature that pydantic makes of the fields
+    if not TYPE_CHECKING:  # type checkers and editors know the signature that pydantic makes from the fields
 
         def __init__(self, **fields: Any) -> None:
             try:
@@ -135,20 +162,20 @@ class DispatcherConfig(BaseModel):
             raise ConfigError(f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts}). Lower top_k.")
         if self.wire_dtype == "float8_e4m3fn" and self.hidden_size % FLOAT8_BLOCK:
             raise ConfigError(
-                f'wire_dtype "float8_e4m3fn": hidden_size must be a multiple of {FLOAT8_BLOCK} (one scale per '
-                f'{FLOAT8_BLOCK} columns), got {self.hidden_size}. Use wire_dtype "bfloat16".'
+                f'wire_dtype "float8_e4m3fn": hidden_size must be a multiple of {FLOAT8_BLOCK} (there is one scale for '
+                f'every {FLOAT8_BLOCK} columns), got {self.hidden_size}. Use wire_dtype "bfloat16".'
             )
         needs_maximum = (
             "graph_safe" if self.graph_safe else 'row_counts="static"' if self.row_counts == "static" else ""
         )
         if needs_maximum and self.max_tokens_per_rank is None:
             raise ConfigError(
-                f"{needs_maximum} needs max_tokens_per_rank, got None. Set the largest count a rank can have."
+                f"{needs_maximum} needs max_tokens_per_rank, got None. Set it to the largest row count of any rank."
             )
         if self.graph_safe and self.row_counts not in (None, "static"):
             raise ConfigError(
-                f'graph_safe needs row_counts "static", got {self.row_counts!r}, which syncs with the host. Leave it '
-                f"out."
+                f'graph_safe needs row_counts "static", got {self.row_counts!r}, which syncs with the host. '
+                "Leave row_counts out."
             )
         self._check_capacity()
         return self
@@ -161,7 +188,7 @@ class DispatcherConfig(BaseModel):
         if given and not self.graph_safe:
             raise ConfigError(
                 f"{', '.join(given)} must come with graph_safe=True, got graph_safe=False, where every buffer has the "
-                "size that the routing needs. Set graph_safe, or leave it out."
+                f"size that the routing needs. Set graph_safe, or leave {'it' if len(given) == 1 else 'them'} out."
             )
         if finite and self.on_overflow is None:
             raise ConfigError(
@@ -171,16 +198,16 @@ class DispatcherConfig(BaseModel):
 
     @cached_property
     def backend_options(self) -> BackendOptions | None:
-        """``backend``, parsed; None for "auto"."""
+        """Options of the backend, parsed from ``backend``; None for "auto"."""
         return parse_backend(self.backend)
 
     def options_for(self, ep_size: int) -> BackendOptions:
-        """``backend`` on a group of ``ep_size`` ranks: as named, or what "auto" chooses there."""
+        """Return the options of the backend; for "auto", the backend that it chooses for ``ep_size`` ranks."""
         return choose_backend(ep_size) if self.backend_options is None else self.backend_options
 
     @property
     def backend_name(self) -> str:
-        """The backend's name, or "auto"."""
+        """Name of the backend, or "auto"."""
         return AUTO if self.backend_options is None else self.backend_options.name
 
     @property
@@ -190,12 +217,12 @@ class DispatcherConfig(BaseModel):
 
     @property
     def row_counts_policy(self) -> RowCounts:
-        """``row_counts``, with None replaced by what it stands for."""
+        """``row_counts``, with None replaced by the policy that it stands for."""
         return self.row_counts or ("static" if self.graph_safe else "agree")
 
     @cached_property
     def canonical(self) -> dict[str, Any]:
-        """All fields as JSON values in the one form that equal configs share."""
+        """All fields as JSON values. Equal configs have the same values here."""
         options = {} if self.backend_options is None else self.backend_options.model_dump(mode="json")
         return {
             **self.model_dump(mode="json"),
@@ -206,15 +233,15 @@ class DispatcherConfig(BaseModel):
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal digest of ``canonical``; ranks compare it when a dispatcher is built."""
+        """Hexadecimal digest of ``canonical``. Ranks compare it when a dispatcher is built."""
         return hashlib.sha256(canonical_json(self.canonical).encode()).hexdigest()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> DispatcherConfig:
-        """As ``replace``, so that a copy with changes is validated too."""
+        """Return a copy as ``replace`` does. Pydantic's own method would not validate the changes."""
         return self.replace(**(update or {}))
 
     def replace(self, **changes: Any) -> DispatcherConfig:
-        """A copy with some fields changed, validated like a new one."""
+        """Return a copy with some fields changed. The copy is validated like a new config."""
         return DispatcherConfig(
             **{**self.model_dump(exclude={"constraints"}), "constraints": self.constraints, **changes}
         )
@@ -223,41 +250,45 @@ class DispatcherConfig(BaseModel):
     def load(
         cls, file: str | Path | None = None, *, environment: Mapping[str, str] | None = None, **fields: Any
     ) -> DispatcherConfig:
-        """Read a config from a file, the environment and keywords; later ones win.
+        """Read a config from a file, the environment and keywords. Each of these overrides the ones before it.
+
+        A variable is read if its name is ``MOE_DISPATCH_`` and the name of a field in capitals: ``MOE_DISPATCH_TOP_K``.
+        An option of ``backend`` or of ``constraints`` follows two underscores: ``MOE_DISPATCH_BACKEND__REDUCTION``. Its
+        variable changes this option only. Values are JSON (``64``, ``true``, ``{"name": "alltoall"}``); a value that is
+        not JSON is a string (``alltoall``). Other variables with this prefix are ignored, such as those that Kubernetes
+        sets for a service named moe-dispatch, unless the name is nearly that of a field.
 
         Args:
-            file: ``.yaml``, ``.yml`` (extra ``yaml``) or ``.json``; a mapping of the fields above.
-            environment: where ``MOE_DISPATCH_<FIELD>`` is looked up, by default ``os.environ``. Values are JSON where
-                they parse as JSON (``64``, ``true``, ``{"name": "alltoall"}``), else strings (``alltoall``).
-            **fields: as in the constructor.
+            file: ``.yaml``, ``.yml`` (extra ``yaml``) or ``.json`` file with a mapping of fields.
+            environment: Variables by name; by default ``os.environ``.
+            **fields: Fields, as for the constructor.
 
         Raises:
-            ConfigError: the file is missing, malformed (with its line) or not a mapping; a variable names no field; a
-                field is wrong (with the file's name).
+            ConfigError: The file is missing, is malformed (the text has the line) or is not a mapping; the name of a
+                variable is nearly that of a field; or a field is wrong (the text has the file and the variables).
         """
-        source = "keywords" if file is None else str(file)
         from_file = {} if file is None else _read(Path(file))
-        from_environment = _from_environment(os.environ if environment is None else environment)
+        merged, variables = _overridden(from_file, os.environ if environment is None else environment)
         try:
-            return cls(**{**from_file, **from_environment, **fields})
+            return cls(**{**merged, **fields})
         except ConfigError as error:
-            if from_environment:
-                source += f" and {', '.join(ENVIRONMENT_PREFIX + name.upper() for name in sorted(from_environment))}"
+            source = " and ".join(filter(None, ["keywords" if file is None else str(file), ", ".join(variables)]))
             raise ConfigError(f"DispatcherConfig.load: {source}: {error}") from error
 
 
-_TYPES = {"bool", "dict", "float", "int", "str"}  # as pydantic names the choices of a union
+_TYPES = {"bool", "dict", "float", "int", "str"}  # names that pydantic gives to the types of a union
 
 
 def _problems(error: ValidationError) -> str:
-    """Pydantic's findings, one a line and field: a text of ours, or theirs, all that the field may be in one."""
+    """Describe what pydantic found, in one line for each field."""
     lines: dict[tuple[str, str], list[str]] = {}
     for found in error.errors():
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, ValueError):
             lines[str(cause), ""] = []
             continue
-        # Of a union, each choice is reported for itself, with a description of its own behind the field's name.
+        # For a union, pydantic reports each type separately and appends the type to the name of the field:
+        # ("pad_multiple", "constrained-int") and ("pad_multiple", "literal['bf16', ...]"). Both belong in one line.
         field = ".".join(part for part in map(str, found["loc"]) if part.isidentifier() and part not in _TYPES)
         got = "nothing" if found["type"] == "missing" else repr(found["input"])
         lines.setdefault((field, got), []).append(found["msg"])
@@ -267,23 +298,41 @@ def _problems(error: ValidationError) -> str:
     )
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    found = {
-        name.removeprefix(ENVIRONMENT_PREFIX).lower(): json_or_text(value)
-        for name, value in environment.items()
-        if name.startswith(ENVIRONMENT_PREFIX)
-    }
-    unknown = sorted(set(found) - set(DispatcherConfig.model_fields))
-    if unknown:
-        names = ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in unknown)
+def _overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields, changed by the variables of the environment, and the names of these variables."""
+    result, read, misspelled = dict(fields), [], []
+    for variable in sorted(environment):  # MOE_DISPATCH_BACKEND comes before MOE_DISPATCH_BACKEND__REDUCTION
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name, nested, option = variable.removeprefix(ENVIRONMENT_PREFIX).partition("__")
+        field = name.lower()
+        if name.isupper() and field in DispatcherConfig.model_fields:
+            value = json_or_text(environment[variable])
+            result[field] = {**_options(variable, field, result), option.lower(): value} if nested else value
+            read.append(variable)
+        # A lower cutoff would refuse MOE_DISPATCH_BACKEND_PORT, which Kubernetes sets for a service.
+        elif near := difflib.get_close_matches(field, DispatcherConfig.model_fields, n=1, cutoff=0.8):
+            misspelled.append(f"{variable}: no such field. Did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?")
+    if misspelled:
+        raise ConfigError(f"DispatcherConfig.load: {' '.join(misspelled)}")
+    return result, read
+
+
+def _options(variable: str, field: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping of a field in which a variable sets an option. A backend may be given by its name alone."""
+    value = fields.get(field, AUTO if field == "backend" else {})
+    if field == "backend" and isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, dict):
         raise ConfigError(
-            f"DispatcherConfig.load: {names}: no such field. Fields: {', '.join(DispatcherConfig.model_fields)}."
+            f"DispatcherConfig.load: {variable}: {field} must be a mapping to have options, got {value!r}. "
+            f"Set {ENVIRONMENT_PREFIX}{field.upper()} instead."
         )
-    return found
+    return value
 
 
 def json_or_text(value: str) -> Any:
-    """Parse a value as JSON; text that is not JSON stays text."""
+    """Parse a value as JSON. A text that is not JSON is returned unchanged."""
     try:
         return json.loads(value)
     except json.JSONDecodeError:
@@ -295,13 +344,13 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"DispatcherConfig.load: {path} must be UTF-8 text, got {error.reason}. Save it so."
+            f"DispatcherConfig.load: {path} must be UTF-8 text, got {error.reason}. Save the file as UTF-8."
         ) from error
     except OSError as error:
         raise ConfigError(f"DispatcherConfig.load: cannot read {path}: {error.strerror}. Check the path.") from error
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(
-            f"DispatcherConfig.load: {path} must end in .yaml, .yml or .json, got {path.suffix!r}. Rename it."
+            f"DispatcherConfig.load: {path} must end in .yaml, .yml or .json, got {path.suffix!r}. Rename the file."
         )
     value = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
     if not isinstance(value, dict):
@@ -323,10 +372,11 @@ def _parse_json(path: Path, text: str) -> Any:
 
 def _parse_yaml(path: Path, text: str) -> Any:
     try:
-        import yaml  # noqa: PLC0415 - optional, read on use
+        import yaml  # noqa: PLC0415 - optional, imported on use
     except ImportError as error:
         raise ConfigError(
-            f"DispatcherConfig.load: reading {path} needs PyYAML. Install moe-dispatch[yaml], or use a .json file."
+            f"DispatcherConfig.load: reading {path} needs PyYAML, got none. Use a .json file, or install PyYAML. "
+            f"{how_to_install('yaml')}"
         ) from error
     try:
         return yaml.safe_load(text)

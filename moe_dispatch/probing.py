@@ -1,4 +1,4 @@
-"""Whether something optional can be used on this machine, and how to import it without leaving half of it behind."""
+"""Optional packages: whether they can be used on this machine, how to install them, how to import them whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import final
 
@@ -15,7 +16,12 @@ _importing = threading.RLock()
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usable:
-    """It can run here."""
+    """Says that something can run on this machine.
+
+    Attributes:
+        version: Its version.
+        features: Names of optional abilities that it has here.
+    """
 
     version: str
     features: tuple[str, ...] = ()
@@ -24,9 +30,26 @@ class Usable:
 @final
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """It cannot run here, and why, in one sentence without a full stop."""
+    """Says that something cannot run on this machine.
+
+    Attributes:
+        reason: Why not, in one sentence without a full stop.
+    """
 
     reason: str
+
+
+def how_to_install(extra: str, checkout: Path = Path(__file__).parents[1]) -> str:
+    """Return a sentence with the command that installs the packages of an extra.
+
+    Args:
+        extra: Name of the extra in ``pyproject.toml``.
+        checkout: Folder that holds the package: a checkout, or ``site-packages`` if it was installed from a wheel.
+    """
+    if (checkout / "pyproject.toml").is_file():
+        return f"In {checkout}, run: pip install -e '.[{extra}]'."
+    # No index is asked for moe-dispatch, because it is installed: pip only installs what its metadata lists.
+    return f"Run: pip install 'moe-dispatch[{extra}]'."
 
 
 def import_whole(name: str, package: str) -> ModuleType:
@@ -34,13 +57,13 @@ def import_whole(name: str, package: str) -> ModuleType:
 
     Args:
         name: Module to import.
-        package: Top-level package that this import may load. If the import fails, the parts of the package that it
-            loaded are forgotten, so that a later import fails or succeeds as the first one would.
+        package: Top-level package that this import may load. If the import fails, every part of the package that it
+            loaded is removed from ``sys.modules``. A later import then starts anew.
 
     Raises:
         Exception: Whatever the import raises.
     """
-    with _importing:  # a failing import must not forget what another thread has just loaded
+    with _importing:  # a failed import must not remove what another thread has just loaded
         before = set(sys.modules)
         try:
             return import_module(name)

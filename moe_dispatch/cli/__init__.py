@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from moe_dispatch.probing import how_to_install
+
 EXTRA = ("typer", "rich", "matplotlib")
 
 
@@ -14,6 +16,6 @@ def main() -> int:
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA:
             raise
-        sys.stderr.write(f"Error: moe-dispatch needs {error.name}, got none. pip install 'moe-dispatch[cli]'.\n")
+        sys.stderr.write(f"Error: moe-dispatch needs {error.name}, got none. {how_to_install('cli')}\n")
         return 1
     return run()

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import TraceError
+from moe_dispatch.probing import how_to_install
 
 FORMAT = 1
 _FORMAT_KEY = "moe_dispatch_trace"
 
 
 def safetensors_of(where: str) -> Any:
-    """Return ``safetensors.torch``, or raise TraceError if it or numpy, with which it writes, is not installed."""
+    """Return ``safetensors.torch``, or raise TraceError if it or numpy, which it needs to write, is not installed."""
     try:
         import numpy  # noqa: F401, PLC0415 - else it would be missed only after all steps
         import safetensors.torch  # noqa: PLC0415 - optional, loaded on use
     except ImportError as error:
-        raise TraceError(f"{where}: {error.name} is missing. Install moe-dispatch[trace] and numpy.") from error
+        raise TraceError(f"{where}: {error.name} must be installed, got none. {how_to_install('trace')}") from error
     return safetensors.torch
 
 

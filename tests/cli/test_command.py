@@ -75,7 +75,7 @@ def test_missing_packages_are_named(missing: str) -> None:
     finished = subprocess.run(
         [sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
-    told = rf"Error: moe-dispatch needs {missing}.*, got none. pip install 'moe-dispatch\[cli\]'.\n"
+    told = rf"Error: moe-dispatch needs {missing}.*, got none. In {ROOT}, run: pip install -e '\.\[cli\]'.\n"
     assert (finished.returncode, finished.stdout) == (1, "")
     assert re.fullmatch(told, finished.stderr), finished.stderr
 

@@ -76,11 +76,89 @@ def test_values_from_the_environment(variable: str, text: str, value: Any) -> No
     assert getattr(config, variable) == value
 
 
-def test_variable_of_no_field() -> None:
+@pytest.mark.parametrize(
+    ("variable", "near"),
+    [
+        ("MOE_DISPATCH_BACKND", "MOE_DISPATCH_BACKEND"),
+        ("MOE_DISPATCH_BACKND__REDUCTION", "MOE_DISPATCH_BACKEND"),
+        ("MOE_DISPATCH_backend", "MOE_DISPATCH_BACKEND"),
+        ("MOE_DISPATCH_N_EXPERTS", "MOE_DISPATCH_NUM_EXPERTS"),
+        ("MOE_DISPATCH_TOPK", "MOE_DISPATCH_TOP_K"),
+    ],
+)
+def test_misspelled_variable(variable: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=rf"load: {variable}: no such field\. Did you mean {near}\?$"):
+        DispatcherConfig.load(environment={variable: "2"}, **SIZES)
+
+
+def test_all_misspelled_variables_are_named() -> None:
     environment = {"MOE_DISPATCH_TOPK": "2", "MOE_DISPATCH_BACKENDS": "local"}
-    text = r"MOE_DISPATCH_BACKENDS, MOE_DISPATCH_TOPK: no such field. Fields: backend, num_experts"
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=r"_BACKENDS: .* MOE_DISPATCH_TOPK: no such field"):
         DispatcherConfig.load(environment=environment, **SIZES)
+
+
+@pytest.mark.parametrize("service", ["", "BACKEND_", "DEBUG_", "DEVICE_"])
+def test_links_to_services_of_kubernetes_are_ignored(service: str) -> None:
+    """The variables that Kubernetes sets for services named moe-dispatch, moe-dispatch-backend and so on."""
+    address = f"MOE_DISPATCH_{service}PORT_80_TCP"
+    links = {
+        f"MOE_DISPATCH_{service}SERVICE_HOST": "10.0.0.11",
+        f"MOE_DISPATCH_{service}SERVICE_PORT": "80",
+        f"MOE_DISPATCH_{service}SERVICE_PORT_HTTP": "80",
+        f"MOE_DISPATCH_{service}PORT": "tcp://10.0.0.11:80",
+        address: "tcp://10.0.0.11:80",
+        f"{address}_PROTO": "tcp",
+        f"{address}_PORT": "80",
+        f"{address}_ADDR": "10.0.0.11",
+    }
+    config = DispatcherConfig.load(environment={**links, "MOE_DISPATCH_BACKEND": "allgather"}, **SIZES)
+    assert config == DispatcherConfig(**SIZES, backend="allgather")
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "backend"),
+    [
+        ("alltoall", {"BACKEND__REDUCTION": "exact"}, {"name": "alltoall", "reduction": "exact"}),
+        (
+            {"name": "alltoall", "reduction": "exact"},
+            {"BACKEND__PAIR_ROWS": '"worst"'},
+            {"name": "alltoall", "reduction": "exact", "pair_rows": "worst"},
+        ),
+        (
+            {"name": "hybridep", "emulate": True},
+            {"BACKEND": "alltoall", "BACKEND__REDUCTION": "exact"},
+            {"name": "alltoall", "reduction": "exact"},
+        ),
+        (
+            {"name": "alltoall", "reduction": "exact"},
+            {"BACKEND__NAME": "local"},
+            {"name": "local", "reduction": "exact"},
+        ),
+    ],
+)
+def test_options_from_the_environment(tmp_path: Path, file: Any, environment: dict[str, str], backend: Any) -> None:
+    path = _write(tmp_path, "moe.json", json.dumps({**SIZES, "backend": file}))
+    variables = {f"MOE_DISPATCH_{name}": value for name, value in environment.items()}
+    assert DispatcherConfig.load(path, environment=variables) == DispatcherConfig(**SIZES, backend=backend)
+
+
+def test_constraints_from_the_environment() -> None:
+    environment = {"MOE_DISPATCH_CONSTRAINTS__MAX_ROWS": "64", "MOE_DISPATCH_CONSTRAINTS__GROUP_SIZES": "[2, 4]"}
+    config = DispatcherConfig.load(environment=environment, **SIZES)
+    assert config.constraints == ConstraintOverrides(max_rows=64, group_sizes=(2, 4))
+
+
+def test_wrong_options_in_the_environment(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)MOE_DISPATCH_BACKEND__SPEED: .*options need a named backend, got \"auto"
+    ):
+        DispatcherConfig.load(environment={"MOE_DISPATCH_BACKEND__SPEED": "3"}, **SIZES)
+    with pytest.raises(ConfigError, match=r"(?s)MOE_DISPATCH_DEBUG__LEVEL: .*debug.* valid boolean"):
+        DispatcherConfig.load(environment={"MOE_DISPATCH_DEBUG__LEVEL": "3"}, **SIZES)
+    path = _write(tmp_path, "moe.json", json.dumps({**SIZES, "debug": True}))
+    text = r"MOE_DISPATCH_DEBUG__LEVEL: debug must be a mapping to have options, got True\. Set MOE_DISPATCH_DEBUG inst"
+    with pytest.raises(ConfigError, match=text):
+        DispatcherConfig.load(path, environment={"MOE_DISPATCH_DEBUG__LEVEL": "3"})
 
 
 def test_wrong_value_in_the_environment_names_the_variable() -> None:
@@ -143,5 +221,7 @@ def test_yaml_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_yaml)
-    with pytest.raises(ConfigError, match=r"needs PyYAML. Install moe-dispatch\[yaml\], or use a \.json file"):
+    with pytest.raises(
+        ConfigError, match=r"needs PyYAML, got none\. Use a \.json file, or .* pip install -e '\.\[yaml\]'"
+    ):
         DispatcherConfig.load(_write(tmp_path, "moe.yaml", YAML), environment={})

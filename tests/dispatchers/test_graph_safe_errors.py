@@ -33,15 +33,16 @@ from tests.dispatchers.layer import (
 
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 4}
 ON_OVERFLOW = r"on_overflow must be chosen with a finite capacity, got None with {}\. Set on_overflow to \"raise\" or"
-NOT_SAFE = (
-    r"{} must come with graph_safe=True, got graph_safe=False, where every buffer has the size .* or leave it out"
-)
+NOT_SAFE = r"{} must come with graph_safe=True, got graph_safe=False, where every buffer .* or leave (it|them) out"
 
 FIELDS: dict[str, tuple[dict[str, Any], str]] = {
-    "no maximum": ({"graph_safe": True}, r"graph_safe needs max_tokens_per_rank, got None\. Set the largest count"),
+    "no maximum": (
+        {"graph_safe": True},
+        r"graph_safe needs max_tokens_per_rank, got None\. Set it to the largest row count",
+    ),
     "agree": (
         {**SAFE, "row_counts": "agree"},
-        r"graph_safe needs row_counts \"static\", got 'agree', which syncs with the host\. Leave it out",
+        r"graph_safe needs row_counts \"static\", got 'agree', which syncs with the host\. Leave row_counts out",
     ),
     "check": ({**SAFE, "row_counts": "check"}, r"graph_safe needs row_counts \"static\", got 'check'"),
     "assume": ({**SAFE, "row_counts": "assume"}, r"graph_safe needs row_counts \"static\", got 'assume'"),

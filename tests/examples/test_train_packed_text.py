@@ -175,7 +175,7 @@ def test_wrong_requests_are_refused(
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert train_packed_text.main(["--backend", "local"]) == 1
-    assert re.search(r"rich.* is missing.*pip install 'moe-dispatch\[dev\]'", capsys.readouterr().err)
+    assert re.search(r"rich.* is missing.*pip install -e '\.\[dev\]'", capsys.readouterr().err)
 
 
 def test_documents_are_cut_after_paragraphs_and_nothing_is_lost() -> None:

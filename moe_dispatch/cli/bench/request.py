@@ -17,11 +17,11 @@ from moe_dispatch.cli.names import NamedBackend, parse_backend
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import num_ranks, under_torchrun
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
+from moe_dispatch.probing import how_to_install
 
 OURS = "alltoall"
 # Contenders that a command line can name besides our backends.
 CONTENDERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {"by-hand": ByHand, "floor": Floor, **PEERS}
-INSTALL = "pip install 'moe-dispatch[bench]'"
 # Capacity factors of suite graph-safe. They bound rows per rank, and on "alltoall" rows per pair of ranks as well.
 CAPACITY_FACTORS = (1.25, 2.0, "worst")
 
@@ -75,7 +75,7 @@ class NamedContender:
 def absent_peers() -> list[str]:
     """Say which peers are not installed."""
     return [
-        f"{name} is left out, not installed: {', '.join(packages)}. {INSTALL}."
+        f"{name} is left out, not installed: {', '.join(packages)}. {how_to_install('bench')}"
         for name in PEERS
         if (packages := missing_packages(name))
     ]
@@ -96,7 +96,8 @@ def parse_contenders(names: str | None) -> tuple[NamedContender, ...]:
 def _named(text: str) -> NamedContender:
     if missing := missing_packages(text):
         raise BackendUnavailableError(
-            f"--contenders: the packages of {text!r} must be installed, got no {', '.join(missing)}. {INSTALL}."
+            f"--contenders: the packages of {text!r} must be installed, got no {', '.join(missing)}. "
+            f"{how_to_install('bench')}"
         )
     if text in CONTENDERS:
         return NamedContender(label=text)
