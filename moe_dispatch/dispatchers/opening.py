@@ -141,7 +141,7 @@ def _announce(config: DispatcherConfig, communicator: Communicator, blueprint: B
         return
     chosen = blueprint.options.name
     reasons = [f"{name}: {_why_not(name)}" for name in known_backends() if name != chosen]
-    logger.warning('backend="auto": using %r. Not %s.', chosen, "; ".join(reasons))
+    logger.info('backend="auto": using %r. Not %s.', chosen, "; ".join(reasons))
 
 
 def _why_not(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -177,6 +178,7 @@ def test_backend_that_fails_to_open_on_one_rank(fragile: type[Fragile], method: 
 def test_a_broken_plug_in_does_not_hinder_auto(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     points = [EntryPoint("absent", "no_such_package.at_all:Backend", registry.ENTRY_POINT_GROUP)]
     monkeypatch.setattr(registry, "entry_points", lambda *, group: points)
+    caplog.set_level(logging.INFO, logger="moe_dispatch")
     results = outcomes(lambda group: identity_round(build_dispatcher(small_config("auto"), group)), 2)
     assert results == [None, None]
     assert "absent: Backend 'absent' cannot be used here: its import raised ModuleNotFoundError" in caplog.text

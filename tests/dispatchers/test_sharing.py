@@ -195,6 +195,7 @@ def test_auto_says_once_what_it_chose_and_why_not_the_others(caplog: pytest.LogC
         assert on_ranks(body, 2) == [["alltoall", "alltoall"]] * 2
         text = "\n".join(record.getMessage() for record in caplog.records)
         assert text.count("using 'alltoall'") in (1, 2)  # once for each time the channel is opened
+        assert {record.levelno for record in caplog.records} == {logging.INFO}  # the default config is no cause to warn
         assert "local: is for one rank" in text
         assert "allgather: sends more bytes" in text
         caplog.clear()
