@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.testing import RankFailed
+
 TIMEOUT = timedelta(minutes=2)
 
 
@@ -84,10 +86,20 @@ def joined(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
     Args:
         local_rank: Rank of this process on this machine.
         ranks_here: Number of ranks on this machine.
+
+    Raises:
+        RankFailed: The environment does not say where ranks meet, or they did not all come within ``TIMEOUT``.
     """
     if use_gpus(ranks_here):
         torch.cuda.set_device(local_rank)
-    dist.init_process_group(choose_backend(ranks_here), timeout=TIMEOUT)
+    try:
+        dist.init_process_group(choose_backend(ranks_here), timeout=TIMEOUT)
+    except (ValueError, dist.DistError) as error:
+        raise RankFailed(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the other ranks: "
+            f"{str(error).rstrip('.')}. "
+            "Start all of them, with MASTER_ADDR and MASTER_PORT set; or unset RANK, and the command starts ranks here."
+        ) from error
     try:
         with place_of_rank(local_rank=local_rank, ranks_here=ranks_here) as place:
             yield place

@@ -1,4 +1,7 @@
-"""Ranks of a command: the process that torchrun started, or processes that the command starts."""
+"""Ranks of a command: the process that a launcher started, or processes that the command starts.
+
+The launcher is torchrun, or another program that sets the same variables, such as an operator of Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_dispatch.cli.place import TIMEOUT, Place, choose_backend, joined, place_of_rank
+from moe_dispatch.errors import ConfigError
 from moe_dispatch.testing import RankFailed, run_processes
 from moe_dispatch.testing.ranks import GRACE_SECONDS, failure_text
 
@@ -38,7 +42,24 @@ def num_ranks(size: int) -> int:
 
 def ranks_here(size: int) -> int:
     """Return the number of ranks on this machine: torchrun's, or ``size`` processes to start."""
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else size
+    return _place_here()[1] if under_torchrun() else size
+
+
+def _place_here() -> tuple[int, int]:
+    """Return the rank of this process on its machine, and the number of ranks there.
+
+    torchrun sets both. Operators of Kubernetes set neither: they start one process in each pod, which is its machine.
+
+    Raises:
+        ConfigError: Only one of them is set.
+    """
+    given = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in os.environ]
+    if len(given) == 1:
+        raise ConfigError(
+            f"Environment: LOCAL_RANK and LOCAL_WORLD_SIZE must be set together, got only {given[0]}. Set both; or set "
+            "neither if this machine has one rank."
+        )
+    return (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])) if given else (0, 1)
 
 
 def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
@@ -53,7 +74,8 @@ def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
         What ``body`` returned on rank 0; on another rank of torchrun what it returned there.
 
     Raises:
-        RankFailed: A rank raised or died. Under torchrun only the rank that failed first raises it.
+        RankFailed: A rank raised or died, or cannot reach the others. Under torchrun only the rank that failed first
+            raises it.
         PeerFailed: Under torchrun, on the ranks that failed later.
     """
     if not under_torchrun():
@@ -62,7 +84,8 @@ def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
             _run_in_process, size, body, size, timeout=TIMEOUT, backend=backend, on_message=on_message
         )
         return results[0]
-    with joined(local_rank=int(os.environ["LOCAL_RANK"]), ranks_here=ranks_here(size)) as place:
+    local_rank, here = _place_here()
+    with joined(local_rank=local_rank, ranks_here=here) as place:
         try:
             return body(place, on_message if place.rank == 0 else _drop)
         except Exception as error:

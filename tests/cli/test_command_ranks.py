@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_dispatch.cli.place import Place
-from moe_dispatch.cli.ranks import Send, on_ranks, this_rank
+from moe_dispatch.cli.ranks import Send, num_ranks, on_ranks, ranks_here, this_rank
+from moe_dispatch.errors import ConfigError
 from moe_dispatch.testing import RankFailed
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +86,61 @@ def test_rank_of_torchrun_that_fails_is_told_once(tmp_path: Path) -> None:
     assert lines[1] == "silent on 0"
     assert lines[2].startswith("told rank 1 of 2: Traceback")
     assert lines[2].strip().endswith("ArithmeticError: planted on rank 1")
+
+
+def in_a_pod(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    """Set the variables that an operator of Kubernetes sets in a pod; torchrun would set LOCAL_RANK too."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **environment}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_rank_in_a_pod_is_alone_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_pod(monkeypatch)
+    assert (num_ranks(4), ranks_here(4)) == (2, 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(
+        ConfigError, match=r"LOCAL_RANK and LOCAL_WORLD_SIZE must be set together, got only LOCAL_RANK\."
+    ):
+        ranks_here(4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert ranks_here(4) == 2
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ConfigError, match=r"got only LOCAL_WORLD_SIZE\. Set both; or set neither"):
+        ranks_here(4)
+
+
+def test_rank_that_does_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_pod(monkeypatch)
+    with pytest.raises(
+        RankFailed, match=r"rank 0 of 2 cannot join .*MASTER_ADDR expected, but not set\. Start .*; or unset RANK, and"
+    ):
+        on_ranks(raising_rank, 4, on_message=lambda message: None)
+
+
+def test_rank_that_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_dispatch.cli.place.TIMEOUT", timedelta(seconds=1))
+    in_a_pod(monkeypatch, RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 cannot join the other ranks: .*127\.0\.0\.1.*Start all of them"):
+        on_ranks(raising_rank, 4, on_message=lambda message: None)
+
+
+@pytest.mark.slow
+def test_doctor_in_two_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    in_a_pod(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-m", "moe_dispatch.cli", "doctor", "-b", "alltoall", "--json"]
+    pods = [
+        subprocess.Popen(
+            command, env={**os.environ, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    (out, error), others = [pod.communicate(timeout=300) for pod in pods]
+    assert ([pod.returncode for pod in pods], others[0]) == ([0, 0], ""), (error, others)
+    assert [backend["self_test"]["ranks"] for backend in json.loads(out)["backends"]] == [2]
 
 
 def test_rank_of_a_process_alone() -> None:
