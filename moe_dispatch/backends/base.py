@@ -29,6 +29,7 @@ from moe_dispatch.permutation import (
 from moe_dispatch.probing import Rejected, Usable
 
 PROTOCOL = 1
+"""Version of the contract between dispatchers and backends. A backend states the version it was written for."""
 
 WireDtype = Literal["bfloat16", "float8_e4m3fn"]
 PermutationName = Literal["auto", "torch", "triton", "te"]

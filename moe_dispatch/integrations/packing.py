@@ -14,6 +14,8 @@ from moe_dispatch.integrations.versions import parse_version
 
 logger = logging.getLogger("moe_dispatch")
 
+__all__ = ["Packing", "PackingSupport", "packing_for"]
+
 Framework = Literal["megatron-core", "transformers"]
 
 

@@ -24,6 +24,8 @@ from torchtitan.config import override  # noqa: E402
 from torchtitan.models.common.moe import MoE, RoutedExperts  # noqa: E402
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher  # noqa: E402
 
+__all__ = ["MoEDispatchTokenDispatcher", "moe_dispatch_override", "use_moe_dispatch"]
+
 # Fields that torchtitan's config sets, and "weights": its experts ignore scores, so combine must apply them.
 _NOT_OPTIONS = ("backend", "hidden_size", "num_experts", "top_k", "weights")
 # Fields of torchtitan's own dispatchers that ask for static shapes, and their replacements.

@@ -16,6 +16,7 @@ from moe_dispatch.errors import LayoutError
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
 ShardKind = Literal["contiguous", "zigzag"]
+"""How the rows of a sequence are divided among ranks."""
 
 
 class Layout(ABC):

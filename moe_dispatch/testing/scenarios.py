@@ -95,3 +95,4 @@ def _graph_safe(scenario: Scenario) -> Scenario:
 
 # ``debug=True`` reads values from the device, so it cannot be graph-safe.
 SCENARIOS: tuple[Scenario, ...] = (*_EAGER, *(_graph_safe(scenario) for scenario in _EAGER if not scenario.debug))
+"""The scenarios of the conformance kit: eager ones first, then the graph-safe forms of these."""

@@ -19,6 +19,7 @@ from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer, indices_to_m
 from moe_dispatch.testing.emulation.normal.buffer import Buffer
 
 RELEASES = ("v1.2.1", "v2-2.1.0", "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744")
+"""The releases of deep_ep that can be emulated."""
 
 
 @functools.cache
