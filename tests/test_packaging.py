@@ -1,0 +1,64 @@
+"""What is shipped: the files of the sdist, the metadata, and the commands that install an extra."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from moe_dispatch.probing import how_to_install
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+# hatchling adds these files to every sdist.
+ADDED = {".gitignore", "LICENSE", "README.md", "pyproject.toml"}
+
+
+def test_sdist_has_every_tracked_file() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout")
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = {path.partition("/")[0] for path in listed.stdout.splitlines()}
+    patterns = [
+        pattern.removeprefix("/") for pattern in PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    ]
+    assert {"mkdocs.yml", "moe_dispatch", "tests"} <= tracked
+    assert not {name for name in tracked - ADDED if not any(Path(name).match(pattern) for pattern in patterns)}
+
+
+def test_metadata_has_links_and_versions_of_python() -> None:
+    project = PYPROJECT["project"]
+    assert list(project["urls"]) == ["Homepage", "Documentation", "Repository", "Issues", "Changelog"]
+    repository = "https://github.com/moe-dispatch/moe-dispatch"
+    assert project["urls"]["Repository"] == repository
+    links = [re.fullmatch(rf"{repository}(/issues|/blob/main/(.+))?", link) for link in project["urls"].values()]
+    assert all(link is not None and (link[2] is None or (ROOT / link[2]).is_file()) for link in links)
+    assert "Operating System :: POSIX :: Linux" in project["classifiers"]
+    pythons = [line.rpartition(" ")[2] for line in project["classifiers"] if "Python :: 3." in line]
+    assert pythons == ["3.11", "3.12", "3.13"]
+    assert project["requires-python"] == f">={pythons[0]}"
+
+
+def test_extra_is_installed_from_the_checkout(tmp_path: Path) -> None:
+    assert how_to_install("cli") == f"In {ROOT}, run: pip install -e '.[cli]'."
+    (tmp_path / "moe_dispatch").mkdir()
+    assert how_to_install("cli", tmp_path) == "Run: pip install 'moe-dispatch[cli]'.", "site-packages"
+
+
+def test_commands_name_extras_that_exist_and_no_page_names_an_index() -> None:
+    extras = set(PYPROJECT["project"]["optional-dependencies"])
+    sources = [*(ROOT / "moe_dispatch").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    used = {
+        name for path in sources for name in re.findall(r"how_to_install\(['\"](\w+)['\"]\)", path.read_text("utf-8"))
+    }
+    assert used == {"bench", "cli", "dev", "trace", "yaml"}
+    assert used <= extras
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *sources]
+    told = {path.name for path in pages if re.search(r"install '?moe-dispatch", path.read_text("utf-8"))}
+    assert told <= {"probing.py", "CHANGELOG.md"}
