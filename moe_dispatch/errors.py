@@ -1,44 +1,44 @@
-"""Every exception this library raises on purpose, each also the built-in it resembles."""
+"""The exceptions that this library raises on purpose. Each one is also the built-in exception that it resembles."""
 
 
 class MoEDispatchError(Exception):
-    """Base of all errors raised by moe-dispatch.
+    """Base class of the errors of this library.
 
     Some messages end with a code in brackets. ``docs/troubleshooting.md`` has a section for each code.
     """
 
 
 class ConfigError(MoEDispatchError, ValueError):
-    """A configuration that cannot work: a field, a rule across fields, or a rule that needs the group."""
+    """A config cannot work: a field is wrong, fields contradict each other, or a field does not fit the group."""
 
 
 class BackendUnavailableError(MoEDispatchError, ImportError):
-    """A backend that exists but cannot be used on this machine."""
+    """A backend is known but cannot be used on this machine."""
 
 
 class IntegrationError(MoEDispatchError, ImportError):
-    """A framework that is missing here, or of a version whose hooks this package does not know."""
+    """A framework is not installed, or the integration does not know its version."""
 
 
 class TraceError(MoEDispatchError, ValueError):
-    """A routing trace or the log of a run that cannot be written or read, or does not fit what it is used with."""
+    """A routing trace or the log of a run cannot be written or read, or does not fit the config that replays it."""
 
 
 class InputError(MoEDispatchError, ValueError):
-    """A call with tensors that do not fit the configuration, the routing or each other."""
+    """The tensors of a call do not fit the config, the routing or each other."""
 
 
 class LayoutError(InputError):
-    """A layout that is malformed, or that does not describe the tensor it is used with."""
+    """A layout is malformed, or does not fit the tensor that it should describe."""
 
 
 class StateError(MoEDispatchError, RuntimeError):
-    """A closed dispatcher, a state of another dispatcher, or a use autograd does not support."""
+    """An object was used when or where it cannot be, such as a dispatcher that is closed."""
 
 
 class CapacityError(MoEDispatchError, RuntimeError):
-    """A graph-safe dispatch had more rows than its buffers hold, and ``on_overflow`` is "raise"."""
+    """A graph-safe dispatch needed more rows than its buffers hold, and ``on_overflow`` is "raise"."""
 
 
 class PeerError(MoEDispatchError, RuntimeError):
-    """Another rank of the group refused the call, so this rank must not wait for it."""
+    """Another rank of the group refused the call, so this rank does not wait for it."""

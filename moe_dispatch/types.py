@@ -1,13 +1,13 @@
-"""The frozen values that travel between a model, a Dispatcher and a backend.
+"""The frozen values that a model, a Dispatcher and a backend pass to each other.
 
-Dimension suffixes, used on tensor names throughout the package:
+Names of tensors end in their dimensions, everywhere in the package:
 
-    T   rows of this rank as the model gave them      Tp  the same after padding
+    T   rows of this rank, as the model passed them   Tp  rows of this rank after padding
     D   hidden size                                   K   top_k
     E   experts in the whole expert-parallel group    L   experts on this rank
-    P   ranks in the group                            R   rows that this rank's experts see
-    S   rows that reached this rank, before they are spread over its experts
-    N   (row, slot) pairs that really go somewhere
+    P   ranks in the group                            R   rows that this rank's experts work on, padding included
+    S   rows that arrived at this rank, before they are copied to its experts
+    N   pairs of a row and a slot that go to an expert
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from moe_dispatch.layouts import Layout
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Which experts each row goes to, and with what weight.
+    """The experts that each row goes to, and their weights.
 
     Attributes:
-        topk_ids: int64 (T, K), expert ids in ``[0, num_experts)``, ``-1`` where a slot goes nowhere. One row per row of
-            ``layout.flatten(x)``. An expert named twice by one row is merged: weights add up, each slot gets its
-            gradient.
-        topk_weights: floating (T, K). Applied in ``max(float32, x.dtype)``; weights of ``-1`` slots are never read.
+        topk_ids: int64 (T, K), one row for each row of ``layout.flatten(x)``. Each value is the id of an expert in
+            ``[0, num_experts)``, or ``-1`` for a slot that goes nowhere. If a row names an expert twice, the expert
+            gets the row once, with the sum of both weights; each slot gets its own gradient.
+        topk_weights: floating (T, K). They are applied in ``max(float32, x.dtype)``. The weight of a slot with id
+            ``-1`` is never read.
     """
 
     topk_ids: Tensor
@@ -41,20 +42,22 @@ class Routing:
 
     @classmethod
     def from_map(cls, routing_map: Tensor, probs: Tensor, *, top_k: int) -> Routing:
-        """Routing from a dense map, Megatron's form.
+        """Make a routing from a dense map and dense probabilities, as Megatron-LM has them.
+
+        The ids of a row are ascending.
 
         Args:
-            routing_map: bool (T, E), at most ``top_k`` True per row; rows with fewer get ``-1`` slots.
-            probs: floating (T, E); the gradient reaches the entries the map selects.
-            top_k: slots per row.
+            routing_map: bool (T, E), at most ``top_k`` True in a row. A row with fewer gets ``-1`` in its last slots.
+            probs: floating (T, E). The gradient reaches the entries that the map selects.
+            top_k: K, the number of slots of a row.
 
         Raises:
-            InputError: the two differ in shape, the map is not bool, or ``top_k`` exceeds the number of experts. On the
-                CPU also when a row selects more than ``top_k`` experts; a compiled call raises torch's RuntimeError
-                then. On a GPU that would be a host sync, so there the surplus of highest expert id is cut;
-                ``debug=True`` in the config does not see it either.
+            InputError: The shapes differ, the map is not bool, or ``top_k`` exceeds the number of experts. On the CPU,
+                also if a row selects more than ``top_k`` experts; a compiled call raises RuntimeError in this case. On
+                a GPU this check would be a host sync, so it is left out: the row keeps its ``top_k`` lowest ids.
+                ``debug=True`` in the config does not check it either.
 
-        Cost: no host sync on a GPU, no collective. Ids of a row are ascending.
+        Cost: no host sync on a GPU, no collective.
         """
         if routing_map.shape != probs.shape or routing_map.dtype != torch.bool or routing_map.dim() != 2:
             raise InputError(
@@ -80,17 +83,21 @@ class Routing:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """A layout on whose sizes all ranks have agreed; made by ``Dispatcher.plan``, given to every layer of a forward.
+    """A layout and the sizes that all ranks agreed on for it.
+
+    ``Dispatcher.plan`` makes one for each forward. Every MoE layer of that forward gets the same plan.
 
     Attributes:
-        layout: how the model's tensor holds tokens.
-        num_rows: T, or None while no tensor and no host-known length told it.
-        real_rows: int64 (real,) index of the rows that are cut out before padding, or None when none are cut.
-        valid_T: bool (T,), where real_rows would be on the host but no row is cut (graph-safe); else None.
-        sizes: what the ranks agreed on, if the backend needs it: ``padded_rows``, Tp, equal on all ranks, and
-            ``group_max_rows``, the largest count any rank brings.
-        owner: the channel it was settled on; a plan is good for dispatchers of the same config and group.
-        footprint: what ``bytes`` asks; None where sizes follow the routing.
+        layout: How the model's tensor holds tokens.
+        num_rows: T, or None if neither a tensor nor a length on the host has given it yet.
+        real_rows: int64 (real,), the indices of the rows that hold tokens. Only these rows are dispatched. None
+            dispatches all rows.
+        valid_T: bool (T,), whether each row holds a token. Set if the host knows the lengths but no row may be cut
+            out, as in graph-safe mode; otherwise None.
+        sizes: Sizes that the ranks agreed on, if the backend needs them: ``padded_rows``, Tp, equal on all ranks, and
+            ``group_max_rows``, the largest row count of any rank.
+        owner: Name of the channel that made the plan. A plan serves all dispatchers with the same config and group.
+        footprint: Function behind ``bytes``; None if the config is not graph-safe.
     """
 
     layout: Layout
@@ -102,19 +109,20 @@ class Plan:
     footprint: Callable[[torch.dtype], dict[str, int]] | None = None
 
     def bytes(self, dtype: torch.dtype) -> dict[str, int]:
-        """What one graph-safe dispatch of this rank allocates, by purpose; nothing is allocated to tell it.
+        """Return the bytes that one graph-safe dispatch of this rank allocates, by purpose. Nothing is allocated.
 
         Args:
-            dtype: of the rows, and so of what experts work on.
+            dtype: Dtype of the rows.
 
         Returns:
-            "rows" (R, D) and "weights" (R,) that experts are given, and "index", the tables of integers: all three live
-            until the backward. "wire", what is sent and received, only lives inside a verb; on the CPU it is kept for
-            the next, with up to an eighth of slack. A vendor's library has buffers of its own beside these. Inside
-            torch.compile every rank brings ``max_tokens_per_rank`` rows, padded.
+            Bytes by purpose. "rows" (R, D), "weights" (R,) and "index", which holds tables of integers, live until the
+            backward. "wire" is for the buffers that are sent and received. They live inside ``dispatch`` or
+            ``combine``; on the CPU they are kept for the next call, with up to an eighth of slack. The buffers of a
+            vendor's library are not included. Inside torch.compile, every rank dispatches ``max_tokens_per_rank`` rows,
+            padded.
 
         Raises:
-            StateError: the config is not graph_safe.
+            StateError: The config is not graph_safe.
         """
         if self.footprint is None:
             raise StateError(
@@ -127,16 +135,18 @@ class Plan:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dispatched:
-    """What this rank's experts work on, and what ``combine`` needs to bring it back.
+    """The rows that this rank's experts work on, and the state that ``combine`` needs to bring them back.
 
     Attributes:
-        rows: (R, D), expert-major: each expert's real rows by source rank, then token, then its zero padding.
-        tokens_per_expert: int64 (L,) on the device, with padding; an expert without tokens stays 0.
-        real_tokens_per_expert: int64 (L,) on the device, without padding.
-        tokens_per_expert_list: ``tokens_per_expert`` on the host, from the one sync that happened anyway.
-        weights: float32 (R,) (float64 for float64 rows), part of the autograd graph, 0 on padding.
-        pad_multiple: what rows per expert were rounded up to; experts must not pad again.
-        state: the dispatcher's and the backend's own.
+        rows: (R, D), grouped by expert. Each expert has its real rows, in the order of source rank and token, and then
+            its zero padding.
+        tokens_per_expert: int64 (L,) on the device, rows of each expert with padding. An expert without tokens has 0.
+        real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding.
+        tokens_per_expert_list: ``tokens_per_expert`` on the host, if the dispatch had a host sync anyway; otherwise
+            None, as in graph-safe mode.
+        weights: float32 (R,), or float64 for float64 rows; 0 on padding. They are part of the autograd graph.
+        pad_multiple: The rows of each expert are padded to a multiple of this number. Experts must not pad again.
+        state: Private state of the dispatcher and the backend.
     """
 
     rows: Tensor
@@ -149,26 +159,30 @@ class Dispatched:
 
     @property
     def offs(self) -> Tensor:
-        """int32 (L,), inclusive sums of ``tokens_per_expert``: what ``torch._grouped_mm`` takes."""
+        """int32 (L,), inclusive sums of ``tokens_per_expert``, as ``torch._grouped_mm`` takes them."""
         return self.tokens_per_expert.cumsum(0, dtype=torch.int32)
 
     @property
     def cu_tokens_per_expert(self) -> Tensor:
-        """int32 (L+1,), the same sums with a leading 0."""
+        """int32 (L+1,), ``offs`` with a leading 0."""
         return torch.nn.functional.pad(self.offs, (1, 0))
 
     def wait(self) -> Dispatched:
-        """This value; so that code written for ``async_op=True`` runs on either."""
+        """Return this value, so that code for ``async_op=True`` also runs with ``async_op=False``."""
         return self
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InFlight:
-    """A dispatch whose rows are still travelling, from ``dispatch(..., async_op=True)``."""
+    """A dispatch whose rows may still be on their way; ``dispatch(..., async_op=True)`` returns it.
+
+    Attributes:
+        finish: Function behind ``wait``.
+    """
 
     finish: Callable[[], Dispatched]
 
     def wait(self) -> Dispatched:
-        """The arrived rows. Call once; the autograd graph of the dispatch starts here."""
+        """Wait for the rows and return them. Call once: the autograd graph of the dispatch starts here."""
         return self.finish()

@@ -1,4 +1,7 @@
-"""Backends by name: ours by import path, third parties' by entry point. Nothing is imported before it is asked for."""
+"""Backends by name. Built-in ones are listed here; other packages declare an entry point or call ``register_backend``.
+
+No backend is imported before it is used.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ _PATHS = {
 }
 _BUILT_IN = {name: EntryPoint(name, path, ENTRY_POINT_GROUP) for name, path in _PATHS.items()}
 _REGISTERED: dict[str, type[BackendOptions]] = {}
-# What was loaded by name is kept: looking up entry points reads the metadata of every installed distribution.
+# Looking up entry points reads the metadata of every installed distribution, so each backend is looked up once.
 _LOADED: dict[str, type[BackendOptions]] = {}
 
 
 def parse_backend(spec: str | Mapping[str, Any]) -> BackendOptions | None:
-    """What a config's ``backend`` says: the options of the backend it names; None for "auto".
+    """Parse the ``backend`` of a config. Return the options of the backend, or None for "auto".
 
     Args:
-        spec: a name, or a mapping of ``name`` and that backend's options.
+        spec: Name of the backend, or a mapping with its ``name`` and its options.
 
     Raises:
-        ConfigError: no such backend, a mapping without a name, or options for "auto".
-        ValidationError: pydantic's, for options that the backend does not know or of the wrong type.
-        BackendUnavailableError: the backend's package failed to import.
+        ConfigError: The backend is unknown, the mapping has no name, or "auto" was given options.
+        ValidationError: The backend does not know an option, or the option has a wrong type. Raised by pydantic.
+        BackendUnavailableError: The package of the backend failed to import.
     """
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = options.pop("name", None)
@@ -52,27 +55,32 @@ def parse_backend(spec: str | Mapping[str, Any]) -> BackendOptions | None:
 
 
 def choose_backend(ep_size: int) -> BackendOptions:
-    """What "auto" means: no exchange on one rank, else the torch backend that sends the fewest bytes."""
+    """Return the options of the backend that "auto" stands for.
+
+    On one rank it is ``local``, which exchanges nothing. On several it is ``alltoall``, the backend over
+    torch.distributed that sends the fewest bytes.
+    """
     return load_backend("local" if ep_size == 1 else "alltoall")()
 
 
 def probe_backend(name: str) -> Usable | Rejected:
-    """Whether a known backend can run here with its default options. An import or a probe that raises is rejected."""
+    """Return whether a known backend can run here with its default options. Never raises."""
     try:
         return load_backend(name)().probe()
     except MoEDispatchError as error:
         return Rejected(str(error).rstrip("."))
-    except Exception as error:  # a probe must not raise, but a third party's may
+    except Exception as error:  # the contract forbids it, but the probe of another package may raise
         return Rejected(f"its probe raised {type(error).__name__}: {error}".rstrip("."))
 
 
 def register_backend(cls: type[BackendOptions]) -> type[BackendOptions]:
-    """Make a backend known in this process by the ``name`` of its options class; usable as a decorator.
+    """Register a backend in this process under the ``name`` of its options class; usable as a decorator.
 
-    Packages declare an entry point instead.
+    A package that is installed declares an entry point instead.
 
     Raises:
-        ConfigError: the name is taken, or the class is no options class, has no name, or is of another protocol.
+        ConfigError: The name is taken; or the class does not derive from ``BackendOptions``, has no name, or was
+            written for another protocol.
     """
     name = _checked(getattr(cls, "name", None), cls).name
     if name in known_backends() and _REGISTERED.get(name) is not cls:
@@ -82,16 +90,16 @@ def register_backend(cls: type[BackendOptions]) -> type[BackendOptions]:
 
 
 def known_backends() -> list[str]:
-    """Every name a config may use, sorted; third parties' are listed without being imported."""
+    """Return the names of all backends, sorted. No backend is imported for this."""
     return sorted({*_BUILT_IN, *_REGISTERED, *_third_party()})
 
 
 def load_backend(name: str) -> type[BackendOptions]:
-    """The options class behind a name.
+    """Return the options class of a backend.
 
     Raises:
-        ConfigError: no such name, or a class of another protocol.
-        BackendUnavailableError: its package failed to import.
+        ConfigError: The name is unknown, or the class was written for another protocol.
+        BackendUnavailableError: The package of the backend failed to import.
     """
     known = _REGISTERED.get(name) or _LOADED.get(name)
     if known is not None:
@@ -103,7 +111,7 @@ def load_backend(name: str) -> type[BackendOptions]:
         return _LOADED.setdefault(name, _checked(name, source.load()))
     except ConfigError:
         raise
-    except Exception as error:  # whatever a third party's import raises
+    except Exception as error:  # the import of another package may raise anything
         raise BackendUnavailableError(
             f"Backend {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
             f"Repair its package, or choose one of: {', '.join(sorted({*_BUILT_IN} - {name}))}. [MD02]"
@@ -120,12 +128,12 @@ def _checked(name: str | None, cls: object) -> type[BackendOptions]:
     if cls.protocol != PROTOCOL:
         raise ConfigError(
             f"Backend {name!r} speaks protocol {cls.protocol}, this moe-dispatch speaks {PROTOCOL}. "
-            "Install versions that agree."
+            "Install versions with the same protocol."
         )
     if name is None or getattr(cls, "name", None) != name:
         raise ConfigError(
             f"Backend {name!r}: the options class must have this name, got {getattr(cls, 'name', None)!r}. "
-            f'Set name = "..." in {cls.__qualname__}, as a config writes it.'
+            f'Set name = "..." in {cls.__qualname__} to the name that configs use.'
         )
     return cls
 
