@@ -1,19 +1,19 @@
-"""A hook of the site: pages link to files of the checkout, which the site does not hold; it names them instead."""
+"""A hook of the site: links to files outside ``docs/`` lead to the repository."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"\]\(((?:\.\./)+)([^)\s]*)\)")
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Links that lead out of docs/ become the path, in code."""
-    depth = page.file.src_uri.count("/")
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Turn links that lead out of ``docs/`` into links to the repository."""
+    levels = page.file.src_uri.count("/") + 1
 
-    def named(link: re.Match[str]) -> str:
-        leads_out = link[2].startswith("../" * (depth + 1))
-        return f"{link[1]} (`{link[2].removeprefix('../' * (depth + 1))}`)" if leads_out else link[0]
+    def replaced(link: re.Match[str]) -> str:
+        leads_out = link[1].count("../") == levels
+        return f"]({config['repo_url']}/blob/main/{link[2]})" if leads_out else link[0]
 
-    return _LINK.sub(named, markdown)
+    return _LINK.sub(replaced, markdown)

@@ -1,4 +1,4 @@
-"""The tables of pages that follow from the code. ``python docs/tables.py`` writes them; a test compares them."""
+"""Generate the tables in the documentation from the code: ``python docs/tables.py``. A test compares them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
 
 ROOT = Path(__file__).parent.parent
 _PACKAGE = "moe_dispatch.backends."
-# Constraints may depend on sizes; these are the table's example.
+# Constraints may depend on sizes. The tables use these sizes.
 SHAPE = MoEShape(num_experts=64, top_k=8, hidden_size=4096, ep_size=8, pad_multiple=1, ranks_per_node=8)
 
 
 def backends_table() -> str:
-    """What each backend of this package needs and offers, from its ``Constraints`` and options."""
+    """Return the needs and offers of each built-in backend, from its ``Constraints`` and options."""
     ours = [options for options in map(load_backend, known_backends()) if options.__module__.startswith(_PACKAGE)]
     lines = [["", *(f"`{options.name}`" for options in ours)]]
     for title, cell in _ROWS:
@@ -32,7 +32,7 @@ def backends_table() -> str:
 
 
 def wire_table() -> str:
-    """Bytes of one row on ``alltoall``, per ``wire_dtype``, for the example sizes."""
+    """Return the bytes of one row on ``alltoall`` for each ``wire_dtype``, for the example sizes."""
     hidden, top_k = SHAPE.hidden_size, SHAPE.top_k
     lines = [["model", "`wire_dtype`", "dispatch", "combine", "gradient of combine", "gradient of dispatch"]]
     for dtype in (torch.float32, torch.bfloat16):
@@ -50,7 +50,7 @@ def wire_table() -> str:
 
 
 def capacity_table() -> str:
-    """What capacity factors come to, for the example sizes and several group sizes."""
+    """Return the buffer sizes that capacity factors lead to, for the example sizes and several group sizes."""
     lines = [["ranks", "factor", "rows", "R", "`pair_rows`", "rows given to experts, MB", "sent and received, MB"]]
     for ep_size in (8, 32):
         for factor in (1.0, 1.25, 2.0, "worst"):
@@ -72,16 +72,16 @@ def capacity_table() -> str:
     return _markdown(lines)
 
 
-# By page, its tables.
+# The tables of each page, by name.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"backends": backends_table, "wire": wire_table},
-    "docs/backends.md": {"backends": backends_table, "wire": wire_table},
+    "docs/backends.md": {"backends": backends_table},
+    "docs/precision.md": {"wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
 }
 
 
 def replaced(page: str, text: str) -> str:
-    """A page with its tables as they should be."""
+    """Return the text of a page with its tables generated anew."""
     for name, table in ((name, make()) for name, make in TABLES[page].items()):
         begin, end = f"<!-- {name} table: docs/tables.py -->\n", f"<!-- end of {name} table -->"
         before, found, rest = text.partition(begin)
@@ -126,7 +126,7 @@ def _options(options: type[BackendOptions], needs: Constraints) -> str:
 
 
 def _choices(field: dict[str, Any]) -> str:
-    """The values an option can have, where they are few."""
+    """Return the values that an option can have, if it is an enumeration."""
     return f" ({', '.join(map(repr, field['enum']))})".replace("'", '"') if "enum" in field else ""
 
 
