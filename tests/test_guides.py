@@ -124,8 +124,8 @@ def test_the_glossary_has_at_most_25_words_of_one_sentence() -> None:
 
 def test_numbers_of_the_tuning_page_are_those_of_the_pages_it_names() -> None:
     """A number that is measured anew must not stay here as it was."""
-    tuning, performance, plan, backends = (
-        (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("tuning", "performance", "plan", "backends")
+    tuning, performance, plan, precision = (
+        (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("tuning", "performance", "plan", "precision")
     )
     for here, there, page in [
         ("2.65 times as long", "| | worst | 0.420 | 0.110 | 0.944 | 1.474 | 2.65 |", performance),
@@ -135,8 +135,8 @@ def test_numbers_of_the_tuning_page_are_those_of_the_pages_it_names() -> None:
         ("265 MB in place of 636 MB", "| 265 | 1.19 |", performance),
         ("265 MB in place of 636 MB", "| 636 | 2.86 |", performance),
         ("15 padding rows of 32128", "rows of a rank's experts                  32128", plan),
-        ("4272 bytes a row in place of 8240", '| bfloat16 | `"float8_e4m3fn"` | 4272 |', backends),
-        ("4272 bytes a row in place of 8240", "| bfloat16 | `None` | 8240 |", backends),
+        ("4272 bytes a row in place of 8240", '| bfloat16 | `"float8_e4m3fn"` | 4272 |', precision),
+        ("4272 bytes a row in place of 8240", "| bfloat16 | `None` | 8240 |", precision),
     ]:
         assert here in tuning, here
         assert there in page, there
