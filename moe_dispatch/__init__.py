@@ -4,12 +4,7 @@ A model hands over any number of tokens in any layout and gets back a tensor of 
 is a string in a config.
 """
 
-from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
-from moe_dispatch.dispatchers.capture import capture
-from moe_dispatch.errors import MoEDispatchError
-from moe_dispatch.layouts import BSHD, SBHD, THD, Masked, Rows
-from moe_dispatch.types import Dispatched, Plan, Routing
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0.dev0"
 
@@ -28,3 +23,36 @@ __all__ = [
     "build_dispatcher",
     "capture",
 ]
+
+if TYPE_CHECKING:
+    from moe_dispatch.config import DispatcherConfig
+    from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+    from moe_dispatch.dispatchers.capture import capture
+    from moe_dispatch.errors import MoEDispatchError
+    from moe_dispatch.layouts import BSHD, SBHD, THD, Masked, Rows
+    from moe_dispatch.types import Dispatched, Plan, Routing
+else:
+    # Names are imported on first use. So the command can show its help, and complete words in a shell, without
+    # importing torch, which takes more than a second.
+    _MODULES = {
+        "moe_dispatch.config": ("DispatcherConfig",),
+        "moe_dispatch.dispatchers": ("Dispatcher", "build_dispatcher"),
+        "moe_dispatch.dispatchers.capture": ("capture",),
+        "moe_dispatch.errors": ("MoEDispatchError",),
+        "moe_dispatch.layouts": ("BSHD", "SBHD", "THD", "Masked", "Rows"),
+        "moe_dispatch.types": ("Dispatched", "Plan", "Routing"),
+    }
+
+    def __getattr__(name):
+        """Import a public name."""
+        from importlib import import_module  # noqa: PLC0415
+
+        for module, names in _MODULES.items():
+            if name in names:
+                value = globals()[name] = getattr(import_module(module), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        """List the public names, imported or not."""
+        return sorted({*globals(), *__all__})

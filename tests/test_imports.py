@@ -1,4 +1,4 @@
-"""Importing moe_dispatch imports torch and pydantic, and nothing else from outside the standard library."""
+"""The public names of moe_dispatch import torch and pydantic, and nothing else from outside the standard library."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 import pytest
+
+import moe_dispatch
 
 ALLOWED = {"torch", "pydantic"}
 
@@ -47,7 +49,17 @@ def third_party(names: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def of_package() -> dict[str, list[str]]:
-    return import_fresh("moe_dispatch")
+    """Import the package, and the modules of its public names as their first use does."""
+    return import_fresh(
+        "moe_dispatch", *sorted({getattr(moe_dispatch, name).__module__ for name in moe_dispatch.__all__})
+    )
+
+
+def test_package_imports_nothing_before_a_name_is_used() -> None:
+    assert ALLOWED.isdisjoint(third_party(import_fresh("moe_dispatch")["loaded"]))
+    assert {"Dispatcher", "__version__"} <= {*dir(moe_dispatch)}
+    with pytest.raises(AttributeError, match=r"^module 'moe_dispatch' has no attribute 'Dispather'$"):
+        _ = getattr(moe_dispatch, "Dispather")  # noqa: B009 - mypy knows that there is none
 
 
 def test_package_asks_for_torch_and_pydantic_only(of_package: dict[str, list[str]]) -> None:
