@@ -206,6 +206,8 @@ def _show_rows(backends: Sequence[BackendPlan], *, graph_safe: bool) -> None:
                 *("" if of is None else _megabytes(of.high) for of in buffers),
             ]
         )
+    if len(rows) > 1 and all(row[1:] == rows[0][1:] for row in rows):
+        rows = [["each backend", *rows[0][1:]]]
     console.table(
         ["one dispatch of a rank", "rows", "padding", "sequence multiple", *(f"{purpose}, MB" for purpose in purposes)],
         rows,
