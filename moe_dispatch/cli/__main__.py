@@ -1,4 +1,4 @@
-"""``python -m moe_dispatch.cli``: the command where its script is not on the path, as under torchrun -m."""
+"""``python -m moe_dispatch.cli``: the command without its script, for example under ``torchrun -m``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The machine: its devices, the versions of its software, and what else decides the times of a benchmark."""
+"""Devices and software versions of the machine, and settings that change the times of a benchmark."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class Machine:
     """Versions and devices.
 
     Attributes:
-        cuda: version of CUDA that torch was built with; None for a build without CUDA.
-        nccl: version of the NCCL in torch; None for a torch without NCCL.
-        gloo: whether torch can connect CPUs.
-        cpu_cores: number of cores that this process may use.
-        gpus: one line for each GPU.
+        moe_dispatch: Version of this package.
+        python: Version of Python.
+        torch: Version of torch.
+        cuda: Version of CUDA that torch was built with; None for a build without CUDA.
+        nccl: Version of the NCCL in torch; None for a build without NCCL.
+        gloo: Whether torch was built with gloo.
+        cpu_cores: Number of cores that this process may use.
+        gpus: Description of each GPU.
     """
 
     moe_dispatch: str
@@ -43,7 +46,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Ask torch for versions and devices. No device is started where torch sees none."""
+    """Read versions and devices."""
     return Machine(
         moe_dispatch=moe_dispatch.__version__,
         python=platform.python_version(),
@@ -69,7 +72,7 @@ def describe_machine(transport: str) -> dict[str, str]:
     """Describe the machine, date and software versions of a benchmark run.
 
     Args:
-        transport: devices and library that ranks communicate with.
+        transport: Devices of the ranks, and the library that connects them.
     """
     model = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     machine = this_machine()

@@ -1,4 +1,4 @@
-"""Backends as a command line names them: ``alltoall``, ``hybridep+emulate=true``, ``my_package.module:MyOptions``."""
+"""Names of backends on the command line: ``alltoall``, ``hybridep+emulate=true``, ``my_package.module:MyOptions``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moe_dispatch.errors import BackendUnavailableError, ConfigError
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedBackend:
-    """A backend that a command line names. It is loaded in this process and in those that it starts.
+    """A backend named on the command line. This process and the rank processes load it.
 
     Attributes:
-        label: text of the command line.
-        where: known name, or the path of a class, "package.module:Class".
-        options: options of the backend by name.
+        label: Text from the command line.
+        where: Registered name, or the path of a class, "package.module:Class".
+        options: Options of the backend by name.
     """
 
     label: str
@@ -34,15 +34,15 @@ class NamedBackend:
 
     @property
     def emulated(self) -> bool:
-        """Whether the options ask for an emulation of its library."""
+        """Whether the options choose an emulation of the backend's library."""
         return bool(self.options.get("emulate"))
 
     def load(self) -> type[BackendOptions]:
-        """Load the class of its options. A class given by its path is registered under its name.
+        """Load the options class. A class given by its path is registered under its name.
 
         Raises:
-            ConfigError: there is no such name or class, or the class is no backend, or its name is taken.
-            BackendUnavailableError: its module cannot be imported.
+            ConfigError: The name or the class does not exist, the class is no options class, or its name is taken.
+            BackendUnavailableError: The module cannot be imported.
         """
         return load_backend(self.where) if ":" not in self.where else register_backend(_imported(self.where))
 
@@ -50,7 +50,8 @@ class NamedBackend:
         """Load the class and return the value for ``DispatcherConfig.backend``.
 
         Raises:
-            ConfigError, BackendUnavailableError: as for ``load``, or the backend has no such option.
+            ConfigError: As for ``load``, or the backend does not have an option, or refuses its value.
+            BackendUnavailableError: As for ``load``.
         """
         cls = self.load()
         try:
@@ -66,7 +67,7 @@ def parse_backend(text: str) -> NamedBackend:
     """Parse ``NAME[+OPTION=VALUE...]``, where NAME may be the path of a class.
 
     Raises:
-        ConfigError: an option has no value.
+        ConfigError: An option has no value.
     """
     where, *pairs = text.split("+")
     options = {}
@@ -83,7 +84,7 @@ def parse_backend(text: str) -> NamedBackend:
 
 @contextmanager
 def noting(label: str) -> Iterator[None]:
-    """Add the note "in <label>" to an error raised inside, so that it says which backend it concerns."""
+    """Add the note "in <label>", which names the backend, to an error that the block raises."""
     try:
         yield
     except Exception as error:
@@ -94,13 +95,13 @@ def noting(label: str) -> Iterator[None]:
 def _imported(path: str) -> type[BackendOptions]:
     module_name, _, attribute = path.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m does: a user's own module need not be installed
+        sys.path.insert(0, os.getcwd())  # as python -m does, so that a user's module need not be installed
     try:
         module = import_module(module_name)
-    except Exception as error:  # a third party's import may raise anything
+    except Exception as error:  # a third-party module may raise any error
         raise BackendUnavailableError(
             f"backend {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}. "
-            "Install its package, or run this in the folder that holds it."
+            "Install its package, or run this in the directory that contains it."
         ) from error
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, BackendOptions)):

@@ -62,18 +62,18 @@ def choose_backend(ranks_here: int) -> str:
 
 
 def describe(ranks_here: int) -> str:
-    """Describe where the ranks of this machine work, and why not on its GPUs if it has any."""
+    """Describe the devices of the ranks of this machine, and why they are CPUs although the machine has GPUs."""
     if use_gpus(ranks_here):
         return "GPUs (NCCL)"
     few = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "CPUs (gloo)" + (f", for {few} GPUs are not enough for {ranks_here} ranks" if few else "")
+    return "CPUs (gloo)" + (f": {few} GPUs are too few for {ranks_here} ranks" if few else "")
 
 
 def alone() -> Place:
     """Return the place of a process without peers: its GPU if there is one, else one thread of its CPU.
 
-    A second thread would halve the time on an idle machine and multiply it on a busy one: operators of well under a
-    millisecond then wait for the thread that is not running.
+    On an idle machine a second thread would halve the time. On a busy machine it would multiply the time, because
+    operators that take less than a millisecond wait until the second thread is scheduled.
     """
     torch.set_num_threads(1)
     return Place(device=torch.device("cuda" if use_gpus(1) else "cpu"))
@@ -109,7 +109,12 @@ def joined(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
 
 @contextmanager
 def place_of_rank(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
-    """Make the place of a rank whose default group exists, and wait for all ranks at the end. Args: as ``joined``."""
+    """Make the place of a rank whose default group exists, and wait for all ranks at the end.
+
+    Args:
+        local_rank: Rank of this process on this machine.
+        ranks_here: Number of ranks on this machine.
+    """
     gpu = use_gpus(ranks_here)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     yield Place(
@@ -117,6 +122,6 @@ def place_of_rank(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
         group=dist.group.WORLD,
         control=dist.new_group(backend="gloo", timeout=TIMEOUT) if gpu else None,
     )
-    # In torch 2.13 a TorchDispatchMode, which counts collectives, leaks references to the group, so that its threads
-    # outlive it. A thread that still holds a tensor when the interpreter ends aborts the process: let it finish.
+    # In torch 2.13 a TorchDispatchMode, which counts collectives, leaks references to the group, so the threads of the
+    # group live on. A thread that still holds a tensor when the interpreter ends aborts the process: wait for them.
     dist.barrier()

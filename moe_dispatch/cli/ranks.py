@@ -1,4 +1,4 @@
-"""Ranks of a command: the process that a launcher started, or processes that the command starts.
+"""Ranks of a command: this process if a launcher started it, otherwise processes that the command starts.
 
 The launcher is torchrun, or another program that sets the same variables, such as an operator of Kubernetes.
 """
@@ -22,7 +22,7 @@ Body = Callable[[Place, Send], Any]
 
 
 class PeerFailed(RuntimeError):
-    """Under torchrun: another rank failed before this one, and reports it itself."""
+    """Another rank of torchrun failed before this one. That rank reports its error."""
 
 
 def under_torchrun() -> bool:
@@ -36,12 +36,12 @@ def this_rank() -> int:
 
 
 def num_ranks(size: int) -> int:
-    """Return the number of ranks: torchrun's, or ``size`` processes to start."""
+    """Return the number of ranks: torchrun's, or ``size`` without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else size
 
 
 def ranks_here(size: int) -> int:
-    """Return the number of ranks on this machine: torchrun's, or ``size`` processes to start."""
+    """Return the number of ranks on this machine: torchrun's, or ``size`` without torchrun."""
     return _place_here()[1] if under_torchrun() else size
 
 
@@ -63,15 +63,15 @@ def _place_here() -> tuple[int, int]:
 
 
 def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
-    """Run ``body(place, send)`` in ``size`` processes or, under torchrun, as the rank that this process is.
+    """Run ``body(place, send)`` in ``size`` new processes or, under torchrun, in this process.
 
     Args:
         body: Function that a new process can import by name, or a ``functools.partial`` of one.
         size: Number of processes to start; ignored under torchrun.
-        on_message: Called with what rank 0 passes to its ``send``. Messages of other ranks are dropped.
+        on_message: Function that gets each message that rank 0 passes to ``send``. Messages of other ranks are dropped.
 
     Returns:
-        What ``body`` returned on rank 0; on another rank of torchrun what it returned there.
+        The result of ``body`` on rank 0. Under torchrun, each rank returns its own result.
 
     Raises:
         RankFailed: A rank raised or died, or cannot reach the others. Under torchrun only the rank that failed first
@@ -96,7 +96,7 @@ def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
 
 
 def wait_for_failed_peer() -> None:
-    """Give the rank that failed first time to report: torchrun ends all ranks as soon as one has ended."""
+    """Wait until the rank that failed first has reported its error. Torchrun ends all ranks when one rank ends."""
     if under_torchrun():
         time.sleep(GRACE_SECONDS)
 
@@ -111,8 +111,8 @@ def _drop(message: Any) -> None:
 
 
 def _is_first_to_fail() -> bool:
-    """Return whether no other rank has failed, counted in the store at which all ranks met."""
+    """Count this failure in the store of the default group, and return whether it is the first."""
     try:
         return int(dist.distributed_c10d._get_default_store().add("moe_dispatch/failed", 1)) == 1
-    except RuntimeError:  # the rank that hosted the store has ended, so it failed before
+    except RuntimeError:  # the rank that hosts the store has ended, so it failed first
         return False

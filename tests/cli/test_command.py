@@ -7,11 +7,23 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from typer.testing import CliRunner
 
 from moe_dispatch import __version__, cli
+from moe_dispatch.backends import known_backends
+from moe_dispatch.cli import options
+from moe_dispatch.cli.app import app
+from moe_dispatch.cli.bench import request, workload
+from moe_dispatch.cli.compare.comparison import MODES
+from moe_dispatch.cli.compare.workload import MOST_STEPS
+from moe_dispatch.cli.plan.models import DTYPES
+from moe_dispatch.testing.scenario import ROUTINGS, TOLERANCES
 from tests.cli.conftest import Command
 from tests.cli.processes import hearing_interrupts, members, wait_for
 
@@ -54,6 +66,83 @@ def test_help_has_examples_one_a_line(name: str, command: Command) -> None:
     assert all(example.count("moe-dispatch") == 1 for example in examples)
 
 
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_is_shown_whole_on_80_columns(name: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = command(*name.split(), "--help").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines[1:] if line.endswith("...")] == []
+
+
+def test_summaries_have_at_most_60_characters(command: Command) -> None:
+    summaries = re.findall(r"^  [a-z]+ +([A-Z].*)$", command("--help").out.partition("Commands:")[2], re.MULTILINE)
+    assert len(summaries) == len(COMMANDS)
+    assert [summary for summary in summaries if len(summary) > 60] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", COMMANDS),
+        ("doctor --backend ", known_backends()),
+        ("check a", ("allgather", "alltoall")),
+        ("plan c.yaml -b alltoall,", [f"alltoall,{name}" for name in known_backends() if name != "alltoall"]),
+        ("plan c.yaml --dtype ", DTYPES),
+        ("compare c.yaml --backends lo", ("local",)),
+        ("compare c.yaml --mode eager,", ("eager,graph-safe",)),
+        ("compare c.yaml --mode ", MODES),
+        ("compare c.yaml --dtype ", TOLERANCES),
+        ("compare c.yaml --routing ", ROUTINGS),
+        ("bench ", request.SUITES),
+        ("bench --dtype ", get_args(workload.Dtype)),
+        ("bench --routing ", get_args(workload.Skew)),
+        ("bench -c ", (*known_backends(), *request.CONTENDERS)),
+    ],
+)
+def test_shell_completes_choices(words: str, expected: Iterable[str]) -> None:
+    assert completions(words) == [*expected]
+
+
+def test_shell_completes_backends_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("ring", "a_package_that_is_not_imported:Ring", "moe_dispatch.backends")
+    monkeypatch.setattr(options, "entry_points", lambda group: [point] if group == point.group else [])
+    assert completions("doctor -b r") == ["ring"]
+
+
+def completions(words: str) -> list[str]:
+    """Complete the last word, as bash asks for it."""
+    typed = ["moe-dispatch", *words.split(" ")]
+    asked = {"COMP_WORDS": " ".join(typed), "COMP_CWORD": str(len(typed) - 1)}
+    answer = CliRunner().invoke(app, prog_name="moe-dispatch", env={**asked, "_MOE_DISPATCH_COMPLETE": "complete_bash"})
+    return answer.stdout.split()
+
+
+def test_help_names_the_default_number_of_dispatches_of_a_trace(command: Command) -> None:
+    assert f"up to {MOST_STEPS} of the trace" in re.sub(r"\s+", " ", command("compare", "--help").out)
+
+
+def test_help_and_completion_import_neither_torch_nor_matplotlib() -> None:
+    shown = """
+import contextlib, io, os, sys
+from moe_dispatch.cli import main
+
+def call(*arguments):
+    sys.argv = ["moe-dispatch", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main()
+    return out.getvalue()
+
+assert all("Options:" in call(*name.split(), "--help") for name in ("", *NAMES))
+os.environ |= {"_MOE_DISPATCH_COMPLETE": "complete_bash", "COMP_WORDS": "moe-dispatch doctor -b ", "COMP_CWORD": "3"}
+assert "alltoall" in call()
+print(*sys.modules)
+""".replace("NAMES", repr(COMMANDS))
+    finished = subprocess.run(
+        [sys.executable, "-c", shown], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert {"torch", "matplotlib"}.isdisjoint(finished.stdout.split())
+
+
 def test_wrong_usage_ends_with_2(command: Command) -> None:
     answer = command("doctor", "--bakend", "alltoall")
     assert answer.status == 2
@@ -73,10 +162,15 @@ def test_interrupt_is_told(command: Command, monkeypatch: pytest.MonkeyPatch) ->
 def test_missing_packages_are_named(missing: str) -> None:
     without = f"import sys; sys.modules[{missing!r}] = None; from moe_dispatch import cli; sys.exit(cli.main())"
     finished = subprocess.run(
-        [sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", without, "report", "run.safetensors"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     told = rf"Error: moe-dispatch needs {missing}.*, got none. In {ROOT}, run: pip install -e '\.\[cli\]'.\n"
-    assert (finished.returncode, finished.stdout) == (1, "")
+    assert (finished.returncode, finished.stdout) == (2, "")
     assert re.fullmatch(told, finished.stderr), finished.stderr
 
 

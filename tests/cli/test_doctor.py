@@ -174,7 +174,7 @@ def test_whatever_a_third_party_raises_is_told(command: Command, monkeypatch: py
     register_backend(Raising)
     monkeypatch.setattr(Raising, "constraints", raising)
     backend = named(found(command, "-b", "raising", status=1), "raising")
-    assert backend["refused"] == "asking what it needs raised ArithmeticError: planted in constraints"
+    assert backend["refused"] == "constraints() raised ArithmeticError: planted in constraints"
     assert backend["self_test"]["passed"] is False
 
 

@@ -1,4 +1,4 @@
-"""Runs ``check``, the conformance kit on one backend, and shows its report as lines on a terminal."""
+"""Run the conformance kit on one backend, and print its report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moe_dispatch.testing import Excuse, Report, check_backend
 def parse_sizes(text: str) -> list[int]:
     """Parse ``--ep``, numbers of ranks separated by commas."""
     if not all(size.isdecimal() and int(size) > 0 for size in text.split(",")):
-        raise ConfigError(f"--ep must be whole numbers from 1 on with commas between, got {text!r}. Write --ep 1,2,4.")
+        raise ConfigError(f"--ep must be whole numbers above 0, separated by commas, got {text!r}. Write --ep 1,2,4.")
     return [int(size) for size in text.split(",")]
 
 
 def run(backend: NamedBackend, ep_sizes: Sequence[int], *, verbose: bool, as_json: bool) -> int:
-    """Run every case and show the report; the exit status is 0 if the backend conforms."""
+    """Run every case and print the report. The exit status is 0 if the backend conforms, otherwise 1."""
     spec = backend.spec()
     with console.progress(f"conformance of {backend.label}") as show:
         report = check_backend(spec, ep_sizes, on_case=show)
@@ -35,8 +35,8 @@ def _show(report: Report, ep_sizes: Sequence[int], *, verbose: bool) -> None:
         console.line(case, mark="ok")
     for reason, excused in _by_reason(report.excused).items():
         ranks = ", ".join(map(str, sorted({excuse.ep_size for excuse in excused})))
-        told = ", ".join(dict.fromkeys(excuse.scenario for excuse in excused)) if verbose else _counted(excused)
-        console.line(f"excused by {reason}, on {ranks} ranks: {told}", mark="-")
+        scenarios = ", ".join(dict.fromkeys(excuse.scenario for excuse in excused)) if verbose else _counted(excused)
+        console.line(f"excused by {reason}, on {ranks} ranks: {scenarios}", mark="-")
     for failure in report.failed:
         console.line(f"{failure.case}: {failure.summary}", mark="failed")
         if verbose:

@@ -1,1 +1,1 @@
-"""``doctor``: what can be used on this machine, and why the rest cannot."""
+"""``doctor``: which backends work on this machine, and why the others do not."""

@@ -1,4 +1,4 @@
-"""Runs ``doctor``, and shows its findings as lines on a terminal."""
+"""Run ``doctor`` and print its findings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from moe_dispatch.cli.ranks import this_rank
 
 
 def run(request: Request, *, as_json: bool) -> int:
-    """Run the self-tests and show the findings; the exit status.
+    """Run the self-tests and print the findings.
 
-    It is 0 if the named backend works or, without a name, if no self-test fails.
+    Returns:
+        The exit status: 0 if the named backend works or, without a name, if no self-test fails. Otherwise 1.
     """
     first = this_rank() == 0
     with console.progress("self-tests", visible=first) as show:
         diagnosis = diagnose(request, show)
-    if not first:  # rank 0 has the results, and answers
+    if not first:  # only rank 0 has the results
         return 0
     if as_json:
         console.document(dataclasses.asdict(diagnosis))
@@ -56,8 +57,8 @@ def _show_machine(machine: Machine, topology: Topology) -> None:
         console.line(f"GPU: {gpu}")
     started = "started by torchrun" if topology.launcher == "torchrun" else "started here"
     console.line(
-        f"ranks: {topology.ranks} {started}, over {topology.transport}; {topology.ranks_per_node} to a node, "
-        f"{topology.nodes} in all".replace(", 1 in all", ", one node in all")
+        f"ranks: {topology.ranks} {started}, over {topology.transport}; {topology.ranks_per_node} per node, "
+        f"{topology.nodes} {'node' if topology.nodes == 1 else 'nodes'}"
     )
 
 

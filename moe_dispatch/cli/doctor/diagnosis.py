@@ -1,4 +1,4 @@
-"""Finds what can be used on this machine, and why the rest cannot; the findings are plain data."""
+"""Find out which backends and permutations work on this machine. The findings are plain data."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Request:
     """The options of the command line.
 
     Attributes:
-        backend: backend to look at; None for all backends and permutations.
-        emulated: whether emulations of missing libraries are tested too.
-        ranks: number of processes to start for self-tests. Under torchrun its number of ranks counts.
-        ep_size: number of ranks for which constraints are shown; None for the number of tested ranks.
-        ranks_per_node: ranks to a node for which constraints are shown; None for the number found.
-        num_experts: E of the model.
-        top_k: K of the model.
-        hidden_size: D of the model.
+        backend: Name of the backend to test; None for all backends and permutations.
+        emulated: Whether emulations of missing libraries are also tested.
+        ranks: Number of processes to start for self-tests. Under torchrun, torchrun's number of ranks is used.
+        ep_size: Number of ranks for which constraints are shown; None for the number of tested ranks.
+        ranks_per_node: Ranks per node for which constraints are shown; None for the detected number.
+        num_experts: Number of experts of the model, E.
+        top_k: Experts per token, K.
+        hidden_size: Hidden size of the model, D.
     """
 
     backend: str | None = None
@@ -57,16 +57,21 @@ class Request:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendFinding:
-    """A backend, or the emulation of a release of its library.
+    """The finding about a backend, or about the emulation of a release of its library.
 
     Attributes:
-        emulates: emulated release; None for the real library.
-        package: package of the backend; None if it cannot be imported.
-        reason: why the backend is not usable.
-        ep_size: number of ranks that ``constraints`` and ``refused`` are for.
-        constraints: constraints that restrict something, in types of JSON; empty if the backend is not usable.
-        refused: why the backend does not take the model on ``ep_size`` ranks.
-        emulations: releases that can be tested instead.
+        name: Name of the backend.
+        emulates: Emulated release; None for the real library.
+        package: Package of the backend; None if it cannot be imported.
+        usable: Whether the backend can be used on this machine.
+        reason: Why the backend is not usable; None if it is.
+        version: Version of the backend's library; None if the backend is not usable.
+        features: Features of that version.
+        ep_size: Number of ranks for which ``constraints`` and ``refused`` hold.
+        constraints: Constraints that restrict something, in types of JSON; empty if the backend is not usable.
+        refused: Why the backend refuses the model on ``ep_size`` ranks; None if it does not.
+        emulations: Releases whose emulations can be tested instead.
+        self_test: Result of the self-test; None if there was none.
     """
 
     name: str
@@ -84,14 +89,14 @@ class BackendFinding:
 
     @property
     def works(self) -> bool:
-        """Whether the backend can be used, takes the model, and passed its self-test."""
+        """Whether the backend is usable, accepts the model, and passed its self-test."""
         return self.usable and self.refused is None and self.self_test is not None and self.self_test.passed is True
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PermutationFinding:
-    """A permutation on one type of device."""
+    """The finding about a permutation on one type of device."""
 
     name: str
     device: str
@@ -121,10 +126,14 @@ class Diagnosis:
 
 
 def diagnose(request: Request, on_done: Callable[[int, int], None]) -> Diagnosis:
-    """Probe and test backends, and ask for their constraints. Starts processes, or is collective under torchrun.
+    """Probe and test backends, and read their constraints. Starts processes. Under torchrun the call is collective.
+
+    Args:
+        request: Options of the command line.
+        on_done: Function that gets the number of finished self-tests and the number of all self-tests.
 
     Raises:
-        ConfigError: there is no such backend, or the sizes of the model are wrong.
+        ConfigError: The backend does not exist, or the sizes of the model are wrong.
     """
     request.config()
     request = dataclasses.replace(request, ranks=num_ranks(request.ranks))
@@ -159,10 +168,10 @@ def _permutations() -> list[tuple[str, str]]:
 def _permutation(name: str, device: str) -> PermutationFinding:
     present = device == "cpu" or torch.cuda.is_available()
     verdict = probe_permutation(name, device) if present else Rejected("torch sees no CUDA device")
-    return PermutationFinding(name=name, device=device, **_told(verdict))
+    return PermutationFinding(name=name, device=device, **_described(verdict))
 
 
-def _told(verdict: Usable | Rejected) -> dict[str, Any]:
+def _described(verdict: Usable | Rejected) -> dict[str, Any]:
     if isinstance(verdict, Rejected):
         return {"usable": False, "reason": verdict.reason, "version": None, "features": ()}
     return {"usable": True, "reason": None, "version": verdict.version, "features": verdict.features}
@@ -187,10 +196,10 @@ def _jobs(
 
 
 def _is_for_one_rank(name: str, release: str | None, request: Request) -> bool:
-    """Whether the backend takes a group of one rank but not the group that there is."""
+    """Return whether the backend accepts a group of one rank, but not a group of ``request.ranks``."""
     try:
         sizes = _needs(name, release, shape_of(request.config(), 1)).group_sizes
-    except Exception:  # code of a third party may raise anything; the self-test will tell
+    except Exception:  # a third-party backend may raise any error; its self-test will show it
         return False
     return sizes is not None and 1 in sizes and request.ranks not in sizes
 
@@ -208,7 +217,7 @@ def _finding(
         name=name,
         emulates=release,
         package=_package(name),
-        **_told(verdict),
+        **_described(verdict),
         ep_size=ep_size,
         constraints={} if needs is None else _restrictions(needs),
         refused=refused,
@@ -228,13 +237,13 @@ def _refusal(
         check_group(request.config(), name, shape, needs)
     except MoEDispatchError as error:
         return needs, str(error)
-    except Exception as error:  # code of a third party may raise anything
-        return needs, f"asking what it needs raised {type(error).__name__}: {error}"
+    except Exception as error:  # a third-party backend may raise any error
+        return needs, f"constraints() raised {type(error).__name__}: {error}"
     return needs, None
 
 
 def _restrictions(needs: Constraints) -> dict[str, Any]:
-    """Return the fields that differ from those of a backend that needs nothing and offers nothing."""
+    """Return the fields that differ from the defaults, which stand for no needs and no features."""
     anything = Constraints()
     found = {item.name: getattr(needs, item.name) for item in dataclasses.fields(needs)}
     return {
@@ -278,7 +287,7 @@ def _package(name: str) -> str | None:
 
 
 def _emulations(name: str) -> tuple[str, ...]:
-    """Return the releases that the backend's option ``emulate`` names, if it has that option."""
+    """Return the releases that the backend's option ``emulate`` accepts; empty without that option."""
     try:
         option = load_backend(name).model_fields.get("emulate")
     except MoEDispatchError:

@@ -1,4 +1,4 @@
-"""Runs ``self_test()`` of many dispatchers on the ranks of a command; one may fail or die without the others."""
+"""Run ``self_test()`` of many dispatchers on the ranks of a command. A test that kills a rank fails alone."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Job:
     """One self-test.
 
     Attributes:
-        config: config of the dispatcher.
-        alone: whether it runs on one rank without a group; else on all ranks.
-        on_cpu: whether it runs on the CPU, as an emulation does; else on the device of the ranks.
+        config: Config of the dispatcher.
+        alone: Whether the test runs on one rank without a group. Otherwise it runs on all ranks.
+        on_cpu: Whether the test runs on the CPU, as an emulation does. Otherwise it runs on the ranks' device.
     """
 
     config: DispatcherConfig
@@ -43,10 +43,10 @@ class SelfTest:
     """The result of one self-test.
 
     Attributes:
-        ranks: number of ranks that took part.
-        device: type of their device.
-        passed: None if the test could not run, because the config does not fit these ranks.
-        error: why the test could not run, or what was wrong.
+        ranks: Number of ranks in the test.
+        device: Type of their device.
+        passed: Whether the test passed; None if it could not run because the config does not fit these ranks.
+        error: Why the test could not run, or why it failed.
     """
 
     ranks: int
@@ -62,9 +62,9 @@ class Topology:
 
     Attributes:
         launcher: "torchrun", or "here" for processes that the command starts.
-        ranks: number of ranks.
-        ranks_per_node: largest number of consecutive ranks that share a host on every host.
-        nodes: number of hosts.
+        ranks: Number of ranks.
+        ranks_per_node: Largest number of consecutive ranks that share a host on every host.
+        nodes: Number of hosts.
         transport: "nccl" or "gloo".
     """
 
@@ -80,17 +80,19 @@ def run_jobs(
 ) -> tuple[dict[str, SelfTest], Topology]:
     """Run self-tests one after the other.
 
+    If a rank dies, or raises an error that is not one of this library's, its test fails. New processes then run the
+    remaining tests. Under torchrun there can be no new processes, so the error is raised.
+
     Args:
-        jobs: self-tests by a name that the caller chooses.
-        ranks: number of processes to start. Under torchrun its number of ranks counts.
-        on_done: called with the number of finished jobs and the number of all jobs.
+        jobs: Self-tests by a name that the caller chooses.
+        ranks: Number of processes to start. Under torchrun, torchrun's number of ranks is used.
+        on_done: Function that gets the number of finished jobs and the number of all jobs.
 
     Returns:
-        Results by name, and the topology of the ranks. If a rank dies or raises an error that is not of this library,
-        its test fails, and new processes are started for the rest. Torchrun cannot start new processes.
+        The results by name, and the topology of the ranks.
 
     Raises:
-        RankFailed: under torchrun, or before the first test.
+        RankFailed: A rank failed under torchrun, or before the first test.
     """
     results: dict[str, SelfTest] = {}
     running: list[str] = []
@@ -116,7 +118,7 @@ def run_jobs(
 
 
 def _run_on_rank(jobs: Mapping[str, Job], place: Place, send: Send) -> Topology:
-    logging.getLogger("moe_dispatch").setLevel(logging.ERROR)  # which backends are emulated is in the result
+    logging.getLogger("moe_dispatch").setLevel(logging.ERROR)  # the result already shows which backends are emulated
     for name, job in jobs.items():
         send((name, None))
         send((name, _run(job, place)))
@@ -141,7 +143,7 @@ def _run(job: Job, place: Place) -> SelfTest:
         dispatcher = build_dispatcher(job.config, **groups)
         dispatcher.self_test(device=device)
         dispatcher.close()
-    except ConfigError as refusal:  # of these ranks or this model
+    except ConfigError as refusal:  # the config does not fit these ranks or this model
         passed, error = None, str(refusal)
     except MoEDispatchError as failure:
         passed, error = False, str(failure)
