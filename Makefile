@@ -45,7 +45,7 @@ $(DOCS): $(DEV)
 
 install: $(DEV) ## create .venv and install the package, with what tests and the demo need
 
-demo: $(DEV) ## the main job: train a small MoE language model on 4 processes
+demo: $(DEV) ## train a small MoE language model on 4 processes and on one; ARGS="--all" trains all backends
 	$(PY) examples/train_packed_text.py $(ARGS)
 
 test: $(DEV) ## the tests, except tests/integration

@@ -1,13 +1,14 @@
-r"""Take a plain mixture-of-experts block to expert parallel: before and after, and that they compute the same.
+r"""Convert a plain mixture-of-experts block to expert parallelism, and compare the results of both blocks.
 
     python examples/convert_model.py                                  # alltoall and allgather on 4 ranks, local on 1
-    python examples/convert_model.py --backend alltoall --ranks 2     # that one only
+    python examples/convert_model.py --backend alltoall --ranks 2     # one backend
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
-        examples/convert_model.py --backend alltoall                  # several machines
+        examples/convert_model.py --backend alltoall                  # on each of two machines; HOST is the first
 
-Every rank has other tokens and another number of them, the second none. Each runs the plain block, with all experts, on
-its own tokens; the sum of these gradients over ranks is what the converted block must have. Prints by how much output
-and gradients differ, as a part of the largest number there, and ends with 1 where that is more than rounding.
+Every rank has its own tokens, and another number of them; rank 1 has none. Each rank runs the plain block, with all
+experts, on its tokens. The gradients of the converted block must be the sums of these gradients over ranks. The script
+prints the largest differences of outputs and gradients, relative to the largest number of each tensor. The exit status
+is 1 if a difference is larger than rounding.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import torch
@@ -25,22 +25,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from command_line import choose_ranks, exit_status, make_parser
+from launch import choose_ranks, choose_transport, exit_status, launch, make_parser, this_rank
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing
-from moe_dispatch.cli.place import Place, alone, describe
-from moe_dispatch.cli.ranks import on_ranks, ranks_here, this_rank
 
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 64, 128, 8, 2
 COMPARED = ("alltoall", "allgather", "local")
-# float32 keeps seven digits, and sums of some hundred terms in another order lose one or two of them.
+# float32 keeps seven digits. Sums of some hundred terms in another order lose one or two digits.
 ALLOWED = 1e-5
 
 Group = dist.ProcessGroup | None
-Show = Callable[[object], None]
 
 
 class Experts(nn.Module):
-    """Gated experts: all of them, or the share of one rank."""
+    """Gated experts: all experts, or the experts of one rank."""
 
     def __init__(self, hidden: int, inner: int, experts: int) -> None:
         super().__init__()
@@ -56,7 +53,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Linear):
-    """A linear router: the weights and ids of the top_k experts that score a token best."""
+    """A linear router. It returns the weights and ids of the top_k experts with the highest score of each token."""
 
     def __init__(self, hidden: int, experts: int, top_k: int) -> None:
         super().__init__(hidden, experts, bias=False)
@@ -67,7 +64,7 @@ class Router(nn.Linear):
         return weights / weights.sum(dim=-1, keepdim=True), ids
 
 
-# Before: all experts on every rank.
+# Before: every rank holds all experts.
 class PlainMoE(nn.Module):
     """A router, and experts of which each token goes to the top_k that score it best."""
 
@@ -86,7 +83,7 @@ class PlainMoE(nn.Module):
         return y.view_as(x)
 
 
-# After: each rank holds its share of them.
+# After: each rank holds its share of the experts.
 class ExpertParallelMoE(Dispatcher):
     """A router, and experts of which each token goes to the top_k that score it best."""
 
@@ -103,7 +100,7 @@ class ExpertParallelMoE(Dispatcher):
 
 
 def changed_lines() -> list[str]:
-    """What a diff of the two blocks shows: lines that went, with "-", and lines that came, with "+"."""
+    """Return the diff of the two blocks: removed lines with "-", and added lines with "+"."""
     before, after = (inspect.getsource(block).splitlines() for block in (PlainMoE, ExpertParallelMoE))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
     return [line for line in lines if not line.startswith("@@")]
@@ -112,12 +109,12 @@ def changed_lines() -> list[str]:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """By how much the converted block differs from the plain one.
+    """Differences between the converted block and the plain block.
 
     Attributes:
-        backend: of the converted block.
-        ranks: that it ran on.
-        differences: by tensor, the largest on any rank, as a part of the largest number there.
+        backend: Backend of the converted block.
+        ranks: Number of ranks.
+        differences: Largest difference of each tensor on any rank, relative to the largest number of the tensor.
     """
 
     backend: str
@@ -126,7 +123,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether rounding explains the differences."""
+        """True if all differences are within rounding."""
         return all(difference <= ALLOWED for difference in self.differences.values())
 
     def __str__(self) -> str:
@@ -139,81 +136,93 @@ HEADINGS = f"{'backend':10}{'ranks':>5}" + "".join(
 )
 
 
-def compare(backend: str, place: Place) -> Comparison:
-    """Run both blocks, forward and backward, with the same weights. Collective."""
+def compare(group: Group, device: torch.device, backend: str) -> Comparison:
+    """Run both blocks, forward and backward, with equal weights. Collective."""
     torch.manual_seed(0)
-    plain = PlainMoE(HIDDEN, INNER, NUM_EXPERTS, TOP_K).to(place.device)
-    block = ExpertParallelMoE(HIDDEN, INNER, NUM_EXPERTS, TOP_K, backend, place.group).to(place.device)
-    block.load_state_dict({name: held(name, weight, place) for name, weight in plain.state_dict().items()})
-    want, got = run(plain, place), run(block, place)
+    plain = PlainMoE(HIDDEN, INNER, NUM_EXPERTS, TOP_K).to(device)
+    block = ExpertParallelMoE(HIDDEN, INNER, NUM_EXPERTS, TOP_K, backend, group).to(device)
+    block.load_state_dict({name: own_part(name, weight, group) for name, weight in plain.state_dict().items()})
+    want, got = run(plain, group), run(block, group)
     for name, _ in plain.named_parameters():
-        want[name] = held(name, place.sum(want[name]), place)
-    got["router.weight"] = place.sum(got["router.weight"])
-    differences = {name: largest_difference(got[name], tensor, place) for name, tensor in want.items()}
+        want[name] = own_part(name, reduced(want[name], dist.ReduceOp.SUM, group), group)
+    got["router.weight"] = reduced(got["router.weight"], dist.ReduceOp.SUM, group)
+    differences = {name: largest_difference(got[name], tensor, group) for name, tensor in want.items()}
     block.close()
-    return Comparison(backend=backend, ranks=place.size, differences=differences)
+    return Comparison(backend=backend, ranks=rank_and_size(group)[1], differences=differences)
 
 
-def held(name: str, whole: Tensor, place: Place) -> Tensor:
-    """What a rank holds of a parameter: all of the router, its share of the experts."""
-    return whole if name.startswith("router") else whole.chunk(place.size)[place.rank]
+def rank_and_size(group: Group) -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks."""
+    return (0, 1) if group is None else (group.rank(), group.size())
 
 
-def run(block: nn.Module, place: Place) -> dict[str, Tensor]:
-    """The output for this rank's tokens, and every gradient."""
-    length = 0 if place.rank == 1 else 16 + 7 * place.rank
-    generator = torch.Generator().manual_seed(place.rank)
-    x, upstream = torch.randn(2, 3, length, HIDDEN, generator=generator).to(place.device)
+def reduced(tensor: Tensor, operation: dist.ReduceOp.RedOpType, group: Group) -> Tensor:
+    """Return the sum or maximum of a tensor over ranks. Collective."""
+    result = tensor.clone()
+    if group is not None:
+        dist.all_reduce(result, operation, group=group)
+    return result
+
+
+def own_part(name: str, whole: Tensor, group: Group) -> Tensor:
+    """Return the part of a parameter that this rank holds: the whole router, or the share of its experts."""
+    rank, size = rank_and_size(group)
+    return whole if name.startswith("router") else whole.chunk(size)[rank]
+
+
+def run(block: nn.Module, group: Group) -> dict[str, Tensor]:
+    """Return the output for the tokens of this rank, and every gradient."""
+    rank, _ = rank_and_size(group)
+    length = 0 if rank == 1 else 16 + 7 * rank
+    generator = torch.Generator().manual_seed(rank)
+    x, upstream = torch.randn(2, 3, length, HIDDEN, generator=generator).to(next(block.parameters()).device)
     y = block(x.requires_grad_())
     y.backward(upstream)
     leaves = {"tokens": x, **dict(block.named_parameters())}
     return {"output": y.detach()} | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def largest_difference(got: Tensor, want: Tensor, place: Place) -> float:
-    """Over all ranks, as a part of the largest number on any; infinite where there is a NaN."""
+def largest_difference(got: Tensor, want: Tensor, group: Group) -> float:
+    """Return the largest difference on any rank, relative to the largest number; infinite if there is a NaN."""
     sizes = [tensor.abs().amax() if tensor.numel() else tensor.sum() for tensor in (got - want, want)]
-    largest = torch.stack(sizes).nan_to_num(nan=torch.inf)
-    if place.group is not None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        place.group.allreduce([largest], options).wait()
-    difference, scale = largest.tolist()
+    largest = torch.stack(sizes).detach().nan_to_num(nan=torch.inf)
+    difference, scale = reduced(largest, dist.ReduceOp.MAX, group).tolist()
     return float(difference / scale) if scale else float("inf")
 
 
-def compare_all(backends: Sequence[str], place: Place, show: Show) -> list[Comparison]:
-    """One backend after the other on this rank; shows each comparison when it is made."""
+def compare_all(group: Group, device: torch.device, backends: Sequence[str]) -> list[Comparison]:
+    """Compare one backend after the other. Rank 0 prints each comparison. Collective."""
     made = []
     for backend in backends:
-        made.append(compare(backend, place))
-        show(made[-1])
+        made.append(compare(group, device, backend))
+        if rank_and_size(group)[0] == 0:
+            print(made[-1], flush=True)
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare what the arguments ask for; the exit status."""
+    """Compare the backends that the arguments ask for, and return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--backend", help="compare this one only; local is on one rank")
+    parser.add_argument("--backend", help="compare this backend only; local runs on one rank")
     options = parser.parse_args(arguments)
     return exit_status("convert_model", lambda: run_and_report(options.backend, options.ranks))
 
 
 def run_and_report(backend: str | None, asked: int | None) -> int:
-    """Compare, with a line for each backend when it is done; 1 where one differs.
+    """Compare, and print a line for each backend. Return 1 if a backend differs.
 
     Raises:
-        ValueError: the number of ranks does not fit.
+        ValueError: The number of ranks does not fit.
     """
-    ranks, rank = choose_ranks(asked), this_rank()
-    show: Show = partial(print, flush=True) if rank == 0 else lambda line: None
-    where = describe(ranks_here(ranks))
-    show(f"{len(changed_lines())} lines changed; on {where}, parts of the largest number:\n{HEADINGS}")
+    ranks = choose_ranks(asked)
+    if this_rank() == 0:
+        heading = f"{len(changed_lines())} lines changed; differences over {choose_transport(ranks)}, relative to"
+        print(f"{heading} the largest number of each tensor:\n{HEADINGS}", flush=True)
     backends = COMPARED if backend is None else (backend,)
-    shared = [name for name in backends if name != "local"]
-    made: list[Comparison] = on_ranks(partial(compare_all, shared), ranks, show) if shared else []
-    if rank == 0 and "local" in backends:
-        made += compare_all(["local"], alone(), show)
+    sharded = [name for name in backends if name != "local"]
+    made: list[Comparison] = launch(compare_all, ranks, sharded) if sharded else []
+    if "local" in backends and this_rank() == 0:
+        made += compare_all(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"), ["local"])
     return int(not all(comparison.same for comparison in made))
 
 

@@ -1,1 +1,1 @@
-"""The parts of ``train_packed_text.py``: documents, model, training, and what is shown of them."""
+"""The parts of ``train_packed_text.py``: documents, model, training, report and picture."""

@@ -1,6 +1,6 @@
 """Real text of very different lengths, packed: the help topics that CPython ships, as bytes.
 
-Dimensions: ``T`` bytes of a pack, ``n`` sequences in it.
+Dimensions: ``T`` bytes of a pack, ``n`` sequences of a pack.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 BEGIN = 256
-"""The token before the first byte of a document; bytes are their own tokens."""
+"""The token before the first byte of a document. Every other token is the value of a byte."""
 NUM_TOKENS = 257
 PARAGRAPH = b"\n\n"
 
@@ -27,9 +27,9 @@ class Pack:
     """Sequences one after another, without padding.
 
     Attributes:
-        inputs: int64 (T,), each the token before the byte to predict.
-        targets: int64 (T,), the bytes to predict.
-        cu_seqlens: int32 (n+1,), on the CPU, where each sequence begins; the last entry is T.
+        inputs: int64 (T,). Each is the token before the byte to predict.
+        targets: int64 (T,). The bytes to predict.
+        cu_seqlens: int32 (n+1,), on the CPU. The first byte of each sequence; the last entry is T.
     """
 
     inputs: Tensor
@@ -37,12 +37,12 @@ class Pack:
     cu_seqlens: Tensor
 
     def __len__(self) -> int:
-        """T."""
+        """Return T."""
         return len(self.targets)
 
 
 def pack(documents: Sequence[tuple[int, ...]]) -> Pack:
-    """Pack token sequences; each has one token more than there are bytes to predict."""
+    """Pack token sequences. The last token of a sequence is predicted and not read."""
     tokens = [torch.tensor(list(document), dtype=torch.int64) for document in documents]
     ends = accumulate((len(sequence) - 1 for sequence in tokens), initial=0)
     return Pack(
@@ -53,7 +53,7 @@ def pack(documents: Sequence[tuple[int, ...]]) -> Pack:
 
 
 def join(packs: Sequence[Pack]) -> Pack:
-    """The union of packs, in their order."""
+    """Return one pack with the sequences of all packs, in order."""
     starts = list(accumulate((len(part) for part in packs), initial=0))
     shifted = [part.cu_seqlens[1:] + start for part, start in zip(packs, starts, strict=False)]
     return Pack(
@@ -64,7 +64,7 @@ def join(packs: Sequence[Pack]) -> Pack:
 
 
 def read_sequences(max_length: int) -> list[tuple[int, ...]]:
-    """All topics as tokens; long ones are cut after a paragraph, so that none predicts over ``max_length`` bytes."""
+    """Return all topics as tokens. Topics of more than ``max_length`` bytes are cut, after a paragraph if possible."""
     return [sequence for name in sorted(topics) for sequence in _cut(topics[name].encode(), max_length)]
 
 
@@ -80,9 +80,9 @@ def _cut(document: bytes, max_length: int) -> Iterator[tuple[int, ...]]:
 
 
 def batches(*, ranks: int, bytes_per_rank: int, max_length: int, seed: int) -> Iterator[list[Pack]]:
-    """Endless batches, one pack per rank: the same on every caller, in the same order.
+    """Yield batches without end. A batch has one pack for each rank, and every caller gets equal batches.
 
-    Every pack holds whole sequences, at least ``bytes_per_rank`` bytes, and no two packs of a batch are equally long.
+    Every pack holds whole sequences and at least ``bytes_per_rank`` bytes. The packs of a batch differ in length.
     """
     stream = _shuffled(read_sequences(max_length), seed)
     while True:

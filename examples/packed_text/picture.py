@@ -1,4 +1,4 @@
-"""The picture of the runs: their loss curves, how far these are apart, and how much each expert gets to do."""
+"""The picture of the runs: loss curves, differences between the curves, and the load of each expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 from packed_text.report import MAX_DIFFERENCE, MAX_WIRE_DIFFERENCE
 from packed_text.training import Run
 
-# Widest first, so that curves that coincide are all seen.
+# The widest line comes first, so that equal curves are all visible.
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#fdbe85", "linewidth": 9.0},
     {"color": "#9ecae1", "linewidth": 6.0},
@@ -24,13 +24,13 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#756bb1", "linewidth": 2.0},
     {"color": "black", "linewidth": 1.0, "linestyle": (0, (4, 3))},
 )
-# Losses are float32, so a difference is 0 or at least 3e-8; 0 is drawn here.
+# Losses are float32, so a difference is 0 or at least 3e-8. A difference of 0 is drawn at this height.
 SMALLEST_DIFFERENCE = 1e-8
 WIDEST_SHARE = 8.0
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Write a PNG; directories are made."""
+    """Draw the runs into a PNG file. Make its directory."""
     num_layers = len(runs[0].tokens_per_expert[0])
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10}):
         figure = Figure(figsize=(11, 7), layout="constrained")
@@ -78,7 +78,7 @@ def _draw_differences(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_yticks(ticks, ["equal", *(f"{tick:.0e}" for tick in ticks[1:])], minor=False)
     axes.minorticks_off()
     axes.grid(axis="y", color="0.9")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # the curves fill the rest
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)  # the curves fill the axes
 
 
 def _draw_layer(axes: Axes, run: Run, layer: int) -> AxesImage:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import convert_model
 from convert_model import ExpertParallelMoE, PlainMoE
-from moe_dispatch.cli.place import Place
 from moe_dispatch.testing import run_processes
 
 ROOT = Path(__file__).parents[2]
@@ -90,11 +89,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, *, expert: int, factor: float) -> Non
 
 def right_and_wrong(rank: int) -> list[convert_model.Comparison]:
     """On the second rank one expert is computed wrong in the second comparison."""
-    place = Place(device=torch.device("cpu"), group=dist.group.WORLD)
-    right = convert_model.compare("alltoall", place)
+    place = dist.group.WORLD, torch.device("cpu")
+    right = convert_model.compare(*place, "alltoall")
     with pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch, expert=2, factor=1.001 if rank == 1 else 1)
-        return [right, convert_model.compare("alltoall", place)]
+        return [right, convert_model.compare(*place, "alltoall")]
 
 
 @pytest.mark.slow
@@ -120,7 +119,7 @@ def test_no_difference_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert convert_model.main(["--backend", "local"]) == 0
     output = capsys.readouterr().out
     assert list(rows_of(output)) == ["local"]
-    assert output.startswith(f"{len(convert_model.changed_lines())} lines changed; on ")
+    assert output.startswith(f"{len(convert_model.changed_lines())} lines changed; ")
 
 
 @pytest.mark.parametrize(
