@@ -13,7 +13,7 @@ MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 MEGATRON := $(MEGATRON_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench docs integration build clean
+.PHONY: help install demo notebook test check format bench docs integration build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,11 @@ install: $(DEV) ## create .venv and install the package, with what tests and the
 
 demo: $(DEV) ## train a small MoE language model on 4 processes and on one; ARGS="--all" trains all backends
 	$(PY) examples/train_packed_text.py $(ARGS)
+
+notebook: $(DEV) ## run examples/tour.ipynb and store its outputs in it
+	env -u MPLBACKEND $(PY) -c 'import nbclient, nbformat; path = "examples/tour.ipynb"; \
+	    notebook = nbformat.read(path, as_version=4); nbclient.NotebookClient(notebook, record_timing=False).execute(); \
+	    nbformat.write(notebook, path)'
 
 test: $(DEV) ## the tests, except tests/integration
 	$(PY) -m pytest --numprocesses auto $(ARGS)

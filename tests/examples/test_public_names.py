@@ -9,24 +9,26 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# A backend package may import moe_dispatch.backends too: it is the interface for backends.
-PUBLIC = {"moe_dispatch", "moe_dispatch.testing", "moe_dispatch.traces"}
+PUBLIC = frozenset({"moe_dispatch", "moe_dispatch.testing", "moe_dispatch.traces"})
 
 
-def imported(path: Path) -> set[tuple[str, str]]:
-    """Module and name of every ``from moe_dispatch... import name``, and "" as the name of a plain import."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            found |= {(node.module or "", alias.name) for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names}
-    return {(module, name) for module, name in found if module.split(".")[0] == "moe_dispatch"}
+def public_imports_only(tree: ast.AST, source: str, modules: frozenset[str] = PUBLIC) -> None:
+    """Fail on an import from moe_dispatch of another module, or of a name that is not in the module's ``__all__``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in found:
+            if module.split(".")[0] == "moe_dispatch":
+                assert module in modules, f"{source} imports {module}"
+                assert not name or name in importlib.import_module(module).__all__, f"{source}: {module}.{name}"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_examples_import_public_names_only(path: Path) -> None:
-    allowed = PUBLIC | ({"moe_dispatch.backends"} if "own_backend" in path.parts else set())
-    for module, name in imported(path):
-        assert module in allowed, f"{path.name} imports {module}"
-        assert not name or name in importlib.import_module(module).__all__, f"{module}.{name} is not public"
+    # moe_dispatch.backends is the interface for packages that bring a backend.
+    modules = PUBLIC | {"moe_dispatch.backends"} if "own_backend" in path.parts else PUBLIC
+    public_imports_only(ast.parse(path.read_text(encoding="utf-8")), path.name, modules)
