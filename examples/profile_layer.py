@@ -1,8 +1,8 @@
-"""Profile forward and backward of one layer on several ranks: a Chrome trace, and a picture of its ranges.
+"""Profile forward and backward of one layer on several ranks. Write a Chrome trace and a picture of its ranges.
 
     python examples/profile_layer.py --backend alltoall --out out
 
-writes ``out/trace.json``, which chrome://tracing and https://ui.perfetto.dev open, and ``out/trace.png``.
+writes ``out/trace.json`` and ``out/trace.png``. chrome://tracing and https://ui.perfetto.dev open the former.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def profile_rank(rank: int, backend: str, path: Path) -> None:
-    """Three steps of which the last is recorded; rank 0 writes it."""
+    """Run three steps, and record the last one. Rank 0 writes the trace."""
     config = DispatcherConfig(backend=backend, num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN)
     dispatcher = build_dispatcher(config, dist.group.WORLD)
     generator = torch.Generator().manual_seed(rank)
@@ -66,14 +66,14 @@ def profile_rank(rank: int, backend: str, path: Path) -> None:
 
 
 def ranges(path: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace that the picture shows: our ranges and the experts; ``ts`` and ``dur`` are in us."""
+    """Return the events for the picture: ranges of moe-dispatch, and experts. ``ts`` and ``dur`` are in us."""
     events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     named = [event for event in events if event.get("ph") == "X" and event.get("cat") == "user_annotation"]
     return [event for event in named if event["name"].startswith("moe_dispatch::") or event["name"] == "experts"]
 
 
 def draw(events: list[dict[str, Any]], path: Path, title: str) -> None:
-    """A line forward and a line backward, a bar for each range."""
+    """Draw one line for the forward and one for the backward, with a bar for each range."""
     start = min(event["ts"] for event in events)
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(10, 2.2), layout="constrained")

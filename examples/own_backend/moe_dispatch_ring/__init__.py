@@ -1,4 +1,4 @@
-"""The backend ``ring``, found by moe-dispatch through this package's entry point."""
+"""The backend ``ring``. moe-dispatch finds it through the entry point of this package."""
 
 from moe_dispatch_ring.backend import RingOptions
 

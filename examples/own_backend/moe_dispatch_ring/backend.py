@@ -1,7 +1,7 @@
-"""The backend: which of the gathered rows this rank's experts take, and how their outputs are summed.
+"""The backend: it selects rows for the experts of this rank, and sums the outputs of the experts.
 
-Tensor suffixes are moe-dispatch's: T rows of a rank, D columns, P ranks, K top_k, R expert-major rows of this rank with
-padding, N of them real.
+Tensor suffixes: T rows of a rank, D columns, P ranks, S = P * T gathered rows, L experts of this rank, K top_k, R
+expert-major rows of this rank with padding, N expert-major rows without padding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_dispatch_ring.ring import gather, scatter_sum
 
 @final
 class RingOptions(BackendOptions):
-    """What a config's ``backend="ring"`` is parsed into. It has no options."""
+    """The result of parsing ``backend="ring"``. The backend has no options."""
 
     name = "ring"
     auto_reason = "is slow"
@@ -43,13 +43,13 @@ class RingOptions(BackendOptions):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingRoute(Route):
-    """The way of one dispatch. Every method is raw: moe-dispatch connects the methods to autograd.
+    """The route of one dispatch. moe-dispatch connects its methods to autograd.
 
     Attributes:
-        communicator: of the group.
-        source_N: int64 (N,), which gathered row (rank * T + token) each real expert row is a copy of.
-        slot_N: int64 (N,), the slot of that row, 0 to K-1.
-        place_N: int64 (N,), the position of each real row among the expert rows.
+        communicator: Communicator of the group.
+        source_N: int64 (N,). Each real expert row is a copy of the gathered row with this index (rank * T + token).
+        slot_N: int64 (N,). Slot of that gathered row, 0 to K-1.
+        place_N: int64 (N,). Position of each real row among the expert rows.
         num_expert_rows: R.
         num_tokens: T.
         top_k: K.
@@ -101,7 +101,7 @@ class RingRoute(Route):
         return rows_ND.new_zeros(self.num_expert_rows, rows_ND.shape[1]).index_copy(0, self.place_N, rows_ND)
 
     def _real(self, rows_RD: Tensor) -> Tensor:
-        """The rows that are no padding, (N, D), wide enough to sum. Padding may hold NaN, so it is left out first."""
+        """Return the real rows (N, D) in a dtype for sums. Padding may hold NaN, so it is removed first."""
         return rows_RD[self.place_N].to(torch.promote_types(rows_RD.dtype, torch.float32))
 
     def _sum(self, rows_ND: Tensor, label: str) -> Tensor:
@@ -115,7 +115,7 @@ class RingRoute(Route):
 
 @final
 class Ring(Backend):
-    """Rows go around a ring, past every rank; sums come back around it."""
+    """A backend that passes rows around a ring of ranks, and sums on the way back."""
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, communicator = self.context.shape, self.context.communicator
@@ -125,11 +125,11 @@ class Ring(Backend):
         first = communicator.rank * shape.num_local_experts
         mine_L = torch.arange(first, first + shape.num_local_experts, device=ids_TK.device)
         chosen_LSK = ids_PTK.flatten(0, 1) == mine_L[:, None, None]
-        # nonzero is sorted by expert, then by row, that is by source rank and token: the order experts are promised.
+        # nonzero sorts by expert, then by row, which means by source rank and token. The contract asks for this order.
         expert_N, source_N, slot_N = chosen_LSK.nonzero().unbind(1)
         real_L = torch.bincount(expert_N, minlength=len(mine_L))
         padded_L = real_L + -real_L % shape.pad_multiple
-        # With 3 and 2 real rows and pad_multiple 4, padded_L is 4 and 4: the real rows stand at 0 1 2 and 4 5.
+        # Example: with 3 and 2 real rows and pad_multiple 4, padded_L is 4 and 4. The real rows are at 0 1 2 and 4 5.
         padding_before_L = (padded_L - real_L).cumsum(0) - (padded_L - real_L)
         route = RingRoute(
             communicator=communicator,

@@ -1,4 +1,4 @@
-"""Passing blocks of rows around a ring of ranks, there and back."""
+"""Functions that pass blocks of rows around a ring of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_dispatch.backends import Communicator
 
 
 def shift(block: Tensor, communicator: Communicator, label: str) -> Tensor:
-    """Give ``block`` to the next rank and take the previous rank's, of the same shape."""
+    """Send ``block`` to the next rank, and return the block of the previous rank, which has the same shape."""
     size, rank, rows = communicator.size, communicator.rank, len(block)
     to_next = [rows if other == (rank + 1) % size else 0 for other in range(size)]
     from_previous = [rows if other == (rank - 1) % size else 0 for other in range(size)]
@@ -30,7 +30,7 @@ def gather(block_TD: Tensor, communicator: Communicator, label: str) -> Tensor:
 
 
 def scatter_sum(blocks_PTD: Tensor, communicator: Communicator, label: str) -> Tensor:
-    """Sum over ranks what is meant for this rank: (T, D). The sum for a rank grows on its way to that rank."""
+    """Sum the blocks for this rank over all ranks: (T, D). Each rank adds its block as the sum passes it."""
     size, rank = communicator.size, communicator.rank
     total = blocks_PTD[(rank - 1) % size].contiguous()
     for step in range(2, size + 1):

@@ -1,4 +1,4 @@
-"""The backend is held to moe-dispatch's contract by its own conformance kit."""
+"""The conformance kit of moe-dispatch checks the backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from moe_dispatch.backends import known_backends
 from moe_dispatch.testing import conformance_cases
 
-torch.set_num_threads(1)  # ranks are threads
+torch.set_num_threads(1)  # ranks are threads of this process
 
 
 def test_is_found_by_its_entry_point() -> None:
