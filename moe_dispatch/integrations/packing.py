@@ -22,16 +22,16 @@ Framework = Literal["megatron-core", "transformers"]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingSupport:
-    """How one framework treats packed input to model families whose layers carry a state along the sequence.
+    """Support of one framework for packed input to models whose layers carry a state along the sequence.
 
     Attributes:
         model_types: Model types as in a Hugging Face ``config.json``.
         framework: The distribution that runs the model.
         packed_since: The first release that keeps packed sequences apart; None if no known release does.
         kernels: Packages, by import name, whose kernels keep packed sequences apart; the framework's fallbacks do not.
-        context_parallel: Whether these layers can divide a packed sequence among ranks, from that release on.
-        condition: What the caller must pass for packed input to be right.
-        source: Where this was read, and when.
+        context_parallel: Whether these layers can divide a packed sequence among ranks, since ``packed_since``.
+        condition: Arguments that the caller must pass, so that packed input gives right results.
+        source: Releases and issues in which this was read, and the date.
     """
 
     model_types: tuple[str, ...]
@@ -46,14 +46,14 @@ class PackingSupport:
 _GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 _PASS_CU_SEQLENS = "Pass cu_seq_lens_q, for the delta rule, and seq_idx, for the convolution before it."
 
-# Families that are not listed have attention only, which takes packed input everywhere.
+# Families that are not listed have only attention layers, which take packed input in every release.
 PACKING_SUPPORT = (
     PackingSupport(
         model_types=_GATED_DELTA_NET,
         framework="megatron-core",
         packed_since="0.18.0",
         context_parallel=True,
-        source="wheels 0.17.1 (raises NotImplementedError) and 0.18.2; 0.18.0 after verl#7336; read 2026-11",
+        source="wheels 0.17.1 (raises NotImplementedError) and 0.18.2; 0.18.0 according to verl#7336; read 2026-11",
     ),
     PackingSupport(
         model_types=_GATED_DELTA_NET,
@@ -61,8 +61,8 @@ PACKING_SUPPORT = (
         packed_since="5.9.0",
         kernels=("fla", "causal_conv1d"),
         condition=_PASS_CU_SEQLENS,
-        source="wheels 5.8.0 (mixes sequences silently), 5.9.0, and 5.23.0 (its fallbacks raise ValueError if told of "
-        "sequences, and mix them if not); transformers#45034, #46859; read 2026-11",
+        source="wheels 5.8.0 (mixes sequences silently), 5.9.0, and 5.23.0 (its fallbacks raise ValueError if they get "
+        "cu_seq_lens_q, and mix sequences if not); transformers#45034, #46859; read 2026-11",
     ),
     PackingSupport(
         model_types=("olmo_hybrid",),
@@ -70,7 +70,7 @@ PACKING_SUPPORT = (
         packed_since="5.15.0",
         kernels=("fla", "causal_conv1d"),
         condition=_PASS_CU_SEQLENS,
-        source="wheels 5.11.0 (mixes sequences silently) and 5.15.0; those between were not read; read 2026-11",
+        source="wheels 5.11.0 (mixes sequences silently) and 5.15.0; releases between them were not read; read 2026-11",
     ),
     PackingSupport(
         model_types=("granitemoehybrid",),
@@ -91,7 +91,7 @@ PACKING_SUPPORT = (
         model_types=("nemotron_h", "kimi_linear", "jamba", "bamba", "falcon_h1"),
         framework="transformers",
         packed_since=None,
-        source="wheel 5.23.0 hands keyword arguments on to its kernels; untried, so padded; read 2026-11",
+        source="wheel 5.23.0 passes keyword arguments to its kernels; not tested, so padded; read 2026-11",
     ),
 )
 
@@ -103,7 +103,7 @@ class Packing:
 
     Attributes:
         packed: True for THD, False for a padded batch (BSHD or SBHD).
-        reason: One sentence, and what the caller must pass.
+        reason: One sentence, and the arguments that the caller must pass.
     """
 
     packed: bool
@@ -125,7 +125,7 @@ def packing_for(
     Args:
         model_type: As in a Hugging Face ``config.json``; a family not in ``PACKING_SUPPORT`` counts as attention only.
         framework: The distribution that runs the model.
-        framework_version: Its version; by default the version of the installed distribution.
+        framework_version: Version of the framework; by default the version that is installed.
         kernels: Whether the packages in ``PackingSupport.kernels`` are available; by default this process looks for
             them. Pass True if the model has them from elsewhere, for example from transformers' kernels hub.
         cp: The number of context-parallel ranks.
@@ -136,12 +136,12 @@ def packing_for(
     """
     if framework not in get_args(Framework):
         raise ConfigError(
-            f"packing_for: framework must be one of {', '.join(get_args(Framework))}, got {framework!r}. Name one of "
-            "them."
+            f"packing_for: framework must be one of {', '.join(get_args(Framework))}, got {framework!r}. Pass one "
+            "of these names."
         )
     rule = next((r for r in PACKING_SUPPORT if r.framework == framework and model_type in r.model_types), None)
     if rule is None:
-        return Packing(packed=True, reason=f"{model_type} is not known to have layers that reject packed input.")
+        return Packing(packed=True, reason=f"{model_type} has no layers that are known to reject packed input.")
     try:
         found = framework_version or version(framework)
     except PackageNotFoundError as error:
@@ -163,7 +163,7 @@ def packing_for(
         reason = f"{model_type} needs a padded batch in {framework} {found}: packed input {obstacle}."
         _announce(reason)
         return Packing(packed=False, reason=reason)
-    takes = f"{model_type} takes packed input in {framework} {found}, as since {rule.packed_since}."
+    takes = f"{model_type} takes packed input in {framework} {found}, as in releases since {rule.packed_since}."
     return Packing(packed=True, reason=f"{takes} {rule.condition}".rstrip())
 
 
@@ -173,11 +173,13 @@ def _announce(reason: str) -> None:
 
 
 def _obstacle(rule: PackingSupport, found: str, kernels: bool | None) -> str:
-    """Say why packed input does not work; the empty string if it works."""
+    """Return the reason why packed input does not work, or an empty string if it works."""
     if rule.packed_since is None:
         return "does not work in any release known here"
     if not parse_version(found)[0]:
-        raise ConfigError(f"packing_for: framework_version must be numbers, got {found!r}. Pass one like 0.18.2.")
+        raise ConfigError(
+            f"packing_for: framework_version must begin with a number, got {found!r}. Pass a version like 0.18.2."
+        )
     if parse_version(found) < parse_version(rule.packed_since):
         return f"does not work before {rule.packed_since}"
     missing = [name for name in rule.kernels if not kernels and (kernels is False or find_spec(name) is None)]

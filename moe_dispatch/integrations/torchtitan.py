@@ -1,6 +1,6 @@
-"""torchtitan: a token dispatcher for its MoE layers, and two ways to put it into a model's config.
+"""A token dispatcher for the MoE layers of torchtitan, and two ways to put it into the config of a model.
 
-Importing this module imports torchtitan. T, K, D and R mean the same as in ``moe_dispatch.types``.
+Importing this module imports torchtitan. ``moe_dispatch.types`` explains the suffixes T, K, D and R.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_dispatch.integrations.versions import check_version
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
 
-check_version("torchtitan", tested=("0.3.0",), lowest="0.3.0")  # first, because a failed import explains less
+check_version("torchtitan", tested=("0.3.0",), lowest="0.3.0")  # before the imports, whose errors explain less
 
 from torchtitan.config import override  # noqa: E402
 from torchtitan.models.common.moe import MoE, RoutedExperts  # noqa: E402
@@ -26,14 +26,14 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher  # n
 
 __all__ = ["MoEDispatchTokenDispatcher", "moe_dispatch_override", "use_moe_dispatch"]
 
-# Fields that torchtitan's config sets, and "weights": its experts ignore scores, so combine must apply them.
+# Fields that torchtitan's config sets. And "weights": torchtitan's experts ignore scores, so combine applies them.
 _NOT_OPTIONS = ("backend", "hidden_size", "num_experts", "top_k", "weights")
-# Fields of torchtitan's own dispatchers that ask for static shapes, and their replacements.
+# Fields of torchtitan's dispatchers that ask for static shapes, and our fields that replace them.
 _STATIC = {
     "cudagraphable": "graph_safe=True",
-    "non_blocking_capacity_factor": "graph_safe=True and capacity_factor, which counts over the balanced load",
+    "non_blocking_capacity_factor": "graph_safe=True and capacity_factor, a multiple of the balanced load,",
 }
-# Fields of torchtitan's own dispatchers that are copied, and our names for them.
+# Fields of torchtitan's dispatchers that are copied, and our names for them.
 _TAKEN_OVER = {"pad_multiple": "pad_multiple", "num_max_tokens_per_rank": "max_tokens_per_rank"}
 
 
@@ -41,8 +41,8 @@ _TAKEN_OVER = {"pad_multiple": "pad_multiple", "num_max_tokens_per_rank": "max_t
 class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
     """A Dispatcher with the interface of torchtitan's token dispatchers.
 
-    ``RoutedExperts.parallelize`` sets its expert-parallel mesh; without a mesh it serves one rank. It is not a module
-    and has no state-dict keys.
+    ``RoutedExperts.parallelize`` sets its expert-parallel mesh. Without a mesh it serves one rank. It is no module, so
+    it adds no state-dict keys.
 
     Raises:
         ConfigError: An option is unknown, wrong, or must come from torchtitan.
@@ -50,13 +50,13 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):  # type: ignore[misc]
-        """The fields beside torchtitan's ``num_experts`` and ``top_k``.
+        """Config with torchtitan's ``num_experts`` and ``top_k``, and these fields.
 
         Attributes:
             hidden_dim: D, the ``dim`` of the experts.
-            backend: As in ``DispatcherConfig``.
+            backend: Backend, as in ``DispatcherConfig``.
             options: Other fields of ``DispatcherConfig``, by name.
-            name: The path of the layer in the model, for errors.
+            name: Path of the layer in the model, which errors show.
         """
 
         hidden_dim: int
@@ -68,8 +68,8 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         super().__init__(config)
         if clash := sorted(set(_NOT_OPTIONS) & set(config.options)):
             raise ConfigError(
-                f"MoEDispatchTokenDispatcher: options must leave {', '.join(_NOT_OPTIONS)} to torchtitan's config and "
-                f"this one's fields (its scores are applied in combine), got {', '.join(clash)}. Leave it out."
+                f"MoEDispatchTokenDispatcher: options must not set {', '.join(_NOT_OPTIONS)}, which come from other "
+                f"fields of this config (combine applies weights), got {', '.join(clash)}. Leave these out."
             )
         self._config = DispatcherConfig(
             backend=config.backend,
@@ -99,23 +99,23 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         """Send rows to their experts.
 
         Args:
-            x_TD: This rank's rows, under sequence parallelism its share of the sequence; any number of rows.
-            topk_scores_TK: The weights, which ``combine`` applies in float32.
-            topk_expert_ids_TK: int64.
-            num_local_tokens_per_expert_E: Only its length is used.
+            x_TD: Rows of this rank, any number. Under sequence parallelism they are its share of the sequence.
+            topk_scores_TK: Weights, which ``combine`` applies in float32.
+            topk_expert_ids_TK: Expert ids, int64.
+            num_local_tokens_per_expert_E: Counts of the router. Only their number is checked.
 
         Returns:
-            Rows (R, D), rows per local expert with padding, int64, and the ``metadata`` for ``combine``.
+            Rows (R, D); number of rows of each local expert with padding, int64; and ``metadata`` for ``combine``.
 
         Raises:
-            InputError: The router has another number of experts; or as in ``Dispatcher.dispatch``.
+            InputError: The router has another number of experts. Other errors are those of ``Dispatcher.dispatch``.
 
-        Cost: as ``Dispatcher.dispatch`` without a plan.
+        Cost: that of ``Dispatcher.dispatch`` without a plan.
         """
         if (counted := num_local_tokens_per_expert_E.numel()) != self.num_experts:
             raise InputError(
-                f"MoEDispatchTokenDispatcher.dispatch: num_experts ({self.num_experts}) must be the router's, got "
-                f"counts of {counted} experts. Give both the same num_experts."
+                f"MoEDispatchTokenDispatcher.dispatch: num_experts ({self.num_experts}) must be that of the router, "
+                f"got counts of {counted} experts. Give the dispatcher and the router the same num_experts."
             )
         sent = self.dispatcher.dispatch(x_TD, Routing(topk_expert_ids_TK, topk_scores_TK), Rows())
         return sent.rows, sent.tokens_per_expert, sent
@@ -129,29 +129,29 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 def moe_dispatch_override(
     cfg: RoutedExperts.Config, *, backend: str | dict[str, Any] = "auto", name: str = "", **options: Any
 ) -> RoutedExperts.Config:
-    """Return a copy of ``cfg`` with our token dispatcher. For ``override.imports``, or to be called.
+    """Return a copy of ``cfg`` with our token dispatcher. Use it in ``override.imports``, or call it.
 
     Args:
-        cfg: The config of routed experts. Its ``num_experts`` and ``top_k``, the ``dim`` of its experts, and
-            ``pad_multiple`` and ``num_max_tokens_per_rank`` if set, are copied.
-        backend: As in ``DispatcherConfig``.
-        name: The path of the layer in the model, for errors.
+        cfg: Config of routed experts. The copy has its ``num_experts`` and ``top_k``, the ``dim`` of its experts, and
+            its ``pad_multiple`` and ``num_max_tokens_per_rank`` if they are set.
+        backend: Backend, as in ``DispatcherConfig``.
+        name: Path of the layer in the model, which errors show.
         **options: Other fields of ``DispatcherConfig``.
 
     Raises:
-        ConfigError: The replaced dispatcher and the experts disagree, or it asks for static shapes.
+        ConfigError: The replaced dispatcher and the experts disagree, or that dispatcher asks for static shapes.
     """
     theirs, experts = cfg.token_dispatcher, cfg.inner_experts
     where = name or "moe_dispatch_override"
     if theirs.num_experts != experts.num_experts:
         raise ConfigError(
-            f"{where}: the token dispatcher's num_experts must be that of its experts, got {theirs.num_experts} and "
-            f"{experts.num_experts}. Correct the model's config."
+            f"{where}: the token dispatcher and the experts must have the same num_experts, got {theirs.num_experts} "
+            f"and {experts.num_experts}. Correct the config of the model."
         )
     for asked, instead in _STATIC.items():
         if value := getattr(theirs, asked, None):
             raise ConfigError(
-                f"{where}: {type(theirs).__qualname__} must leave out {asked}, got {value!r}. Set {instead} here."
+                f"{where}: {type(theirs).__qualname__} must leave out {asked}, got {value!r}. Set {instead} instead."
             )
     taken = {ours: value for given, ours in _TAKEN_OVER.items() if (value := getattr(theirs, given, None)) is not None}
     ours = MoEDispatchTokenDispatcher.Config(
@@ -169,12 +169,12 @@ def use_moe_dispatch(model_config: Any, *, backend: str | dict[str, Any] = "auto
     """Replace the token dispatchers of all MoE layers in a model's config, in place, before the model is built.
 
     Args:
-        model_config: Any torchtitan config that holds MoE layers.
-        backend: As in ``DispatcherConfig``.
+        model_config: A torchtitan config that holds MoE layers.
+        backend: Backend, as in ``DispatcherConfig``.
         **options: Other fields of ``DispatcherConfig``.
 
     Returns:
-        The paths of the layers, which appear in their errors.
+        The paths of the layers. Errors of a layer show its path.
 
     Raises:
         ConfigError: There is no MoE layer, or a router and its dispatcher disagree.
@@ -183,14 +183,15 @@ def use_moe_dispatch(model_config: Any, *, backend: str | dict[str, Any] = "auto
     if not layers:
         raise ConfigError(
             f"use_moe_dispatch: the config must hold an MoE layer, got {type(model_config).__qualname__} without one. "
-            "Pass the model's config, of a flavour with experts."
+            "Pass the config of a model with experts."
         )
     for name, layer in layers.items():
         theirs, router = layer.routed_experts.token_dispatcher, layer.router
         if (theirs.num_experts, theirs.top_k) != (router.num_experts, router.top_k):
             raise ConfigError(
-                f"{name}: the token dispatcher must have its router's num_experts and top_k, got {theirs.num_experts} "
-                f"and {theirs.top_k} for {router.num_experts} and {router.top_k}. Correct the model's config."
+                f"{name}: the token dispatcher must have the num_experts and top_k of its router, got "
+                f"{theirs.num_experts} and {theirs.top_k} for {router.num_experts} and {router.top_k}. Correct the "
+                "config of the model."
             )
         layer.routed_experts = moe_dispatch_override(
             layer.routed_experts, backend=backend, name=f"{name}.routed_experts", **options

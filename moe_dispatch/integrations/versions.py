@@ -1,4 +1,4 @@
-"""Versions of frameworks: how they are compared, and which of them an integration has run with."""
+"""Versions of frameworks: compare them, and check them against the versions that an integration has run with."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ def check_version(package: str, *, tested: tuple[str, ...], lowest: str) -> str:
     Args:
         package: The distribution, such as "megatron-core".
         tested: The versions that the integration has run with, ascending; versions between them count as tested.
-        lowest: The first version that has the hooks the integration uses.
+        lowest: The first version with the hooks that the integration needs.
 
     Raises:
         IntegrationError: The framework is missing, or older than ``lowest``.
     """
-    runs = f"Tested are {', '.join(tested)}."
+    runs = f"Tested versions: {', '.join(tested)}."
     try:
         found = version(package)
     except PackageNotFoundError as error:
-        raise IntegrationError(f"{package} must be installed, got none. {runs} Install {package}.") from error
+        raise IntegrationError(
+            f"{package} must be installed, got no installation. {runs} Install {package}."
+        ) from error
     numbers, *bounds = (parse_version(text)[0] for text in (found, lowest, tested[0], tested[-1]))
     if numbers < bounds[0]:
         raise IntegrationError(f"{package} must be {lowest} or later, got {found}. {runs} Upgrade {package}.")

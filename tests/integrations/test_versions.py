@@ -28,7 +28,9 @@ def test_tested_range_is_silent(monkeypatch: pytest.MonkeyPatch, found: str) -> 
 
 @pytest.mark.parametrize("found", ["0.15.0", "0.16.0", "0.19.10", "0.20.0", "1.0"])
 def test_outside_of_the_tested_range_warns_with_what_was_tested(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    with pytest.warns(UserWarning, match=rf"not run with megatron-core {found}\. Tested are 0\.16\.1, 0\.19\.2\."):
+    with pytest.warns(
+        UserWarning, match=rf"not run with megatron-core {found}\. Tested versions: 0\.16\.1, 0\.19\.2\."
+    ):
         assert check(monkeypatch, found) == found
 
 
@@ -38,7 +40,7 @@ def test_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing() -> None:
-    with pytest.raises(IntegrationError, match=r"no-such-framework must be installed, got none\..*Install"):
+    with pytest.raises(IntegrationError, match=r"no-such-framework must be installed, got no installation\..*Install"):
         versions.check_version("no-such-framework", tested=("1.0",), lowest="1.0")
 
 

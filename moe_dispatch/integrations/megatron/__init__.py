@@ -1,7 +1,7 @@
-"""megatron-core: MoE layers with the Dispatcher instead of Megatron's own token dispatchers.
+"""MoE layers of megatron-core with a Dispatcher instead of Megatron's own token dispatchers.
 
-``convert(model, backend=...)`` takes a built model; ``moe_layer_spec(spec, backend=...)`` takes the spec of a layer
-that is still to be built.
+``convert(model, backend=...)`` changes a model that is built. ``moe_layer_spec(spec, backend=...)`` changes the spec of
+a layer before the layer is built.
 """
 
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher

@@ -1,11 +1,11 @@
-"""The parts of megatron-core that this package uses. No other module of it imports megatron-core."""
+"""The parts of megatron-core that this package uses. No other module of the package imports megatron-core."""
 
 from __future__ import annotations
 
 from moe_dispatch.integrations.versions import check_version
 
 TESTED = ("0.16.1", "0.19.2")
-# Checked before the imports, because they may fail with a less helpful error in an older version.
+# This check comes before the imports, which may fail with a less helpful error in an older version.
 VERSION = check_version("megatron-core", tested=TESTED, lowest="0.16.0")
 
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402

@@ -1,4 +1,4 @@
-"""The six phases of Megatron's token dispatchers, run by a Dispatcher."""
+"""The six phases of Megatron's token dispatchers, implemented with a Dispatcher."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from moe_dispatch.types import Dispatched, Plan, Routing
 
 @final
 class MegatronDispatcher:
-    """Replaces Megatron's ``token_dispatcher`` in an MoE layer, and is constructed like one.
+    """The ``token_dispatcher`` of an MoE layer. Its constructor takes the arguments of Megatron's token dispatchers.
 
     Args:
-        num_local_experts: The number of experts of this expert-parallel rank.
-        local_expert_indices: Their ids, consecutive.
-        config: The layer's TransformerConfig.
-        pg_collection: The layer's groups, of which ``ep``, ``expt_tp`` and ``tp_ep`` are used.
-        backend: As in a DispatcherConfig.
-        control_group: As for a Dispatcher, over the ranks of ``tp_ep``.
-        name: The path of the layer in the model, for errors.
+        num_local_experts: Number of experts of this expert-parallel rank.
+        local_expert_indices: Ids of these experts, consecutive.
+        config: TransformerConfig of the layer.
+        pg_collection: Groups of the layer. ``ep``, ``expt_tp`` and ``tp_ep`` are used.
+        backend: Backend, as in a DispatcherConfig.
+        control_group: CPU group of the ranks of ``tp_ep``, as for a Dispatcher.
+        name: Path of the layer in the model, which errors show.
         **given: Further fields of a DispatcherConfig, such as ``graph_safe`` and ``max_tokens_per_rank``.
 
-    Under expert tensor parallelism the Dispatcher runs over the ranks of ``tp_ep``, and each part of an expert is an
-    expert to it: every token goes to all parts of each of its experts, and combine sums their outputs.
+    Under expert tensor parallelism, the Dispatcher runs over the ranks of ``tp_ep``. It treats each part of an expert
+    as an expert. Every token goes to all parts of each of its experts, and combine sums the outputs of the parts.
 
-    Between phases it keeps what Megatron's signatures do not pass on: the ids, from ``dispatch_preprocess`` to
-    ``token_dispatch``, and the Dispatched, from there to ``token_combine``. After that it keeps nothing, so that
-    several micro-batches and recomputation do not disturb each other.
+    Megatron's signatures do not pass on all values from phase to phase. So this object keeps the ids from
+    ``dispatch_preprocess`` to ``token_dispatch``, and the Dispatched from ``token_dispatch`` to ``token_combine``. It
+    keeps nothing after ``token_combine``, so micro-batches and recomputation do not disturb each other.
 
     Raises:
-        ConfigError: A setting is not supported, or experts and groups do not fit. Other errors as for a Dispatcher.
+        ConfigError: A setting is not supported, or experts and groups do not fit. Other errors are a Dispatcher's.
 
-    Cost: building is collective over ``tp_ep``, as for a Dispatcher.
+    Cost: construction is collective over ``tp_ep``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MegatronDispatcher:
         name: str = "",
         **given: Any,
     ) -> None:
-        # The groups by the names that Megatron's dispatchers have for them.
+        # Attributes with the names that Megatron's dispatchers use.
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
         self._local_experts, self._etp_size = num_local_experts, self.tp_group.size()
         quantised = getattr(config, "fp8", None) or getattr(config, "fp4", None)
@@ -66,7 +66,7 @@ class MegatronDispatcher:
         self.top_k: int = config.moe_router_topk
         self.dispatcher = build_dispatcher(ours, self.tp_ep_group, control_group=control_group, name=name)
         self.shared_experts: Any = None
-        # For CUDA graphs that end after dispatch_preprocess: tensors to keep, and those of them that Megatron found.
+        # For CUDA graphs that end after dispatch_preprocess: tensors to keep. Megatron sets the second attribute.
         self.cudagraph_attrs = ["topk_ids"]
         self.valid_cudagraph_attrs: list[str] | None = None
         self.topk_ids: Tensor | None = None
@@ -74,20 +74,20 @@ class MegatronDispatcher:
         self._sent: Dispatched | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the router's choice, bool (T, E) and its probabilities, into ids and weights (T, K * parts per expert).
+        """Turn the routing map, bool (T, E), and its probabilities into ids and weights (T, K * parts per expert).
 
-        Nothing is exchanged. The hidden states, [S/TP, B, D], are returned unchanged.
+        Nothing is exchanged. Hidden states, [S/TP, B, D], are returned unchanged.
         """
         routing = Routing.from_map(routing_map, probs, top_k=self.top_k)
         self.topk_ids, weights_TK = self._to_all_parts(routing.topk_ids, routing.topk_weights)
         return hidden_states, weights_TK
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send rows to their experts: (R, D), and their weights, (R,)."""
+        """Send rows to their experts. Return the rows (R, D) that arrive, and their weights (R,)."""
         if self.topk_ids is None:
             raise _out_of_order("token_dispatch", "dispatch_preprocess", "no ids")
         if self.shared_experts is not None:
-            # Shared experts compute on a stream of their own while rows travel on this one.
+            # Shared experts compute on their own stream while rows travel on the current stream.
             self.shared_experts.pre_forward_comm(hidden_states)
         routing, self.topk_ids = Routing(self.topk_ids, probs), None
         sent = self._sent = self.dispatcher.dispatch(hidden_states, routing, self._plan(hidden_states))
@@ -96,21 +96,22 @@ class MegatronDispatcher:
         return sent.rows, sent.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows, rows per expert with padding, and weights. In eager mode counts are on the host for experts."""
+        """Return rows, rows per expert with padding, and weights. In eager mode, rows per expert are on the host."""
         sent = self._in_flight("dispatch_postprocess")
         on_host = sent.tokens_per_expert_list
         counts_L = sent.tokens_per_expert if on_host is None else torch.tensor(on_host, device="cpu")
         return hidden_states, counts_L, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return expert outputs unchanged: ``combine`` takes them expert-major."""
+        """Return the outputs of experts unchanged, because ``combine`` takes expert-major rows."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Send expert outputs back and sum them per token: [S/TP, B, D]."""
+        """Send the outputs of experts back, and sum them for each token: [S/TP, B, D]."""
         sent, self._sent = self._in_flight("token_combine"), None
         if hasattr(self.shared_experts, "wait_current_stream"):
-            # Their second half must not compete with the routed experts for the device; 0.16 has no such call.
+            # The second half of the shared experts must not compete with the routed experts for the device. 0.16 has no
+            # such call.
             self.shared_experts.wait_current_stream()
         output = self.dispatcher.combine(hidden_states, sent)
         if self.shared_experts is not None:
@@ -123,11 +124,11 @@ class MegatronDispatcher:
         return hidden_states if self.shared_experts is None else hidden_states + self.shared_experts.get_output()
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Run the phases of these shared experts between its own phases, for ``moe_shared_expert_overlap``."""
+        """Set shared experts, for ``moe_shared_expert_overlap``. Their phases run between the phases of this object."""
         self.shared_experts = shared_experts
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """Return None: experts allocate their own outputs. 0.19 calls this."""
+        """Return None, because experts allocate their own outputs. Megatron 0.19 calls this method."""
         return None, None
 
     def close(self) -> None:
@@ -140,7 +141,7 @@ class MegatronDispatcher:
         return self._sent
 
     def _to_all_parts(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Repeat each slot for every part of its expert; ranks of ``tp_ep`` that hold one expert are neighbours."""
+        """Repeat each slot for every part of its expert. The parts are on neighbouring ranks of ``tp_ep``."""
         if self._etp_size == 1:
             return ids_TK, weights_TK
         local, parts = self._local_experts, torch.arange(self._etp_size, device=ids_TK.device)
@@ -150,7 +151,7 @@ class MegatronDispatcher:
         return ids_TKP.flatten(1), weights_TK.unsqueeze(2).expand_as(ids_TKP).flatten(1)
 
     def _plan(self, hidden_states: Tensor) -> Plan | Layout:
-        """Return the plan that the layers of a micro-batch share, or the layout if they share none."""
+        """Return the plan that the layers of a micro-batch share, or the layout if they share no plan."""
         layout = SBHD() if hidden_states.dim() == 3 else Rows()
         if self.plans is None:
             return layout
@@ -169,8 +170,8 @@ class MegatronDispatcher:
         first = ep_rank * (num_experts // ep_size)
         if list(indices) != list(range(first, first + num_experts // ep_size)):
             raise ConfigError(
-                f"MegatronDispatcher: rank {ep_rank} of {ep_size} must hold the experts from {first} on, "
-                f"{num_experts // ep_size} of them, got {list(indices)}. Use Megatron's own placement."
+                f"MegatronDispatcher: rank {ep_rank} of {ep_size} must hold {num_experts // ep_size} "
+                f"experts from {first} on, got {list(indices)}. Use Megatron's own placement."
             )
         place = ep_rank * self._etp_size + self.tp_group.rank()
         if self.tp_ep_group.size() != ep_size * self._etp_size or self.tp_ep_group.rank() != place:

@@ -1,7 +1,7 @@
-"""Megatron's MoE layers with a MegatronDispatcher: by spec before they are built, or converted afterwards.
+"""MoE layers of Megatron with a MegatronDispatcher: by spec before they are built, or by ``convert`` afterwards.
 
-Megatron passes packed sequences through its transformer layers as ``PackedSeqParams``; hooks on these layers turn them
-into padding and share plans.
+Megatron passes packed sequences through its transformer layers as ``PackedSeqParams``. Hooks on these layers turn them
+into a padding mask. Hooks on a transformer block let its MoE layers share plans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_dispatch.integrations.megatron.settings import check_settings
 from moe_dispatch.layouts import THD, Layout
 from moe_dispatch.types import Plan
 
-# Experts that split rows by counts on the host, except TEGroupedMLP with the op fuser.
+# Experts that split rows by counts on the host. TEGroupedMLP with the op fuser does not.
 _HOST_COUNTING = {"SequentialMLP", "GroupedMLP", "TEGroupedMLP"}
 
 
@@ -36,15 +36,15 @@ def convert(
     """Give every MoE layer of a built model a MegatronDispatcher. Parameters and state-dict keys do not change.
 
     Args:
-        model: A GPTModel or any other module with MoE layers, wrapped or not; or the chunks of this pipeline stage. A
-            stage of a model with experts may have dense layers only.
+        model: A GPTModel or another module with MoE layers, wrapped or not; or the chunks of this pipeline stage.
+            If the model has experts, a stage may have dense layers only.
         backend: As in a DispatcherConfig.
         **given: As for ``MegatronDispatcher``.
 
     Raises:
         ConfigError: There are no MoE layers, or a setting is not supported.
 
-    Cost: collective over each layer's ranks, like building. May be called again, with another backend.
+    Cost: collective over the ranks of each layer. It may be called again, with another backend.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     found = False
@@ -66,25 +66,25 @@ def convert(
 
 @final
 class DispatchMoELayer(MoELayer):  # type: ignore[misc]
-    """Megatron's MoELayer with a MegatronDispatcher, whose keywords are ``dispatch``; for ``moe_layer_spec``."""
+    """A MoELayer with a MegatronDispatcher, for ``moe_layer_spec``. ``dispatch`` holds keywords of the dispatcher."""
 
     def __init__(self, config: Any, *args: Any, dispatch: dict[str, Any], **kwargs: Any) -> None:
-        check_settings(config)  # before Megatron builds a dispatcher of its own for them
+        check_settings(config)  # before Megatron builds its own dispatcher
         super().__init__(config, *args, **kwargs)
-        named = {"name": kwargs["name"]} if kwargs.get("name") else {}  # 0.16 gives no names
+        named = {"name": kwargs["name"]} if kwargs.get("name") else {}  # Megatron 0.16 passes no names
         replace_dispatcher(self, **{**named, **dispatch})
 
 
 def moe_layer_spec(
     spec: Any, *, backend: str | dict[str, Any] = "alltoall", pg_collection: Any = None, **given: Any
 ) -> Any:
-    """Return the spec of an MoE layer, or of a transformer layer with one, that builds a MegatronDispatcher.
+    """Return a copy of the spec of an MoE layer, or of a transformer layer with one, with a MegatronDispatcher.
 
     Args:
         spec: The result of Megatron's ``get_moe_module_spec`` or ``get_gpt_layer_*_spec``; it is not changed.
-        backend: As in a DispatcherConfig.
-        pg_collection: The layer's groups. Needed on 0.16 if Megatron's global groups are not initialised, because it
-            gives groups to its own layer class only.
+        backend: Backend, as in a DispatcherConfig.
+        pg_collection: Groups of the layer. They are needed with Megatron 0.16 if its global groups are not initialised,
+            because 0.16 passes groups to its own layer class only.
         **given: As for ``MegatronDispatcher``.
 
     Raises:
@@ -96,13 +96,13 @@ def moe_layer_spec(
     found = _with_dispatch(spec, params)
     if found is None:
         raise ConfigError(
-            f"moe_layer_spec: the spec must hold an MoE layer, got {spec!r:.200}. Pass that of an MoE layer."
+            f"moe_layer_spec: the spec must hold an MoE layer, got {spec!r:.200}. Pass the spec of an MoE layer."
         )
     return found
 
 
 def _with_dispatch(spec: Any, params: dict[str, Any]) -> Any:
-    """Return the spec with our layer class, or None; specs are ModuleSpecs on 0.16, partial classes on 0.19."""
+    """Return the spec with our layer class, or None. Specs are ModuleSpecs in 0.16, and partial classes in 0.19."""
     if isinstance(spec, functools.partial):
         if spec.func not in (MoELayer, DispatchMoELayer):
             return None
@@ -139,7 +139,7 @@ def replace_dispatcher(layer: Any, **given: Any) -> None:
         layer.router.register_forward_hook(_route_no_padding, with_kwargs=True)
     experts_config = getattr(layer.experts, "config", None)
     if new.dispatcher.config.pad_multiple_rows > 1 and experts_config is not None:
-        # Experts of 0.19 ask their config whether a router has padded their rows. Other layers read the original.
+        # Experts of 0.19 read in their config whether a router has padded their rows. Other layers read the original.
         layer.experts.config = copy.copy(experts_config)
         layer.experts.config.moe_router_padding_for_quantization = True
 
@@ -168,13 +168,15 @@ def _check_experts(experts: Any, dispatcher: MegatronDispatcher) -> None:
 
 
 def follow_packed_sequences(model: nn.Module) -> None:
-    """Make a model's MoE layers follow its ``packed_seq_params``; ``convert`` calls this, a user of a spec must.
+    """Make the MoE layers of a model use its ``packed_seq_params``. ``convert`` calls this function.
 
-    Rows in the gaps between padded sequences become padding to every transformer layer with an MoE layer: its router
-    leaves them out of its losses, as with a ``padding_mask``, and they go to no expert. The MoE layers of a transformer
-    block settle their sizes once per forward, with packed sequences or without.
+    If you use ``moe_layer_spec``, call it yourself.
 
-    Cost: with gaps, a few small kernels per layer; no host sync.
+    In every transformer layer with an MoE layer, rows in the gaps between padded sequences become padding. The router
+    leaves these rows out of its losses, as with a ``padding_mask``, and they go to no expert. The MoE layers of a
+    transformer block agree on sizes once per forward, with packed sequences or without.
+
+    Cost: with gaps, a few small kernels per layer, and no host sync.
     """
     for module in model.modules():
         if isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
@@ -185,7 +187,7 @@ def follow_packed_sequences(model: nn.Module) -> None:
 
 
 def _mark_gaps(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add the gaps of this rank's rows to the padding mask of a transformer layer's forward.
+    """Add the gaps among the rows of this rank to the padding mask, as a forward pre-hook of a transformer layer.
 
     A recomputation calls the layer with the same arguments, so it marks the same rows.
     """
@@ -202,7 +204,7 @@ def _mark_gaps(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     num_rows = layout.rows_of(hidden.shape)
     layout.check(num_rows)
     valid_T = layout.valid_T(num_rows, hidden.device)
-    assert valid_T is not None  # there is a cu_seqlens_q_padded
+    assert valid_T is not None  # cu_seqlens_q_padded is given
     padding: Tensor = ~valid_T.unsqueeze(0)
     given = kwargs.get("padding_mask")
     return args, {**kwargs, "padding_mask": padding if given is None else given.bool() | padding}
@@ -211,14 +213,14 @@ def _mark_gaps(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 def _share_plans(block: Any) -> None:
     """Let the MoE layers of a block share plans during a forward.
 
-    A recomputation runs outside the forward. It settles sizes layer by layer, because the plans of another micro-batch
-    may not fit it.
+    A recomputation runs outside the forward. Then each layer agrees on sizes on its own, because the plans of another
+    micro-batch may not fit.
     """
     if any(getattr(hook, "func", None) is _open_plans for hook in block._forward_pre_hooks.values()):
         return
     chunks = [getattr(block.config, f"mlp_chunks_for_{phase}", 1) for phase in ("training", "prefill")]
     if max(chunks) > 1:
-        return  # Megatron calls an MoE layer with pieces of the micro-batch, whose numbers of rows differ
+        return  # Megatron calls an MoE layer with pieces of the micro-batch, which differ in length
     layers = [module for module in block.modules() if isinstance(module, MoELayer)]
     block.register_forward_pre_hook(functools.partial(_open_plans, layers))
     block.register_forward_hook(functools.partial(_close_plans, layers), always_call=True)

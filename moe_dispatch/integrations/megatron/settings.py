@@ -1,6 +1,7 @@
-"""A TransformerConfig as a DispatcherConfig; settings that do not work here are refused by their Megatron name.
+"""Make a DispatcherConfig from a TransformerConfig, and refuse settings of Megatron that do not work.
 
-Nothing here imports megatron-core: a config is any object with its fields, and fields that a version lacks are unset.
+This module does not import megatron-core. A config is any object with the fields of a TransformerConfig. Fields that a
+version lacks count as None.
 """
 
 from __future__ import annotations
@@ -10,25 +11,25 @@ from typing import Any
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 
-# Fields of a DispatcherConfig that Megatron decides, and where.
+# Fields of a DispatcherConfig that come from Megatron, and their source there.
 _DERIVED = {
     "num_experts": "num_moe_experts",
     "top_k": "moe_router_topk",
     "hidden_size": "hidden_size, or moe_latent_size",
     "weights": "its experts, which apply the probabilities",
 }
-# Fields of Megatron's config that must have one of the accepted values, which include their default.
+# Accepted values of fields of Megatron's config, including the default.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "moe_token_dispatcher_type": ("alltoall", "allgather"),
     "transformer_impl": (None, "local", "transformer_engine"),
 }
-# What to do about each field that has another value. Fields that are not in _ACCEPTED must be None or False.
+# The way out for each field with another value. Fields that are not in _ACCEPTED must be None or False.
 _WAYS_OUT = {
     "moe_token_dispatcher_type": 'Set it to "alltoall", and name the library here: backend="deepep" or '
     'backend="hybridep"',
     "moe_enable_deepep": 'Leave it out, and pass backend="deepep"',
     "moe_permute_fusion_into_hybridep": 'Leave it out, and pass backend={"name": "hybridep", "fuse_permute": True}',
-    "moe_hybridep_pad_uneven_dispatch_inputs": "Leave it out: rows are always evened out",
+    "moe_hybridep_pad_uneven_dispatch_inputs": "Leave it out: the dispatcher makes row counts equal if needed",
     "moe_flex_dispatcher_num_sms": 'Leave it out, and pass an option: backend={"name": "deepep", "num_sms": 24}, or '
     'num_sms_dispatch and num_sms_combine of "hybridep"',
     "moe_ncclep_static_shape": "Leave it out, and pass graph_safe=True, max_tokens_per_rank=",
@@ -37,20 +38,20 @@ _WAYS_OUT = {
     "max_tokens_per_rank=, capacity_factor=",
     "moe_pad_experts_for_cuda_graph_inference": "Set it to False; for static shapes pass graph_safe=True, "
     "max_tokens_per_rank=",
-    "moe_paged_stash": "Set it to False; for a step that outgrew its buffers there is Dispatcher.retry_on_overflow",
-    "overlap_moe_expert_parallel_comm": "Set it to False: it cuts the autograd graph between phases, which belong "
-    "together here",
-    "transformer_impl": 'Use "transformer_engine"; the inference layers come with dispatchers of their own',
+    "moe_paged_stash": "Set it to False; Dispatcher.retry_on_overflow repeats a step that outgrew its buffers",
+    "overlap_moe_expert_parallel_comm": "Set it to False: it cuts the autograd graph between phases that "
+    "MegatronDispatcher needs in one graph",
+    "transformer_impl": 'Use "transformer_engine": the inference layers have their own dispatchers',
 }
 
 
 def dispatcher_config(
     config: Any, backend: str | dict[str, Any], *, etp_size: int, pad_multiple: int, given: dict[str, Any]
 ) -> DispatcherConfig:
-    """Return the DispatcherConfig of an MoE layer with this TransformerConfig; ``given`` are its further fields.
+    """Return the DispatcherConfig of an MoE layer with this TransformerConfig. ``given`` holds further fields.
 
     Each expert has a part on each of the ``etp_size`` expert-tensor-parallel ranks, and the Dispatcher treats a part as
-    an expert. Megatron's experts need a multiple of ``pad_multiple`` rows each.
+    an expert. Each of Megatron's experts needs a multiple of ``pad_multiple`` rows.
     """
     check_settings(config)
     for field in _DERIVED.keys() & given.keys():
@@ -71,8 +72,8 @@ def dispatcher_config(
     )
     if derived.pad_multiple_rows % pad_multiple:
         raise ConfigError(
-            f"MegatronDispatcher: pad_multiple must be a multiple of {pad_multiple}, which these experts need in their "
-            f"precision, got {derived.pad_multiple_rows}. Leave it out."
+            f"MegatronDispatcher: pad_multiple must be a multiple of {pad_multiple}, which the precision of the "
+            f"experts needs, got {derived.pad_multiple_rows}. Leave it out."
         )
     if captures_experts(config) and not derived.graph_safe:
         raise ConfigError(
@@ -83,7 +84,7 @@ def dispatcher_config(
 
 
 def check_settings(config: Any) -> None:
-    """Raise ConfigError for a setting that no group makes work; the error names the field, its value and a way out."""
+    """Raise ConfigError for a setting that is never supported. The error names the field, its value and a way out."""
     if not config.num_moe_experts:
         raise ConfigError(
             f"MegatronDispatcher: num_moe_experts must be a positive number, got {config.num_moe_experts}. Build a "
@@ -96,7 +97,7 @@ def check_settings(config: Any) -> None:
 
 
 def captures_experts(config: Any) -> bool:
-    """Whether CUDA graphs of this config capture the communication of an MoE layer, and not only its router."""
+    """Return whether CUDA graphs of this config capture the communication of an MoE layer, and not only its router."""
     how = _value(config, "cuda_graph_impl")
     if how in (None, "none"):
         return False

@@ -5,7 +5,8 @@
         fsdp_size=8, ep_size=8, ep_implementation="moe_dispatch"))
     attach(model)
 
-``register`` names a config, transformers wires the experts to it, ``attach`` makes every forward bring its padding.
+``register`` registers a config under a name. transformers then wires the experts to it. ``attach`` makes every forward
+pass its padding to the dispatchers.
 """
 
 from moe_dispatch.integrations.transformers.model_config import config_for

@@ -1,8 +1,7 @@
-"""The rows that one rank sends of a batch that its tensor-parallel group shares.
+"""Slices of a batch for the ranks of a tensor-parallel group, which all hold the same T rows.
 
-Each rank of the group holds all T rows. If each rank sent all of them, every token would be computed once per rank, and
-the gradient of the experts would be too large by the size of the group. So each rank sends its slice, and the results
-are joined again.
+If each rank sent all rows, every token would be computed once per rank, and the gradients of the experts would be too
+large by a factor of the group size. So each rank sends a slice, and the results are joined again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class BatchSlice:
     """Contiguous slices of ceil(T / size) rows by rank; the last slices may be shorter, or empty.
 
     Args:
-        group: The ranks that hold the same rows, or None for a rank that holds its own.
+        group: Ranks that hold the same rows, or None if each rank holds its own rows.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -47,7 +46,7 @@ class BatchSlice:
         return x[start:stop]
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the slice of (T, ...), differentiable: every rank gets the gradient of all T rows.
+        """Return the slice of (T, ...), with autograd: every rank gets the gradient of all T rows.
 
         Cost: an all-gather in the backward.
         """
@@ -55,9 +54,9 @@ class BatchSlice:
         return self._linear(x, lambda x: self.cut(x).clone(), lambda grad: self._gather(grad, num_rows))
 
     def put_together(self, y: Tensor, num_rows: int) -> Tensor:
-        """Return all T rows from each rank's slice, differentiable.
+        """Join the slices of all ranks to T rows, with autograd.
 
-        Each rank computes the same loss of the same rows, so its slice of the gradient is already complete.
+        Each rank computes the same loss from the same rows, so its slice of the gradient is already complete.
 
         Cost: an all-gather in the forward.
         """
@@ -79,7 +78,7 @@ class BatchSlice:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear function with its transpose as the backward."""
+    """A linear function. Its backward is the transposed function."""
 
     @staticmethod
     def forward(

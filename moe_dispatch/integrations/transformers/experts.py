@@ -26,10 +26,10 @@ WIRED = "_moe_dispatch"
 
 @final
 class ExpertParallel:
-    """One experts module whose ranks hold L of E experts each; built by ``EPImplementationInterface``.
+    """One experts module, of which each rank holds L of E experts. ``EPImplementationInterface`` builds it.
 
-    The module already holds this rank's weights only. The ranks of ``ep_mesh`` together hold all experts, and the ranks
-    of ``tp_mesh`` hold the same batch.
+    The module holds the weights of this rank only. The ranks of ``ep_mesh`` together hold all experts, and the ranks of
+    ``tp_mesh`` hold the same batch.
     """
 
     def __init__(self, config: DispatcherConfig, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -40,7 +40,7 @@ class ExpertParallel:
         setattr(experts, WIRED, self)  # for attach
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Run the experts on this rank's batch (T, D), with global ids and weights (T, K)."""
+        """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
         routing = Routing(self.slices.cut(top_k_index), self.slices.take(top_k_weights))
         y_TD = _through(self.dispatcher, self._forward, self.slices.take(hidden_states), routing)
         return self.slices.put_together(y_TD, len(hidden_states))
@@ -48,10 +48,10 @@ class ExpertParallel:
 
 @final
 class ExpertsFunction:
-    """All experts modules of a model, for the registry ``ALL_EXPERTS_FUNCTIONS``, which knows nothing of ranks.
+    """All experts modules of a model, for the registry ``ALL_EXPERTS_FUNCTIONS``, which does not know about ranks.
 
-    A module may hold all E experts, of which this rank runs its L, or only these L. ``implementation`` is the function
-    of transformers that runs experts.
+    A module may hold all E experts or only the L experts of this rank. This rank runs its L experts in both cases.
+    ``implementation`` is the function of transformers that runs experts.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class ExpertsFunction:
     ) -> None:
         if config.graph_safe:
             raise ConfigError(
-                "register: graph_safe must be False with group=, because without its registry transformers' experts "
-                "read all rows they are given, got True. Leave it out, or use DistributedConfig."
+                "register: graph_safe must be False with group=, because transformers' experts functions read all "
+                "rows, also slack, got True. Leave graph_safe out, or use DistributedConfig."
             )
         self.dispatcher = Dispatcher(config, group)
         self.group = group
@@ -70,7 +70,7 @@ class ExpertsFunction:
         self._rank, self._size = ranks.rank(), ranks.size()
 
     def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Run the experts on this rank's batch (T, D), with global ids and weights (T, K)."""
+        """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
 
         def forward(*rows: Tensor) -> Tensor:
             return self._implementation(self.local(experts), *rows)
@@ -78,7 +78,7 @@ class ExpertsFunction:
         return _through(self.dispatcher, forward, hidden_states, Routing(top_k_index, top_k_weights))
 
     def local(self, experts: nn.Module) -> Any:
-        """Return the module as if it held this rank's experts only; raise ConfigError if it lacks some of them."""
+        """Return the module, or a view of it with the experts of this rank. Raise ConfigError if it lacks any."""
         held, total = _held(experts), self.dispatcher.config.num_experts
         if held * self._size == total:
             return experts
@@ -87,7 +87,7 @@ class ExpertsFunction:
 
 
 class _LocalExperts:
-    """A view of an experts module with the parameters of some of its experts; every other attribute is the module's."""
+    """A view of an experts module with the parameters of some experts. Other attributes are those of the module."""
 
     def __init__(self, experts: nn.Module, rank: int, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -119,12 +119,12 @@ def _held(experts: nn.Module) -> int:
 def _through(dispatcher: Dispatcher, forward: ExpertsForward, x_TD: Tensor, routing: Routing) -> Tensor:
     """Dispatch rows, run this rank's experts on the rows that arrive, and combine their outputs: (T, D).
 
-    In graph-safe mode rows behind the last expert's get the id L, which transformers leaves out. No host sync.
+    In graph-safe mode, rows after those of the last expert get the id L, and transformers skips them. No host sync.
     """
     config = dispatcher.config
     sent = dispatcher.dispatch(x_TD, routing, plan_in_force(config))
     rows_RD = sent.rows
-    # Without a row, the experts' parameters would get no gradient on this rank, and FSDP would wait for it.
+    # Without a row, the parameters of the experts would get no gradient on this rank, and FSDP would wait for one.
     lacks_rows = not len(rows_RD)
     if lacks_rows:
         rows_RD = F.pad(rows_RD, (0, 0, 0, 1))

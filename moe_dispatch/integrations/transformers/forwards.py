@@ -1,7 +1,7 @@
-"""One plan per forward of a model, for every layer of it, also when a checkpointed layer is recomputed.
+"""One plan per forward of a model, for all layers, also when a checkpointed layer is recomputed.
 
-No state of a call is kept on a module: the plan of the running forward is in a context variable, and a checkpointed
-layer carries it in the closure that its backward runs again.
+Modules hold no state of a call. A context variable holds the plan of the running forward. For a checkpointed layer, the
+closure that its backward runs again holds the plan.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Plan
 
-# A module inside another may have a plan of its own: the last one applies.
+# A module inside another module may have its own plan. The last plan applies.
 _Plans = tuple[tuple[nn.Module, Plan], ...]
 _PLANS: ContextVar[_Plans] = ContextVar("moe_dispatch_plans", default=())
 
-# Where modules keep the function that checkpoints them: transformers' layers, and torch's CheckpointWrapper.
+# Attributes that hold a checkpointing function: in transformers' layers, and in torch's CheckpointWrapper.
 _CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 def plan_in_force(config: DispatcherConfig) -> Plan | None:
-    """Return the plan of the running forward, or outside of one None; raise if the layout may not be inferred."""
+    """Return the plan of the running forward. Outside a forward, return None if layouts may be inferred, else raise."""
     plans = _PLANS.get()
     if not plans and not config.infer_layout:
         raise StateError(
             "moe_dispatch experts: they must be called in a forward of a model that was given to attach, got a call "
-            "outside one. Call attach(model) once it is loaded; checkpoint layers with transformers' own switch."
+            "outside such a forward. Call attach(model) after loading it; checkpoint layers with transformers' switch."
         )
     return plans[-1][1] if plans else None
 
@@ -47,9 +47,9 @@ class PlanBeforeForward:
     """The forward pre-hook of a module that takes an attention mask and holds experts.
 
     Attributes:
-        parameters: The names of the parameters of the module's forward, in order.
-        dispatcher: The dispatcher of any of its experts; all share one channel.
-        slices: Which rows of the batch this rank sends.
+        parameters: Names of the parameters of the module's forward, in order.
+        dispatcher: Dispatcher of one of its experts modules; all of them share one channel.
+        slices: Slices of the batch, of which this rank sends one.
     """
 
     parameters: tuple[str, ...]
@@ -61,7 +61,7 @@ class PlanBeforeForward:
         positions = _positions_of(call)
         num_rows = positions.shape[0] * positions.shape[1]
         start, stop = self.slices.span(num_rows)
-        # Stands for the rows of a later dispatch: the plan needs their number and device only.
+        # It stands for the rows of a later dispatch: the plan needs only their number and device.
         like = torch.empty(stop - start, 0, device=positions.device)
         plan = self.dispatcher.plan(self.slices.layout(layout_of(call), num_rows), like=like)
         if torch.is_grad_enabled() and module.training:
@@ -70,7 +70,7 @@ class PlanBeforeForward:
 
 
 def end_plan(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Drop the plan: the forward hook of the same module, which also runs if the forward or a pre-hook raised."""
+    """Drop the plan. This forward hook of the module also runs if the forward or a pre-hook raised."""
     plans = _PLANS.get()
     if plans and plans[-1][0] is module:
         _PLANS.set(plans[:-1])
@@ -78,7 +78,7 @@ def end_plan(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 @final
 class CheckpointWithPlans:
-    """A checkpointing function whose recomputation sees the plans that its forward saw."""
+    """A checkpointing function. Its recomputation uses the plans of its forward."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -96,7 +96,7 @@ def _with_plans(plans: _Plans, function: Callable[..., Any], *args: Any, **kwarg
 
 
 def _keep_plans_in_checkpoints(model: nn.Module) -> None:
-    """Wrap checkpointing functions; in each forward, because checkpointing may be enabled at any time."""
+    """Wrap checkpointing functions. Each forward does so, because checkpointing may be enabled at any time."""
     for module in model.modules():
         for name in _CHECKPOINT_FUNCTIONS:
             checkpoint = module.__dict__.get(name)
@@ -105,11 +105,11 @@ def _keep_plans_in_checkpoints(model: nn.Module) -> None:
 
 
 def layout_of(call: Mapping[str, Any]) -> Layout:
-    """Return which rows of ``[B * S, D]`` are real, from the arguments of a forward, by name.
+    """Return the layout of ``[B * S, D]`` that follows from the arguments of a forward, by name.
 
-    ``attention_mask`` [B, M] is 0 on padding, which may be anywhere. With a cache, M counts earlier positions too, and
-    the last S are used. Without a mask, rows behind the end of ``cu_seq_lens_q`` (n+1,) are padding. Without either,
-    every row is real. No host sync.
+    ``attention_mask`` [B, M] is 0 on padding, which may be anywhere. With a cache, M includes earlier positions, and
+    the last S positions are used. Without a mask, rows after the last entry of ``cu_seq_lens_q`` (n+1,) are padding.
+    Without both, every row holds a token. No host sync.
     """
     batch, length = _positions_of(call).shape[:2]
     mask, ends = call.get("attention_mask"), call.get("cu_seq_lens_q")
@@ -125,7 +125,7 @@ def layout_of(call: Mapping[str, Any]) -> Layout:
     if not fits or mask.shape[1] < length or (mask.shape[1] > length and not cached):
         raise LayoutError(
             f"attach: attention_mask must be {wanted}, got {list(mask.shape)}. Pass the tokenizer's 2-D mask of this "
-            "batch; transformers makes the one for attention of it."
+            "batch: transformers makes the mask for attention from it."
         )
     return Masked((mask[:, mask.shape[1] - length :] != 0).flatten())
 

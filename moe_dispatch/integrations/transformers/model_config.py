@@ -1,4 +1,4 @@
-"""A DispatcherConfig from a model's config."""
+"""Make a DispatcherConfig from the config of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 
-# The names that transformers' configs use for our fields; the first one that is set counts.
+# Names that transformers' configs use for our fields. The first name that is set counts.
 _NAMES = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
@@ -16,16 +16,16 @@ _NAMES = {
 
 
 def config_for(model_config: Any, *, backend: str | dict[str, Any] = "auto", **fields: Any) -> DispatcherConfig:
-    """Return a DispatcherConfig with the num_experts, top_k and hidden_size of the model's config.
+    """Return a DispatcherConfig with the num_experts, top_k and hidden_size of a model's config.
 
     Args:
-        model_config: A ``PreTrainedConfig``; of a multimodal one, its text part is used.
-        backend: As in DispatcherConfig.
-        **fields: Further fields of DispatcherConfig; they must agree with the model's config. ``infer_layout`` is False
-            by default, so that a call of experts outside a forward that ``attach`` hooks is refused.
+        model_config: A ``PreTrainedConfig``. If it is multimodal, its text part is used.
+        backend: Backend, as in DispatcherConfig.
+        **fields: Further fields of DispatcherConfig, which must agree with the model's config. ``infer_layout`` is
+            False by default, so that experts raise if they are called outside a forward that ``attach`` hooks.
 
     Raises:
-        ConfigError: A field is in neither config nor ``fields``, or they disagree.
+        ConfigError: A field is neither in the model's config nor in ``fields``, or they disagree.
     """
     said = shape_said(model_config)
     check_agreement("config_for", fields, said, model_config)
@@ -33,8 +33,8 @@ def config_for(model_config: Any, *, backend: str | dict[str, Any] = "auto", **f
     if missing:
         names = ", ".join(name for field in missing for name in _NAMES[field])
         raise ConfigError(
-            f"config_for: {type(model_config).__name__} must say {', '.join(missing)}, got none of {names}. Pass "
-            f"{', '.join(f'{field}=' for field in missing)} if the model has experts."
+            f"config_for: {type(model_config).__name__} must have {', '.join(missing)}, got none of {names}. If the "
+            f"model has experts, pass {', '.join(f'{field}=' for field in missing)}."
         )
     return DispatcherConfig(backend=backend, **{"infer_layout": False, **said, **fields})
 
@@ -52,7 +52,7 @@ def check_agreement(where: str, fields: dict[str, Any], said: dict[str, int], mo
         if fields.get(field, number) != number:
             raise ConfigError(
                 f"{where}: {field} must be that of the model, got {fields[field]}, and {number} in "
-                f"{type(model_config).__name__}. Leave it out of config_for(model.config), or take the model it is for."
+                f"{type(model_config).__name__}. Leave {field} out of config_for(model.config), or use another model."
             )
 
 
@@ -60,7 +60,7 @@ def _first_number(text: Any, names: tuple[str, ...]) -> int | None:
     for name in names:
         try:
             value = getattr(text, name, None)
-        except Exception:  # a config whose layers differ refuses to name one number
+        except Exception:  # a config raises if its layers have different numbers
             return None
         if isinstance(value, int) and value > 0:
             return value

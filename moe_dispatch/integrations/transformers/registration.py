@@ -1,4 +1,4 @@
-"""Registering with transformers, and attaching to a model. No other module of this package imports transformers."""
+"""Register with transformers, and attach to a model. No other module of this package imports transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TESTED = ("5.7.0", "5.22.2", "5.23.0")
 @final
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The entry in transformers' registry of expert-parallel implementations: wires each experts module."""
+    """An entry in transformers' registry of expert-parallel implementations. It wires each experts module."""
 
     config: DispatcherConfig
 
@@ -37,20 +37,21 @@ def register(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     name: str = "moe_dispatch",
 ) -> None:
-    """Register this config with transformers under ``name``. A second call with the same config does nothing.
+    """Register a config with transformers under a name. A second call with an equal config does nothing.
 
     Args:
-        config: From ``config_for(model_config, backend=...)``.
+        config: Config from ``config_for(model_config, backend=...)``.
         group: None registers an expert-parallel implementation, for ``DistributedConfig(ep_size=...,
-            ep_implementation=name)``: transformers shards the experts and passes the ranks that share them. A group
-            registers an experts function, for ``model.set_experts_implementation(name)``, for versions without such a
-            registry and for models that transformers does not shard. Every rank of the group must then call, because
-            building the dispatcher is collective.
-        name: A second config needs another name.
+            ep_implementation=name)``. transformers then shards the experts and passes the ranks that share them.
+            A group registers an experts function, for ``model.set_experts_implementation(name)``. Use it for versions
+            without the first registry, and for models that transformers does not shard. Then every rank of the group
+            must call ``register``, because it builds a dispatcher, which is collective.
+        name: Name of the entry. A second config needs another name.
 
     Raises:
-        ConfigError: The name is taken by another config, or by transformers.
-        IntegrationError: transformers is missing, too old, or has no such registry and no group is given.
+        ConfigError: Another config or transformers itself uses the name.
+        IntegrationError: transformers is missing or too old; or it has no registry of expert-parallel implementations,
+            and no group is given.
     """
     found = check_version("transformers", tested=TESTED, lowest=TESTED[0])
     if group is not None:
@@ -71,7 +72,7 @@ def register(
 def attach(model: nn.Module) -> None:
     """Make each forward of a model plan for the padding of its batch, so that padding is not dispatched.
 
-    Call it once, after the experts are wired; a second call does nothing. It hooks the modules that take an attention
+    Call it once, after the experts are wired. A second call does nothing. It hooks the modules that take an attention
     mask and hold experts. Each forward makes one plan for all layers.
 
     Raises:
@@ -88,7 +89,7 @@ def attach(model: nn.Module) -> None:
 
 
 def dispatchers_of(model: nn.Module) -> dict[str, Dispatcher]:
-    """Return the dispatcher of each experts module, by its name in the model; for metrics and checks."""
+    """Return the dispatcher of each experts module, by the name of the module. Use it for metrics and checks."""
     return {name: experts.dispatcher for name, experts in _wired_experts(model).items()}
 
 
@@ -98,30 +99,35 @@ def _is_registered(
     if present is None:
         return False
     if not isinstance(present, Registered | ExpertsFunction):
-        raise ConfigError(f"register: {name!r} must be free, got {present} of transformers. Pass another name=.")
+        raise ConfigError(f"register: {name!r} must be a free name, got {present} of transformers. Pass another name=.")
     old = present.config if isinstance(present, Registered) else present.dispatcher.config
     changed = [field for field, value in config if getattr(old, field) != value]
     if changed:
         pairs = ", ".join(f"{field}={getattr(config, field)!r} after {getattr(old, field)!r}" for field in changed)
-        raise ConfigError(f"register: {name!r} must stand for one config, got {pairs}. Pass name= for a second.")
+        raise ConfigError(
+            f"register: {name!r} must stand for one config, got {pairs}. Pass another name= for a second config."
+        )
     if isinstance(present, ExpertsFunction) and present.group is not group:
-        raise ConfigError(f"register: {name!r} must stand for one group, got another. Pass name= for a second.")
+        raise ConfigError(
+            f"register: {name!r} must stand for one group, got a second group. Pass another name= for it."
+        )
     return True
 
 
 def _wired_experts(model: nn.Module) -> dict[str, ExpertParallel | ExpertsFunction]:
-    """Return the wiring of each experts module by name; transformers' decorator gives experts a ``_apply_gate``."""
+    """Return the wiring of each experts module, by name. transformers' decorator gives experts an ``_apply_gate``."""
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")}
     found = {name: _wiring_of(module) for name, module in modules.items()}
     wired = {name: wiring for name, wiring in found.items() if wiring is not None}
     if not modules:
         raise ConfigError(
-            f"attach: the model must have MoE layers, got {type(model).__name__} without any. Use it as it is."
+            f"attach: the model must have MoE layers, got {type(model).__name__} without any. Use the model as it is."
         )
     if not wired:
         raise ConfigError(
-            f"attach: the experts must be wired, got {type(model).__name__} with {len(modules)} of which none is. Call "
-            'register first, then load with DistributedConfig(ep_size=..., ep_implementation="moe_dispatch").'
+            f"attach: the experts must be wired, got {type(model).__name__} with {len(modules)} experts "
+            "modules, none of them wired. Call register first, "
+            'then load with DistributedConfig(ep_size=..., ep_implementation="moe_dispatch").'
         )
     return wired
 
@@ -146,7 +152,7 @@ def _module_with_mask(model: nn.Module, name: str) -> nn.Module:
             return module
     raise ConfigError(
         f"attach: a module around the experts must take attention_mask and inputs_embeds, got {type(model).__name__} "
-        "without one. Give attach the whole model."
+        "without such a module. Pass the whole model to attach."
     )
 
 

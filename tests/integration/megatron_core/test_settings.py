@@ -118,7 +118,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"moe_enable_deepep": True}, 'moe_enable_deepep=True is not supported. Leave it out, and pass backend="deepep"'),
     ({"moe_permute_fusion_into_hybridep": True}, "moe_permute_fusion_into_hybridep=True .*fuse_permute"),
-    ({"moe_hybridep_pad_uneven_dispatch_inputs": True}, "moe_hybridep_pad_uneven_dispatch_inputs=True .*evened out"),
+    (
+        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
+        "moe_hybridep_pad_uneven_dispatch_inputs=True .*row counts equal",
+    ),
     ({"moe_flex_dispatcher_num_sms": 24}, "moe_flex_dispatcher_num_sms=24 .*num_sms"),
     ({"moe_ncclep_static_shape": True}, "moe_ncclep_static_shape=True .*graph_safe=True"),
     ({"moe_ncclep_zero_copy": True}, "moe_ncclep_zero_copy=True is not supported. Leave it out"),
@@ -162,7 +165,7 @@ def test_graphs_of_the_router_alone_need_nothing(field: str) -> None:
         ({"weights": "combine"}, "weights must be left to Megatron, got 'combine'. It comes from its experts"),
         (
             {"pad_multiple": 24},
-            "pad_multiple must be a multiple of 16, which these experts need .* got 24. Leave it out",
+            "pad_multiple must be a multiple of 16, which the precision of the experts needs, got 24. Leave it out",
         ),
         ({"padmultiple": 16}, "padmultiple"),
     ],
@@ -181,7 +184,7 @@ def test_fields_that_do_not_fit_are_refused(given: dict[str, Any], text: str) ->
             groups(ep=group(4)),
             r"num_moe_experts \(6\) must be divisible by the expert-parallel size \(4\)",
         ),
-        (8, range(2, 4), groups(ep=group(4)), r"rank 0 of 4 must hold the experts from 0 on, 2 of them, got \[2, 3\]"),
+        (8, range(2, 4), groups(ep=group(4)), r"rank 0 of 4 must hold 2 experts from 0 on, got \[2, 3\]"),
         (
             8,
             range(4),
@@ -282,6 +285,6 @@ def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert VERSION in TESTED
     monkeypatch.setattr(versions, "version", lambda package: "0.15.3")
     with pytest.raises(
-        IntegrationError, match=r"megatron-core must be 0.16.0 or later, got 0.15.3. Tested are 0.16.1, 0.19"
+        IntegrationError, match=r"megatron-core must be 0.16.0 or later, got 0.15.3. Tested versions: 0.16.1, 0.19"
     ):
         versions.check_version("megatron-core", tested=TESTED, lowest="0.16.0")

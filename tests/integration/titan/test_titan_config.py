@@ -157,7 +157,7 @@ def test_options_that_are_torchtitans_to_say_are_refused(field: str) -> None:
     config = moe_config()
     use(config)
     config.routed_experts.token_dispatcher.options = {field: 1}
-    with pytest.raises(ConfigError, match=rf"options must leave .* got {field}\. Leave it out"):
+    with pytest.raises(ConfigError, match=rf"options must not set .* got {field}\. Leave these out"):
         config.build()
 
 
@@ -179,14 +179,18 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_a_router_of_other_numbers_is_refused(field: str, value: int) -> None:
     config = moe_config()
     setattr(config.router, field, value)
-    with pytest.raises(ConfigError, match=r"moe: the token dispatcher must have its router's num_experts and top_k"):
+    with pytest.raises(
+        ConfigError, match=r"moe: the token dispatcher must have the num_experts and top_k of its router"
+    ):
         use(config)
 
 
 def test_experts_of_another_number_are_refused() -> None:
     config = moe_config()
     config.routed_experts.inner_experts.num_experts = 16
-    with pytest.raises(ConfigError, match=r"num_experts must be that of its experts, got 8 and 16"):
+    with pytest.raises(
+        ConfigError, match=r"the token dispatcher and the experts must have the same num_experts, got 8 and 16"
+    ):
         overridden(config, backend="local")
 
 
@@ -199,7 +203,7 @@ def test_static_shapes_asked_for_in_their_way_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"non_blocking_capacity_factor, got 0\.5\. Set graph_safe=True and capacity"):
         use(config)
     config.routed_experts.token_dispatcher = DeepEPTokenDispatcher.Config(**sizes, cudagraphable=True)
-    with pytest.raises(ConfigError, match=r"cudagraphable, got True\. Set graph_safe=True here"):
+    with pytest.raises(ConfigError, match=r"cudagraphable, got True\. Set graph_safe=True instead"):
         use(config)
 
 
@@ -208,7 +212,7 @@ def test_a_call_with_another_number_of_experts_or_slots_is_refused() -> None:
     use(config)
     dispatcher = config.routed_experts.token_dispatcher.build()
     x_TD, scores_TK, ids_TK = torch.randn(3, HIDDEN), torch.rand(3, TOP_K), torch.zeros(3, TOP_K, dtype=torch.int64)
-    with pytest.raises(InputError, match=r"num_experts \(8\) must be the router's, got counts of 4 experts"):
+    with pytest.raises(InputError, match=r"num_experts \(8\) must be that of the router, got counts of 4 experts"):
         dispatcher.dispatch(x_TD, scores_TK, ids_TK, torch.zeros(4))
     with pytest.raises(InputError, match=r"top_k") as raised:
         dispatcher.dispatch(x_TD, scores_TK[:, :1], ids_TK[:, :1], torch.zeros(EXPERTS))
@@ -256,7 +260,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> Callable[
 
 def test_a_version_that_was_not_tested_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     load = installed(monkeypatch, "0.4.0")
-    with pytest.warns(UserWarning, match=r"has not run with torchtitan 0\.4\.0\. Tested are 0\.3\.0"):
+    with pytest.warns(UserWarning, match=r"has not run with torchtitan 0\.4\.0\. Tested versions: 0\.3\.0"):
         load()
 
 
