@@ -95,8 +95,7 @@ class ExpertParallelMoE(Dispatcher):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # it routes by itself
         weights, ids = self.router(x)
         sent = self.dispatch(x, Routing(ids, weights))
-        parts = sent.rows.split(sent.tokens_per_expert_list)
-        return self.combine(torch.cat([self.mlp(index, rows) for index, rows in enumerate(parts)]), sent)
+        return self.combine(sent.per_expert(partial(self.mlp, index) for index in range(len(self.mlp.gate))), sent)
 
 
 def changed_lines() -> list[str]:

@@ -12,7 +12,7 @@ Names of tensors end in their dimensions, everywhere in the package:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.errors import InputError, StateError
+from moe_dispatch.expert_rows import grouped_mm, split
 from moe_dispatch.layouts import Layout
 
 
@@ -142,8 +143,8 @@ class Dispatched:
             its zero padding.
         tokens_per_expert: int64 (L,) on the device, rows of each expert with padding. An expert without tokens has 0.
         real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding.
-        tokens_per_expert_list: ``tokens_per_expert`` on the host, if the dispatch had a host sync anyway; otherwise
-            None, as in graph-safe mode.
+        host_counts: ``tokens_per_expert`` on the host, if the dispatch had a host sync anyway; otherwise None, as in
+            graph-safe mode.
         weights: float32 (R,), or float64 for float64 rows; 0 on padding. They are part of the autograd graph.
         pad_multiple: The rows of each expert are padded to a multiple of this number. Experts must not pad again.
         state: Private state of the dispatcher and the backend.
@@ -152,10 +153,35 @@ class Dispatched:
     rows: Tensor
     tokens_per_expert: Tensor
     real_tokens_per_expert: Tensor
-    tokens_per_expert_list: tuple[int, ...] | None
+    host_counts: tuple[int, ...] | None
     weights: Tensor
     pad_multiple: int
     state: Any
+
+    @property
+    def tokens_per_expert_list(self) -> tuple[int, ...] | None:
+        """``tokens_per_expert`` on the host; None in graph-safe mode.
+
+        Raises:
+            StateError: in a compiled region, where counts stay on the device.
+
+        Cost: nothing where ``host_counts`` is known, which is every eager dispatch. One host sync otherwise: behind a
+        compiled dispatch, and in selective checkpointing.
+        """
+        if self.host_counts is not None or self._graph_safe:
+            return self.host_counts
+        if torch.compiler.is_compiling():
+            raise StateError(
+                "Dispatched.tokens_per_expert_list: counts must be read outside of compiled regions, got a call that "
+                "is being traced. Use sent.per_expert(functions) or sent.grouped_mm(rows, weights), which compile, or "
+                "keep dispatch, the loop and combine out of the region with torch.compiler.disable."
+            )
+        return tuple(self.tokens_per_expert.tolist())
+
+    @property
+    def _graph_safe(self) -> bool:
+        graph_safe: bool = self.state.lease.channel.config.graph_safe
+        return graph_safe
 
     @property
     def offs(self) -> Tensor:
@@ -166,6 +192,78 @@ class Dispatched:
     def cu_tokens_per_expert(self) -> Tensor:
         """int32 (L+1,), ``offs`` with a leading 0."""
         return torch.nn.functional.pad(self.offs, (1, 0))
+
+    def grouped_mm(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Multiply each expert's rows by the expert's matrix: a grouped GEMM over ``offs``.
+
+        Args:
+            rows: (R, D), ``sent.rows`` or the result of an earlier step of the experts.
+            weights: (L, D, H), a matrix for each of this rank's experts, in the dtype of ``rows``. Under autocast,
+                rows and weights are converted to its dtype.
+
+        Returns:
+            (R, H), differentiable in rows and weights. In graph-safe mode, rows behind those of the last expert may
+            hold any value.
+
+        Raises:
+            InputError: shape or dtype do not fit.
+
+        Cost: that of ``torch.nn.functional.grouped_mm``, and no host sync of ours. If a row of D or H columns is not a
+        multiple of 16 bytes, both operands are copied with padding. float64 takes L products of all rows.
+        """
+        device = rows.device.type
+        if (
+            torch.amp.is_autocast_available(device)
+            and torch.is_autocast_enabled(device)
+            and rows.dtype != torch.float64
+        ):
+            dtype = torch.get_autocast_dtype(device)
+            rows, weights = rows.to(dtype), weights.to(dtype)
+        num_experts, num_rows = self.tokens_per_expert.shape[0], self.rows.shape[0]
+        fits = rows.dim() == 2 and weights.dim() == 3 and weights.shape[:2] == (num_experts, rows.shape[1])
+        fits = fits and rows.dtype == weights.dtype and rows.is_floating_point()
+        # In a compiled region row counts are symbols, which cannot be compared.
+        if not fits or (not torch.compiler.is_compiling() and rows.shape[0] != num_rows):
+            raise InputError(
+                f"Dispatched.grouped_mm: rows must be floating (R={num_rows}, D) and weights (L={num_experts}, D, H) "
+                f"in the same dtype, got {rows.dtype} {tuple(rows.shape)} and {weights.dtype} {tuple(weights.shape)}. "
+                "Pass one matrix per expert of this rank; transpose those that are (L, H, D)."
+            )
+        return grouped_mm(rows, weights, self.offs)
+
+    def per_expert(self, functions: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
+        """Apply a function to each expert's rows, and put the results together.
+
+        Args:
+            functions: L functions, one for each of this rank's experts, in order; for example an ``nn.ModuleList``.
+                Each function receives the rows of its expert, (n, D), and returns n rows. n may be 0.
+
+        Returns:
+            (R, H), for ``combine``.
+
+        Raises:
+            InputError: there are not L functions.
+            StateError: the config is graph_safe, where only the device knows how many rows each expert has.
+
+        Cost: that of ``tokens_per_expert_list``. In a compiled region an operator copies the rows and reads the counts
+        on the host.
+        """
+        applied, num_experts = list(functions), self.tokens_per_expert.shape[0]
+        if len(applied) != num_experts:
+            raise InputError(
+                f"Dispatched.per_expert: this rank has {num_experts} experts, got {len(applied)} functions. "
+                "Pass one function per expert of this rank."
+            )
+        if self._graph_safe:
+            raise StateError(
+                "Dispatched.per_expert: the host must know the rows of each expert, got graph_safe=True, where only "
+                "the device does. Use sent.grouped_mm(rows, weights)."
+            )
+        if torch.compiler.is_compiling():
+            parts = split(self.rows, self.tokens_per_expert)
+        else:
+            parts = self.rows.split(self.tokens_per_expert_list)
+        return torch.cat([function(rows) for function, rows in zip(applied, parts, strict=True)])
 
     def wait(self) -> Dispatched:
         """Return this value, so that code for ``async_op=True`` also runs with ``async_op=False``."""

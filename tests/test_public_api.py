@@ -47,7 +47,7 @@ CONSTRAINTS = """
 VALUES: dict[type, str] = {
     Routing: "topk_ids topk_weights",
     Plan: "layout num_rows real_rows valid_T sizes owner footprint",
-    Dispatched: "rows tokens_per_expert real_tokens_per_expert tokens_per_expert_list weights pad_multiple state",
+    Dispatched: "rows tokens_per_expert real_tokens_per_expert host_counts weights pad_multiple state",
     Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list route demand",
     backends.Constraints: CONSTRAINTS,
     MoEShape: """
@@ -148,6 +148,12 @@ def test_config_defaults() -> None:
         "debug": False,
         "constraints": dict.fromkeys(ConstraintOverrides.model_fields),
     }
+
+
+def test_methods_of_dispatched() -> None:
+    fields = {field.name for field in dataclasses.fields(Dispatched)}
+    public = [name for name in vars(Dispatched) if not name.startswith("_") and name not in fields]
+    assert public == ["tokens_per_expert_list", "offs", "cu_tokens_per_expert", "grouped_mm", "per_expert", "wait"]
 
 
 @pytest.mark.parametrize("value", VALUES)

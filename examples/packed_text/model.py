@@ -52,10 +52,10 @@ class SwiGLUExperts(Dispatcher):
         self.up_LDF = nn.Parameter(up_EDF.chunk(size)[rank].clone())
         self.down_LFD = nn.Parameter(down_EFD.chunk(size)[rank].clone())
 
-    def experts(self, sent: Dispatched) -> Tensor:
+    def run_experts(self, sent: Dispatched) -> Tensor:
         """Apply each expert to its rows: (R, D) to (R, D)."""
-        value_RF, gate_RF = F.grouped_mm(sent.rows, self.up_LDF, offs=sent.offs).chunk(2, dim=1)
-        return F.grouped_mm(F.silu(gate_RF) * value_RF, self.down_LFD, offs=sent.offs)
+        value_RF, gate_RF = sent.grouped_mm(sent.rows, self.up_LDF).chunk(2, dim=1)
+        return sent.grouped_mm(F.silu(gate_RF) * value_RF, self.down_LFD)
 
 
 class MoE(nn.Module):

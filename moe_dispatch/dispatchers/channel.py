@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
@@ -140,6 +140,19 @@ class Lease:
                 f"{self._channel.name}. Build another with build_dispatcher. [MD10]"
             )
         return self._channel
+
+    @property
+    def description(self) -> str:
+        """The backend and this rank's place in the group; it can be read after ``release`` too."""
+        ranks = self._channel.communicator
+        closed = "" if self._collected.alive else ", closed"
+        return f"backend={self._channel.backend_name!r}, rank {ranks.rank} of {ranks.size}{closed}"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateError(
+            "Dispatcher: only the weights of a model with a dispatcher can be saved, got pickle or torch.save of the "
+            "module, which holds a process group. Save model.state_dict(), build the model again, and load it there."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
         """A copied model (an average of weights, say) shares the channel: process groups cannot be copied."""

@@ -15,12 +15,13 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import overflow, verbs
 from moe_dispatch.dispatchers.autograd import State, profiler_range
 from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.dispatchers.ddp import DDPWatch
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.planning import Draft, draft_plan, settle
 from moe_dispatch.dispatchers.self_test import run_self_test
-from moe_dispatch.errors import InputError, LayoutError, StateError
+from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
@@ -45,9 +46,10 @@ class _Naming:
 class Dispatcher(nn.Module):
     """Sends a model's rows to their experts and brings the results back in the shape that came in.
 
-    Use it as it is (``dispatch``, ``combine``), or subclass it and define ``experts``, and ``layout_of`` where a
+    Use it as it is (``dispatch``, ``combine``), or subclass it and define ``run_experts``, and ``layout_of`` where a
     model's tensors are neither BSHD nor rows; then calling it does the whole layer. It has no parameters, buffers or
-    state-dict keys of its own. One per layer is light: what layers share is opened once per config and group.
+    state-dict keys of its own, so a subclass may have a submodule ``experts``. One per layer is light: what layers
+    share is opened once per config and group.
 
     Args:
         config: what the model needs, and the backend.
@@ -74,9 +76,15 @@ class Dispatcher(nn.Module):
         name: str = "",
     ) -> None:
         super().__init__()
+        if not isinstance(config, DispatcherConfig):
+            way_out = "DispatcherConfig(**your_dict)" if isinstance(config, dict) else "DispatcherConfig.load(path)"
+            raise ConfigError(
+                f"Dispatcher: config must be a DispatcherConfig, got {type(config).__name__}. Pass {way_out}."
+            )
         self.config = config
         self.name = name
         self._naming = _Naming(name)
+        self._ddp_watch = DDPWatch()
         self._lease = lease_channel(config, group, control_group)
 
     @property
@@ -89,8 +97,23 @@ class Dispatcher(nn.Module):
         for name in ("dispatch", "combine", "plan"):
             if name in cls.__dict__:
                 raise TypeError(
-                    f"{cls.__qualname__} overrides Dispatcher.{name}, which is final. Override experts or layout_of."
+                    f"{cls.__qualname__} overrides Dispatcher.{name}, which is final. Override run_experts or "
+                    "layout_of."
                 )
+        if callable(cls.__dict__.get("experts")):
+            raise TypeError(
+                f"{cls.__qualname__} defines a method experts, which the Dispatcher does not call. Rename it to "
+                "run_experts; experts is free for a submodule."
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # nn.Module would store it, but reading the attribute would still find the method.
+        if isinstance(value, (nn.Module, nn.Parameter)) and (hasattr(Dispatcher, name) or name in ("config", "name")):
+            raise InputError(
+                f"{type(self).__qualname__}.{name}: a submodule or parameter must have a name that Dispatcher does not "
+                f"use, got {type(value).__name__}. Choose another name, such as experts."
+            )
+        super().__setattr__(name, value)
 
     @property
     def backend_name(self) -> str:
@@ -98,14 +121,14 @@ class Dispatcher(nn.Module):
         return self._channel.backend_name
 
     def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None) -> Tensor:
-        """``combine(experts(dispatch(x)))``: the whole layer, same shape as x."""
+        """Run the whole layer, ``combine(run_experts(dispatch(x)))``; the result has the shape of x."""
         sent = self.dispatch(x, routing, plan)
-        return self.combine(self.experts(sent), sent)
+        return self.combine(self.run_experts(sent), sent)
 
-    def experts(self, sent: Dispatched) -> Tensor:
-        """Apply this rank's experts to ``sent.rows``; (R, D). To be defined by the subclass that calls ``forward``."""
+    def run_experts(self, sent: Dispatched) -> Tensor:
+        """Apply this rank's experts to ``sent.rows``; (R, D). A subclass that is called defines it."""
         raise StateError(
-            f"{type(self).__qualname__}.forward: experts(sent) must be defined, got the base class's. "
+            f"{type(self).__qualname__}.forward: run_experts(sent) must be defined, got the base class's. "
             "Subclass Dispatcher and define it, or call dispatch and combine yourself."
         )
 
@@ -261,6 +284,7 @@ class Dispatcher(nn.Module):
         if state.route is None:
             return verbs.combine(rows, sent)
         with self._naming, profiler_range("combine"):
+            self._ddp_watch.look(rows, self._channel.communicator.group)
             return verbs.combine(rows, sent)
 
     def metrics(self, *, gather: bool = False) -> Metrics:
@@ -338,6 +362,14 @@ class Dispatcher(nn.Module):
         channels = {dispatcher._channel.name: dispatcher._channel for dispatcher in (self, *others)}
         everyone = None if group is None else Communicator(group)
         return overflow.retry_on_overflow(list(channels.values()), step, everyone=everyone, headroom=headroom)
+
+    def extra_repr(self) -> str:
+        """Describe the dispatcher in ``repr``: backend, sizes and place in the group."""
+        if (lease := self.__dict__.get("_lease")) is None:  # an error of __init__ may show a half-built module
+            return ""
+        config = self.config
+        sizes = f"num_experts={config.num_experts}, top_k={config.top_k}, hidden_size={config.hidden_size}"
+        return ", ".join([lease.description, sizes] + [f"name={self.name!r}"] * bool(self.name))
 
     def close(self) -> None:
         """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""

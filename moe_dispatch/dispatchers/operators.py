@@ -18,10 +18,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef, custom_op, get_ctx
+from torch.library import get_ctx
 
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.custom_operators import operator
 from moe_dispatch.dispatchers.autograd import (
     Selection,
     profiler_range,
@@ -46,22 +47,8 @@ from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Routing
 
-NAMESPACE = "moe_dispatch"
-# What each operator runs, by its name; for those who want to watch the inside of one.
-BODIES: dict[str, Callable[..., Any]] = {}
 
-
-def _operator(schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Register a function under its own name."""
-
-    def register(body: Callable[..., Any]) -> CustomOpDef:
-        BODIES[body.__name__] = body
-        return custom_op(f"{NAMESPACE}::{body.__name__}", body, mutates_args=(), schema=schema)
-
-    return register
-
-
-@_operator(
+@operator(
     "(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, str channel, "
     "SymInt? padded_rows, SymInt? group_max_rows, SymInt? fitting_rows, "
     "SymInt? buffer_rows, SymInt? pair_rows) -> Tensor[]"
@@ -139,7 +126,7 @@ def _(
     return [rows.new_empty(grouped, link.shape.hidden_size), weights.new_empty(grouped), counts, *route.tensors()]
 
 
-@_operator(
+@operator(
     "(Tensor rows, Tensor[] route, Tensor? real_rows, str channel, SymInt num_rows, SymInt num_grouped) -> Tensor"
 )
 def dispatch_again(
@@ -163,7 +150,7 @@ def _(
     return rows.new_empty(num_grouped, rows.shape[1])
 
 
-@_operator(
+@operator(
     "(Tensor grad_rows, Tensor? grad_weights, Tensor[] route, Tensor? real_rows, str channel, SymInt[] rows_shape, "
     "SymInt[] weights_shape) -> Tensor[]"
 )
@@ -198,7 +185,7 @@ def _(
     return [rows] if grad_weights is None else [rows, grad_weights.new_empty(weights_shape)]
 
 
-@_operator("(Tensor rows, Tensor weights, Tensor[] route, Tensor? real_rows, str channel, SymInt num_rows) -> Tensor")
+@operator("(Tensor rows, Tensor weights, Tensor[] route, Tensor? real_rows, str channel, SymInt num_rows) -> Tensor")
 def combine(
     rows: Tensor, weights: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int
 ) -> Tensor:
@@ -219,7 +206,7 @@ def _(
     return rows.new_empty(num_rows, rows.shape[1])
 
 
-@_operator(
+@operator(
     "(Tensor grad, Tensor? rows, Tensor weights, Tensor[] route, Tensor? real_rows, str channel, SymInt num_grouped) "
     "-> Tensor[]"
 )

@@ -271,6 +271,11 @@ def check_tensors(x_TD: Tensor, routing: Routing | None, config: DispatcherConfi
             f"{weights.device}. "
             "Move the routing."
         )
+    if ids.is_floating_point() and not weights.is_floating_point():
+        raise InputError(
+            f"{where}: topk_ids must be torch.int64 and topk_weights floating, got {ids.dtype} and {weights.dtype}. "
+            "Were the arguments swapped? torch.topk returns weights first; pass Routing(topk_ids, topk_weights)."
+        )
     if ids.dtype != torch.int64:
         raise InputError(f"{where}: topk_ids must be torch.int64, got {ids.dtype}. Convert with topk_ids.long().")
     if not weights.is_floating_point():

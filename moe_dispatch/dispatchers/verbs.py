@@ -211,7 +211,7 @@ def _dispatched(counts: Arrived | Dispatched, rows: Tensor, weights: Tensor, sta
         rows=rows,
         tokens_per_expert=counts.tokens_per_expert,
         real_tokens_per_expert=counts.real_tokens_per_expert,
-        tokens_per_expert_list=counts.tokens_per_expert_list,
+        host_counts=counts.tokens_per_expert_list if isinstance(counts, Arrived) else counts.host_counts,
         weights=weights,
         pad_multiple=state.lease.channel.shape.pad_multiple,
         state=state,
@@ -270,7 +270,7 @@ def dispatch_by_operator(
         rows=rows_RD,
         tokens_per_expert=real_L if pad_multiple == 1 else real_L + (-real_L % pad_multiple),
         real_tokens_per_expert=real_L,
-        tokens_per_expert_list=None,
+        host_counts=None,
         weights=weights_R,
         pad_multiple=pad_multiple,
         state=State(

@@ -155,8 +155,8 @@ def check_dispatched(sent: Dispatched, batches: tuple[Batch, ...], scenario: Sce
 def _check_counts(sent: Dispatched, expected: ExpectedDispatch, scenario: Scenario) -> None:
     expect_equal("real_tokens_per_expert", sent.real_tokens_per_expert.tolist(), expected.real)
     expect_equal("tokens_per_expert", sent.tokens_per_expert.tolist(), expected.counts)
-    if sent.tokens_per_expert_list is not None:
-        expect_equal("tokens_per_expert_list", list(sent.tokens_per_expert_list), expected.counts)
+    if (on_host := sent.tokens_per_expert_list) is not None:
+        expect_equal("tokens_per_expert_list", list(on_host), expected.counts)
     expect_equal("offs", sent.offs.tolist(), list(accumulate(expected.counts)))
     expect_equal("dtype of rows", sent.rows.dtype, scenario.torch_dtype)
     expect_equal("dtype of weights", sent.weights.dtype, torch.promote_types(scenario.torch_dtype, torch.float32))

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moe_dispatch.dispatchers.operators import BODIES
+from moe_dispatch.custom_operators import BODIES
 from tests.compile.layer import needs_compiler
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "torch-compile.md"

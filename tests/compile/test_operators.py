@@ -12,8 +12,8 @@ from torch import Tensor
 from moe_dispatch import Routing
 from moe_dispatch.backends import known_backends, load_backend
 from moe_dispatch.backends.base import Backend, Route
+from moe_dispatch.custom_operators import BODIES, NAMESPACE
 from moe_dispatch.dispatchers import operators
-from moe_dispatch.dispatchers.operators import BODIES, NAMESPACE
 from moe_dispatch.errors import StateError
 from moe_dispatch.testing.ranks import run_ranks
 from tests.compile.layer import dispatcher_for, tensors
@@ -48,6 +48,9 @@ def _calls(channel: str, real_rows: Tensor | None) -> dict[str, Arguments]:
         channel,
         len(rows),
     )
+    calls["split"] = (rows, torch.tensor([3, 0, len(rows) - 3]))
+    matrices, offs = torch.ones(3, 16, 4, requires_grad=True), torch.tensor([3, 3, len(rows)], dtype=torch.int32)
+    calls["aligned_mm"] = (rows, matrices, offs)
     calls["dispatch_backward"] = (grad, grad[:, 0].clone(), state, real_rows, channel, [10, 16], [10, 2])
     return calls
 
@@ -102,4 +105,5 @@ def test_compilable_is_what_can_be_traced(name: str) -> None:
 
 def test_operators_of_other_libraries_are_not_in_the_namespace() -> None:
     assert NAMESPACE == "moe_dispatch"
-    assert sorted(BODIES) == ["combine", "combine_backward", "dispatch", "dispatch_again", "dispatch_backward"]
+    verbs = ["combine", "combine_backward", "dispatch", "dispatch_again", "dispatch_backward"]
+    assert sorted(BODIES) == ["aligned_mm", *verbs, "split"]

@@ -31,6 +31,19 @@ from moe_dispatch.permutation import TorchPermutation
 from moe_dispatch.testing.ranks import thread_group
 from tests.dispatchers.layer import Group, identity_round, outcomes, outcomes_on, raises_everywhere, small_config
 
+NO_CONFIGS: dict[str, tuple[Any, str]] = {
+    "dict": ({"num_experts": 8}, r"got dict\. Pass DispatcherConfig\(\*\*your_dict\)"),
+    "path": ("moe.yaml", r"got str\. Pass DispatcherConfig\.load\(path\)"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CONFIGS)
+def test_what_is_no_config_is_not_taken_for_one(kind: str) -> None:
+    config, text = NO_CONFIGS[kind]
+    with pytest.raises(ConfigError, match=rf"Dispatcher: config must be a DispatcherConfig, {text}"):
+        build_dispatcher(config)
+
+
 RULES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "experts over ranks": (
         {"num_experts": 9},

@@ -63,6 +63,14 @@ CALLS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         InputError,
         ("topk_ids must be torch.int64, got torch.int32", "topk_ids.long()"),
     ),
+    "weights before ids": (
+        lambda d: d.dispatch(_x(), Routing(routing(6).topk_weights, routing(6).topk_ids)),
+        InputError,
+        (
+            "topk_ids must be torch.int64 and topk_weights floating, got torch.float32 and torch.int64",
+            "Were the arguments swapped? torch.topk returns weights first; pass Routing(topk_ids, topk_weights)",
+        ),
+    ),
     "dtype of weights": (
         lambda d: d.dispatch(_x(), _with_weights(Tensor.long)),
         InputError,

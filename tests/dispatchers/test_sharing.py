@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import logging
+import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from moe_dispatch.backends import BackendContext
 from moe_dispatch.backends.alltoall.backend import AllToAllOptions
 from moe_dispatch.backends.local import Local
 from moe_dispatch.dispatchers import channel as channels
-from moe_dispatch.errors import StateError
+from moe_dispatch.errors import ConfigError, StateError
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
 
@@ -212,6 +215,40 @@ def test_an_explicit_name_is_never_replaced(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_dispatcher_is_a_module_with_a_readable_repr() -> None:
-    dispatcher = build_dispatcher(small_config("local"))
+    dispatcher = build_dispatcher(small_config("local"), name="layers.7")
+    sizes = "num_experts=8, top_k=2, hidden_size=16"
     assert isinstance(dispatcher, Dispatcher)
-    assert "Dispatcher" in repr(dispatcher)
+    assert repr(dispatcher) == f"Dispatcher(backend='local', rank 0 of 1, {sizes}, name='layers.7')"
+    dispatcher.close()
+    assert f"(backend='local', rank 0 of 1, closed, {sizes}, " in repr(dispatcher)
+    assert on_ranks(lambda group: repr(build_dispatcher(small_config(), group)), 2) == [
+        f"Dispatcher(backend='alltoall', rank {rank} of 2, {sizes})" for rank in range(2)
+    ]
+
+
+def test_repr_shows_submodules_and_survives_a_build_that_failed() -> None:
+    class Half(Dispatcher):
+        def __init__(self, config: Any) -> None:
+            try:
+                super().__init__(config)
+                self.experts = nn.ModuleList([nn.Linear(2, 3)])
+            finally:
+                self.shown = repr(self)
+                shown.append(self.shown)
+
+    shown: list[str] = []
+    Half(small_config("local"))
+    assert "(experts): ModuleList(\n    (0): Linear(in_features=2, out_features=3, bias=True)" in shown[0]
+    with pytest.raises(ConfigError):
+        Half({"backend": "local"})
+    assert shown[1] == "Half()"
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch"])
+def test_a_model_with_a_dispatcher_is_saved_by_its_state_dict(save: Callable[[nn.Module], Any]) -> None:
+    layer = Layer()
+    text = r"Dispatcher: only the weights of a model .* can be saved, got pickle or torch\.save.*model\.state_dict\(\)"
+    with pytest.raises(StateError, match=text):
+        save(layer)
+    torch.save(layer.state_dict(), io.BytesIO())
+    identity_round(layer.dispatcher)

@@ -90,7 +90,9 @@ def test_closed_dispatcher(backend: str, size: int, call: str) -> None:
 
 @pytest.mark.parametrize("name", ["dispatch", "combine", "plan"])
 def test_final_methods_cannot_be_overridden(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"Wrong overrides Dispatcher\.{name}, which is final.*experts or layout_of"):
+    with pytest.raises(
+        TypeError, match=rf"Wrong overrides Dispatcher\.{name}, which is final.*run_experts or layout_of"
+    ):
         type("Wrong", (Dispatcher,), {"__qualname__": "Wrong", name: lambda self: None})
 
 
@@ -102,7 +104,7 @@ def test_forward_without_experts(backend: str, size: int) -> None:
     def body(group: Group) -> None:
         Forgetful(small_config(backend), group)(rows(6), routing(6))
 
-    texts = (r"Forgetful.forward: experts(sent) must be defined", "Subclass Dispatcher")
+    texts = (r"Forgetful.forward: run_experts(sent) must be defined", "Subclass Dispatcher")
     raises_everywhere(outcomes_on(body, size), StateError, *texts)
 
 

@@ -238,7 +238,7 @@ def test_offs_and_their_twin_with_a_leading_zero() -> None:
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
 def test_subclass_does_the_whole_layer(backend: str, size: int) -> None:
     class Layer(Dispatcher):
-        def experts(self, sent: Dispatched) -> Tensor:
+        def run_experts(self, sent: Dispatched) -> Tensor:
             return sent.rows * 3
 
     def body(group: Group) -> None:

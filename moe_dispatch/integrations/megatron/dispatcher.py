@@ -98,7 +98,7 @@ class MegatronDispatcher:
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, rows per expert with padding, and weights. In eager mode, rows per expert are on the host."""
         sent = self._in_flight("dispatch_postprocess")
-        on_host = sent.tokens_per_expert_list
+        on_host = sent.host_counts
         counts_L = sent.tokens_per_expert if on_host is None else torch.tensor(on_host, device="cpu")
         return hidden_states, counts_L, probs
 

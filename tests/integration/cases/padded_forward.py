@@ -69,7 +69,7 @@ class PackedExperts(Dispatcher):
         for name, weight in block.experts.named_parameters():
             setattr(block.experts, name, nn.Parameter(weight[mine].clone()))
 
-    def experts(self, sent: Dispatched) -> Tensor:
+    def run_experts(self, sent: Dispatched) -> Tensor:
         ids_R = torch.arange(len(sent.tokens_per_expert)).repeat_interleave(sent.tokens_per_expert)
         ones_R1 = sent.rows.new_ones(len(ids_R), 1)
         rows_RD: Tensor = self.block.experts(sent.rows, ids_R[:, None], ones_R1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 from unittest import mock
 
@@ -91,10 +92,8 @@ class StageOfRank(Dispatcher):
         self.place, self.stage = place, Stage(place.stage)
         self.stage.keep_experts(place.tp_rank)
 
-    def experts(self, sent: Dispatched) -> Tensor:
-        assert sent.tokens_per_expert_list is not None
-        parts = sent.rows.split(sent.tokens_per_expert_list)
-        return torch.cat([self.stage.expert(index, rows) for index, rows in enumerate(parts)])
+    def run_experts(self, sent: Dispatched) -> Tensor:
+        return sent.per_expert(partial(self.stage.expert, index) for index in range(len(sent.tokens_per_expert)))
 
     def moe(self, x: Tensor, layout: Layout | None) -> Tensor:
         """This rank's rows; ``layout`` is theirs."""

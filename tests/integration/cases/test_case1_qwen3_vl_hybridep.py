@@ -114,7 +114,7 @@ class Qwen3VLExperts(Dispatcher):
         self.mlps = type(block.experts)(text_config(num_experts=held))
         self.mlps.load_state_dict({name: w[mine] for name, w in block.experts.state_dict().items()})
 
-    def experts(self, sent: Dispatched) -> Tensor:
+    def run_experts(self, sent: Dispatched) -> Tensor:
         ids_R = torch.arange(len(sent.tokens_per_expert)).repeat_interleave(sent.tokens_per_expert)
         rows_RD: Tensor = self.mlps(sent.rows, ids_R[:, None], torch.ones(len(ids_R), 1))
         return rows_RD

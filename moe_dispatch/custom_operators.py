@@ -1,0 +1,22 @@
+"""Registration of functions as operators of ``torch.ops.moe_dispatch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.library import CustomOpDef, custom_op
+
+NAMESPACE = "moe_dispatch"
+# The function that each operator runs, by the operator's name; for tests that watch the inside of one.
+BODIES: dict[str, Callable[..., Any]] = {}
+
+
+def operator(schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Register the decorated function as an operator of the same name."""
+
+    def register(body: Callable[..., Any]) -> CustomOpDef:
+        BODIES[body.__name__] = body
+        return custom_op(f"{NAMESPACE}::{body.__name__}", body, mutates_args=(), schema=schema)
+
+    return register

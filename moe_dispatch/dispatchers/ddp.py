@@ -1,0 +1,75 @@
+"""A warning where DistributedDataParallel makes experts of different ranks alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+@final
+class DDPWatch:
+    """Warns once per dispatcher, in the first forward of DistributedDataParallel that records gradients.
+
+    A module is not told that it is being wrapped, and no name says which parameters belong to experts. But during a
+    forward torch knows the wrapper, and in ``combine`` the autograd graph shows which parameters the experts used.
+    """
+
+    def __init__(self) -> None:
+        self._looked = False
+
+    def look(self, rows: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Warn if this is a forward of DistributedDataParallel, and it manages parameters that the experts used.
+
+        Args:
+            rows: (R, D), given to ``combine``.
+            group: the expert-parallel group.
+
+        Cost: one attribute read; once, a walk over the autograd graph of the experts.
+        """
+        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # not a public name
+        if wrapper is None or self._looked or group is None or getattr(rows, "grad_fn", None) is None:
+            return
+        self._looked = True
+        used = {id(leaf) for leaf in _leaves_before_dispatch(rows)}
+        ignored = wrapper.parameters_to_ignore
+        managed = [
+            name
+            for name, parameter in wrapper.module.named_parameters()
+            if id(parameter) in used and name not in ignored
+        ]
+        if managed and _share_ranks(wrapper.process_group, group):
+            warnings.warn(
+                "Dispatcher.combine: DistributedDataParallel must leave out the parameters of experts, got "
+                f"{len(managed)} that it manages ({', '.join(managed[:3])}). It has copied the experts of one rank to "
+                "ranks that hold other experts, and it averages their gradients. Wrap the model as docs/training.md "
+                "shows: name these parameters in model._ddp_params_and_buffers_to_ignore first.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _leaves_before_dispatch(rows: Tensor) -> Iterator[Tensor]:
+    """The leaves that autograd reaches from ``rows`` without passing a dispatch."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [rows.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node.name() == "_DispatchBackward":
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        nodes.extend(following for following, _ in node.next_functions)
+
+
+def _share_ranks(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether two groups have two or more ranks in common."""
+    with suppress(KeyError):  # a group that was made by hand is not known to torch.distributed
+        return len({*dist.get_process_group_ranks(one)} & {*dist.get_process_group_ranks(other)}) > 1
+    return False

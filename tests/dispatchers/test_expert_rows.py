@@ -1,0 +1,210 @@
+"""``Dispatched.grouped_mm`` and ``Dispatched.per_expert``: the results of a loop over experts, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_dispatch import Dispatched, Routing, build_dispatcher
+from moe_dispatch.errors import InputError, StateError
+from moe_dispatch.testing import refuse_host_syncs, trace_static
+from tests.dispatchers.layer import (
+    NUM_EXPERTS,
+    Group,
+    local_part,
+    on_ranks,
+    random_routing,
+    random_rows,
+    small_config,
+)
+
+# Rows that start at a multiple of 16 bytes, and some that do not; hidden and inner size.
+WIDTHS = [(16, 32), (5, 7)]
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "padded": {"pad_multiple": 8},
+    "graph-safe": {"graph_safe": True, "max_tokens_per_rank": 16},
+}
+# How many tokens, and the highest expert that is chosen.
+LOADS = {"all experts": (9, 7), "some experts": (9, 2), "nowhere": (9, -1), "no tokens": (0, 7)}
+
+
+def random_matrices(hidden: int, inner: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(NUM_EXPERTS, hidden, inner), (NUM_EXPERTS, inner, hidden)]
+    return [torch.randn(*shape, generator=generator).div(shape[1] ** 0.5).to(dtype) for shape in shapes]
+
+
+def by_grouped_mm(sent: Dispatched, up_LDH: Tensor, down_LHD: Tensor) -> Tensor:
+    return sent.grouped_mm(torch.tanh(sent.grouped_mm(sent.rows, up_LDH)), down_LHD)
+
+
+def by_per_expert(sent: Dispatched, up_LDH: Tensor, down_LHD: Tensor) -> Tensor:
+    def mlp(up_DH: Tensor, down_HD: Tensor, rows: Tensor) -> Tensor:
+        return torch.tanh(rows @ up_DH) @ down_HD
+
+    return sent.per_expert(partial(mlp, *matrices) for matrices in zip(up_LDH, down_LHD, strict=True))
+
+
+def by_hand(x: Tensor, routing: Routing, up_EDH: Tensor, down_EHD: Tensor) -> Tensor:
+    """Every expert on every row, in float64."""
+    y = torch.zeros_like(x)
+    for slot in range(routing.topk_ids.shape[1]):
+        for index in range(NUM_EXPERTS):
+            weight_T = routing.topk_weights[:, slot] * (routing.topk_ids[:, slot] == index)
+            y = y + weight_T.unsqueeze(1) * (torch.tanh(x @ up_EDH[index]) @ down_EHD[index])
+    return y
+
+
+def routed(kind: str) -> Routing:
+    count, highest = LOADS[kind]
+    routing = random_routing(count)
+    return Routing(routing.topk_ids.masked_fill(routing.topk_ids > highest, -1), routing.topk_weights)
+
+
+def errors(
+    group: Group, helper: Callable[..., Tensor], kind: str, sizes: tuple[int, int], dtype: torch.dtype, mode: str
+) -> list[float]:
+    """By how much y and the gradients of x and of both matrices differ from those computed by hand."""
+    routing, matrices = routed(kind), random_matrices(*sizes, dtype)
+    x = random_rows(len(routing.topk_ids), sizes[0], dtype=dtype).requires_grad_()
+    held = [local_part(whole, group) for whole in matrices]
+    dispatcher = build_dispatcher(small_config("alltoall", hidden_size=sizes[0], **MODES[mode]), group)
+    sent = dispatcher.dispatch(x, routing)
+    y = dispatcher.combine(helper(sent, *held), sent)
+    y.square().sum().backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, *matrices)]
+    wanted_y = by_hand(exact[0], routing, *exact[1:])
+    wanted_y.square().sum().backward()
+    ranks = 1 if group is None else group.size()
+    wanted = [wanted_y.detach(), exact[0].grad]
+    # Every rank sends the same tokens, so that experts get the gradient of each rank once more.
+    wanted += [ranks * local_part(leaf.grad, group).detach() for leaf in exact[1:] if leaf.grad is not None]
+    got = [y.detach(), x.grad, *(leaf.grad for leaf in held)]
+    return [_relative(one, other) for one, other in zip(got, wanted, strict=True)]
+
+
+def _relative(got: Tensor | None, wanted: Tensor | None) -> float:
+    assert got is not None
+    assert wanted is not None
+    if not wanted.numel():
+        return float(got.shape != wanted.shape)
+    return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", LOADS)
+@pytest.mark.parametrize("sizes", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_grouped_mm_equals_a_loop(dtype: torch.dtype, sizes: tuple[int, int], kind: str, mode: str) -> None:
+    assert max(errors(None, by_grouped_mm, kind, sizes, dtype, mode)) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("mode", ["eager", "padded"])
+@pytest.mark.parametrize("kind", LOADS)
+def test_per_expert_equals_a_loop(kind: str, mode: str) -> None:
+    assert max(errors(None, by_per_expert, kind, (5, 7), torch.float64, mode)) <= 1e-12
+
+
+@pytest.mark.parametrize("helper", [by_grouped_mm, by_per_expert])
+@pytest.mark.parametrize("kind", LOADS)
+def test_both_on_ranks_of_which_some_have_no_rows(kind: str, helper: Callable[..., Tensor]) -> None:
+    for found in on_ranks(lambda group: errors(group, helper, kind, (16, 8), torch.float32, "eager"), 4):
+        assert max(found) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_grouped_mm_reads_nothing_on_the_host_in_graph_safe_mode(dtype: torch.dtype) -> None:
+    up, down = random_matrices(16, 8, dtype)
+    dispatcher = build_dispatcher(small_config("local", **MODES["graph-safe"]))
+    x, routing = random_rows(9, dtype=dtype).requires_grad_(), routed("all experts")
+    with refuse_host_syncs():
+        sent = dispatcher.dispatch(x, routing)
+        dispatcher.combine(by_grouped_mm(sent, up.requires_grad_(), down), sent).square().sum().backward()
+    assert up.grad is not None
+    assert up.grad.any()
+
+
+def test_grouped_mm_has_no_shape_that_depends_on_values() -> None:
+    dispatcher = build_dispatcher(small_config("local", permutation="torch", **MODES["graph-safe"]))
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(x, Routing(ids, weights))
+        return dispatcher.combine(by_grouped_mm(sent, up, down), sent)
+
+    routing = routed("all experts")
+    x = random_rows(9, dtype=torch.bfloat16).requires_grad_()
+    matrices = random_matrices(16, 8, torch.bfloat16)
+    assert trace_static(layer, x, routing.topk_ids, routing.topk_weights, *matrices, device="meta").shape == (9, 16)
+
+
+def sent_in(mode: str = "eager", dtype: torch.dtype = torch.float32) -> Dispatched:
+    return build_dispatcher(small_config("local", **MODES[mode])).dispatch(
+        random_rows(9, dtype=dtype), routed("all experts")
+    )
+
+
+@pytest.mark.parametrize("inner", [8, 7])
+def test_a_plain_sum_may_follow(inner: int) -> None:
+    """Its gradient is expanded, which torch's operator refuses."""
+    sent = sent_in()
+    matrices = torch.ones(NUM_EXPERTS, 16, inner, requires_grad=True)
+    sent.grouped_mm(sent.rows, matrices).sum().backward()
+    assert matrices.grad is not None
+    torch.testing.assert_close(matrices.grad.sum(0)[:, 0], sent.rows.sum(0))
+
+
+def test_matrices_and_rows_that_are_views() -> None:
+    sent = sent_in()
+    wide = torch.cat((sent.rows, sent.rows), dim=1)
+    matrices = torch.randn(NUM_EXPERTS, 8, 16)
+    torch.testing.assert_close(
+        sent.grouped_mm(wide.chunk(2, dim=1)[1], matrices.transpose(1, 2)),
+        sent.per_expert(partial(F.linear, weight=matrix) for matrix in matrices),
+    )
+
+
+def test_grouped_mm_follows_autocast() -> None:
+    sent, matrices = sent_in(), torch.randn(NUM_EXPERTS, 16, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = sent.grouped_mm(sent.rows, matrices)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), sent.grouped_mm(sent.rows, matrices), rtol=5e-2, atol=5e-2)
+
+
+WRONG: dict[str, tuple[Callable[[Dispatched], Any], str]] = {
+    "matrices of all experts": (
+        lambda sent: sent.grouped_mm(sent.rows, torch.ones(9, 16, 8)),
+        r"rows must be floating \(R=18, D\) and weights \(L=8, D, H\) .*\(9, 16, 8\)\. Pass one matrix per expert of",
+    ),
+    "transposed": (lambda sent: sent.grouped_mm(sent.rows, torch.ones(8, 4, 16)), r"transpose those that are \(L, H"),
+    "one matrix": (lambda sent: sent.grouped_mm(sent.rows, torch.ones(16, 8)), r"got torch\.float32 \(18, 16\) and"),
+    "other rows": (lambda sent: sent.grouped_mm(torch.ones(9, 16), torch.ones(8, 16, 8)), r"\(R=18, D\).*\(9, 16\)"),
+    "dtypes": (
+        lambda sent: sent.grouped_mm(sent.rows, torch.ones(8, 16, 8, dtype=torch.bfloat16)),
+        r"in the same dtype, got torch\.float32 .* and torch\.bfloat16",
+    ),
+    "functions": (
+        lambda sent: sent.per_expert(nn.ModuleList([nn.Identity()])),
+        r"Dispatched\.per_expert: this rank has 8 experts, got 1 functions\. Pass one function per expert",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    call, text = WRONG[name]
+    with pytest.raises(InputError, match=text):
+        call(sent_in())
+
+
+def test_per_expert_is_refused_in_graph_safe_mode() -> None:
+    with pytest.raises(StateError, match=r"per_expert: the host must know .*graph_safe=True.*Use sent\.grouped_mm"):
+        sent_in("graph-safe").per_expert([nn.Identity()] * NUM_EXPERTS)

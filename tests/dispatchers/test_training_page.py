@@ -1,0 +1,191 @@
+"""The code of docs/training.md under real DDP and FSDP2: the gradients of one rank that has all experts and tokens."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_dispatch import DispatcherConfig
+from moe_dispatch.testing import run_processes
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+RANKS, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 4, 16, 8, 8, 2, 2
+MESHES = [(2, 2), (1, 4)]
+CONFIG = DispatcherConfig(backend="alltoall", num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN)
+
+
+def page() -> Any:
+    """What the page's code defines."""
+    namespace: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(PAGE), "exec"), namespace)
+    return SimpleNamespace(**namespace)
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.randn(3 + rank, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def make_model(copies: int, ep_size: int) -> tuple[Any, nn.Sequential, DeviceMesh]:
+    """The page, two of its blocks with other weights on every rank, and the mesh."""
+    code = page()
+    mesh = code.make_mesh("cpu", copies, ep_size)
+    torch.manual_seed(10 + dist.get_rank())
+    return code, nn.Sequential(*(code.Block(CONFIG, mesh["ep"].get_group(), INNER) for _ in range(LAYERS))), mesh
+
+
+def under_ddp(code: Any, model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]:
+    wrapped = code.wrap(model, mesh)
+    return wrapped, lambda: code.reduce_expert_gradients(wrapped.module, mesh)
+
+
+def under_fsdp(code: Any, model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[], None]]:
+    return code.shard(model, mesh), lambda: None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def all_experts(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """(L, ...) of each rank, as (E, ...)."""
+    parts = [torch.empty_like(tensor) for _ in range(mesh["ep"].size())]
+    dist.all_gather(parts, tensor.contiguous(), group=mesh["ep"].get_group())
+    return torch.cat(parts)
+
+
+def dense(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """The model on one rank, every expert on every row."""
+    for layer in range(LAYERS):
+        router, up, down = (weights[f"{layer}.{name}"] for name in ("router.weight", "experts.up", "experts.down"))
+        weights_TK, ids_TK = (x @ router.T).softmax(-1).topk(TOP_K)
+        weights_TE = torch.zeros(len(x), EXPERTS).scatter(1, ids_TK, weights_TK)
+        outputs_TED = torch.einsum("tei,eid->ted", F.silu(torch.einsum("td,edi->tei", x, up)), down)
+        x = x + torch.einsum("te,ted->td", weights_TE, outputs_TED)
+    return x
+
+
+def differences(rank: int, copies: int, ep_size: int, under: Callable[..., Any]) -> dict[str, float]:
+    """How far every gradient is from that of the dense model on the tokens of all ranks."""
+    code, model, mesh = make_model(copies, ep_size)
+    wrapped, finish = under(code, model, mesh)
+
+    def gathered(pick: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
+        found = {name: whole(pick(parameter)) for name, parameter in model.named_parameters()}
+        return {name: all_experts(t, mesh) if ".experts." in name else t for name, t in found.items()}
+
+    weights = {name: weight.requires_grad_() for name, weight in gathered(lambda p: p).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(tokens(rank)).square().mean().backward()
+    finish()
+    sum(dense(tokens(other), weights).square().mean() / RANKS for other in range(RANKS)).backward()  # type: ignore[union-attr]
+    grads = gathered(lambda p: p.grad if p.grad is not None else torch.full_like(p, torch.nan))
+    return {name: relative(grad, weights[name].grad) for name, grad in grads.items()}
+
+
+def relative(got: Tensor, want: Tensor | None) -> float:
+    assert want is not None
+    return float((got - want).norm() / want.norm())
+
+
+def with_all_parameters(rank: int, ep_size: int) -> dict[str, Any]:
+    """DDP and FSDP2 without the page's precautions: what is said, and whether ranks still hold their own experts."""
+    found: dict[str, Any] = {}
+    wraps: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": DistributedDataParallel, "fsdp": shard_all}
+    for name, wrap in wraps.items():
+        _, model, mesh = make_model(RANKS // ep_size, ep_size)
+        before = all_experts(model.get_parameter("0.experts.up").detach().clone(), mesh)
+        wrapped = wrap(model)
+        after = whole(model.get_parameter("0.experts.up"))
+        found[f"{name} kept"] = bool(torch.equal(after, before.chunk(ep_size)[mesh["ep"].get_local_rank()]))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with torch.no_grad():
+                    wrapped(tokens(rank))
+                wrapped(tokens(rank)).sum().backward()
+        found[name] = [str(warning.message) for warning in caught if "experts" in str(warning.message)]
+    return found
+
+
+def shard_all(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    return model
+
+
+def copies_only(rank: int) -> list[str]:
+    """DDP among ranks that hold the same experts is right, and nothing is said."""
+    _, model, mesh = make_model(2, 2)
+    wrapped = DistributedDataParallel(model, process_group=mesh["copies"].get_group())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrapped(tokens(rank)).sum().backward()
+    return [str(warning.message) for warning in caught]
+
+
+def all_of_it(rank: int) -> dict[str, Any]:
+    """Processes start once for all tests."""
+    ways = {"ddp": under_ddp, "fsdp": under_fsdp}
+    return {
+        **{f"{way} {mesh}": differences(rank, *mesh, under) for way, under in ways.items() for mesh in MESHES},
+        "all parameters": with_all_parameters(rank, RANKS),
+        "copies only": copies_only(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_processes(all_of_it, RANKS, timeout=timedelta(seconds=60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_gradients_are_those_of_one_rank_with_all_experts(
+    results: list[dict[str, Any]], way: str, mesh: tuple[int, int]
+) -> None:
+    for rank, found in enumerate(results):
+        assert len(found[f"{way} {mesh}"]) == 3 * LAYERS
+        for name, difference in found[f"{way} {mesh}"].items():
+            assert difference <= 1e-5, f"rank {rank}: {name}"
+
+
+@pytest.mark.slow
+def test_ddp_over_experts_makes_them_alike_and_is_warned_of_once_a_layer(results: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(results):
+        assert found["all parameters"]["ddp kept"] == (rank == 0)
+        said = found["all parameters"]["ddp"]
+        assert len(said) == LAYERS
+        for layer, text in enumerate(said):
+            assert re.search(
+                r"Dispatcher\.combine: DistributedDataParallel must leave out the parameters of experts, got 2 that "
+                rf"it manages \({layer}\.experts\.up, {layer}\.experts\.down\)\..*docs/training\.md",
+                text,
+            )
+
+
+@pytest.mark.slow
+def test_fsdp_over_experts_mixes_them_as_the_page_says(results: list[dict[str, Any]]) -> None:
+    assert not all(found["all parameters"]["fsdp kept"] for found in results)
+    assert [found["all parameters"]["fsdp"] for found in results] == [[]] * RANKS
+
+
+@pytest.mark.slow
+def test_ddp_over_copies_only_is_not_warned_of(results: list[dict[str, Any]]) -> None:
+    assert [found["copies only"] for found in results] == [[]] * RANKS
