@@ -18,6 +18,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
