@@ -57,7 +57,7 @@ def test_commands_name_extras_that_exist_and_no_page_names_an_index() -> None:
     used = {
         name for path in sources for name in re.findall(r"how_to_install\(['\"](\w+)['\"]\)", path.read_text("utf-8"))
     }
-    assert used == {"bench", "cli", "dev", "trace", "yaml"}
+    assert used == {"bench", "cli", "trace", "yaml"}
     assert used <= extras
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *sources]
     told = {path.name for path in pages if re.search(r"install '?moe-dispatch", path.read_text("utf-8"))}
