@@ -1,7 +1,8 @@
-"""Host syncs, counted or refused on a machine without a GPU: reads of tensors, and shapes that depend on their values.
+"""Count or refuse host syncs on a machine without a GPU.
 
-Reads by Python are seen by patching ``Tensor`` for the whole process, because on a CPU most of them are no operators of
-torch. Operators are seen by a dispatch mode in each thread.
+A host sync is a read of tensor values by Python, or an operator that needs tensor values for the shape of its result.
+Reads by Python are found by patching ``Tensor`` for the whole process, because most of them call no operator of torch
+on a CPU. Operators are found by a dispatch mode in each thread.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ class HostRead:
 
 @contextmanager
 def count_host_syncs() -> Iterator[list[HostRead]]:
-    """Record every read of tensor values by Python, in all threads. On a GPU each would wait for the device.
+    """Record every read of tensor values by Python, in all threads. On a GPU each read would wait for the device.
 
-    It sees ``item``, ``tolist``, ``cpu``, ``to("cpu")``, ``numpy``, ``bool()``, ``int()``, ``float()``, ``complex()``
-    and use as an index. Enter it once, around the threads; a second one inside raises RuntimeError.
+    The reads are ``item``, ``tolist``, ``cpu``, ``to("cpu")``, ``numpy``, ``bool()``, ``int()``, ``float()``,
+    ``complex()`` and use as an index. Enter the context once, around all threads.
+
+    Yields:
+        The list of reads found so far.
+
+    Raises:
+        RuntimeError: A second ``count_host_syncs`` or ``refuse_host_syncs`` is open.
     """
     reads: list[HostRead] = []
     with _intercept_reads(lambda method: reads.append(_read_here(method))):
@@ -44,30 +51,36 @@ def count_host_syncs() -> Iterator[list[HostRead]]:
 
 
 class HostSyncError(AssertionError):
-    """The host read values of a tensor, or an operator needed them for a shape. The text names operation and line."""
+    """The host read tensor values, or an operator needed them for a shape. The text names the operation and line."""
 
 
 @contextmanager
 def refuse_host_syncs() -> Iterator[list[HostRead]]:
     """Raise HostSyncError for every operation inside that would make the host wait for a GPU.
 
-    All threads are watched, forward and backward. The operations are: reads of a tensor by Python, as counted by
-    ``count_host_syncs``; operators whose result or shape depends on data according to torch (``_local_scalar_dense``,
-    ``equal``, ``nonzero``, ``masked_select``, ``unique``, ``bincount``, ...); ``repeat_interleave`` without
-    ``output_size``; boolean masks as an index; copies between the CPU and another device. Operators that the Python
-    body of a registered operator calls are watched too.
+    All threads are watched, in the forward and in the backward. The operations are:
 
-    Enter it once, around the ranks. In threads started before, only reads by Python are seen. The error is raised again
-    at the end, so that no ``except`` hides it. Two things are not seen: what C++, Triton and compiled code do inside
-    one operator, and a tensor on the CPU that would be copied if the code ran on a GPU, which
-    ``trace_static(..., device="meta")`` sees.
+    - reads of a tensor by Python, as ``count_host_syncs`` counts them
+    - operators whose result or shape depends on data according to torch (``_local_scalar_dense``, ``equal``,
+      ``nonzero``, ``masked_select``, ``unique``, ``bincount``, ...)
+    - ``repeat_interleave`` without ``output_size``
+    - a boolean mask as an index
+    - copies between the CPU and another device
+
+    If a registered operator has a Python body, the operators that the body calls are watched too.
+
+    Enter the context once, around the ranks. In a thread that was started before, only reads by Python are found. The
+    error is raised again at the end, so that no ``except`` hides it.
+
+    Two things are not found. The first is what C++, Triton and compiled code do inside one operator. The second is a
+    CPU tensor that would be copied if the code ran on a GPU; ``trace_static(..., device="meta")`` finds it.
 
     Yields:
         The list of operations found so far.
 
     Raises:
-        HostSyncError: At the operation, and again at the end. Also for an operator of this library without a Python
-            body, because nothing can watch what it does.
+        HostSyncError: At the operation, and again at the end. An operator of this library that has no Python body
+            raises it too, because nothing can watch what such an operator does.
         RuntimeError: A second ``refuse_host_syncs`` or ``count_host_syncs`` is open.
 
     Cost: tens of microseconds per operator of any kind.
@@ -91,9 +104,10 @@ def refuse_host_syncs() -> Iterator[list[HostRead]]:
 
 @contextmanager
 def allow_host_syncs() -> Iterator[None]:
-    """Let this thread read tensors inside ``refuse_host_syncs``, for a harness that checks results.
+    """Let this thread read tensors inside ``refuse_host_syncs``, for test code that checks results.
 
-    It is also a decorator. It does not cover threads started inside, and does nothing without ``refuse_host_syncs``.
+    It also works as a decorator. Threads that are started inside are still watched. Without ``refuse_host_syncs`` it
+    has no effect.
     """
     before = _is_allowed()
     _here.allowed = True
@@ -131,8 +145,8 @@ class _Watch:
 def _error_text(found: list[HostRead]) -> str:
     reads = "".join(f"\n  {read.method} at {read.place}, in thread {read.thread}" for read in found)
     return (
-        "refuse_host_syncs: no value of a tensor may be read by the host and no shape may depend on one, got:"
-        f"{reads}\nCompute it on the device with a static shape, or read it outside the block."
+        "refuse_host_syncs: the host must not read tensor values, and no shape may depend on them, got:"
+        f"{reads}\nCompute the value on the device with a static shape, or read it outside the block."
     )
 
 
@@ -177,14 +191,15 @@ class _RefusingMode(TorchDispatchMode):
 
 @contextmanager
 def _intercept_reads(hook: Callable[[str], object]) -> Iterator[None]:
-    """Call ``hook(method)`` before every read of a tensor by Python, in all threads. If it raises, the read raises.
+    """Call ``hook(method)`` before every read of a tensor by Python, in all threads. A hook that raises stops the read.
 
     Raises:
-        RuntimeError: Another one is open.
+        RuntimeError: The reads are already intercepted.
     """
     if not _patching.acquire(blocking=False):
         raise RuntimeError(
-            "count_host_syncs, refuse_host_syncs: each patches the whole process, so only one may be open at a time."
+            "count_host_syncs, refuse_host_syncs: each patches the whole process, so only one may be open at a time. "
+            "Leave the first one before you enter the second."
         )
     try:
         for name, reads in _READS.items():
@@ -192,12 +207,12 @@ def _intercept_reads(hook: Callable[[str], object]) -> Iterator[None]:
         yield
     finally:
         for name in _READS:
-            delattr(Tensor, name)  # Tensor inherits them all
+            delattr(Tensor, name)  # Tensor then inherits the original method again
         _patching.release()
 
 
 def _read_here(method: str) -> HostRead:
-    """Describe a read by this thread, at the innermost line outside torch and outside the modules that watch it."""
+    """Describe a read by this thread. Its line is the innermost one outside torch and outside the watching modules."""
     frame: Any = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_WATCHERS):
         frame = frame.f_back
@@ -216,12 +231,16 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 
 
 def _names_the_cpu(_: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a call of ``to`` names the CPU by a string: on a CPU ``x.to(y.device)`` looks like no copy."""
+    """Return whether a call of ``to`` names the CPU by a string.
+
+    A call such as ``x.to(y.device)`` is not counted, because on a machine without a GPU the device is always the CPU.
+    """
     return any(isinstance(value, str) and value.startswith("cpu") for value in (*args[:1], kwargs.get("device")))
 
 
-# Methods that read values, each with a test of its arguments. ``__array__``, ``repr``, ``in`` and ``torch.tensor`` of a
-# list of tensors call one of them. Other reads (``torch.equal``, a slice by a tensor, ...) are operators of torch.
+# Methods that may read values, each with a function that says by the arguments whether a call does. ``__array__``,
+# ``repr``, ``in`` and ``torch.tensor`` of a list of tensors call one of these methods. Other reads (``torch.equal``, a
+# slice by a tensor, ...) are operators of torch.
 _VALUES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__")
 _READS: dict[str, Callable[..., bool]] = {**dict.fromkeys(_VALUES, _always), "to": _names_the_cpu}
 

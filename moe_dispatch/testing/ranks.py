@@ -1,4 +1,4 @@
-"""Ranks for tests, examples and the command: threads of this process, or processes of this machine."""
+"""Run a function on several ranks, which are threads of this process or processes of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moe_dispatch.errors import MoEDispatchError
 Result = TypeVar("Result")
 
 TIMEOUT = datetime.timedelta(seconds=10)
-# A rank that dies silently makes its peers raise, and their errors may arrive before its death is seen.
+# If a rank dies without an error, its peers raise. Their errors may arrive before this process notices the death.
 GRACE_SECONDS = 1.0
 
 
@@ -37,30 +37,32 @@ class RankFailed(RuntimeError):
 def run_ranks(
     body: Callable[[dist.ProcessGroup], Result], size: int, *, timeout: datetime.timedelta = TIMEOUT
 ) -> list[Result]:
-    """Run ``body(group)`` on ``size`` ranks that are threads of this process; return the results by rank.
+    """Run ``body(group)`` on ``size`` ranks, each a thread of this process. Return the results by rank.
 
-    Each rank gets a gloo group made without ``init_process_group``, so several sets of ranks can exist side by side.
+    The gloo group of a rank is made without ``init_process_group``, so several sets of ranks can exist at the same
+    time.
 
     Raises:
         BaseException: The error of the rank that failed first, with the rank as a note. Time-outs and lost connections
             are raised only if no rank raised anything else.
     """
     store = HashStore()
-    # All groups live until the last rank is done: closing one early would disconnect peers that still connect.
+    # Keep all groups until the last rank is done. A group that closes early disconnects peers that are still
+    # connecting.
     groups = _run_threads(lambda rank: thread_group(store, rank, size, timeout), size)
     return _run_threads(lambda rank: body(groups[rank]), size)
 
 
 @final
 class Ranks:
-    """``run_ranks`` that keeps its groups from one run to the next: connecting them takes longer than a small test."""
+    """Runs functions as ``run_ranks`` does, and keeps the groups, because connecting takes longer than a small test."""
 
     def __init__(self, timeout: datetime.timedelta = TIMEOUT) -> None:
         self.timeout = timeout
         self._idle: dict[int, list[dist.ProcessGroup]] = {}
 
     def run(self, body: Callable[[dist.ProcessGroup], Result], size: int) -> list[Result]:
-        """Run as ``run_ranks`` does. Groups of a run that raised are dropped: a collective may be half done in them."""
+        """Run ``body`` as ``run_ranks`` does. If it raises, drop the groups: a collective may be half done in them."""
         groups = self._idle.pop(size, None) or run_ranks(lambda group: group, size, timeout=self.timeout)
         results = _run_threads(lambda rank: body(groups[rank]), size)
         self._idle[size] = groups
@@ -100,7 +102,7 @@ def _run_threads(body: Callable[[int], Result], size: int) -> list[Result]:
 
 
 def _is_consequence(text: str) -> bool:
-    """Return whether an error tells of another rank's failure: a time-out or a lost connection."""
+    """Return whether the text reports a time-out or a lost connection, which the failure of another rank causes."""
     return any(sign in text.lower() for sign in ("timed out", "timeout", "connection", "refused:"))
 
 
@@ -113,25 +115,27 @@ def run_processes(
     on_message: Callable[[Any], None] | None = None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> list[Any]:
-    """Run ``body(rank, *args)`` in ``size`` processes of this machine and return the results, pickled, by rank.
+    """Run ``body(rank, *args)`` in ``size`` processes of this machine. Return the results by rank.
 
-    Processes are spawned, or forked from a server if the program has called
-    ``multiprocessing.set_start_method("forkserver")``: a server that has preloaded torch saves each process the import.
-    No process is left however this function ends: by an error, by Ctrl-C, or because this process dies.
+    Processes are spawned. If the program has called ``multiprocessing.set_start_method("forkserver")``, they are forked
+    from a server instead. A server that has preloaded torch saves each process the import. No process is left when this
+    function ends by an error or by Ctrl-C, or when this process dies.
 
-    ``torch.multiprocessing.spawn`` and the ``start_processes`` of torchrun cannot serve here. Neither passes messages
-    while ranks run or keeps Ctrl-C from the ranks, and both name the failed process that they see first, which may be a
-    peer that only lost its connection.
+    ``torch.multiprocessing.spawn`` and the ``start_processes`` of torchrun cannot replace this function. They do not
+    pass messages while ranks run, and they do not keep Ctrl-C from the ranks. They also report the failed process that
+    they see first, which may be a peer that only lost its connection.
 
     Args:
-        body: Function that a new process can import by name, or a ``functools.partial`` of one.
+        body: Function that a new process can import by name, or a ``functools.partial`` of such a function. It returns
+            a value that can be pickled.
         size: Number of ranks.
-        *args: Further arguments of ``body``, pickled.
+        *args: Further arguments of ``body``. They are pickled.
         timeout: Timeout of collectives in the default group.
-        backend: Backend of the default group. With "nccl", each rank takes the GPU of its number.
-        on_message: If given, ``body`` is also called with a keyword ``send``. Whatever rank 0 passes to its ``send``
-            while it runs, this process passes to ``on_message``; messages of other ranks are dropped.
-        grace_seconds: After a failure, ranks that report nothing for this long are killed.
+        backend: Backend of the default group. With "nccl", rank r uses GPU r.
+        on_message: Function that is called in this process with each message of rank 0, while the ranks run. If given,
+            ``body`` is called with a keyword ``send``, a function that sends a message. Messages of other ranks are
+            dropped.
+        grace_seconds: Seconds without a report after which ranks are killed, once a rank has failed.
 
     Raises:
         RankFailed: A rank raised or died.
@@ -159,7 +163,7 @@ def run_processes(
 
 
 def failure_text(rank: int, size: int, error: BaseException) -> str:
-    """Describe the error of a rank: errors of this library by their message, any other by its traceback."""
+    """Describe the error of a rank: an error of this library by its message, any other error by its traceback."""
     if isinstance(error, MoEDispatchError):
         described = "\n".join([str(error), *getattr(error, "__notes__", ())])
     else:
@@ -169,16 +173,16 @@ def failure_text(rank: int, size: int, error: BaseException) -> str:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C until the block ends, and for good from processes that are started inside.
+    """Delay Ctrl-C until the block ends. Processes that are started inside the block never see it.
 
-    Ctrl-C reaches every process of a terminal, but only this one may act on it. Processes started inside inherit the
-    signal mask. Another thread of this process may still receive the signal, so a handler records it. Raising inside
-    the block could lose track of a process that has just started.
+    A terminal sends Ctrl-C to all its processes, but only this process should act on it. Processes that are started
+    inside the block inherit the signal mask. Another thread of this process may still receive the signal, so a handler
+    records it. The handler does not raise, because that could lose track of a process that has just started.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
-    resource_tracker.ensure_running()  # starting it inside would lift the mask (Python 3.11)
+    resource_tracker.ensure_running()  # its start unblocks SIGINT (Python 3.11), so it must not start inside
     received: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -201,7 +205,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 @final
 class _Listener:
-    """Reads what ranks send until all of them have ended, or one has failed."""
+    """Reads the messages of all ranks until every rank has ended or one has failed."""
 
     def __init__(
         self,
@@ -231,13 +235,13 @@ class _Listener:
         return bool(self._deaths or self._errors)
 
     def _read(self, timeout: float | None) -> bool:
-        """Read one message of each rank that sent one; return whether there was any."""
+        """Read one message from each rank that has sent one. Return whether any rank has."""
         ready = [reader for reader in wait(list(self._open), timeout) if isinstance(reader, Connection)]
         for reader in ready:
             rank = self._open[reader]
             try:
                 sent = reader.recv_bytes()
-            except (EOFError, OSError):  # OSError: the rank died within a message
+            except (EOFError, OSError):  # OSError: the rank died while it sent a message
                 del self._open[reader]
                 self._ended(rank)
             else:
@@ -262,7 +266,7 @@ class _Listener:
         )
 
     def _failure(self) -> RankFailed:
-        """Name the cause: a silent death, else the first error that is no consequence of another rank's failure."""
+        """Make the error of the cause: a rank that died without an error, else the first error that no peer caused."""
         if self._deaths:
             return RankFailed(self._deaths[0])
         errors = list(self._errors.values())
@@ -276,7 +280,7 @@ class _Listener:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """Arguments of ``run_processes`` for its processes, with the port of the store at which they meet."""
+    """Arguments of ``run_processes`` that each process needs, and the port of the store that they share."""
 
     body: Callable[..., Any]
     args: tuple[Any, ...]
@@ -288,14 +292,14 @@ class _Call:
 
 
 def _run_rank(call: _Call, rank: int, environment: dict[str, str], writer: Connection) -> None:
-    """Run the body as one rank, in its process."""
+    """Run the body of one rank, in the process of this rank."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.clear()  # a server that processes are forked from keeps the environment that it was started with
+    os.environ.clear()  # a forked process has the environment with which the fork server was started
     os.environ.update(environment)
     torch.set_num_threads(1)
 
     def send(kind: str, value: Any) -> None:
-        writer.send_bytes(pickle.dumps((kind, value)))  # torch's own pickling leaves tensors in memory of this process
+        writer.send_bytes(pickle.dumps((kind, value)))  # torch's pickler would keep tensors in this process's memory
 
     keywords = {"send": lambda message: send("message", message)} if call.sends else {}
     try:
@@ -303,7 +307,7 @@ def _run_rank(call: _Call, rank: int, environment: dict[str, str], writer: Conne
             torch.cuda.set_device(rank)
         store = dist.TCPStore("127.0.0.1", call.port, is_master=False)
         dist.init_process_group(call.backend, store=store, rank=rank, world_size=call.size, timeout=call.timeout)
-        # Wait until all ranks have connected: a body that returns at once would disconnect peers that still connect.
+        # Wait until all ranks have connected. A body that returns at once would disconnect peers that still connect.
         store.set(f"connected/{rank}", "")
         store.wait([f"connected/{peer}" for peer in range(call.size)])
         send("result", call.body(rank, *call.args, **keywords))

@@ -1,6 +1,7 @@
-"""Scenarios of the conformance kit: frozen, seeded descriptions, and the tensors that they stand for.
+"""Scenarios of the conformance kit: frozen descriptions, and the tensors that each scenario draws from its seed.
 
-Dimensions are those of ``moe_dispatch.types``. Tensors of this file are float64 and hold only real tokens.
+Names of tensors end in the dimensions that ``moe_dispatch.types`` lists. W is the width of an expert's matrix. Tensors
+of this file are float64 and hold only real tokens, without padding.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ _EXPERT_WIDTH = 32
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 # Largest allowed difference, relative to the largest expected value of the same tensor. The experts of the kit compute
-# in float64, so what is left is the rounding of rows and sums: a few units in the last place.
+# in float64. So only rows and sums are rounded, which costs a few units in the last place.
 TOLERANCES: dict[DtypeName, float] = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
-# Each draws the expert ids of a batch: (rows, top_k, num_experts, generator) -> (rows, top_k).
+# A function that draws the expert ids of a batch: (rows, top_k, num_experts, generator) -> ids (rows, top_k).
 Draw = Callable[[int, int, int, torch.Generator], Tensor]
 
 
 def balanced(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Send each slot to the next expert, so that counts differ by one at most."""
+    """Send each slot to the next expert, so that the numbers of rows of two experts differ by one at most."""
     return torch.arange(rows * top_k).view(rows, top_k) % num_experts
 
 
@@ -44,25 +45,25 @@ def uniform(rows: int, top_k: int, num_experts: int, generator: torch.Generator)
 
 
 def skewed(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Draw distinct experts for each row, the first expert far more often than the last."""
+    """Draw distinct experts for each row. The first expert is drawn far more often than the last."""
     odds = torch.arange(1, num_experts + 1).double().pow(-2).expand(rows, -1)
     return torch.multinomial(odds, top_k, generator=generator) if rows else torch.empty(0, top_k, dtype=torch.int64)
 
 
 def last_expert(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Send every row to the last expert; all slots but the first are -1."""
+    """Send every row to the last expert. All slots but the first are -1."""
     ids = torch.full((rows, top_k), -1)
     ids[:, 0] = num_experts - 1
     return ids
 
 
 def first_half(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Draw distinct experts of the first half, so that some of several ranks receive nothing."""
+    """Draw distinct experts from the first half. If there are several ranks, half of them receive nothing."""
     return uniform(rows, top_k, num_experts // 2, generator)
 
 
 def duplicates(rows: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Draw experts with replacement; every other row names its first expert in all slots."""
+    """Draw experts with replacement. Every other row names its first expert in all slots."""
     ids = torch.randint(num_experts, (rows, top_k), generator=generator)
     ids[::2] = ids[::2, :1]
     return ids
@@ -108,9 +109,9 @@ class Batch:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Experts:
-    """Parameters of all experts, (E, W, W) and (E, D). Experts differ, so that a row at a wrong expert shows.
+    """Parameters of all experts, (E, W, W) and (E, D). Experts differ, so a row at a wrong expert gives a wrong result.
 
-    A matrix maps W columns at a time; D by D matrices would take most of the kit's time and memory.
+    A matrix maps W columns at a time, because D by D matrices would take most of the kit's time and memory.
     """
 
     matrix_EWW: Tensor
@@ -132,29 +133,31 @@ class Experts:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """One thing that a backend must do right.
+    """One situation that a backend must handle correctly.
 
     Attributes:
         name: Id in test names and in the list of excuses.
-        tokens: Number of real tokens by rank. A group of P ranks takes the last P entries, a larger one repeats them.
+        tokens: Number of real tokens by rank. A group of P ranks uses the last P entries. If there are fewer than P,
+            the entries are repeated.
         num_experts: Number of experts of the whole group.
         top_k: Number of slots of a token.
         hidden: Number of columns of x.
         routing: Name in ``ROUTINGS``.
         dtype: Dtype of x.
-        pad_multiple: The rows of each expert are padded to a multiple of this.
+        pad_multiple: The rows of each expert are padded to a multiple of this number.
         weights: Whether combine or the experts multiply by the weights.
         wire_dtype: Dtype in which rows travel.
-        schedule: Name in ``SCHEDULES``: the order of the calls.
-        row_counts: Policies of row counts under which the scenario runs.
-        input_layouts: Names in ``INPUT_LAYOUTS``, or "all". The default has one layout in which every row is a token,
-            one in which the dispatcher cuts the other rows out, and one in which it masks them.
-        requires_grad: Which of "x" and "weights" collect gradients. The parameters of experts always do.
+        schedule: Name in ``SCHEDULES``, which gives the order of the calls.
+        row_counts: Policies of row counts. The scenario runs under each of them.
+        input_layouts: Names in ``INPUT_LAYOUTS``, or "all". The default names three layouts. In the first every row is
+            a token. In the second the dispatcher cuts the rows without a token. In the third it masks them.
+        requires_grad: Which of "x" and "weights" collect gradients. The parameters of experts always collect them.
         inference: Whether the case runs under ``torch.inference_mode``.
         poisons_padding: Whether experts write NaN to padding rows of their output and of their input's gradient.
         skips_empty: Whether experts that received no row return a new tensor without autograd history.
-        debug: The dispatcher's ``debug``.
-        graph_safe: The dispatcher's ``graph_safe``. If True, host syncs in calls and in the backward are refused.
+        debug: Value of ``debug`` in the config.
+        graph_safe: Value of ``graph_safe`` in the config. If True, a host sync in a call or in the backward is an
+            error.
         seed: Seed of all data.
     """
 
@@ -211,17 +214,20 @@ class Scenario:
 
     @property
     def max_tokens(self) -> int:
-        """Return ``max_tokens_per_rank`` of a graph-safe dispatcher; no rank has that many."""
+        """Return ``max_tokens_per_rank`` of a graph-safe dispatcher. Every rank has fewer rows."""
         return self.most_rows + 3
 
     @property
     def drawn(self) -> Scenario:
-        """Return the fields that tensors and expectations depend on, as a key under which scenarios share them."""
+        """Return a scenario with only the fields on which the tensors and the expected results depend.
+
+        It is the key of the cache in which scenarios share their tensors and expected results.
+        """
         decides = ("tokens", "num_experts", "top_k", "hidden", "routing", "dtype", "wire_dtype", "schedule", "seed")
         return Scenario(name="drawn", **{field: getattr(self, field) for field in decides})
 
     def fitted(self, needs: Constraints) -> Scenario:
-        """Adapt the scenario to a backend: wider rows, bfloat16 on the wire, or no gradients where it needs that."""
+        """Return the scenario with wider rows, bfloat16 on the wire or no gradients, where the backend needs them."""
         changes: dict[str, Any] = {"hidden": round_up(self.hidden, needs.hidden_multiple)}
         if needs.dtypes is not None and self.torch_dtype not in needs.dtypes and "bfloat16" in needs.wire_dtypes:
             changes["wire_dtype"] = self.wire_dtype or "bfloat16"

@@ -126,7 +126,9 @@ def test_combine_of_rows_that_v1_2_1_reduces_by_chance_hangs() -> None:
         x, *_, handle, _ = dispatched(buffer, everyone[group.rank()])
         return outcome(lambda: buffer.combine(x, handle))
 
-    assert all("EmulatedHang" in end and "multiple of 256 wide, got hidden 384" in end for end in run_ranks(body, 2))
+    assert all(
+        "EmulatedHang" in end and "must be a multiple of 256, got hidden 384" in end for end in run_ranks(body, 2)
+    )
 
 
 def test_top_k_of_33_traps() -> None:

@@ -1,4 +1,4 @@
-"""``deep_ep.ElasticBuffer`` of v2: its Python side, deep_ep/buffers/elastic.py. The C++ side is in ``runtime``."""
+"""The Python side of v2's ``deep_ep.ElasticBuffer`` (deep_ep/buffers/elastic.py). Its C++ side is in ``runtime``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from moe_dispatch.testing.host_syncs import allow_host_syncs
 __all__ = ["EPHandle", "ElasticBuffer"]
 
 
-# Engram storage, pipeline-parallel sends, all-gather sessions and streams (deep_ep/buffers/elastic.py:412-727 of v2).
+# Methods for Engram storage, pipeline-parallel sends, all-gather sessions and streams
+# (deep_ep/buffers/elastic.py:412-727 of v2).
 _UNEMULATED = (
     "get_comm_stream",
     "get_engram_storage_size_hint",
@@ -39,17 +40,17 @@ _UNEMULATED = (
     "agrs_get_inplace_tensor",
     "all_gather",
 )
-_NOT_EMULATED = "ElasticBuffer.{}: not emulated. Only dispatch and combine of experts' rows are."
+_NOT_EMULATED = "ElasticBuffer.{}: this method is not emulated. Use only dispatch and combine, or the real deep_ep."
 
 
 @final
 @refuse_unemulated("v2-2.1.0", {name: _NOT_EMULATED.format(name) for name in _UNEMULATED})
 class ElasticBuffer:
-    """Dispatch and combine over a process group of CPU ranks, all of them in one NVLink domain.
+    """Emulates dispatch and combine over a process group of CPU ranks. All ranks are in one NVLink domain.
 
-    ``group=None`` is one rank without torch.distributed, for tests; the real one wants a group of one rank there.
-    Service levels, queue pairs and time-outs have no effect. Nothing is freed, and nothing said, when a buffer is
-    collected without ``destroy``.
+    ``group=None`` stands for one rank without torch.distributed, for tests. The real class needs a group of one rank
+    instead. Service levels, queue pairs and time-outs have no effect. A buffer that is garbage-collected without
+    ``destroy`` frees nothing and prints nothing.
 
     Source: deep_ep/buffers/elastic.py of v2 (2.1.0).
     """
@@ -74,7 +75,7 @@ class ElasticBuffer:
         explicitly_destroy: bool = False,
     ) -> None:
         if num_cpu_bytes > 0:
-            raise NotImplementedError("ElasticBuffer: memory of the host (num_cpu_bytes) is not emulated.")
+            raise NotImplementedError("ElasticBuffer: host memory is not emulated. Leave num_cpu_bytes at 0.")
         self.group = group
         self.rank_idx = 0 if group is None else group.rank()
         self.num_ranks = _size(group)
@@ -103,11 +104,11 @@ class ElasticBuffer:
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
 
     def destroy(self) -> None:
-        """Collective. A second time it does nothing."""
+        """Free the buffer. Collective. A second call does nothing."""
         assert self.explicitly_destroy
         if self.runtime is not None:
             self.runtime.destroy()
-            self.runtime = None  # type: ignore[assignment]  # as there: what comes later is an AttributeError on None
+            self.runtime = None  # type: ignore[assignment]  # as in the release: a later call raises AttributeError
 
     @staticmethod
     def get_buffer_size_hint(
@@ -119,7 +120,10 @@ class ElasticBuffer:
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes, in steps of 2 MiB. Within one NVLink domain ``allow_hybrid_mode`` changes nothing."""
+        """Return the bytes of a buffer, a multiple of 2 MiB.
+
+        ``allow_hybrid_mode`` has no effect, because all ranks are in one NVLink domain.
+        """
         return buffer_bytes(
             _size(group),
             num_max_tokens_per_rank=num_max_tokens_per_rank,
@@ -152,7 +156,10 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """For the GPUs that the emulation stands for; ``rdma_gbs`` counts only between NVLink domains."""
+        """Return the number of SMs to use, on the GPUs that the emulation stands for.
+
+        ``rdma_gbs`` has no effect, because it matters only between NVLink domains.
+        """
         assert num_scaleout_topk == 0
         return theoretical_num_sms(
             self.num_ranks,
@@ -191,11 +198,16 @@ class ElasticBuffer:
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[X, Tensor | None, Tensor | None, EPHandle, ElasticEventOverlap]:
-        """Send each token once to each rank of its experts; rows arrive compact, or expanded to a row per expert."""
+        """Send each token once to each rank that owns one of its experts.
+
+        Rows arrive compact, which means one row for each token. With ``do_expand`` they arrive expanded, which means
+        one row for each expert of a token.
+        """
         _check_torch_deterministic()
         num_topk = (handle.topk_idx if topk_idx is None else topk_idx).shape[1]  # type: ignore[union-attr]
         if num_sms == 0:
-            # With a handle num_experts is often None, and this raises, as in the release (elastic.py:928, before :940).
+            # With a handle, num_experts is often None, and this call raises. The release raises too: its elastic.py
+            # computes num_sms in line 928, before it takes num_experts from the handle in line 940.
             num_sms = self.get_theoretical_num_sms(num_experts, num_topk)  # type: ignore[arg-type]
         self._require_qps(num_sms, num_qps)
         if handle is not None:
@@ -249,7 +261,10 @@ class ElasticBuffer:
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, ElasticEventOverlap]:
-        """Send rows back and add them up, unweighted, on their source ranks; weights (T, K) come back as they are."""
+        """Send rows back to their source ranks, and add them up there without weights.
+
+        The weights (T, K) come back unchanged.
+        """
         _check_torch_deterministic()
         num_sms = handle.num_sms if num_sms == 0 else num_sms
         self._require_qps(num_sms, num_qps)
@@ -270,7 +285,10 @@ class ElasticBuffer:
 
 
 def _check_torch_deterministic() -> None:
-    """Filled memory would be filled on another stream, maybe after the kernel wrote it (utils/envs.py of v2)."""
+    """Refuse to run while torch fills uninitialised memory (utils/envs.py of v2).
+
+    Torch fills on another stream than the kernel, so it might overwrite what the kernel has written.
+    """
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     assert not (torch.are_deterministic_algorithms_enabled() and filled)
 

@@ -1,8 +1,10 @@
-"""The rows of a dispatch of v2's ElasticBuffer: which ranks get a token, their counts, their exchange, their layout.
+"""The rows of a dispatch of v2's ElasticBuffer: where they go, their counts, their exchange and their layout.
 
-A token goes once to each rank that owns one of its experts. Of its choices that lead to one rank, the last is the
-master choice. A rank receives rows into its receive buffer, by source rank. It then copies them to the tensors that
-dispatch returns: compact, in the order of arrival, or expanded, with one row for each expert of a token.
+A choice is one of the K expert ids of a token. A token goes once to each rank that owns one of its experts. If several
+choices of a token lead to the same rank, the last one is the master choice for that rank.
+
+A rank receives rows into its receive buffer, ordered by source rank. Then it copies them to the tensors that dispatch
+returns. Compact rows keep the order of arrival. Expanded rows hold one row for each expert of a token.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from moe_dispatch.testing.emulation.memory import grown, stacked, take, uninitia
 
 
 def owners(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
-    """Rank of each choice, int64 (T, K); -1 for no selection."""
+    """Return the rank that owns the expert of each choice, int64 (T, K), or -1 for a choice without an expert."""
     return torch.where(topk_idx >= 0, topk_idx // (num_experts // num_ranks), -1)
 
 
 def masters(keys: Tensor) -> Tensor:
-    """Flag the last of the choices of a token with the same key, bool (T, K); none where the key is negative.
+    """Flag for each token and key the last choice with that key, bool (T, K). Negative keys are not flagged.
 
     Source: deep_ep/include/deep_ep/common/ptx.cuh:412-421 of v2 (the highest lane).
     """
@@ -38,17 +40,18 @@ def masters(keys: Tensor) -> Tensor:
 
 
 def has_duplicates(topk_idx: Tensor, num_experts: int, num_ranks: int) -> list[bool]:
-    """Tell for each rank whether a token names one of its experts twice."""
+    """Return for each rank whether some token names one expert of that rank twice."""
     repeated = ~masters(topk_idx) & (topk_idx >= 0)
     of = owners(topk_idx, num_experts, num_ranks)
     return [bool((repeated & (of == rank)).any()) for rank in range(num_ranks)]
 
 
 def new_buffer_rows(owner: Tensor, *, rank: int, num_ranks: int, capacity: int, generator: Generator) -> Tensor:
-    """Number each token's row in the receive buffer of the rank of each master choice, int32 (T, K); -1 for others.
+    """Choose the row of each token in the receive buffers of its destination ranks, int32 (T, K).
 
-    This rank's rows start at ``rank * capacity``. An atomic counter hands them out, so their order is random
-    (deep_ep/include/deep_ep/impls/dispatch.cuh:344-349 of v2).
+    The entry of a master choice is a row in the receive buffer of the rank of that choice. All other entries are -1. In
+    each receive buffer the rows of this rank start at ``rank * capacity``. The kernel takes them from an atomic
+    counter, so their order is random (deep_ep/include/deep_ep/impls/dispatch.cuh:344-349 of v2).
     """
     buffer_rows = torch.full(owner.shape, -1, dtype=torch.int32)
     leads = masters(owner)
@@ -60,7 +63,7 @@ def new_buffer_rows(owner: Tensor, *, rank: int, num_ranks: int, capacity: int, 
 
 
 def tokens_by_buffer_row(owner: Tensor, buffer_rows: Tensor, num_ranks: int) -> list[Tensor]:
-    """List the tokens for each rank, in the order of their rows in its receive buffer."""
+    """List for each rank the tokens that go there, in the order of their rows in its receive buffer."""
     found = []
     for peer in range(num_ranks):
         tokens, choices = ((buffer_rows >= 0) & (owner == peer)).nonzero(as_tuple=True)
@@ -69,9 +72,11 @@ def tokens_by_buffer_row(owner: Tensor, buffer_rows: Tensor, num_ranks: int) -> 
 
 
 def expanded_places(local_ids: Tensor, starts: list[int], generator: Generator) -> Tensor:
-    """Expanded row of each (token, expert) of this rank, int32 (R, K), random within an expert; -1 for other experts.
+    """Choose the expanded row of each choice of the received tokens, int32 (R, K), or -1 for experts of other ranks.
 
-    Source: the atomic counter in deep_ep/include/deep_ep/impls/dispatch_copy_epilogue.cuh:121 of v2.
+    The order within an expert is random, because the kernel takes the rows from an atomic counter.
+
+    Source: deep_ep/include/deep_ep/impls/dispatch_copy_epilogue.cuh:121 of v2.
     """
     places = torch.full(local_ids.shape, -1, dtype=torch.int32)
     for expert, start in enumerate(starts):
@@ -81,7 +86,11 @@ def expanded_places(local_ids: Tensor, starts: list[int], generator: Generator) 
 
 
 def told(topk_idx: Tensor, owner: Tensor, *, num_experts: int, num_ranks: int) -> dict[str, Any]:
-    """Tell the other ranks this rank's rows for each rank and each expert, and whose experts a token names twice."""
+    """Make the values that this rank tells the other ranks.
+
+    "rows" and "experts" are the numbers of rows for each rank and for each expert. "twice" says for each rank whether
+    some token names one expert of that rank twice.
+    """
     leads = masters(owner)
     chosen = topk_idx[topk_idx >= 0]
     return {
@@ -94,7 +103,7 @@ def told(topk_idx: Tensor, owner: Tensor, *, num_experts: int, num_ranks: int) -
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Number of rows that one rank receives from each rank, and for each of its experts."""
+    """Numbers of rows that one rank receives, by source rank and by expert."""
 
     rows_from: list[int]
     per_expert: list[int]
@@ -119,11 +128,11 @@ class Counts:
 
     @property
     def starts(self) -> list[int]:
-        """The first expanded row of each expert."""
+        """Return the first expanded row of each expert."""
         return list(accumulate(self.aligned, initial=0))[:-1]
 
     def padding(self) -> Tensor:
-        """Rows between an expert's last row and the next expert's first."""
+        """Return the expanded rows between the last row of each expert and the first row of the next expert."""
         spans = zip(self.starts, self.per_expert, self.aligned, strict=True)
         return torch.cat([torch.arange(start + real, start + padded) for start, real, padded in spans])
 
@@ -134,13 +143,19 @@ class Counts:
         return torch.tensor(self.per_expert, dtype=torch.int32)
 
     def experts_psum(self, *, do_expand: bool) -> Tensor:
-        """Compact: inclusive sums of aligned counts. Expanded: the end of each expert's real rows."""
+        """Return ``psum_num_recv_tokens_per_expert`` of a handle, int32 (L,).
+
+        In a compact dispatch it holds the inclusive sums of the aligned counts. In an expanded dispatch it holds the
+        end of the real rows of each expert.
+        """
         ends = [start + rows for start, rows in zip(self.starts, self.per_expert, strict=True)]
         return torch.tensor(ends if do_expand else list(accumulate(self.aligned)), dtype=torch.int32)
 
 
 def worst_rows(counts: Counts, *, num_max_tokens_per_rank: int, num_topk: int) -> tuple[int, int]:
-    """Bound the compact and the expanded rows of any routing: a host that does not wait for counts allocates these.
+    """Return the largest numbers of compact and of expanded rows that any routing can need.
+
+    A host that does not wait for the counts allocates this many rows.
 
     Source: csrc/elastic/buffer.hpp:1065-1071 of v2.
     """
@@ -153,18 +168,21 @@ def worst_rows(counts: Counts, *, num_max_tokens_per_rank: int, num_topk: int) -
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrived:
-    """Rows as they lie in the receive buffer, by source rank."""
+    """Rows in the order of the receive buffer, which is by source rank."""
 
     x: Tensor
     sf: Tensor | None
-    topk_idx: Tensor  # as this rank numbers its own experts, -1 for all others
-    topk_weights: Tensor  # unwritten if the sender had none
+    topk_idx: Tensor  # local ids of this rank's experts, -1 for experts of other ranks
+    topk_weights: Tensor  # uninitialised if the sender passed no weights
     token: Tensor
     source: Tensor
 
 
 def move(exchange: Exchange, sent: DispatchInput, tokens: list[Tensor], counts: Counts) -> Arrived:
-    """Send ``tokens[p]`` to rank p; read as many rows of each rank as ``counts`` says, whatever it wrote there."""
+    """Send the rows of ``tokens[p]`` to rank p, and read the rows that the other ranks sent here.
+
+    The number of rows that are read is the one in ``counts``, even if the sender wrote another number of rows.
+    """
     weights = sent.topk_weights
     if weights is None:
         weights = uninitialised(sent.topk_idx.shape, torch.float32)
@@ -184,7 +202,7 @@ def move(exchange: Exchange, sent: DispatchInput, tokens: list[Tensor], counts: 
 
 
 def _local_ids(topk_idx: Tensor, rank: int, num_local_experts: int) -> Tensor:
-    """Renumber ids as the rank numbers its own experts; other ids become -1."""
+    """Turn expert ids into local ids of the rank. Ids of other ranks' experts become -1."""
     local = topk_idx - rank * num_local_experts
     return torch.where((topk_idx >= 0) & (local >= 0) & (local < num_local_experts), local, -1)
 
@@ -192,7 +210,7 @@ def _local_ids(topk_idx: Tensor, rank: int, num_local_experts: int) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rows:
-    """Rows as the caller finds them: compact with ids and weights (R, K), expanded with weights (R,) and no ids."""
+    """Rows that dispatch returns. Compact rows have ids and weights (R, K). Expanded rows have only weights (R,)."""
 
     x: Tensor
     sf: Tensor | None
@@ -200,7 +218,7 @@ class Rows:
     topk_weights: Tensor
 
     def with_column_major_sf(self) -> Rows:
-        """Store scale packs with token stride 1 and columns of whole 16 bytes (csrc/elastic/buffer.hpp:1094-1099)."""
+        """Store the scales by column, with columns padded to 16 bytes (csrc/elastic/buffer.hpp:1094-1099)."""
         if self.sf is None:
             return self
         rows, packs = self.sf.shape
@@ -209,7 +227,7 @@ class Rows:
 
 
 def compact(arrived: Arrived, num_rows: int) -> Rows:
-    """Keep the order of arrival, and the weights of other ranks' experts too (dispatch_copy_epilogue.cuh:184)."""
+    """Keep the order of arrival. Keep the weights of other ranks' experts too (dispatch_copy_epilogue.cuh:184)."""
     return Rows(
         x=grown(arrived.x, num_rows),
         sf=None if arrived.sf is None else grown(arrived.sf, num_rows),
@@ -219,7 +237,7 @@ def compact(arrived: Arrived, num_rows: int) -> Rows:
 
 
 def expanded(arrived: Arrived, places: Tensor, num_rows: int, *, zero: Tensor | None) -> Rows:
-    """Copy each row to the ``places`` of its choices, and write zeros to the rows ``zero``."""
+    """Copy each row to the ``places`` of its choices. Fill the rows ``zero`` with zeros."""
     row, choice = (places >= 0).nonzero(as_tuple=True)
     place = places[row, choice].long()
 
@@ -242,7 +260,7 @@ def expanded(arrived: Arrived, places: Tensor, num_rows: int, *, zero: Tensor | 
 def metadata(arrived: Arrived, places: Tensor | None, *, num_rows: int, capacity: int) -> Tensor:
     """Make ``recv_src_metadata`` of a handle, int32 (num_rows, 2 + K) (dispatch_copy_epilogue.cuh:188-206).
 
-    The rows past the last received one stay unwritten, and the last K columns of a compact dispatch.
+    Rows after the last received row stay uninitialised. In a compact dispatch, the last K columns do too.
     """
     ids = arrived.topk_idx
     rows, num_topk = ids.shape

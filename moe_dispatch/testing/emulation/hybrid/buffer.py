@@ -1,4 +1,4 @@
-"""``HybridEPBuffer`` of the releases from 34152ae on, with the signatures of the newest, pull request 744."""
+"""``HybridEPBuffer`` of release 34152ae and later. The signatures come from the newest release, pull request 744."""
 
 from __future__ import annotations
 
@@ -43,13 +43,15 @@ _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 
 class HybridBuffer:
-    """Dispatch and combine of HybridEP. Attributes that drivers read have the real names.
+    """Emulates dispatch and combine of HybridEP.
 
-    A group of None is one rank. An NVLink domain has all ranks, or as many as the environment variable
-    NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN says, which stands for the hardware that the real one detects. The number
-    of SMs and of blocks, kept kernels and shared buffers change no result.
+    Attributes that drivers read have the names of the real class. ``group=None`` stands for a group of one rank.
 
-    ``hybrid_ep_buffer`` makes a subclass for each release, which sets ``release`` and narrows the signatures.
+    The real library detects the NVLink domain from the hardware. Here a domain holds all ranks of the group, unless the
+    environment variable NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN gives another number of ranks. The numbers of SMs and
+    blocks, ``load_cached_kernels`` and ``use_shared_buffer`` do not change results.
+
+    ``hybrid_ep_buffer`` makes a subclass for each release. The subclass sets ``release`` and narrows the signatures.
     """
 
     release: ClassVar[HybridRelease]
@@ -109,7 +111,7 @@ class HybridBuffer:
         )
 
     def empty_jit_cache(self) -> None:
-        """The emulation compiles nothing, so there is nothing to remove."""
+        """Do nothing, because the emulation compiles no kernels."""
 
     def update_template_config(
         self,
@@ -121,13 +123,13 @@ class HybridBuffer:
         fuse_permute_dispatch: bool = False,
         **kwargs: Any,
     ) -> HybridEpConfigInstance:
-        """Make the configuration of one call, set ``kwargs`` on it, and grow the buffer to it. Collective.
+        """Make the configuration of one call, and set ``kwargs`` on it. Grow the buffer if it is too small. Collective.
 
         Raises:
-            AttributeError: a name in ``kwargs`` that a configuration does not have.
-            NotImplementedError: kernels that do not wait for each other.
-            AssertionError: sizes that the kernels cannot have.
-            EmulatedHang: some ranks grow their buffer and others do not.
+            AttributeError: A configuration has no attribute of a name in ``kwargs``.
+            NotImplementedError: ``kwargs`` turn device-side sync off, so that kernels would not wait for each other.
+            AssertionError: The kernels do not support these sizes.
+            EmulatedHang: Some ranks grow their buffer and other ranks do not.
         """
         with self._exchange.entrance("HybridEPBuffer.update_template_config"):
             require_device_sync(kwargs)
@@ -172,7 +174,12 @@ class HybridBuffer:
         handle: tuple[Any, ...] | None = None,
         num_of_tokens_per_rank: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        """Return received rows (n, H) by (source rank, token), probs (n, experts of the node), scales, handle."""
+        """Send rows to the ranks of their experts.
+
+        Returns:
+            The rows that this rank receives, (n, H), by source rank and token; their probs (n, experts of the node) or
+            None; their scales or None; the handle.
+        """
         call = Call(
             hidden=hidden,
             scaling_factor=scaling_factor,
@@ -212,9 +219,11 @@ class HybridBuffer:
         num_dispatched_tokens: int | None = None,
         use_host_meta: bool | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        """Return expert rows (R, H), probs (R,), scales, padded rows per expert, handle.
+        """Send rows to the ranks of their experts, and order the received rows by expert.
 
-        The rows per expert are int64 (L,), or None if ``handle`` was given.
+        Returns:
+            The expert rows (R, H); their probs (R,) or None; their scales or None; the number of rows of each expert
+            with padding, int64 (L,), or None if ``handle`` was given; the handle.
         """
         fused = fuse_permute_dispatch
         call = Call(
@@ -245,7 +254,16 @@ class HybridBuffer:
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up rows (n, H) of 2 bytes and probs (n, experts of the node) over ranks; return (T, H) and (T, E)."""
+        """Send rows back to their source ranks, and add up the rows of each token there.
+
+        Args:
+            hidden: Rows (n, H) with elements of 2 bytes.
+            probs: Probabilities (n, experts of the node), or None.
+            handle: Handle of the dispatch.
+
+        Returns:
+            The sums of the rows, (T, H), and of the probabilities, (T, E) or None.
+        """
         with self._exchange.entrance("HybridEPBuffer.combine (arguments)"):
             assert handle is not None, "The handle is necessary for combine."
             kept = self._kept(self.release.handle_fields(permute=False), handle)
@@ -263,9 +281,12 @@ class HybridBuffer:
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up bfloat16 rows (R, H) and probs (R,) over experts and ranks; return (T, H) and (T, E) or None.
+        """Add up the bfloat16 expert rows (R, H) and probs (R,) of each token, over experts and then over ranks.
 
-        ``pad_multiple`` has no effect: padding is never read.
+        ``pad_multiple`` has no effect, because padding is never read.
+
+        Returns:
+            The sums of the rows, (T, H), and of the probabilities, (T, E) or None.
         """
         if num_dispatched_tokens is not None:
             warn_deprecated("num_dispatched_tokens")
@@ -289,7 +310,7 @@ class HybridBuffer:
         return kept
 
     def _handle_of(self, call: Call, names: tuple[str, ...]) -> tuple[Handle, Tensor | None]:
-        """Make the handle of a new dispatch or unpack that of a cached one; return it and the probabilities to send."""
+        """Make the handle of a new dispatch, or unpack the handle of a cached one. Return it and the probs to send."""
         where = "dispatch_with_permute" if call.permute else "dispatch"
         with self._exchange.entrance(f"HybridEPBuffer.{where} (arguments)") as entry:
             entry.same = {"handle": "cached" if call.handle is not None else "none"}
@@ -338,7 +359,7 @@ class HybridBuffer:
         kept = self._kept(names, handle)
         if not call.permute:
             return kept
-        try:  # pybind takes any object with __index__ for an int64_t, also an integer tensor of one element
+        try:  # pybind11 accepts any object with __index__ as an int64_t, even an integer tensor with one element
             kept.num_permuted_tokens = operator.index(call.num_permuted_tokens)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""The configuration objects of ``hybrid_ep_cpp``, with the names that drivers read, and the rules they check."""
+"""The configuration objects of ``hybrid_ep_cpp`` and their checks. Attributes have the names that drivers read."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from moe_dispatch.testing.emulation.hybrid.maps import Topology
 from moe_dispatch.testing.emulation.hybrid.release import HybridRelease
 from moe_dispatch.testing.emulation.refusals import EmulatedAbort
 
-SM_COUNT = 132  # of an H100 or H200: the emulation has no device to ask
+SM_COUNT = 132  # streaming multiprocessors of an H100 or H200, because the emulation has no device to ask
 _QUEUE_DEPTH = 65536  # config.cuh:18
-_SHARED_BYTES = 227 * 1024  # per block, opt-in, of compute capability 9.0 and 10.0
-_STAGES = 2  # below this the configurer gives up (94a9f8f config.cuh:471)
+_SHARED_BYTES = 227 * 1024  # shared memory that a block can have at most, on compute capability 9.0 and 10.0
+_STAGES = 2  # the smallest number of stages that the configurer tries (94a9f8f config.cuh:471)
 
 
 @final
 class TokenDataType(Enum):
-    """The element type in which tokens are sent; the value is its bytes."""
+    """The element type in which tokens are sent. The value is its size in bytes."""
 
     UINT16 = 2
     UINT8 = 1
@@ -33,7 +33,7 @@ class TokenDataType(Enum):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The sizes that a buffer is created with, and the type of its tokens."""
+    """The sizes and the token type with which a buffer is created."""
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
@@ -44,7 +44,7 @@ class Sizes:
 @final
 @dataclass(kw_only=True, slots=True)
 class BufferConfig:
-    """Sizes of the allocated buffers; drivers read ``max_num_of_tokens_per_rank``."""
+    """Sizes of the allocated buffers. Drivers read ``max_num_of_tokens_per_rank``."""
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
@@ -62,7 +62,7 @@ class BufferConfig:
 @final
 @dataclass(kw_only=True, slots=True)
 class HybridEpConfigInstance:
-    """The numbers that the kernels of one call are compiled for; part of every handle."""
+    """The numbers that the kernels of one call are compiled for. Every handle holds such an object."""
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
@@ -79,7 +79,7 @@ class HybridEpConfigInstance:
     num_of_blocks_combine_api: int
     num_of_blocks_permute: int
     num_of_blocks_unpermute: int
-    # Settings of the kernels that change no result.
+    # Settings of the kernels that do not change results.
     num_of_threads_per_block_preprocessing_api: int = 256
     num_of_stages_dispatch_api: int = 10
     num_of_stages_permute_block_dispatch_api: int = 10
@@ -94,8 +94,8 @@ class HybridEpConfigInstance:
     backward_combine_api: bool = True
     device_side_sync_dispatch_api: bool = True
     device_side_sync_combine_api: bool = True
-    topk: int = 0  # ragged releases: columns of topk_idx, 0 for a bool map
-    buffer_generation: int = -1  # ragged releases
+    topk: int = 0  # only ragged releases set it: the columns of topk_idx, or 0 if the routing is a bool map
+    buffer_generation: int = -1  # only ragged releases set it
 
     @property
     def experts_per_node(self) -> int:
@@ -115,7 +115,7 @@ class HybridEpConfigInstance:
 
 
 def sizes_are_valid(config: BufferConfig | HybridEpConfigInstance) -> bool:
-    """What TMA can copy (94a9f8f config.cuh:86-93 and 163-170)."""
+    """Return whether TMA can copy rows and maps of these sizes (94a9f8f config.cuh:86-93 and 163-170)."""
     hidden_multiple = 512 if config.token_data_type is TokenDataType.UINT8 else 16
     experts = config.num_of_experts_per_rank * config.num_of_ranks_per_node
     chunk_entries = config.num_of_tokens_per_chunk_dispatch_api * config.num_of_ranks_per_node
@@ -123,19 +123,27 @@ def sizes_are_valid(config: BufferConfig | HybridEpConfigInstance) -> bool:
 
 
 def capacity_is_valid(release: HybridRelease, config: BufferConfig | HybridEpConfigInstance) -> bool:
-    """Across nodes a dispatch queues up to 3 work requests a token and one more (94a9f8f config.cuh:22-50)."""
+    """Return whether a queue between nodes can hold a dispatch of this many rows (94a9f8f config.cuh:22-50).
+
+    A dispatch queues up to 3 work requests for each token, and one more.
+    """
     one_node = config.num_of_nodes <= 1 or not release.limits_rows
     return one_node or 3 * config.max_num_of_tokens_per_rank + 1 < _QUEUE_DEPTH
 
 
 def chunk_from_environment(api: str, default: int) -> int:
-    """The chunk of DISPATCH, COMBINE or PREPROCESSING, read at each use as the real one does."""
+    """Read a chunk size from the environment. Callers read it at each use, as the real library does.
+
+    Args:
+        api: "DISPATCH", "COMBINE" or "PREPROCESSING".
+        default: Number of tokens in a chunk if the variable is not set.
+    """
     return int(os.environ.get(f"NUM_OF_TOKENS_PER_CHUNK_{api}_API", default))
 
 
 @final
 class Configurer:
-    """Fills configurations from the constructor's arguments and the environment (94a9f8f config.cuh:327-470)."""
+    """Makes configurations from the constructor's arguments and the environment (94a9f8f config.cuh:327-470)."""
 
     def __init__(
         self, release: HybridRelease, topology: Topology, sizes: Sizes, blocks: Mapping[str, int | None]
@@ -144,14 +152,14 @@ class Configurer:
 
         Args:
             release: The emulated release.
-            topology: Ranks of the group.
+            topology: Position of this rank in the group.
             sizes: Sizes that the caller asks for.
-            blocks: Number of blocks that each kernel takes, None for the default: dispatch, combine, preprocessing,
-                permute, unpermute.
+            blocks: Number of blocks of each kernel, or None for the default. The keys are "dispatch", "combine",
+                "preprocessing", "permute" and "unpermute".
 
         Raises:
-            RuntimeError: the sizes cannot work, in the release's words.
-            EmulatedAbort: more blocks than streaming multiprocessors, a C assertion.
+            RuntimeError: The sizes are not valid. The text is the one of the release.
+            EmulatedAbort: A kernel has more blocks than there are streaming multiprocessors, which is a C assertion.
         """
         self._release = release
         self._blocks = blocks
@@ -210,7 +218,11 @@ class Configurer:
         return min(108, SM_COUNT - taken) if fused else SM_COUNT * 16
 
     def adjust_template(self, config: HybridEpConfigInstance, fuse_permute_dispatch: bool = False) -> None:
-        """Raise the capacity to what this call needs; RuntimeError if its kernels do not fit a multiprocessor."""
+        """Round the capacity of ``config`` up, and raise the capacity of the buffer to it, where the release does so.
+
+        Raises:
+            RuntimeError: The kernels do not fit into the shared memory of a multiprocessor.
+        """
         self._pad_capacity(config)
         if not fits_shared_memory(config, fused=fuse_permute_dispatch, sparse_probs=self._release.ragged):
             raise RuntimeError("Cannot fit kernels into shared memory even with minimum stages.")
@@ -226,7 +238,10 @@ class Configurer:
 
 
 def fits_shared_memory(config: HybridEpConfigInstance, *, fused: bool, sparse_probs: bool) -> bool:
-    """Tell whether the kernels fit into shared memory with the fewest stages, to within padding between fields."""
+    """Return whether the kernels fit into shared memory with the fewest stages.
+
+    The result is exact except for the padding between fields, which is estimated.
+    """
     needed = [_dispatch_bytes(config), _combine_bytes(config, sparse_probs=sparse_probs)]
     if fused:
         needed += [_laid_out(_staged(config)), _unpermute_bytes(config)]
@@ -284,7 +299,7 @@ def _unpermute_bytes(config: HybridEpConfigInstance) -> int:
 
 
 def _laid_out(fields: Iterable[tuple[int, int]]) -> int:
-    """Bytes of a struct with these (size, alignment), largest alignment first."""
+    """Return the bytes of a struct with fields of these (size, alignment), the largest alignment first."""
     total = 0
     for size, alignment in sorted(fields, key=lambda field: -field[1]):
         total += -total % alignment + size

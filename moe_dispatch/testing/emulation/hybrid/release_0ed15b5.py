@@ -27,7 +27,10 @@ _TOO_MANY = "The number of tokens should be less than or equal to the max number
 
 @final
 class HybridEpBuffer:
-    """The class as this release spells it. Ranks of the group are taken to be neighbours (a stride of one)."""
+    """Emulates dispatch and combine of this release, which spells the name ``HybridEpBuffer``.
+
+    The emulation assumes that the ranks of the group are neighbours (a stride of one).
+    """
 
     def __init__(
         self,
@@ -54,13 +57,13 @@ class HybridEpBuffer:
         self.num_sms_dispatch_api = num_sms_dispatch_api
         self.num_sms_combine_api = num_sms_combine_api
         with self._exchange.entrance("HybridEpBuffer.__init__ (arguments)"):
-            self._take_place(nvlink_domain_size)
+            self._set_topology(nvlink_domain_size)
             most = max(num_sms_preprocessing_api, num_sms_dispatch_api, num_sms_combine_api)
             assert most <= SM_COUNT, "check the sms occupancy setting"
         self.init_config()
         self.init_buffer()
 
-    def _take_place(self, nvlink_domain_size: int | None) -> None:
+    def _set_topology(self, nvlink_domain_size: int | None) -> None:
         assert self.group_size > 1, (
             f"The hybrid-ep kernel should be used with at least 2 ranks, but got {self.group_size}."
         )
@@ -94,10 +97,10 @@ class HybridEpBuffer:
         num_of_additional_in_flight_s2g_combine_api: int | None = None,
         device_side_sync_combine_api: bool = True,
     ) -> None:
-        """Set the chunk sizes; threads, stages and groups change no result.
+        """Set the chunk sizes. Numbers of threads, stages and groups do not change results.
 
         Raises:
-            NotImplementedError: kernels that do not wait for each other.
+            NotImplementedError: Device-side sync is off, so kernels would not wait for each other.
         """
         require_device_sync(
             {
@@ -124,7 +127,7 @@ class HybridEpBuffer:
         )
 
     def init_buffer(self) -> None:
-        """Allocate buffers of the configured capacity; they never grow. Collective."""
+        """Allocate buffers of the configured capacity. They never grow. Collective."""
         topology = Topology(rank=self.rank, ranks_per_node=self.num_of_ranks_per_node, nodes=self.num_of_nodes)
         self.runtime = RuntimeOf0ed15b5(self._exchange, topology, self.config, self.num_of_experts)
 
@@ -141,7 +144,12 @@ class HybridEpBuffer:
         num_dispatched_tokens: int = -1,
         handle: tuple[Any, ...] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        """Return received rows, probs (n, experts of the node), scales, handle; no tensors if no row arrived."""
+        """Send rows to the ranks of their experts.
+
+        Returns:
+            The received rows; their probs (n, experts of the node) or None; their scales or None; the handle. The first
+            three are None if no row arrived.
+        """
         call = Call(
             hidden=hidden,
             scaling_factor=scaling_factor,
@@ -163,7 +171,7 @@ class HybridEpBuffer:
     def combine(
         self, hidden: Tensor, probs: Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up rows over ranks."""
+        """Send rows back to their source ranks, and add up the rows of each token there."""
         with self._exchange.entrance("HybridEpBuffer.combine (arguments)"):
             assert handle is not None, "The handle is necessary for combine."
             kept = handle_of(_DISPATCH_HANDLE, handle, config=self.config)
@@ -186,10 +194,15 @@ class HybridEpBuffer:
         handle: tuple[Any, ...] | None = None,
         use_host_meta: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, tuple[Any, ...]]:
-        """Return expert rows, probs (R,), scales, padded rows per expert int32 (L,), handle.
+        """Send rows to the ranks of their experts, and order the received rows by expert.
 
-        All tensors are None on a rank that receives no row, and the counts are None with a cached handle.
-        ``use_host_meta`` says where counts lie, which on a CPU is one topology.
+        ``use_host_meta`` has no effect: it chooses between counts on the host and on the device, which a CPU does not
+        tell apart.
+
+        Returns:
+            The expert rows; their probs (R,) or None; their scales or None; the number of rows of each expert with
+            padding, int32 (L,), or None with a cached handle; the handle. The first four are None on a rank that
+            receives no row.
         """
         call = Call(
             hidden=hidden,
@@ -225,7 +238,7 @@ class HybridEpBuffer:
         handle: tuple[Any, ...] | None = None,
         pad_multiple: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up rows over experts and ranks; ``pad_multiple`` has no effect."""
+        """Add up the expert rows of each token, over experts and then over ranks. ``pad_multiple`` has no effect."""
         with self._exchange.entrance("HybridEpBuffer.combine_with_unpermute (arguments)"):
             assert handle is not None, "The handle is necessary in the combine pass."
             kept = handle_of(_PERMUTE_HANDLE, handle, config=self.config)
@@ -234,7 +247,7 @@ class HybridEpBuffer:
         return combined.tokens, combined.probs
 
     def _handle_of(self, call: Call, names: tuple[str, ...]) -> tuple[Handle, Tensor | None]:
-        """Make the handle of a new dispatch or unpack that of a cached one; return it and the probabilities to send."""
+        """Make the handle of a new dispatch, or unpack the handle of a cached one. Return it and the probs to send."""
         where = "dispatch_with_permute" if call.permute else "dispatch"
         with self._exchange.entrance(f"HybridEpBuffer.{where} (arguments)") as entry:
             entry.same = {"handle": "cached" if call.handle is not None else "none"}

@@ -1,4 +1,4 @@
-"""``hybrid_ep_cpp.HybridEPBuffer`` of releases from 34152ae on: buffers that grow, maps, dispatch and combine."""
+"""``hybrid_ep_cpp.HybridEPBuffer`` of release 34152ae and later: growing buffers, maps, dispatch and combine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from moe_dispatch.testing.emulation.refusals import EmulatedAbort, EmulatedHang
 
 @final
 class Runtime:
-    """One rank's buffers. Every method is collective and works outside autograd."""
+    """The buffers of one rank. Every method is collective and works outside autograd."""
 
     def __init__(
         self,
@@ -68,7 +68,10 @@ class Runtime:
             self._check_queues(buffer_config.max_num_of_tokens_per_rank)
 
     def _check_queues(self, rows: int) -> None:
-        """Abort for too many rows across nodes, as creating the queues does in releases that allow them until then."""
+        """Abort if the queues between nodes cannot hold this many rows.
+
+        A release that does not limit the rows earlier aborts here, when it creates the queues.
+        """
         if self._topology.nodes > 1 and 3 * rows + 1 >= 65536:
             raise EmulatedAbort(
                 f"internode.cu:167: Assertion `tx_depth > 0 && tx_depth < 65536' failed: tx_depth is 3 * "
@@ -76,10 +79,10 @@ class Runtime:
             )
 
     def update_buffer(self, config: HybridEpConfigInstance) -> None:
-        """Grow the buffers to what ``config`` needs. Growing gathers memory handles, so all ranks must grow together.
+        """Grow the buffers to the sizes that ``config`` needs. Growing gathers memory handles, so it is collective.
 
         Raises:
-            EmulatedHang: some ranks grow and others do not.
+            EmulatedHang: Some ranks grow and other ranks do not.
         """
         grown_config = self._grown(config)
         with self._exchange.entrance("HybridEPBuffer.update_buffer") as entry:
@@ -89,8 +92,9 @@ class Runtime:
         if growing and len(growing) < self._exchange.size:
             raise EmulatedHang(
                 f"HybridEPBuffer.update_buffer ({self._lines['grow']}): all ranks must grow their buffer in the same "
-                f"call, got growth on ranks {growing} of {self._exchange.size}. Growing gathers memory handles while "
-                "the other ranks gather the routing map. Give every rank the same capacity and the same row count."
+                f"call, got growth only on ranks {growing} of {self._exchange.size}. These ranks gather memory handles "
+                "while the other ranks gather the routing map. Give every rank the same capacity and the same row "
+                "count."
             )
         if growing:
             self.buffer_generation += 1
@@ -130,19 +134,19 @@ class Runtime:
         )
 
     def dispatch(self, handle: Handle, rows: Rows) -> Rows:
-        """Return received rows, by (source rank, token)."""
+        """Send rows, and return the received rows by source rank and token."""
         with self._exchange.entrance("HybridEPBuffer.dispatch") as entry:
             self._check_dispatch(handle, rows)
             entry.same = handle.agreed(with_probs=rows.probs is not None)
         return dispatch_rows(self._exchange, self._topology, handle, rows.detached())
 
     def dispatch_with_permute(self, handle: Handle, rows: Rows, *, pad_multiple: int | None, fused: bool) -> Rows:
-        """Return expert rows; those without a token or padding are uninitialised."""
+        """Send rows, and return the expert rows. A row that holds neither a token nor padding is uninitialised."""
         with self._exchange.entrance("HybridEPBuffer.dispatch_with_permute") as entry:
             self._check_dispatch(handle, rows)
             self._check_blocks(handle.config.num_of_blocks_permute, fused=fused)
             permutation = self._permutation(handle, handle.config.pad_multiple if fused else pad_multiple or 0)
-            if handle.num_permuted_tokens == 0 and not fused:  # nothing is launched
+            if handle.num_permuted_tokens == 0 and not fused:  # the release launches no kernel
                 permutation = emptied(permutation)
             require_inside(permutation, handle.num_permuted_tokens, "permute_kernel writes", with_padding=True)
             entry.same = handle.agreed(with_probs=rows.probs is not None) | {"fuse_permute_dispatch": fused}
@@ -157,7 +161,10 @@ class Runtime:
 
     def _check_blocks(self, blocks: int, *, fused: bool) -> None:
         if blocks == 0 and fused:
-            raise EmulatedHang("HybridEPBuffer: no block of the fused kernel would permute, so the others wait.")
+            raise EmulatedHang(
+                "HybridEPBuffer: the fused kernel must have blocks that permute, got 0. Its other blocks wait for "
+                "them. Leave num_blocks_permute and num_blocks_unpermute at None."
+            )
         c_assert(blocks > 0, "grid_size > 0", self._lines["unpermute"].partition(":")[0])
 
     def _permutation(self, handle: Handle, pad_multiple: int) -> Permutation:
@@ -173,7 +180,7 @@ class Runtime:
         return self._topology.local_rank * handle.config.num_of_experts_per_rank
 
     def combine(self, handle: Handle, rows: Rows) -> Rows:
-        """Add up over ranks the rows that each rank has already added up over its experts."""
+        """Send rows back to their source ranks, and add them up there. Each row is a sum over one rank's experts."""
         columns = handle.config.experts_per_node
         with self._exchange.entrance("HybridEPBuffer.combine") as entry:
             self._check_combine(handle, rows)
@@ -184,7 +191,7 @@ class Runtime:
         return self._combined(handle, rows, some_probs=any(one["probs"] for one in entry.everyone))
 
     def combine_with_unpermute(self, handle: Handle, rows: Rows, *, fused: bool) -> Rows:
-        """Add up rows over experts, then over ranks."""
+        """Add up the expert rows of each token, over experts and then over ranks."""
         with self._exchange.entrance("HybridEPBuffer.combine_with_unpermute") as entry:
             self._check_combine(handle, rows)
             c_assert(
@@ -209,13 +216,15 @@ class Runtime:
             entry.told = {"waits": fused and permutation.dropped_whole, "probs": rows.probs is not None}
         if any(one["waits"] for one in entry.everyone):
             raise EmulatedHang(
-                "HybridEPBuffer.combine_with_unpermute: the fused kernel waits for a row of every received token, and "
-                "all rows of one were dropped: it is not compiled for dropping (hybrid_ep.cu leaves non_blocking off)."
+                "HybridEPBuffer.combine_with_unpermute: the fused kernel waits for an expert row of every received "
+                "token, but all expert rows of one token were dropped. The kernel is not compiled for dropping "
+                "(hybrid_ep.cu leaves non_blocking off). Leave fuse_unpermute_combine off, or raise "
+                "num_permuted_tokens."
             )
         return self._combined(handle, dense, some_probs=any(one["probs"] for one in entry.everyone))
 
     def _combined(self, handle: Handle, rows: Rows, *, some_probs: bool) -> Rows:
-        """Combine rows. Each rank decides whether to send probabilities; a rank that sends none sends stale memory."""
+        """Combine rows, and probabilities if some rank passed them. The other ranks then send stale memory."""
         given = rows.detached()
         if some_probs and rows.probs is None:
             given = replace(

@@ -1,4 +1,4 @@
-"""v1's Buffer between nodes of 8 ranks: csrc/deep_ep.cpp:642-1046 and csrc/kernels/internode.cu of v1.2.1."""
+"""The C++ side of v1's Buffer between nodes (csrc/deep_ep.cpp:642-1046 and csrc/kernels/internode.cu of v1.2.1)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORWARDER_WARPS = 24  # csrc/kernels/internode.cu:1832
 
 @final
 class InternodeRuntime(Runtime):
-    """Groups of 16 ranks and more, the first 8 of them in one node, and so on."""
+    """The buffers of a group of 16 or more ranks. Each node has 8 consecutive ranks."""
 
     def __init__(
         self, group: dist.ProcessGroup, *, num_nvl_bytes: int, num_rdma_bytes: int, num_qps_per_rank: int
@@ -53,7 +53,7 @@ class InternodeRuntime(Runtime):
             entry.told = [layout.tokens_per_rank.tolist(), layout.tokens_per_expert.tolist(), to_nodes.tolist()]
         per_rank, per_expert, per_node = (list(told) for told in zip(*entry.everyone, strict=True))
         from_ranks = torch.tensor(per_rank)[:, self.exchange.rank]
-        # A token crosses to a node once, and arrives there at the rank with its sender's number within a node.
+        # A token is sent to another node once. It goes to the rank that has the sender's number within its node.
         node, number = divmod(self.exchange.rank, NVL_PEERS)
         from_nodes = torch.tensor(per_node)[number::NVL_PEERS, node]
         handle = InternodeHandle.of_dispatch(
@@ -79,7 +79,11 @@ class InternodeRuntime(Runtime):
     def combine(
         self, sent: CombineInput, handle: tuple[Tensor, ...], settings: Settings
     ) -> tuple[Tensor, Tensor | None]:
-        """Summed in float32 and rounded on each node, and again on the source rank (internode.cu:1217-1358)."""
+        """Send rows back to their source ranks, and add them up there.
+
+        Each node adds its rows up in float32 and rounds the sum. The source rank adds the sums of the nodes up in
+        float32 and rounds again (internode.cu:1217-1358).
+        """
         kept, config, x = InternodeHandle.of(handle), settings.config, sent.x
         num_tokens = kept.is_token_in_rank.shape[0]
         with self.exchange.entrance(COMBINE) as entry:
@@ -115,7 +119,7 @@ class InternodeRuntime(Runtime):
         return combined.to(x.dtype), sum(of_nodes(sent.topk_weights), torch.zeros(num_tokens, sent.num_topk))
 
     def _check_dispatch(self, sent: DispatchInput, in_rank: Tensor, settings: Settings) -> None:
-        """csrc/deep_ep.cpp:669-756, and the flags, which the release does not check."""
+        """Make the checks of csrc/deep_ep.cpp:669-756, and check the flags, which the release does not check."""
         require_cpu(DISPATCH, sent.x, sent.scales, sent.topk_idx, sent.topk_weights, in_rank)
         checks.check_config(settings.config, 669)
         checks.check_matrix(sent.x, "x.", 697)
@@ -124,8 +128,9 @@ class InternodeRuntime(Runtime):
         settings.check_events(756)
         if in_rank.dtype != torch.bool or in_rank.shape != (sent.x.shape[0], self.num_ranks):
             raise EmulatedAbort(
-                f"{DISPATCH}: is_token_in_rank must be bool and a row for each row of x, got {in_rank.dtype} of "
-                f"{tuple(in_rank.shape)}. Between nodes that is not checked, and the kernel reads past its end."
+                f"{DISPATCH}: is_token_in_rank must be bool with a row for each row of x and a column for each rank, "
+                f"got {in_rank.dtype} of shape {tuple(in_rank.shape)}. Between nodes deep_ep does not check it, and "
+                "the kernel reads past its end. Take it from get_dispatch_layout."
             )
 
     def _check_launch(self, sent: DispatchInput, config: Config) -> None:
@@ -136,16 +141,16 @@ class InternodeRuntime(Runtime):
         _check_queue_pairs(config, self._num_qps_per_rank)
 
     def _check_buffers(self, config: Config, row_bytes: int, *, line: int, tma_line: int) -> None:
-        """csrc/kernels/internode.cu:339-340 and :453, or :1205-1206 and :1448.
+        """Check the sizes of the buffers and of a row (csrc/kernels/internode.cu:339-453 or :1205-1448).
 
-        The first two compare the NVLink need with the buffer, and the RDMA need with a size hint instead of the buffer
-        (csrc/deep_ep.cpp:794): a small one is not noticed.
+        The release compares the NVLink bytes that it needs with the buffer. It compares the RDMA bytes with a size hint
+        instead of the buffer (csrc/deep_ep.cpp:794), so it does not notice a small RDMA buffer.
 
         Args:
-            config: Queues that hold the rows.
+            config: Config whose queues hold the rows.
             row_bytes: Bytes of one row.
-            line: Line of the RDMA comparison.
-            tma_line: Line of the limit of a row.
+            line: Line of the RDMA comparison. The NVLink comparison is in the next line.
+            tma_line: Line of the check of the bytes of a row.
         """
         nodes = self.num_ranks // NVL_PEERS
         queues = config.num_channels * NVL_PEERS
@@ -162,7 +167,7 @@ class InternodeRuntime(Runtime):
 
 
 def _check_counts(layout: DispatchLayout, num_ranks: int) -> Tensor:
-    """csrc/deep_ep.cpp:680, :691-693 and :709-715; return the counts of nodes."""
+    """Make the checks of csrc/deep_ep.cpp:680, :691-693 and :709-715. Return the number of tokens for each node."""
     per_node = layout.tokens_per_rdma_rank
     checks.check_size(per_node is not None, "num_tokens_per_rdma_rank.has_value()", 680)
     assert per_node is not None
@@ -177,7 +182,7 @@ def _check_counts(layout: DispatchLayout, num_ranks: int) -> Tensor:
     experts = "num_tokens_per_expert->size(0)"
     num_experts = layout.tokens_per_expert.numel()
     checks.check_size(num_experts % num_ranks == 0, f"{experts} % num_ranks == 0", 714)
-    # NUM_MAX_LOCAL_EXPERTS is 1024, but a block of 512 threads counts the experts of a node.
+    # NUM_MAX_LOCAL_EXPERTS is 1024, but the kernel has 512 threads, one for each expert of a node.
     checks.check_size(num_experts // num_ranks <= 1024, f"{experts} / num_ranks <= NUM_MAX_LOCAL_EXPERTS", 715)
     per_node_experts = num_experts // (num_ranks // NVL_PEERS)
     device_assert(per_node_experts <= 512, "num_rdma_experts <= num_threads", f"{KERNEL}:191")
@@ -185,21 +190,21 @@ def _check_counts(layout: DispatchLayout, num_ranks: int) -> Tensor:
 
 
 def _require_rows(x: Tensor, num_rows: int) -> None:
-    """Between nodes nothing compares the rows of x with the handle."""
+    """Refuse an x that does not have ``num_rows`` rows. Between nodes the release does not check this."""
     if x.shape[0] != num_rows:
         raise EmulatedAbort(
-            f"{COMBINE}: x must have the {num_rows} rows that dispatch gave, got {x.shape[0]}. Between nodes that is "
-            "not checked, and the kernel reads past its end."
+            f"{COMBINE}: x must have {num_rows} rows, as dispatch returned, got {x.shape[0]}. Between nodes deep_ep "
+            "does not check it, and the kernel reads past its end. Pass a row for each row of recv_x."
         )
 
 
 def _require_met(where: str, sent: tuple[list[int], ...], received: tuple[list[int], ...]) -> None:
-    """Compare the (P, P) rows from rank to rank in the flags of senders with those in the handles of receivers."""
+    """Compare the row counts (P, P) in the flags of the senders with the row counts in the receivers' handles."""
     checks.require_met(where, [list(row) for row in sent], [list(column) for column in zip(*received, strict=True)])
 
 
 def _row_bytes(x: Tensor, *, num_scales: int = 0, num_topk_idx: int = 0, num_topk_weights: int) -> int:
-    """Bytes of a row as it is sent (csrc/kernels/internode.cu:45-47)."""
+    """Return the bytes that are sent for a row (csrc/kernels/internode.cu:45-47)."""
     hidden_bytes = x.shape[1] * x.element_size()
     parts = hidden_bytes + SOURCE_META_BYTES + (num_scales + num_topk_idx + num_topk_weights) * 4
     return -(-parts // 16) * 16
@@ -208,26 +213,27 @@ def _row_bytes(x: Tensor, *, num_scales: int = 0, num_topk_idx: int = 0, num_top
 def _require_everywhere(name: str, needed: int, sizes: list[int]) -> None:
     if min(sizes) < needed:
         raise EmulatedAbort(
-            f"Buffer: {name} must be {needed} or more on every rank, got {min(sizes)} on one of them. Kernels write "
-            f"past its end. Use the largest get_{name.split('_')[1]}_buffer_size_hint of both configs on all ranks."
+            f"Buffer: {name} must be {needed} or more on every rank, got {min(sizes)} on one rank. Kernels write past "
+            f"the end of its buffer. On all ranks, use the larger get_{name.split('_')[1]}_buffer_size_hint of the "
+            "dispatch config and the combine config."
         )
 
 
 def _require_rdma_ranks(num_ranks: int) -> None:
-    """Kernels are compiled for these numbers of nodes only."""
+    """Refuse a number of nodes for which the release has no kernels."""
     known = num_ranks // NVL_PEERS in RDMA_RANKS
     host_assert(known, 'false and "Unsupported RDMA ranks"', "csrc/kernels/launch.cuh:70")
 
 
 def _check_queue_pairs(config: Config, num_qps_per_rank: int) -> None:
-    """csrc/kernels/internode.cu:386."""
+    """Check that there are enough queue pairs (csrc/kernels/internode.cu:386)."""
     rule = "ibgda_get_state()->num_rc_per_pe == num_channels or ibgda_get_state()->num_rc_per_pe >= num_sms"
     enough = num_qps_per_rank == config.num_channels or num_qps_per_rank >= config.num_channels * 2
     device_assert(enough, rule, f"{KERNEL}:386", f"{num_qps_per_rank} queue pairs for {config.num_channels} channels")
 
 
 def _check_combine_queues(config: Config, num_ranks: int) -> None:
-    """Queues that cannot block each other: csrc/deep_ep.cpp:997-998, csrc/kernels/internode.cu:1209 and :1856-1858."""
+    """Check that queues cannot block each other (csrc/deep_ep.cpp:997, csrc/kernels/internode.cu:1209 and :1856)."""
     nodes = num_ranks // NVL_PEERS
     nvl_send, nvl_recv, rdma_send = config.nvl_send, config.nvl_queue_rows, config.rdma_send
     per_node = nvl_recv // nodes

@@ -1,4 +1,4 @@
-"""v1's Buffer within one node: csrc/deep_ep.cpp:305-640 and csrc/kernels/intranode.cu of v1.2.1."""
+"""The C++ side of v1's Buffer within one node (csrc/deep_ep.cpp:305-640 and csrc/kernels/intranode.cu of v1.2.1)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ KERNEL = "csrc/kernels/intranode.cu"
 
 @final
 class IntranodeRuntime(Runtime):
-    """2, 4 or 8 ranks."""
+    """The buffers of a group of 2, 4 or 8 ranks that are in one node."""
 
     def __init__(self, group: dist.ProcessGroup, *, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         super().__init__(group, num_nvl_bytes=num_nvl_bytes, num_rdma_bytes=num_rdma_bytes)
@@ -98,7 +98,10 @@ class IntranodeRuntime(Runtime):
     def combine(
         self, sent: CombineInput, handle: tuple[Tensor, ...], settings: Settings
     ) -> tuple[Tensor, Tensor | None]:
-        """In float32, in the order of ranks, rounded once (csrc/kernels/intranode.cu:805-871)."""
+        """Send rows back to their source ranks, and add them up there.
+
+        The sums are in float32, in the order of ranks, and are rounded once (csrc/kernels/intranode.cu:805-871).
+        """
         kept, config, x = IntranodeHandle.of(handle), settings.config, sent.x
         num_tokens, num_rows = kept.send_head.shape[0], kept.recv_src_idx.shape[0]
         with self.exchange.entrance(COMBINE) as entry:
@@ -130,7 +133,7 @@ class IntranodeRuntime(Runtime):
         return combined, None if sent.topk_weights is None else sums(sent.topk_weights, [])
 
     def _check_dispatch(self, sent: DispatchInput, in_rank: Tensor, settings: Settings) -> None:
-        """csrc/deep_ep.cpp:315-339 and :377-391."""
+        """Make the checks of csrc/deep_ep.cpp:315-339 and :377-391."""
         require_cpu(DISPATCH, sent.x, sent.scales, sent.topk_idx, sent.topk_weights, in_rank)
         checks.check_config(settings.config, 315)
         checks.check_size(in_rank.dtype == torch.bool, "is_token_in_rank.scalar_type() == torch::kBool", 326)
@@ -144,7 +147,11 @@ class IntranodeRuntime(Runtime):
         settings.check_events(391)
 
     def _check_launch(self, sent: DispatchInput, config: Config, num_experts: int) -> None:
-        """The sm_90 build moves half a row by TMA (csrc/kernels/intranode.cu:235): bfloat16 rows up to 8176 wide."""
+        """Check the number of ranks, the buffer sizes and the width of a row.
+
+        The sm_90 build moves half a row by TMA (csrc/kernels/intranode.cu:235), so bfloat16 rows have up to 8176
+        columns.
+        """
         checks.require_ranks_of_a_node(self.num_ranks)
         self._memory.check_dispatch(sent, config, num_experts)
         int4s = sent.x.shape[1] * sent.x.element_size() // checks.INT4_BYTES
@@ -168,7 +175,7 @@ class IntranodeRuntime(Runtime):
 
 
 def _check_counts(layout: DispatchLayout, num_ranks: int) -> None:
-    """csrc/deep_ep.cpp:331-332 and :346-350, csrc/kernels/intranode.cu:123."""
+    """Make the checks of csrc/deep_ep.cpp:331-332 and :346-350, and of csrc/kernels/intranode.cu:123."""
     per_expert, per_rank = layout.tokens_per_expert, layout.tokens_per_rank
     require_cpu(DISPATCH, per_expert, per_rank)
     checks.check_int32(per_expert, "num_tokens_per_expert->", 331)
@@ -186,33 +193,34 @@ def _check_counts(layout: DispatchLayout, num_ranks: int) -> None:
 
 
 def _require_whole_warps(x: Tensor) -> None:
-    """Refuse a width that works only since commit abba6ad (#413), after the release.
+    """Refuse a row width that works only since commit abba6ad (#413), which is later than the release.
 
     Raises:
-        EmulatedHang: a warp's last round has fewer than 32 lanes, and these wait for the others at ``__syncwarp``.
+        EmulatedHang: In the last round of a warp, fewer than 32 lanes reach ``__syncwarp``. They wait for the others.
     """
     if x.shape[1] % 256 != 0:
         raise EmulatedHang(
-            f"{COMBINE}: v1.2.1 needs bfloat16 rows that are a multiple of 256 wide, got hidden {x.shape[1]}: lanes of "
-            f"a warp part ways before __syncwarp ({KERNEL}:805-845). Use such a hidden size, or a later deep_ep."
+            f"{COMBINE}: in v1.2.1 the width of bfloat16 rows must be a multiple of 256, got hidden {x.shape[1]}. "
+            f"Lanes of a warp wait at __syncwarp for lanes that do not get there ({KERNEL}:805-845). Use a multiple of "
+            "256, or a later deep_ep."
         )
 
 
 def _require_capacity(rank: int, counts: Tensor, num_worst_tokens: list[int]) -> None:
-    """Refuse more rows than there is memory for: the kernel writes them all (csrc/kernels/intranode.cu:399)."""
+    """Refuse more rows than ``num_worst_tokens``. The kernel would write them all (csrc/kernels/intranode.cu:399)."""
     for receiver, (rows, capacity) in enumerate(zip(counts.sum(0).tolist(), num_worst_tokens, strict=True)):
         if 0 < capacity < rows:
             kind = EmulatedAbort if receiver == rank else EmulatedHang
             raise kind(
                 f"Buffer.dispatch: num_worst_tokens ({capacity}) must hold every row that rank {receiver} receives, "
-                f"got {rows}. The kernel writes past the end of recv_x. Use the largest number of tokens times the "
-                "ranks."
+                f"got {rows}. The kernel writes past the end of recv_x. Use the largest number of tokens of a rank, "
+                "times the number of ranks."
             )
 
 
 @final
 class NvlMemory:
-    """The NVLink buffers of a node: of this rank, and the smallest of its peers, into which it writes too."""
+    """The size of this rank's NVLink buffer, and the smallest size of all ranks, which write into each other's."""
 
     def __init__(self, num_ranks: int, num_bytes: int, of_peers: list[int]) -> None:
         self._num_ranks = num_ranks
@@ -220,7 +228,10 @@ class NvlMemory:
         self._smallest = min(of_peers)
 
     def check_dispatch(self, sent: DispatchInput, config: Config, num_experts: int) -> None:
-        """csrc/deep_ep.cpp:432 (not for cached dispatches, of 0 experts here) and :496-505."""
+        """Check the bytes that a dispatch needs (csrc/deep_ep.cpp:432 and :496-505).
+
+        A cached dispatch has ``num_experts`` 0. The release skips the first check for it.
+        """
         ranks = self._num_ranks
         if num_experts > 0:
             counts = ranks * (ranks + num_experts // ranks) * 4
@@ -231,7 +242,7 @@ class NvlMemory:
         self._require(needed, "num_ranks * num_ranks * sizeof(int) + num_channels * num_ranks * sizeof(int) + ...", 496)
 
     def check_combine(self, sent: CombineInput, config: Config) -> None:
-        """csrc/deep_ep.cpp:614-618."""
+        """Check the bytes that a combine needs (csrc/deep_ep.cpp:614-618)."""
         queues = config.num_channels * self._num_ranks
         row = sent.x.shape[1] * sent.x.element_size() + 4 + sent.num_topk * 4
         needed = queues * 4 * 2 + queues * config.nvl_queue_rows * row
@@ -242,6 +253,6 @@ class NvlMemory:
         host_assert(holds, f"{terms} <= num_nvl_bytes: {needed} <= {self._num_bytes}", f"{CPP}:{line}")
         if needed > self._smallest:
             raise EmulatedAbort(
-                f"Buffer: num_nvl_bytes must be {needed} or more on every rank, got {self._smallest} on one of them. "
-                "The kernels of its peers write past its end. Make the buffers of all ranks equally large."
+                f"Buffer: num_nvl_bytes must be {needed} or more on every rank, got {self._smallest} on one rank. The "
+                "kernels of its peers write past the end of its buffer. Use the same num_nvl_bytes on all ranks."
             )
