@@ -1,8 +1,8 @@
-"""Tools for tests of this library and of yours: a conformance kit for backends, ranks, and counters.
+"""Tools for the tests of this library and for your tests: a conformance kit for backends, ranks, and counters.
 
-``import moe_dispatch`` does not import it. ``check_backend("mine")`` runs the kit; ``conformance_cases("mine")`` yields
-its cases one by one, for ``pytest.mark.parametrize``. ``run_ranks`` runs ranks as threads of this process,
-``run_processes`` as processes.
+``import moe_dispatch`` does not import this package. ``check_backend("mine")`` runs the conformance kit.
+``conformance_cases("mine")`` yields its cases one by one, for ``pytest.mark.parametrize``. ``run_ranks`` runs ranks as
+threads of this process. ``run_processes`` runs ranks as processes.
 """
 
 from moe_dispatch.testing.case import Case, run_case

@@ -1,4 +1,4 @@
-"""One conformance case: run it on every rank, and compare the results with the reference."""
+"""Run one conformance case on every rank, and compare the results with the reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
         scenario: The scenario.
         ep_size: Number of ranks.
         input_layout: Name in ``INPUT_LAYOUTS``.
-        row_counts: Policy of row counts; graph-safe scenarios ignore it.
+        row_counts: Policy of row counts. Graph-safe scenarios ignore it.
         device: Kind of device of all tensors.
     """
 
@@ -56,13 +56,13 @@ def run_case(backend: BackendSpec, case: Case, ranks: Ranks | None) -> None:
     Args:
         backend: Name of the backend, or a mapping with its name and options.
         case: The case.
-        ranks: Ranks that are threads. None for a case of one rank, which then runs in this thread without a group.
+        ranks: Ranks that run the case as threads. If None, a case of one rank runs in this thread, without a group.
 
     Raises:
-        ConformanceError: A result is wrong. Errors of the dispatcher are not caught; a note names the rank.
+        ConformanceError: A result is wrong. Errors of the dispatcher are not caught. A note names the rank.
     """
     config = case_config(backend, case)
-    # Computed before the ranks start: otherwise every thread would compute it, and watched for host syncs.
+    # Compute it before the ranks start. Otherwise every thread would compute it, and its host syncs would be refused.
     expected = _expected(case.scenario, case.ep_size)
     with poisoned_memory(), refuse_host_syncs() if case.scenario.graph_safe else nullcontext():
         if ranks is None:
@@ -102,9 +102,9 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill new tensors with NaN in the whole process, so that reading memory that nothing wrote shows."""
+    """Fill new tensors with NaN in the whole process, so that a read of uninitialised memory shows in the results."""
     before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler for it
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms does the same, but imports a compiler
     try:
         yield
     finally:
@@ -115,7 +115,7 @@ def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Ca
     """Run a case on one rank, and check its outputs and the gradients of its inputs.
 
     Returns:
-        Gradients of the experts' matrices and biases by call, on the CPU. Only their sums over ranks can be checked.
+        Gradients of the experts' matrices and biases by call, on the CPU. The caller checks their sums over all ranks.
     """
     scenario, rank = case.scenario, 0 if group is None else group.rank()
     schedule = SCHEDULES[scenario.schedule]

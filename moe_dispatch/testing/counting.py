@@ -1,4 +1,4 @@
-"""Collectives that a block of code starts, counted with their bytes."""
+"""Count the collectives that a block of code starts, and their bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_dispatch.testing.operators import run_in_sight
 @final
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective that this thread started: the operator's name, and the bytes this rank sends to other ranks.
+    """One collective that this thread started: the operator's name, and the bytes that this rank sends to other ranks.
 
     An all-reduce counts as a reduce-scatter followed by an all-gather.
     """
@@ -37,29 +37,31 @@ class Collectives:
 
     @property
     def nbytes(self) -> int:
-        """Bytes sent to other ranks by all collectives."""
+        """Return the bytes that all collectives send to other ranks."""
         return sum(call.nbytes for call in self.calls)
 
     @property
     def counts(self) -> Counter[str]:
-        """Number of calls by operator."""
+        """Return the number of calls by operator."""
         return Counter(call.op for call in self.calls)
 
 
 @contextmanager
 def count_collectives(group: dist.ProcessGroup | None = None) -> Iterator[Collectives]:
-    """Record every collective that this thread starts inside, also in the backward and in this library's operators.
+    """Record every collective that this thread starts inside the block.
 
-    Collectives are seen as operators of torch, whichever library calls them. Names have no namespace and no underscores
-    at their ends: ``c10d::alltoall_base_`` is "alltoall_base", and its functional twin is "all_to_all_single".
+    Collectives in the backward and inside this library's operators are recorded too. A collective is recorded as an
+    operator of torch, whichever library calls it. Its name has no namespace and no underscore at its end:
+    ``c10d::alltoall_base_`` is "alltoall_base", and the functional collective is "all_to_all_single".
 
     With torch 2.13 the dispatch mode leaks references to the process group, so that threads of the group may outlive it
     and abort the process at exit. A ``dist.barrier()`` before ``dist.destroy_process_group()`` lets them finish.
 
     Args:
-        group: If given, only collectives on this group count. A control group of the same ranks is another group.
+        group: Group whose collectives count, or None for all groups. A control group of the same ranks is another
+            group.
 
-    Cost: some tens of microseconds per operator of any kind.
+    Cost: some tens of microseconds for every operator of torch.
     """
     seen = Collectives()
     with _CountingMode(seen, group):
@@ -84,7 +86,7 @@ class _CountingMode(TorchDispatchMode):
 
 
 def _group(values: dict[str, Any]) -> dist.ProcessGroup | None:
-    """Return the group of a collective. Operators of these namespaces that only wait have none."""
+    """Return the group of a collective. An operator that only waits has no group."""
     if "process_group" in values:
         group: dist.ProcessGroup = dist.ProcessGroup.unbox(values["process_group"])
         return group
@@ -118,7 +120,7 @@ def _bytes(name: str, tensors: Any, group: dist.ProcessGroup) -> int:
     """Return the bytes that this rank sends to other ranks.
 
     Raises:
-        NotImplementedError: The collective is not in the table below. Guessing would give a wrong number.
+        NotImplementedError: The collective is not in the table below. A guess could be wrong.
     """
     flat, others, size = _flat(tensors), group.size() - 1, group.size()
     nbytes = sum(tensor.nbytes for tensor in flat)
@@ -135,7 +137,9 @@ def _bytes(name: str, tensors: Any, group: dist.ProcessGroup) -> int:
         "recv": 0,
     }
     if name not in shares:
-        raise NotImplementedError(f"count_collectives: {name!r} is not counted. Add how many bytes it sends.")
+        raise NotImplementedError(
+            f"count_collectives: the collective {name!r} is unknown. Add the number of bytes that it sends to `shares`."
+        )
     return shares[name]
 
 

@@ -1,4 +1,4 @@
-"""Layouts of the input x in which scenarios run: each places the real tokens among rows of padding or gaps."""
+"""The layouts of the input x in which scenarios run. Each places the real tokens among rows of padding or gaps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InputLayout:
         layout: Layout that the dispatcher is given.
         leading: Dimensions of x without the hidden one.
         real_T: Row of each token, int64.
-        is_default: Whether a dispatcher that is given no layout reads x the same way.
+        is_default: Whether a dispatcher without a layout reads x in this layout.
     """
 
     layout: Layout
@@ -32,7 +32,7 @@ class InputLayout:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of x, real or not."""
+        """Return the number of rows of x, with and without a token."""
         return prod(self.leading)
 
     def place(self, tokens: Tensor, fill: float) -> Tensor:
@@ -50,9 +50,9 @@ class InputLayout:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceKnown(Layout):
-    """A layout whose lengths the host cannot read: it stands on a CPU for a layout with its lengths on a GPU.
+    """A layout whose lengths the host cannot read. On a CPU it stands for a layout with its lengths on a GPU.
 
-    A dispatcher may ask it only for things that need no value on the host, so it must mask rows and cannot cut them.
+    A dispatcher cannot cut rows out of it, because that needs lengths on the host. It must mask them.
     """
 
     base: Layout
@@ -72,11 +72,11 @@ class DeviceKnown(Layout):
         return self.base.rows_of(shape)
 
     def known_rows(self) -> int | None:
-        """Return None: the host does not know."""
+        """Return None, because the host does not know the number of rows."""
         return None
 
     def known_real(self) -> int | None:
-        """Refuse: the host does not know."""
+        """Raise AssertionError, because the host does not know the number of tokens."""
         raise AssertionError("a dispatcher must not read lengths that only the device knows")
 
     def grid(self, num_rows: int) -> tuple[int, ...]:
@@ -109,22 +109,22 @@ class DeviceKnown(Layout):
 
 
 def rows(tokens: int) -> InputLayout:
-    """Lay out (T, D); every row is a token."""
+    """Lay out (T, D). Every row is a token."""
     return InputLayout(layout=Rows(), leading=(tokens,), real_T=torch.arange(tokens), is_default=True)
 
 
 def rows_with_num_real(tokens: int) -> InputLayout:
-    """Lay out (T + 3, D); the first T rows are tokens."""
+    """Lay out (T + 3, D). The first T rows are tokens."""
     return InputLayout(layout=Rows(num_real=tokens), leading=(tokens + 3,), real_T=torch.arange(tokens))
 
 
 def bshd_full(tokens: int) -> InputLayout:
-    """Lay out (1, T, D); every position is a token."""
+    """Lay out (1, T, D). Every position is a token."""
     return InputLayout(layout=BSHD(), leading=(1, tokens), real_T=torch.arange(tokens), is_default=True)
 
 
 def bshd(tokens: int) -> InputLayout:
-    """Lay out (3, S, D); one sequence is empty, and each ends with at least one position of padding."""
+    """Lay out (3, S, D). One sequence is empty. Each sequence ends with at least one position of padding."""
     lengths, longest = _lengths(tokens)
     positions = [b * longest + s for b, length in enumerate(lengths) for s in range(length)]
     return InputLayout(layout=BSHD(lengths), leading=(3, longest), real_T=torch.tensor(positions, dtype=torch.int64))
@@ -138,13 +138,13 @@ def sbhd(tokens: int) -> InputLayout:
 
 
 def thd(tokens: int) -> InputLayout:
-    """Lay out (1, T, D), packed; one of three sequences is empty."""
+    """Lay out (1, T, D), packed. One of three sequences is empty."""
     cu_seqlens = [0, tokens // 3, tokens // 3, tokens]
     return InputLayout(layout=THD(cu_seqlens), leading=(1, tokens), real_T=torch.arange(tokens))
 
 
 def thd_with_gaps(tokens: int) -> InputLayout:
-    """Lay out (T + 7, 1, D), packed; a gap follows each sequence, also the empty one."""
+    """Lay out (T + 7, 1, D), packed. One of three sequences is empty. A gap follows each sequence."""
     lengths, gaps = [tokens // 3, 0, tokens - tokens // 3], [2, 4, 1]
     cu, padded, positions = [0], [0], list[int]()
     for length, gap in zip(lengths, gaps, strict=True):

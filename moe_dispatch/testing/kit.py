@@ -1,4 +1,4 @@
-"""All conformance cases of a backend: those that run, those that its constraints excuse, and a report."""
+"""The conformance kit: the cases that a backend must pass, the scenarios that it need not run, and a report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EP_SIZES = (1, 2, 4)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Excuse:
-    """A scenario that a backend need not run for one group size, and the constraint that excuses it."""
+    """A scenario that a backend need not run on groups of one size, and the constraint that excuses it."""
 
     scenario: str
     ep_size: int
@@ -64,7 +64,7 @@ class Report:
         return bool(self.passed) and not self.failed
 
     def __str__(self) -> str:
-        """Summarise the cases, with the error of each that failed."""
+        """Summarise the cases, and append the error of each failed case."""
         counts = f"{len(self.passed)} passed, {len(self.failed)} failed, {len(self.excused)} scenarios excused"
         return "\n".join(
             [f"backend {self.backend}: {counts}"]
@@ -82,14 +82,15 @@ def check_backend(
     """Run the conformance kit on a backend, on the CPU.
 
     Args:
-        backend: A name, or a mapping with the name and options, as in ``DispatcherConfig.backend``.
+        backend: Name of the backend, or a mapping with its name and options, as in ``DispatcherConfig.backend``.
         ep_sizes: Sizes of the groups to run on. Ranks are threads of this process.
-        on_case: Called after every case with the number of cases done and the number of all cases.
+        on_case: Function that is called after every case with the number of cases done and the number of all cases.
 
     Raises:
         ConfigError: The backend is unknown or its options are wrong.
 
-    Cost: about 700 cases, each 5 ms on one rank to 50 ms on four. In pytest, parametrize over ``conformance_cases``.
+    Cost: about 700 cases. A case takes about 5 ms on one rank and 50 ms on four ranks. In pytest, parametrize over
+    ``conformance_cases`` instead.
     """
     passed, failed = [], []
     cases = list(conformance_cases(backend, ep_sizes))
@@ -116,7 +117,7 @@ def conformance_cases(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the id of each case that a backend must pass, and a callable that raises if the backend fails it.
 
-    Several backends may share ``ranks``, whose groups keep threads as long as they exist.
+    Several backends may share ``ranks``. Its groups keep their threads as long as it exists.
 
     ::
 
@@ -154,7 +155,7 @@ def excuses(backend: BackendSpec, ep_sizes: Sequence[int] = EP_SIZES) -> Iterato
 
 
 def excuse(backend: BackendSpec, scenario: Scenario, ep_size: int) -> str | None:
-    """The rule by which a backend need not run a scenario on so many ranks; None when it must."""
+    """Return the rule that excuses a backend from a scenario on ``ep_size`` ranks, or None if it must run there."""
     options = options_of(backend)
     verdict = options.probe()
     if isinstance(verdict, Rejected):
@@ -165,12 +166,12 @@ def excuse(backend: BackendSpec, scenario: Scenario, ep_size: int) -> str | None
 
 
 def fitted(backend: BackendSpec, scenario: Scenario, ep_size: int) -> Scenario:
-    """The scenario as the backend can carry it on so many ranks."""
+    """Return the scenario, adapted to the constraints of the backend on ``ep_size`` ranks."""
     return scenario.fitted(options_of(backend).constraints(scenario.shape(ep_size)))
 
 
 def options_of(backend: BackendSpec) -> BackendOptions:
-    """The options of a backend that is under test; "auto" is none."""
+    """Return the options of a backend under test, which must not be "auto"."""
     options = parse_backend(backend)
     assert options is not None
     return options

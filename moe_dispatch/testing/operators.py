@@ -1,4 +1,4 @@
-"""Operators under a dispatch mode: which of them wait for the host, and how a mode sees into their Python bodies."""
+"""Operators under a dispatch mode: which operators wait for the host, and how a mode sees inside Python bodies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_in_sight(mode: TorchDispatchMode, func: Any, args: Any, kwargs: dict[str
     """
     if is_opaque(func, args, kwargs):
         raise OpaqueOperatorError(
-            f"{func.name()}: an operator of {NAMESPACE} must have a Python body that can be looked into, got none for "
+            f"{func.name()}: an operator of {NAMESPACE} must have a Python body that a mode can watch, got none for "
             f"{' or '.join(_kernel_keys(args, kwargs))}. Register one with torch.library.custom_op or Library.impl."
         )
     key = _body_key(func, args, kwargs)
@@ -41,17 +41,16 @@ def run_in_sight(mode: TorchDispatchMode, func: Any, args: Any, kwargs: dict[str
 
 
 def is_opaque(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator of this library hides what it does in this call."""
+    """Return whether an operator of this library has no Python body for this call, so that a mode cannot watch it."""
     return func.namespace == NAMESPACE and _body_key(func, args, kwargs) is None
 
 
 def _body_key(func: Any, args: Any, kwargs: dict[str, Any]) -> DispatchKey | None:
-    """Return the dispatch key of a kernel that calls operators of torch; None if there is none, as for torch's own."""
-    if (
-        func.namespace == "prim"
-    ):  # attributes of tensor subclasses, such as prim::device, are not operators of the dispatcher
+    """Return the dispatch key of a kernel that calls other operators. Return None for all other kernels of torch."""
+    # Attributes of tensor subclasses, such as prim::device, are not operators of the dispatcher.
+    if func.namespace == "prim":
         return None
-    # Autograd takes composite operators apart, but is disabled in such bodies and under inference_mode.
+    # Autograd decomposes a composite operator, but autograd is disabled in bodies and under inference_mode.
     if _is_composite(func):
         return DispatchKey.CompositeImplicitAutograd
     if func.namespace in ("aten", "prims"):
@@ -69,9 +68,9 @@ def _is_composite(func: Any) -> bool:
 
 
 def _kernel_keys(args: Any, kwargs: dict[str, Any]) -> list[str]:
-    """Return the dispatch keys at which torch looks for the kernel of a call, in this order."""
+    """Return the dispatch keys at which torch looks for the kernel of a call, in the order of the search."""
     devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} or {"cpu"}
-    # The kernel for "meta" only computes shapes; tensors traced there stand for tensors on any device.
+    # The kernel for "meta" only computes shapes. Tensors on "meta" stand for tensors on any device.
     own = [torch._C._dispatch_key_for_device(kind) for kind in sorted(devices - {"cpu", "meta"})] or ["CPU"]
     return [*own, "CompositeExplicitAutograd"]
 
@@ -81,7 +80,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def waits_for_host(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator called with these arguments needs values on the host."""
+    """Return whether an operator needs tensor values on the host, if it is called with these arguments."""
     exact = _exact_rule(func)
     if exact is None:
         return not _DEPENDS_ON_DATA.isdisjoint(func.tags)
@@ -102,7 +101,7 @@ def _lacks_size(arguments: dict[str, Any]) -> bool:
 
 
 def _waits_for_copy(arguments: dict[str, Any]) -> bool:
-    """Return whether a copy waits: to the CPU always, from it unless it is ``non_blocking``."""
+    """Return whether a copy waits. A copy to the CPU always waits, a copy from it waits unless ``non_blocking``."""
     source = arguments.get("src", arguments["self"]).device.type
     target = arguments["self"].device if "src" in arguments else arguments.get("device")
     target = source if target is None else torch.device(target).type

@@ -57,12 +57,12 @@ class Call:
 
     @property
     def routing(self) -> Routing:
-        """Ids and weights."""
+        """Return the ids and weights."""
         return Routing(self.ids_TK, self.weights_TK)
 
     @property
     def layout(self) -> Layout:
-        """Layout that the dispatcher is given."""
+        """Return the layout that the dispatcher is given."""
         return self.input_layout.layout
 
 
@@ -94,7 +94,7 @@ class RankContext:
 
     @allow_host_syncs()
     def run_experts(self, sent: Dispatched, experts: Experts) -> Tensor:
-        """Apply this rank's experts in float64 and round once. Rows behind those of the last expert become NaN."""
+        """Apply this rank's experts in float64 and round once. Rows after the last expert's rows become NaN."""
         counts = sent.tokens_per_expert.tolist()
         if self.scenario.skips_empty and not sum(counts):
             return torch.zeros_like(sent.rows)
@@ -150,7 +150,7 @@ def _moved(leaf: Tensor, device: str) -> Tensor:
 
 
 def padding_rows(sent: Dispatched) -> Tensor:
-    """Return bool (R,): the padding rows behind the real rows of each expert."""
+    """Return bool (R,): True for the padding rows of each expert and for the rows after the last expert's rows."""
     pairs = zip(sent.tokens_per_expert.tolist(), sent.real_tokens_per_expert.tolist(), strict=True)
     parts = [torch.arange(padded) >= real for padded, real in pairs]
     slack = torch.ones(len(sent.rows) - sum(map(len, parts)), dtype=torch.bool)
@@ -158,7 +158,7 @@ def padding_rows(sent: Dispatched) -> Tensor:
 
 
 def poison(rows: Tensor, padding_R: Tensor) -> Tensor:
-    """Set padding rows to NaN. The gradient is unchanged: if padding rows receive one, it reaches the parameters."""
+    """Set padding rows to NaN. Leave the gradient unchanged, so that a gradient of padding reaches the parameters."""
     result: Tensor = _Poison.apply(rows, padding_R)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,6 +1,6 @@
-"""Expected results of a case, and their comparison with what a backend returned.
+"""Expected results of a case, and the comparison of a backend's results with them.
 
-Expectations are computed densely in float64, without permutation, exchange, padding or grouped products.
+Expected results are computed densely in float64, without permutation, exchange, padding or grouped products.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_dispatch.types import Dispatched
 
 
 class ConformanceError(AssertionError):
-    """A backend broke the contract; the text names the field or tensor, and both values."""
+    """A backend returned a wrong result. The text names the field or tensor, the expected value and the wrong one."""
 
 
 @final
@@ -62,7 +62,7 @@ def reference(batch: Batch, experts: Experts, wire: WireDtype | None = None) -> 
 
 
 def round_to_wire(x_TD: Tensor, wire: WireDtype | None) -> Tensor:
-    """Round rows as if they travelled in ``wire``: float8 has one scale (largest / 448) per 128 columns."""
+    """Round rows as if they travelled in ``wire``. In float8, 128 columns share a scale: largest magnitude / 448."""
     if wire is None:
         return x_TD
     if wire == "bfloat16":
@@ -76,14 +76,14 @@ def round_to_wire(x_TD: Tensor, wire: WireDtype | None) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpectedDispatch:
-    """What a rank must receive.
+    """The rows that a rank must receive.
 
     Attributes:
         rows_RD: Rows in float64, 0 in padding.
         weights_R: Weights in float64, 0 in padding.
-        real: Rows by expert without padding.
-        counts: Rows by expert with padding.
-        padded: Which rows are padding.
+        real: Number of rows of each expert, without padding.
+        counts: Number of rows of each expert, with padding.
+        padded: bool (R,), True for padding rows.
     """
 
     rows_RD: Tensor
@@ -95,7 +95,7 @@ class ExpectedDispatch:
 
 @lru_cache(maxsize=256)
 def expected_dispatch(batches: tuple[Batch, ...], scenario: Scenario, rank: int) -> ExpectedDispatch:
-    """Collect for each expert of a rank the rows that name it, by source rank and token, then zeros as padding."""
+    """Collect for each expert of a rank the rows that name it, by source rank and token. Pad them with zeros."""
     local = scenario.num_experts // len(batches)
     real, rows, weights, padded = [], [], [], []
     for expert in range(rank * local, (rank + 1) * local):
@@ -128,10 +128,10 @@ def _goes_to(batch: Batch, expert: int) -> Tensor:
 
 
 def check_dispatched(sent: Dispatched, batches: tuple[Batch, ...], scenario: Scenario, rank: int) -> None:
-    """Compare every field of ``sent`` with what this rank must receive.
+    """Compare every field of ``sent`` with the expected value.
 
     Args:
-        sent: What dispatch returned on this rank.
+        sent: Result of dispatch on this rank.
         batches: Tokens of all ranks.
         scenario: Scenario of the case.
         rank: This rank.
@@ -143,7 +143,7 @@ def check_dispatched(sent: Dispatched, batches: tuple[Batch, ...], scenario: Sce
     padded = expected.padded
     _check_counts(sent, expected, scenario)
     rows_RD, weights_R = sent.rows, sent.weights
-    if scenario.graph_safe:  # rows behind those of the last expert may hold anything
+    if scenario.graph_safe:  # rows after the last expert's rows may hold anything
         rows_RD, weights_R = rows_RD[: len(padded)], weights_R[: len(padded)]
         expect_equal("tokens_per_expert_list", sent.tokens_per_expert_list, None)
     expect_close("rows", rows_RD, expected.rows_RD, _row_tolerance(scenario))

@@ -1,4 +1,4 @@
-"""Scenarios that every backend must pass. Add one together with a planted bug that only it catches."""
+"""The scenarios that every backend must pass. Add a scenario together with a planted bug that only it catches."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ _INPUT_LAYOUTS = {False: ("bshd",), True: ("thd_with_gaps_on_device",)}
 def _graph_safe(scenario: Scenario) -> Scenario:
     """Return the graph-safe version of a scenario. It runs in fewer layouts, because rows are only masked, never cut.
 
-    Dispatch checks a layout that is given without a plan, and reads its values if its lengths are on the host.
+    A schedule that dispatches without a plan needs a layout with lengths on the device. If the lengths were on the
+    host, dispatch would read them to check the layout, which is a host sync.
     """
     without_plan = scenario.schedule in ("with_layout", "with_nothing")
     return dataclasses.replace(
@@ -93,6 +94,6 @@ def _graph_safe(scenario: Scenario) -> Scenario:
     )
 
 
-# ``debug=True`` reads values from the device, so it cannot be graph-safe.
+# A scenario with ``debug=True`` has no graph-safe version, because debug checks read values from the device.
 SCENARIOS: tuple[Scenario, ...] = (*_EAGER, *(_graph_safe(scenario) for scenario in _EAGER if not scenario.debug))
-"""The scenarios of the conformance kit: eager ones first, then the graph-safe forms of these."""
+"""The scenarios of the conformance kit: first the eager scenarios, then their graph-safe versions."""

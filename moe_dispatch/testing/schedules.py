@@ -1,4 +1,4 @@
-"""Schedules of a conformance case: the order in which a rank dispatches, applies experts and combines."""
+"""The schedules of conformance cases. A schedule is the order in which a rank dispatches, runs experts and combines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ Outputs = Sequence[Tensor]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """An order of calls, and the expected results of each.
+    """An order of calls, and the expected results of each call.
 
     Attributes:
-        run: Runs all calls on one rank, and returns one output per call.
+        run: Function that runs all calls on one rank, and returns one output per call.
         calls: Number of calls.
-        keeps_tokens: Whether all calls have the same number of tokens on a rank; otherwise it changes.
-        expect: Computes the expected results of one rank, by call, from its batches and the experts of each call.
-        one_by_one: Whether the backward runs for each output separately, the last first, instead of for all together.
+        keeps_tokens: Whether a rank has the same number of tokens in all calls. If not, the number changes.
+        expect: Function that computes the expected results of one rank, by call, from the batches and the experts of
+            each call.
+        one_by_one: Whether each output has its own backward, in reverse order. If not, all outputs share one backward.
     """
 
     run: Callable[[RankContext], Outputs]
@@ -46,7 +47,7 @@ def separately(scenario: Scenario, batches: Sequence[Batch], experts: Sequence[E
 
 
 def same_tokens(scenario: Scenario, batches: Sequence[Batch], experts: Sequence[Experts]) -> list[Expected]:
-    """Expect the tokens of the first call to pass the experts of both; gradients of the tokens add up."""
+    """Expect the tokens of the first call to pass through the experts of both calls. Gradients of the tokens add up."""
     same = [batches[0].replace(upstream_TD=batch.upstream_TD) for batch in batches]
     first, second = separately(scenario, same, experts)
     grad_x, grad_weights = first.grad_x_TD + second.grad_x_TD, first.grad_weights_TK + second.grad_weights_TK
@@ -58,7 +59,7 @@ def same_tokens(scenario: Scenario, batches: Sequence[Batch], experts: Sequence[
 
 
 def same_routing(scenario: Scenario, batches: Sequence[Batch], experts: Sequence[Experts]) -> list[Expected]:
-    """Expect the rows of a second call to use the routing of the first; gradients of the weights add up."""
+    """Expect the rows of a second call to use the routing of the first call. Gradients of the weights add up."""
     first, second = batches
     follower = second.replace(ids_TK=first.ids_TK, weights_TK=first.weights_TK)
     before, after = separately(scenario, (first, follower), experts)
@@ -80,7 +81,7 @@ def with_layout(context: RankContext) -> Outputs:
 
 
 def with_nothing(context: RankContext) -> Outputs:
-    """Run the layer without plan and layout, if the dispatcher reads x correctly without them."""
+    """Run the layer without a plan, and without a layout if the dispatcher reads x correctly without one."""
     return [context.layer(call, None if call.input_layout.is_default else call.layout) for call in context.calls]
 
 
@@ -92,7 +93,7 @@ def strided(context: RankContext) -> Outputs:
 
 
 def asynchronous(context: RankContext) -> Outputs:
-    """Dispatch both calls with ``async_op=True`` before waiting for either."""
+    """Dispatch both calls with ``async_op=True``, and only then wait for them."""
     plans = [context.plan(call) for call in context.calls]
     pairs = zip(context.calls, plans, strict=True)
     pending = [context.dispatcher.dispatch(call.x, call.routing, plan, async_op=True) for call, plan in pairs]
@@ -113,7 +114,7 @@ def two_in_flight(context: RankContext) -> Outputs:
 
 
 def combined_twice(context: RankContext) -> Outputs:
-    """Dispatch once, and combine twice with different experts, the second set first."""
+    """Dispatch once, and combine twice with different experts. Combine the second set of experts first."""
     first, second = context.calls
     sent = context.dispatch(first, context.plan(first))
     rows = [context.run_experts(sent, call.experts) for call in (first, second)]

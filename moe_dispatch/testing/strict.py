@@ -1,4 +1,4 @@
-"""``strict``: a backend with all the constraints of vendors' kernels, which checks that they hold."""
+"""``strict``: a backend that has the constraints of the vendors' kernels, and checks that the dispatcher meets them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StrictOptions(BackendOptions):
 
     @property
     def inner_options(self) -> BackendOptions:
-        """The defaults of the backend that does the work."""
+        """Return the default options of the backend that moves the rows."""
         return load_backend(self.inner)()
 
     def constraints(self, shape: MoEShape) -> Constraints:
@@ -70,12 +70,12 @@ class StrictError(AssertionError):
 
 @final
 class Strict(Backend):
-    """Wrap another backend, and raise unless its input has what vendors' kernels need.
+    """Wraps another backend, and raises if its input breaks a rule of the vendors' kernels.
 
-    The number of rows must be a multiple of 64, the same on all ranks, and at most ``max_rows``; hidden must be a
+    The number of rows must be a multiple of 64, equal on all ranks, and at most ``max_rows``. The hidden size must be a
     multiple of 16. Where this backend raises, the vendors' libraries abort, hang, or compute wrong numbers.
 
-    Cost: that of the inner backend, and one all-reduce of two integers per dispatch.
+    Cost: the cost of the inner backend, and one all-reduce of two integers per dispatch.
     """
 
     def __init__(self, context: BackendContext, inner: Backend, *, max_rows: int) -> None:
@@ -90,7 +90,9 @@ class Strict(Backend):
         comm = self.context.communicator
         _check(comm, self.max_rows, rows_TD, ids_TK, weights_TK)
         if sizes.padded_rows != len(rows_TD):
-            raise StrictError(f"strict: {len(rows_TD)} rows must be those agreed on, {sizes.padded_rows}")
+            raise StrictError(
+                f"strict: the number of rows must be {sizes.padded_rows}, as all ranks agreed, got {len(rows_TD)}"
+            )
         arrived = self.inner.dispatch(rows_TD, ids_TK, weights_TK, sizes)
         route = StrictRoute(inner=arrived.route, communicator=comm, max_rows=self.max_rows)
         return dataclasses.replace(arrived, route=route)
@@ -99,7 +101,7 @@ class Strict(Backend):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StrictRoute(Route):
-    """The route of the inner backend; rows that are sent again are checked too."""
+    """Wraps the route of the inner backend, and checks rows that are sent again."""
 
     inner: Route
     communicator: Communicator
@@ -121,10 +123,10 @@ class StrictRoute(Route):
         return self.inner.combine_backward(grad_TD, rows_RD, weights_R)
 
 
-@allow_host_syncs()  # it stands for a library that would abort
+@allow_host_syncs()  # the checks stand for a library that would abort, so their reads do not count
 def _check(communicator: Communicator, max_rows: int, rows_TD: Tensor, *tables_TK: Tensor) -> None:
     count, hidden = rows_TD.shape
-    # The agreement comes first, so that every rank raises, and none waits for a rank that already has.
+    # The exchange comes first, so that no rank waits in it for a rank that has already raised.
     most, negated_least = communicator.max([count, -count], label="strict")
     if most != -negated_least:
         raise StrictError(f"strict: rows must be equal on all ranks, got {-negated_least} to {most}")

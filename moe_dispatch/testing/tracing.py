@@ -1,4 +1,4 @@
-"""Tracing with tensors that have a shape but no values, which shows whether code depends on values."""
+"""Run code on tensors that have a shape but no values, to show whether it depends on values."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from moe_dispatch.testing.host_syncs import HostSyncError, refuse_host_syncs
 def trace_static(fn: Callable[..., Any], *args: Any, device: str | None = None) -> Any:
     """Run ``fn(*args)`` and its backward on tensors without values. An operation that needs a value raises.
 
-    The Python bodies of registered operators run, not their fake kernels. Tensors that ``fn`` reaches without receiving
-    them as arguments keep their values. But tensors that ``fn`` stores may have no values afterwards, so give it a
-    dispatcher that nothing else uses. Collectives need a group of the backend "fake", or no group.
+    The Python bodies of registered operators run, not their fake kernels. A tensor that ``fn`` uses keeps its values if
+    it is not an argument. But tensors that ``fn`` stores may have no values afterwards, so give ``fn`` a dispatcher
+    that nothing else uses. Collectives need a group of the backend "fake", or no group.
 
     Args:
-        fn: Function that returns tensors, possibly in lists, tuples and dicts. The backward starts at those that
+        fn: Function that returns tensors, possibly in lists, tuples and dicts. The backward starts at the tensors that
             require grad.
         args: Arguments of ``fn``. Tensors may be in lists, tuples and dicts.
-        device: Device that the arguments pretend to be on; by default their own. With "meta", which is not the CPU,
-            every copy from and to the CPU is seen; ``fn`` must then make its tensors on the device of its arguments.
+        device: Device that the arguments pretend to be on. The default is their own device. With "meta", every copy
+            from and to the CPU is found, because "meta" is not the CPU. ``fn`` must then make its tensors on the device
+            of its arguments.
 
     Returns:
-        What ``fn`` returned, without values. Every call with arguments of these shapes returns these shapes.
+        The result of ``fn``, with shapes but without values. Every call with arguments of these shapes returns a result
+        of the same shapes.
 
     Raises:
-        HostSyncError: An operator needed a value; the text names it.
+        HostSyncError: An operator needed a value. The text names the operator.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
 
@@ -44,7 +46,7 @@ def trace_static(fn: Callable[..., Any], *args: Any, device: str | None = None) 
             return empty.to(device or tensor.device).requires_grad_(tensor.requires_grad)
 
         bare_args = tree_map_only(Tensor, bare, args)
-        # Entered inside the fake mode, so that it sees every operator first, and looks into those of this library.
+        # Enter it inside the fake mode. So it sees every operator first, also inside the operators of this library.
         with refuse_host_syncs():
             try:
                 result = fn(*bare_args)

@@ -35,7 +35,7 @@ def send(backend: Backend, rows: int, *, hidden: int = 32, ids: Any = None, agre
         ({"rows": 64, "hidden": 40}, "hidden must be a multiple of 16, got 40"),
         ({"rows": 64, "ids": torch.zeros(64, 2, dtype=torch.int64)}, "no row may name an expert twice"),
         ({"rows": 64, "ids": torch.zeros(63, 2, dtype=torch.int64)}, "ids and weights must have 64 rows, got 63"),
-        ({"rows": 64, "agreed": 128}, "64 rows must be those agreed on, 128"),
+        ({"rows": 64, "agreed": 128}, "number of rows must be 128, as all ranks agreed, got 64"),
     ],
 )
 def test_refuses(arguments: dict[str, Any], message: str) -> None:

@@ -45,7 +45,7 @@ def test_buffers_are_told_apart_by_attributes() -> None:
 def test_buffer_of_other_releases_is_there_to_be_imported_only(release: str) -> None:
     buffer = emulated_deep_ep(release).Buffer
     for use in (buffer, buffer.get_dispatch_config, buffer.get_combine_config, buffer.set_num_sms):
-        with pytest.raises(NotImplementedError, match="is not emulated, only its newer classes are"):
+        with pytest.raises(NotImplementedError, match="is not emulated, only its newer class is"):
             use(8)
 
 

@@ -1,9 +1,11 @@
-"""Software ``deep_ep``: its buffer classes over torch.distributed on a CPU, for code that drives them and its tests.
+"""An emulation of ``deep_ep``: its buffer classes on a CPU, over torch.distributed, to test code that calls them.
 
-``emulated_deep_ep("v1.2.1")`` is a module with the names of that release; ``imported_as_deep_ep`` puts it where
-``import deep_ep`` finds it. Shapes, dtypes, order, handles and refusals follow the source of each release, read and
-written anew; no kernel was run for it. What the emulation lacks it refuses with NotImplementedError. Its verbs stand
-for kernels, so what they read of tensors is no host sync of their caller's (``allow_host_syncs``).
+``emulated_deep_ep("v1.2.1")`` returns a module with the names of that release. ``imported_as_deep_ep`` makes ``import
+deep_ep`` find this module. Shapes, dtypes, orders, handles and refusals follow the source of each release. The code is
+written anew, and no kernel was run for it. A method that is not emulated raises NotImplementedError.
+
+The methods stand for kernels. So if a method reads tensor values, this does not count as a host sync of its caller
+(``allow_host_syncs``).
 """
 
 from moe_dispatch.testing.emulation.refusals import EmulatedAbort, EmulatedHang

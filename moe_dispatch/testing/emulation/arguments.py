@@ -1,4 +1,4 @@
-"""Defaults, pairs and tuples among the arguments of the buffers."""
+"""Helpers for the arguments of the buffers: default values, pairs of tensors, and handles."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ X = Tensor | tuple[Tensor, Tensor]  # rows, or float8 rows with their scales
 
 
 def value_or(value: int | None, default: int) -> int:
-    """``value`` unless it is None."""
+    """Return ``value``, or ``default`` if it is None."""
     return default if value is None else value
 
 
 def agreed(given: int | None, of_handle: int) -> int:
-    """The number of a handle, which an argument may repeat but not change."""
+    """Return the number of the handle. An argument may repeat this number, but not change it."""
     assert given is None or given == of_handle
     return of_handle
 
 
 def unpack_bias(bias: Tensor | tuple[Tensor, Tensor] | None) -> list[Tensor]:
-    """None, one or two biases, as a list."""
+    """Return None, one bias or two biases as a list."""
     if bias is None:
         return []
     if isinstance(bias, Tensor):
@@ -32,12 +32,12 @@ def unpack_bias(bias: Tensor | tuple[Tensor, Tensor] | None) -> list[Tensor]:
 
 
 def unpack_rows(x: X) -> tuple[Tensor, Tensor | None]:
-    """Rows and scales, or None."""
+    """Return the rows, and their scales or None."""
     return x if isinstance(x, tuple) else (x, None)
 
 
 def pack_rows(x: Tensor, scales: Tensor | None) -> X:
-    """The form in which rows came: alone, or with their scales."""
+    """Return the rows alone, or with their scales if there are any."""
     return x if scales is None else (x, scales)
 
 
@@ -45,7 +45,7 @@ def unpacked(names: Sequence[str], handle: Sequence[Any]) -> dict[str, Any]:
     """Name the items of a handle.
 
     Raises:
-        ValueError: the handle has another length, as Python says it where a tuple is unpacked.
+        ValueError: The handle has another length. The text is Python's text for the unpacking of a tuple.
     """
     if len(handle) < len(names):
         raise ValueError(f"not enough values to unpack (expected {len(names)}, got {len(handle)})")

@@ -1,4 +1,4 @@
-"""``deep_ep.Config`` of v1.2.1: the number of SMs, the queue lengths, and the buffer sizes that follow."""
+"""``deep_ep.Config`` of v1.2.1: the number of SMs, the queue lengths, and the buffer sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from moe_dispatch.testing.emulation.refusals import host_assert
 
 NVL_PEERS = 8  # csrc/kernels/configs.cuh:3 of v1.2.1
 _SOURCE = "csrc/config.hpp"
-# csrc/config.hpp:48-65 of v1.2.1: top-k ids and weights, and scales, that fit a row of a queue.
+# The largest numbers of top-k choices and of scales that fit into a row of a queue (csrc/config.hpp:48-65 of v1.2.1).
 _MAX_TOPK, _MAX_SCALES = 128, 128
-SOURCE_META_BYTES = 8  # two int32: csrc/kernels/internode.cu:17 of v1.2.1
+SOURCE_META_BYTES = 8  # two int32 (csrc/kernels/internode.cu:17 of v1.2.1)
 
 
 @final
 class Config:
-    """Numbers of SMs and queue lengths. In the emulation they only decide which buffers are too small.
+    """The number of SMs and the queue lengths. In the emulation they only decide which buffers are too small.
 
-    Source: csrc/config.hpp:18-97 and csrc/deep_ep.cpp:1345 of v1.2.1. The size hints take no keywords there either.
+    The size hints take no keyword arguments, as in the release.
+
+    Source: csrc/config.hpp:18-97 and csrc/deep_ep.cpp:1345 of v1.2.1.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class Config:
         self._rdma = rdma
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
-        """Bytes of NVLink buffer with room for any top-k up to 128 (csrc/config.hpp:45-72)."""
+        """Return the bytes of an NVLink buffer that has room for any top-k up to 128 (csrc/config.hpp:45-72)."""
         _require_whole_nodes(num_ranks)
         host_assert(
             num_ranks <= NVL_PEERS or self._num_sms % 2 == 0,
@@ -53,7 +55,7 @@ class Config:
         return _aligned(flags + rows * (hidden_bytes + SOURCE_META_BYTES + _topk_and_scale_bytes()))
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int, /) -> int:
-        """Bytes of RDMA buffer; 0 within one node (csrc/config.hpp:74-97)."""
+        """Return the bytes of an RDMA buffer, 0 within one node (csrc/config.hpp:74-97)."""
         if num_ranks <= NVL_PEERS:
             return 0
         host_assert(num_ranks % NVL_PEERS == 0, "num_ranks % NUM_MAX_NVL_PEERS == 0", f"{_SOURCE}:79")
@@ -65,36 +67,36 @@ class Config:
 
     @property
     def num_channels(self) -> int:
-        """Pairs of a sending and a receiving SM; a rank's tokens are cut into as many pieces."""
+        """Return the number of channels. A channel is a sending and a receiving SM, and moves a part of the tokens."""
         return self._num_sms // 2
 
     def layout(self) -> list[int]:
-        """Numbers that all ranks of a call must share, or each would look for its queues at another address."""
+        """Return the numbers that must be the same on all ranks of a call, because queue addresses depend on them."""
         return [self._num_sms, *self._nvl, *self._rdma]
 
     @property
     def has_even_sms(self) -> bool:
-        """Whether every SM has its partner."""
+        """Return whether the number of SMs is even, so that every SM has a partner."""
         return self._num_sms % 2 == 0
 
     @property
     def nvl_send(self) -> int:
-        """Rows that are sent over NVLink at once."""
+        """Return the number of rows that are sent over NVLink at once."""
         return self._nvl[0]
 
     @property
     def nvl_queue_rows(self) -> int:
-        """Rows in the queue of one channel and rank."""
+        """Return the number of rows in the queue of one channel and rank."""
         return self._nvl[1]
 
     @property
     def rdma_send(self) -> int:
-        """Rows that are sent between nodes at once."""
+        """Return the number of rows that are sent between nodes at once."""
         return self._rdma[0]
 
     @property
     def rdma_queue_rows(self) -> int:
-        """Rows in the queue of one channel and node."""
+        """Return the number of rows in the queue of one channel and node."""
         return self._rdma[1]
 
 
@@ -121,7 +123,7 @@ def _both_positive(kind: str) -> str:
     return f"num_max_{kind}_chunked_send_tokens > 0 and num_max_{kind}_chunked_recv_tokens > 0"
 
 
-# Ranks -> the four queue lengths that deep_ep recommends (deep_ep/buffer.py:232-243 and :260-271 of v1.2.1).
+# The four queue lengths that deep_ep recommends, by number of ranks (deep_ep/buffer.py:232-243 and :260-271 of v1.2.1).
 DISPATCH_QUEUES = {
     2: (24, 256, 6, 128),
     4: (6, 256, 6, 128),

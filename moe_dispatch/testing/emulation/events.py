@@ -1,4 +1,4 @@
-"""deep_ep's stand-ins for CUDA events. On a CPU every call is finished when it returns, so waiting does nothing."""
+"""The event classes of deep_ep. On a CPU every call is finished when it returns, so waiting does nothing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class EventHandle:
     """A recorded event of the current stream (csrc/event.hpp of v1.2.1; ``deep_ep._C.EventHandle`` in v2)."""
 
     def current_stream_wait(self) -> None:
-        """Nothing is under way on a CPU stream."""
+        """Do nothing, because no work is pending on a CPU."""
 
 
 class EventOverlap:
-    """An event, or none, with tensors to keep alive (deep_ep/utils.py:12 of v1.2.1)."""
+    """An event or None, and tensors to keep alive (deep_ep/utils.py:12 of v1.2.1)."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         self.event = event
@@ -26,7 +26,7 @@ class EventOverlap:
         """Wait for the event, which must have been recorded.
 
         Raises:
-            AssertionError: the call that gave this was not asynchronous (deep_ep/utils.py:43 of v1.2.1).
+            AssertionError: There is no event, because the call was not asynchronous (deep_ep/utils.py:43 of v1.2.1).
         """
         assert self.event is not None
         self.event.current_stream_wait()
@@ -40,7 +40,7 @@ class EventOverlap:
 
 
 class ElasticEventOverlap(EventOverlap):
-    """``EventOverlap`` of v2, which runs a hook after the wait and can let go of its event (deep_ep/utils/event.py)."""
+    """``EventOverlap`` of v2. It can run a hook after the wait, and can release its event (deep_ep/utils/event.py)."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         super().__init__(event, extra_tensors)

@@ -1,4 +1,4 @@
-"""The exchanges of the emulated buffers: rows of any dtype, and the check that all ranks are in the same call."""
+"""The exchanges of the emulated buffers: rows of any dtype, and a check that all ranks are in the same call."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ LABEL = "emulation"
 @final
 @dataclass(kw_only=True, slots=True)
 class Entry:
-    """The values that a rank tells the others at the entrance of a call; all must survive JSON."""
+    """The values that a rank tells the other ranks at the entrance of a call. They must be representable in JSON.
 
-    same: dict[str, Any] = field(default_factory=dict)  # values that every rank must pass alike, by name
-    told: Any = None  # value for the other ranks
-    everyone: list[Any] = field(default_factory=list)  # `told` by rank; filled in when the block ends
+    Attributes:
+        same: Values that must be equal on all ranks, by name.
+        told: Value for the other ranks.
+        everyone: ``told`` of every rank, by rank. It is filled in when the block ends.
+    """
+
+    same: dict[str, Any] = field(default_factory=dict)
+    told: Any = None
+    everyone: list[Any] = field(default_factory=list)
 
 
 @final
 class Exchange:
-    """Collectives over any ProcessGroup, or for one rank without a group, on CPU tensors and outside autograd."""
+    """Collectives on CPU tensors, outside autograd. They run on any ProcessGroup, or on one rank without a group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._communicator = Communicator(group)
@@ -38,11 +44,13 @@ class Exchange:
 
     @contextmanager
     def entrance(self, where: str) -> Iterator[Entry]:
-        """Check arguments inside the block, then meet the other ranks: a kernel would spin on a peer that stayed away.
+        """Run the block, which checks the arguments of this rank, and then exchange values with the other ranks.
+
+        Without the exchange, a rank could wait for ever for a peer that makes another call.
 
         Raises:
-            EmulatedHang: the ranks are in different calls, differ in ``same``, or a peer raised inside its block. The
-                rank that raised keeps its own error.
+            EmulatedHang: The ranks are in different calls, they differ in ``same``, or a peer raised inside its block.
+                The peer itself raises its own error.
         """
         entry = Entry()
         try:
@@ -58,9 +66,11 @@ class Exchange:
         return self._communicator.gather_json(value, label=LABEL)
 
     def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Send ``parts[p]`` to rank p; return what every rank sent here, by rank.
+        """Send ``parts[p]`` to rank p. Return by rank the rows that every rank sent here.
 
-        All parts of all ranks have one dtype and the same sizes after dim 0. Cost: two collectives.
+        All parts of all ranks have the same dtype, and the same sizes after dim 0.
+
+        Cost: two collectives.
         """
         shape, dtype = parts[0].shape[1:], parts[0].dtype
         row_bytes = shape.numel() * dtype.itemsize
@@ -80,11 +90,11 @@ class Exchange:
         return received
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather ``tensor`` of every rank, by rank; row counts may differ. Cost: two collectives."""
+        """Gather ``tensor`` of every rank, by rank. The numbers of rows may differ. Cost: two collectives."""
         return self.rows([tensor] * self.size)
 
     def barrier(self, where: str) -> None:
-        """Meet the other ranks in ``where``; EmulatedHang if they are elsewhere."""
+        """Wait until all ranks are in the call ``where``. Raise EmulatedHang if a rank is in another call."""
         with self.entrance(where):
             pass
 

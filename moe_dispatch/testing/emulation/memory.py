@@ -1,4 +1,4 @@
-"""Rows of any dtype, and uninitialised memory as the emulated buffers hand it out."""
+"""Copy rows of any dtype, and make the uninitialised memory of the emulated buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def uninitialised(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Make a CPU tensor whose values stand out: NaN in floating types, the smallest value in signed integers.
 
-    uint8 is full of 255, which is NaN in every float8 that it may hold; bool is True.
+    A uint8 tensor is full of 255, which is NaN in every float8 type. A bool tensor is full of True.
     """
     if dtype.itemsize == 1 and dtype != torch.int8:
         return torch.full(tuple(shape), 1 if dtype == torch.bool else 255, dtype=torch.uint8).view(dtype)
@@ -25,12 +25,12 @@ def grown(rows: Tensor, num_rows: int) -> Tensor:
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[index]``, also of a float8 type, which torch cannot index: bytes are moved."""
+    """Return ``rows[index]``. Rows may be float8, which torch cannot index, because their bytes are indexed."""
     return _of_bytes(_as_bytes(rows)[index], rows)
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """``torch.cat``, also of a float8 type."""
+    """Concatenate rows like ``torch.cat``. Rows may be float8."""
     return _of_bytes(torch.cat([_as_bytes(part) for part in parts]), parts[0])
 
 

@@ -1,4 +1,4 @@
-"""The errors of the emulation, in the words of the real library where it has any."""
+"""The errors of the emulation. If the real library raises an error, the emulation uses the same text."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ from torch import Tensor
 
 
 class EmulatedAbort(RuntimeError):
-    """The real library would have aborted this process, or trapped on the GPU; the text names its rule."""
+    """The real library would have aborted this process, or trapped on the GPU. The text names the broken rule."""
 
 
 class EmulatedHang(RuntimeError):
-    """The real library would have waited here for ever, or until its own time-out; the text names its rule."""
+    """The real library would have waited here for ever, or until its time-out. The text names the broken rule."""
 
 
 def host_assert(holds: bool, condition: str, source: str) -> None:
-    """Raise RuntimeError for a failed check on the host, as pybind11 turns deep_ep's exception into one.
+    """Raise RuntimeError if a check on the host fails, like the exception of deep_ep behind pybind11.
 
-    ``source`` is file:line of the release, and ``condition`` the condition in its source (csrc/kernels/exception.cuh:17
-    of v1.2.1).
+    ``condition`` is the condition in the source of the release, and ``source`` its file:line. The text is the one of
+    csrc/kernels/exception.cuh:17 of v1.2.1.
     """
     if not holds:
         raise RuntimeError(f"Failed: Assertion error {source} '{condition}'")
 
 
 def elastic_assert(holds: bool, condition: str, source: str) -> None:
-    """``host_assert`` in the words of v2 (deep_ep/include/deep_ep/common/exception.cuh:16)."""
+    """Do the same as ``host_assert``, with the text of v2 (deep_ep/include/deep_ep/common/exception.cuh:16)."""
     if not holds:
         raise RuntimeError(f"Assertion exception ({source}): {condition}")
 
 
 def device_assert(holds: bool, condition: str, source: str, said: str = "") -> None:
-    """Raise EmulatedAbort for a failed check on the GPU: it traps, and the process cannot use the GPU any more.
+    """Raise EmulatedAbort if a check on the GPU fails: the real kernel traps, and the process loses the GPU.
 
-    ``said`` adds the values, if the condition alone does not tell what was wrong.
+    ``said`` adds values to the text, if the condition alone does not show the mistake.
     """
     if not holds:
         raise EmulatedAbort(f"Assertion failed: {source}, condition: {condition}{said and f' ({said})'}")
 
 
 def require_cpu(where: str, *tensors: Tensor | None) -> None:
-    """Refuse tensors that the emulation cannot hold.
+    """Refuse tensors that are not on the CPU.
 
     Raises:
-        RuntimeError: one of them is not on the CPU.
+        RuntimeError: A tensor is not on the CPU.
     """
     for tensor in tensors:
         if tensor is not None and tensor.device.type != "cpu":
             raise RuntimeError(
                 f"{where}: the emulation of deep_ep takes CPU tensors, got one on {tensor.device}. "
-                "Move it to the CPU, or use the real deep_ep."
+                "Move the tensor to the CPU, or use the real deep_ep."
             )

@@ -1,4 +1,4 @@
-"""The emulated releases of deep_ep, each as a module with the names that the real package of that release has."""
+"""The emulated releases of deep_ep. Each is a module with the names of the real package of that release."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ RELEASES = ("v1.2.1", "v2-2.1.0", "hybridep-0ed15b5", "hybridep-34152ae", "hybri
 
 @functools.cache
 def emulated_deep_ep(release: str) -> ModuleType:
-    """Make the module that stands for ``deep_ep``. Its submodules are attributes; they are not in ``sys.modules``.
+    """Make the module that stands for ``deep_ep``. Its submodules are attributes. They are not in ``sys.modules``.
 
     Raises:
-        ConfigError: no such release.
+        ConfigError: There is no such release.
     """
     if release not in RELEASES:
         raise ConfigError(f"Unknown release of deep_ep {release!r}. Emulated releases: {', '.join(RELEASES)}.")
@@ -38,9 +38,9 @@ def emulated_deep_ep(release: str) -> ModuleType:
 
 @contextmanager
 def imported_as_deep_ep(release: str) -> Iterator[ModuleType]:
-    """Make ``import deep_ep`` give the emulation inside the block; restore the modules that were there before.
+    """Make ``import deep_ep`` import the emulation inside the block. Afterwards restore the modules of before.
 
-    Modules that are imported inside the block keep the names they took from it.
+    A module that is imported inside the block keeps the emulated names that it has imported.
     """
     package = emulated_deep_ep(release)
     aside = {name: module for name, module in sys.modules.items() if _belongs(name)}
@@ -73,7 +73,7 @@ def _with_submodules(module: ModuleType) -> dict[str, ModuleType]:
 def _module(name: str, **names: object) -> ModuleType:
     module = ModuleType(name, "Emulated: moe_dispatch.testing.emulation.")
     module.__dict__.update(names)
-    module.__path__ = []  # so that `import deep_ep.utils` takes it for a package
+    module.__path__ = []  # makes it a package, so that `import deep_ep.utils` works
     return module
 
 
@@ -107,14 +107,14 @@ def _v2(release: str) -> ModuleType:
         ),
         utils=_module(
             "deep_ep.utils",
-            EventHandle=EventHandle,  # no EventOverlap: an import of both, as in code for v1, fails as with the real v2
+            EventHandle=EventHandle,  # no EventOverlap, as in the real v2, where code for v1 fails to import it
             event=_module("deep_ep.utils.event", EventHandle=EventHandle, EventOverlap=ElasticEventOverlap),
         ),
     )
 
 
 def _hybrid_ep(release: str) -> ModuleType:
-    """The buffer class carries its own name: HybridEpBuffer in 0ed15b5, HybridEPBuffer later."""
+    """Make the module of a HybridEP release. Its buffer class is HybridEpBuffer in 0ed15b5, HybridEPBuffer later."""
     buffer, of_branch = hybrid_ep_buffer(release), _unemulated_buffer(release)
     return _module(
         "deep_ep",
@@ -131,15 +131,16 @@ def _hybrid_ep(release: str) -> ModuleType:
 
 
 def _unemulated_buffer(release: str) -> type:
-    """Make the class ``Buffer`` of a release whose point is another class: it can be imported, and refuses every use.
+    """Make a class ``Buffer`` that can be imported, and raises on every use. It serves releases with a newer class.
 
-    Its group sizes and queue lengths differ from those of v1.2.1, so the class of v1.2.1 would answer wrongly
-    (deep_ep/buffers/legacy.py of v2; deep_ep/buffer.py of branch hybrid-ep).
+    The class of v1.2.1 cannot replace it, because ``Buffer`` has other group sizes and queue lengths in these releases
+    (deep_ep/buffers/legacy.py of v2, deep_ep/buffer.py of branch hybrid-ep).
     """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"Buffer: the one of {release} is not emulated, only its newer classes are. Use release v1.2.1 for Buffer."
+            f"Buffer: the class of release {release} is not emulated, only its newer class is. Use the newer class, or "
+            "release v1.2.1 for Buffer."
         )
 
     methods = {name: staticmethod(refuse) for name in ("set_num_sms", "get_dispatch_config", "get_combine_config")}

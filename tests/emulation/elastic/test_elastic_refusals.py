@@ -194,7 +194,7 @@ CACHED: dict[str, tuple[dict[str, Any], str]] = {
     "other rows": ({"x": torch.ones(1, HIDDEN).bfloat16(), "num_sms": 4}, "RuntimeError: .*buffer.hpp:776"),
     "a compact handle expanded": (
         {"do_expand": True, "num_sms": 4},
-        "EmulatedAbort: ElasticBuffer.dispatch: do_expand with a handle needs that of an expanded dispatch",
+        "EmulatedAbort: ElasticBuffer.dispatch: with do_expand, a handle must come from an expanded dispatch",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The values that a call of v2's ElasticBuffer takes and returns."""
+"""The arguments and results of a call of v2's ElasticBuffer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DISPATCH, COMBINE = "ElasticBuffer.dispatch", "ElasticBuffer.combine"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """The arguments about SMs, events and streams. On a CPU they are checked and change nothing else."""
+    """The arguments about SMs, events and streams. On a CPU they are checked, and have no other effect."""
 
     num_sms: int
     previous_event: EventHandle | None
@@ -47,7 +47,7 @@ class Timing:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DispatchInput:
-    """Tensors that a rank hands to dispatch: rows (T, D), scales (T, S), ids and weights (T, K), counters (L,)."""
+    """The tensors that a rank passes to dispatch: rows (T, D), scales (T, S), ids and weights (T, K), counters (L,)."""
 
     x: Tensor
     sf: Tensor | None
@@ -59,7 +59,7 @@ class DispatchInput:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CombineInput:
-    """Tensors that a rank hands to combine: rows (R, D), weights (R, K) or (R,), and up to two biases (T, D)."""
+    """The tensors that a rank passes to combine: rows (R, D), weights (R, K) or (R,), and up to two biases (T, D)."""
 
     x: Tensor
     topk_weights: Tensor | None
@@ -69,7 +69,7 @@ class CombineInput:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The arguments of dispatch about sizes and about the form of the result."""
+    """The arguments of dispatch about sizes and about the layout of the result."""
 
     num_max_tokens_per_rank: int
     num_experts: int
@@ -84,7 +84,7 @@ class Options:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Received:
-    """What dispatch returns, in the order of arrival."""
+    """The result of dispatch, in the order of arrival."""
 
     x: Tensor
     sf: Tensor | None
@@ -93,7 +93,7 @@ class Received:
     handle: EPHandle
 
     def sort(self, options: Options, event: ElasticEventOverlap, *, is_cached: bool) -> None:
-        """Sort rows by source rank and token; after an asynchronous call, once the caller waits for it."""
+        """Sort the rows by source rank and token. In an asynchronous call, sort them when the caller waits for it."""
         sort = functools.partial(
             self.handle.deterministic_sort,
             options.do_cpu_sync,

@@ -1,4 +1,4 @@
-"""The checks of v2's ElasticBuffer on what it is called with, in the words of that release."""
+"""The checks that v2's ElasticBuffer makes on its arguments, with the texts of the release."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from moe_dispatch.testing.emulation.refusals import EmulatedAbort, elastic_asser
 
 
 def check_dispatch(sent: DispatchInput, options: Options, num_ranks: int, *, is_cached: bool) -> RowSizes:
-    """Check csrc/elastic/buffer.hpp:731-805 and csrc/kernels/elastic/dispatch.hpp:168; return the sizes of a row."""
+    """Make the checks of csrc/elastic/buffer.hpp:731-805 and csrc/kernels/elastic/dispatch.hpp:168.
+
+    Returns:
+        The sizes of a row.
+    """
     x, ids, weights = sent.x, sent.topk_idx, sent.topk_weights
     require_cpu(DISPATCH, x, sent.sf, ids, weights, sent.stats)
     elastic_assert(not options.do_zero_padding or options.do_expand, "not do_zero_padding or do_expand", f"{HPP}:731")
@@ -46,22 +50,22 @@ def check_dispatch(sent: DispatchInput, options: Options, num_ranks: int, *, is_
 
 
 def check_compiles(num_topk: int) -> None:
-    """deep_ep/include/deep_ep/impls/dispatch.cuh:93."""
+    """Refuse a top-k for which the kernel does not compile (deep_ep/include/deep_ep/impls/dispatch.cuh:93)."""
     if num_topk > 32:
         _fail_to_compile("Insufficient lanes", "deep_ep/include/deep_ep/impls/dispatch.cuh:93")
 
 
 def check_ids(topk_idx: Tensor, num_experts: int) -> None:
-    """Nothing checks the range there (dispatch.cuh:96-101): a counter beyond the last is written."""
+    """Refuse an id of ``num_experts`` or more. The kernel would write beyond its last counter (dispatch.cuh:96-101)."""
     if topk_idx.numel() and int(topk_idx.max()) >= num_experts:
         raise EmulatedAbort(
             f"ElasticBuffer.dispatch: topk_idx must be below num_experts ({num_experts}), got {int(topk_idx.max())}. "
-            "The kernel writes outside shared memory (dispatch.cuh:101). Use -1 for no selection."
+            "The kernel writes outside shared memory (dispatch.cuh:101). Use -1 for a choice without an expert."
         )
 
 
 def check_combine(sent: CombineInput, handle: EPHandle, num_ranks: int) -> RowSizes:
-    """Check csrc/elastic/buffer.hpp:1201-1247 and deep_ep/include/deep_ep/impls/combine.cuh:109.
+    """Make the checks of csrc/elastic/buffer.hpp:1201-1247 and deep_ep/include/deep_ep/impls/combine.cuh:109.
 
     Returns:
         The sizes of a row.
@@ -122,7 +126,7 @@ def _check_weights(weights: Tensor, num_tokens: int, num_topk: int) -> None:
     if weights.shape[1] != num_topk:
         raise EmulatedAbort(
             f"ElasticBuffer.dispatch: topk_weights must have the {num_topk} columns of topk_idx, "
-            f"got {weights.shape[1]}. That is not checked ({HPP}:783), and the kernel reads past them."
+            f"got {weights.shape[1]}. deep_ep does not check it ({HPP}:783), and the kernel reads past the weights."
         )
 
 
@@ -139,7 +143,7 @@ def _require_dims(tensor: Tensor, dims: int) -> None:
 
 
 def _require_type(tensor: Tensor, dtype: torch.dtype, name: str) -> None:
-    """``data_ptr<T>()`` refuses other types, as torch says it."""
+    """Refuse another dtype with the text of torch's ``data_ptr<T>()``."""
     if tensor.dtype != dtype:
         names = {torch.bfloat16: "BFloat16", torch.float64: "Double", torch.float16: "Half", torch.int64: "Long"}
         raise RuntimeError(f"expected scalar type {name} but found {names.get(tensor.dtype, tensor.dtype)}")
@@ -151,7 +155,7 @@ def _check_row_bytes(x: Tensor, line: int) -> None:
 
 
 def _fail_to_compile(said: str, source: str) -> None:
-    """A kernel is compiled on first use; a static assertion of it ends nvcc, and nvcc's output is printed."""
+    """Raise the error of a static assertion: a kernel is compiled on first use, and nvcc prints the failure."""
     raise RuntimeError(
         'Assertion exception (csrc/jit/compiler.hpp:239): false and "NVCC compilation failed"; '
         f'nvcc: error: static assertion failed with "{said}" ({source})'

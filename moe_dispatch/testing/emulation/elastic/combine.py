@@ -1,4 +1,4 @@
-"""The rows of a combine of v2's ElasticBuffer: which rows are sent back, their exchange, and their sums."""
+"""The rows of a combine of v2's ElasticBuffer: which rows go back, their exchange, and their sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_dispatch.testing.emulation.refusals import EmulatedAbort
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Returning:
-    """Rows (M, D) bfloat16 and weights (M, K) to send, with the rank, token and choice that each goes back to."""
+    """Rows (M, D) bfloat16 and weights (M, K) to send, and the rank, token and choice that each row goes back to."""
 
     x: Tensor
     topk_weights: Tensor | None
@@ -31,13 +31,14 @@ class Returning:
 def returning(sent: CombineInput, handle: EPHandle, *, sends_all: bool) -> Returning:
     """Choose the rows to send back (deep_ep/include/deep_ep/impls/combine.cuh:121-224 of v2).
 
-    Compact rows go back as they are. Of expanded rows all go back (``sends_all``), or the sum of those of one token.
+    Compact rows go back unchanged. With ``sends_all``, all expanded rows go back. Otherwise the expanded rows of a
+    token are added up, and the sum goes back.
     """
     x, topk_weights = sent.x.detach(), sent.topk_weights
     num_ranks = handle.psum_num_recv_tokens_per_scaleup_rank.shape[0]
     rows = handle.recv_src_metadata.shape[0]
     if rows == handle.num_max_tokens_per_rank * num_ranks:
-        rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])  # of a dispatch that did not wait for counts
+        rows = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])  # if the dispatch did not wait for the counts
     metadata = handle.recv_src_metadata[:rows].long()
     num_topk = metadata.shape[1] - 2
     source, master = metadata[:, 1] // num_topk, metadata[:, 1] % num_topk
@@ -62,26 +63,26 @@ def returning(sent: CombineInput, handle: EPHandle, *, sends_all: bool) -> Retur
 
 
 def _require_rows(x: Tensor, places: Tensor) -> None:
-    """Refuse too few expanded rows: nothing compares them with the handle (csrc/elastic/buffer.hpp:1219)."""
+    """Refuse too few expanded rows, which the release does not count (csrc/elastic/buffer.hpp:1219)."""
     needed = int(places.max()) + 1 if places.numel() else 0
     if needed > x.shape[0]:
         raise EmulatedAbort(
             f"ElasticBuffer.combine: x must have every row that its dispatch filled, {needed} or more, got "
-            f"{x.shape[0]}. The kernel reads past its end. Pass a tensor with as many rows as recv_x."
+            f"{x.shape[0]}. The kernel reads past its end. Pass a row for each row of recv_x."
         )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Returned:
-    """The combine buffer, by token and choice: rows (T, K, D) and weights (T, K, K), NaN where nobody wrote."""
+    """The combine buffer by token and choice: rows (T, K, D) and weights (T, K, K), NaN where no rank sent a row."""
 
     x: Tensor
     topk_weights: Tensor | None
 
 
 def bring_back(exchange: Exchange, rows: Returning, topk_idx: Tensor) -> Returned:
-    """Send every row back to its token and choice; ``topk_idx`` (T, K) are the choices of this rank's own tokens."""
+    """Send every row back to its token and choice. ``topk_idx`` (T, K) holds the choices of this rank's own tokens."""
     num_tokens, num_topk = topk_idx.shape
     by_rank = [(rows.source == rank).nonzero().flatten() for rank in range(exchange.size)]
 
@@ -101,10 +102,11 @@ def bring_back(exchange: Exchange, rows: Returning, topk_idx: Tensor) -> Returne
 
 
 def reduced(rows: Tensor, valid: Tensor, biases: list[Tensor]) -> Tensor:
-    """Add up the biases, then the ``valid`` (T, N) of the rows (T, N, D) in the order of dim 1: bfloat16 (T, D).
+    """Add up the biases, then the rows (T, N, D) that ``valid`` (T, N) flags, in the order of dim 1: bfloat16 (T, D).
 
-    The kernel adds up to two rows without a bias in bfloat16, and all else in float32, rounded once
-    (deep_ep/include/deep_ep/impls/combine_utils.cuh:67-70 of v2). Two rows give the same number either way.
+    Here all sums are in float32 and are rounded once. The kernel does the same, except that it adds one or two rows
+    without a bias in bfloat16, which gives the same number (deep_ep/include/deep_ep/impls/combine_utils.cuh:67-70 of
+    v2).
     """
     total = torch.zeros(rows.shape[0], rows.shape[2])
     for addend in [*biases, *torch.where(valid[:, :, None], rows, 0).unbind(1)]:
@@ -113,9 +115,10 @@ def reduced(rows: Tensor, valid: Tensor, biases: list[Tensor]) -> Tensor:
 
 
 def combined_weights(received: Tensor, owner: Tensor) -> Tensor:
-    """Pick for each choice the weight that its rank sent, float32 (T, K); nothing is added up.
+    """Pick for each choice the weight that its rank sent, float32 (T, K). Weights are not added up.
 
-    ``received`` (T, K, K) holds at [t, m] the weights sent by the rank whose master choice m is.
+    ``received`` is (T, K, K). If m is the master choice of a rank, [t, m] holds the weights that this rank sent.
+
     Source: deep_ep/include/deep_ep/impls/combine_reduce_epilogue.cuh:128-139 of v2.
     """
     if owner.numel() == 0:

@@ -1,4 +1,4 @@
-"""``deep_ep.EPHandle`` of v2: the handle of a dispatch, for a cached dispatch, the combine and the caller."""
+"""``deep_ep.EPHandle`` of v2: the handle of a dispatch. Cached dispatches, combine and the caller read it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from moe_dispatch.testing.emulation.memory import take
 
 @final
 class EPHandle:
-    """The attributes of the release (deep_ep/buffers/elastic.py:25-95 of v2), all tensors int32 but ``topk_idx``.
+    """A handle with the attributes of the release (deep_ep/buffers/elastic.py:25-95 of v2).
 
-    ``psum_num_recv_tokens_per_scaleup_rank`` (P,): rows received from ranks up to i.
-    ``psum_num_recv_tokens_per_expert`` (L,): the inclusive sum of aligned counts (compact), or the end of each expert's
-    real rows (expanded).
-    ``recv_src_metadata`` (R, 2 + K): source rank times ``num_max_tokens_per_rank`` plus token; source rank times K plus
-    the last choice that led here; K columns with the expanded rows of this token, unwritten if compact.
-    ``dst_buffer_slot_idx`` (T, K): the row in the receive buffer of the rank of each last choice; -1 for others.
+    ``topk_idx`` is int64. The other tensors are int32.
+
+    ``psum_num_recv_tokens_per_scaleup_rank`` (P,): Entry i is the number of rows received from ranks 0 to i.
+
+    ``psum_num_recv_tokens_per_expert`` (L,): In a compact dispatch, the inclusive sums of the aligned counts. In an
+    expanded dispatch, the end of the real rows of each expert.
+
+    ``recv_src_metadata`` (R, 2 + K): Column 0 is source rank * ``num_max_tokens_per_rank`` + token. Column 1 is source
+    rank * K + master choice. The last K columns are the expanded rows of this token, or uninitialised in a compact
+    dispatch.
+
+    ``dst_buffer_slot_idx`` (T, K): For a master choice, the row in the receive buffer of its rank. For all other
+    choices -1.
     """
 
     def __init__(
@@ -70,7 +77,7 @@ class EPHandle:
         recv_topk_weights: Tensor | None,
         channel_linked_list: Any,
     ) -> None:
-        """Sort rows by source rank and token in place, and expanded rows within each expert."""
+        """Sort rows by source rank and token, in place. Expanded rows are sorted within each expert."""
         if not is_cached_dispatch:
             self.cached_recv_src_metadata_before_sort = self.recv_src_metadata.clone()
         assert self.cached_recv_src_metadata_before_sort is not None
@@ -89,7 +96,10 @@ class EPHandle:
         return int(self.psum_num_recv_tokens_per_scaleup_rank[-1])
 
     def _sort_within_experts(self, arrived: Tensor, tensors: list[Tensor]) -> None:
-        """Every expert's rows fill a range without gaps, so the same places are handed out again, by source."""
+        """Sort the rows of each expert by source.
+
+        The rows of an expert fill a range without gaps, so the sorted rows take the same range.
+        """
         places = arrived[:, 2:]
         row, choice = (places >= 0).nonzero(as_tuple=True)
         place = places[row, choice].long()
@@ -104,7 +114,7 @@ class EPHandle:
 
 
 def _put(tensor: Tensor, index: Tensor, rows: Tensor) -> None:
-    """``tensor[index] = rows`` in place, of float8 and of strided tensors too."""
+    """Set ``tensor[index] = rows`` in place. The tensor may be float8 or strided."""
     if tensor.element_size() == 1:
         tensor.view(torch.uint8)[index] = rows.view(torch.uint8)
     else:

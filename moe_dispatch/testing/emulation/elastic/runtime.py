@@ -43,19 +43,19 @@ from moe_dispatch.testing.emulation.refusals import EmulatedAbort, EmulatedHang,
 
 @final
 class ElasticRuntime:
-    """A buffer on every rank of a group; all ranks open and destroy it together."""
+    """The buffer of one rank. All ranks of the group open and destroy their buffers together."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, num_bytes: int, allow_multiple_reduction: bool) -> None:
         self._exchange = Exchange(group)
         self._num_bytes = num_bytes
         self._allow_multiple_reduction = allow_multiple_reduction
-        # Random orders differ between calls and ranks, and are the same in every run.
+        # Random orders differ between calls and between ranks, but every run of the program has the same orders.
         self._generator = Generator().manual_seed(1 + self._exchange.rank)
         with self._exchange.entrance("ElasticBuffer") as entry:
             whole = num_bytes > 0 and num_bytes % ALIGNMENT_BYTES == 0
             rule = "num_buffer_bytes > 0 and num_buffer_bytes % symmetric::kNumAlignmentBytes == 0"
             elastic_assert(whole, rule, f"{HPP}:98")
-            # A window of symmetric memory is registered by all ranks, with the same size.
+            # All ranks register a window of symmetric memory. It must have the same size everywhere.
             entry.same = {"num_bytes": num_bytes}
 
     def destroy(self) -> None:
@@ -65,7 +65,7 @@ class ElasticRuntime:
         self._exchange.barrier("ElasticBuffer.barrier")
 
     def dispatch(self, sent: DispatchInput, options: Options, timing: Timing, handle: EPHandle | None) -> Received:
-        """Exchange counts unless a handle holds them, then rows; then lay the rows out for the caller."""
+        """Exchange the counts, unless a handle holds them. Exchange the rows, and lay them out for the caller."""
         rank, size = self._exchange.rank, self._exchange.size
         with self._exchange.entrance(DISPATCH) as entry:
             timing.check("dispatch")
@@ -129,7 +129,7 @@ class ElasticRuntime:
         )
 
     def combine(self, sent: CombineInput, handle: EPHandle, timing: Timing) -> tuple[Tensor, Tensor | None]:
-        """Send rows back to the choices they came from, and add them up there; weights come back as they are."""
+        """Send rows back to the choices they came from, and add them up there. Weights come back unchanged."""
         size = self._exchange.size
         with self._exchange.entrance(COMBINE) as entry:
             timing.check("combine")
@@ -151,7 +151,10 @@ class ElasticRuntime:
         elastic_assert(holds, f"{rule}: {needed} <= {self._num_bytes}", f"{HPP}:{line}")
 
     def _require_distinct_experts(self, twice: list[list[bool]]) -> None:
-        """The owner of the expert traps, and its peers wait for it (dispatch_copy_epilogue.cuh:107)."""
+        """Refuse a token that names an expert twice (dispatch_copy_epilogue.cuh:107).
+
+        The rank that owns the expert traps, and its peers wait for it.
+        """
         for rank in range(self._exchange.size):
             if any(seen[rank] for seen in twice):
                 kind = EmulatedAbort if rank == self._exchange.rank else EmulatedHang
@@ -174,10 +177,10 @@ def _laid_out(options: Options, arrived: Arrived, counts: Counts, handle: EPHand
 
 
 def _require_places(handle: EPHandle) -> None:
-    """A compact dispatch writes no places into its handle."""
+    """Refuse the handle of a compact dispatch, which holds no expanded rows."""
     if not handle.do_expand:
         raise EmulatedAbort(
-            f"{DISPATCH}: do_expand with a handle needs that of an expanded dispatch, got one of a compact dispatch. "
-            "The kernel writes wherever its uninitialised recv_src_metadata[:, 2:] points "
+            f"{DISPATCH}: with do_expand, a handle must come from an expanded dispatch, got the handle of a compact "
+            "dispatch. Its recv_src_metadata[:, 2:] is uninitialised, and the kernel takes addresses from it "
             "(dispatch_copy_epilogue.cuh:119). Leave do_expand off."
         )

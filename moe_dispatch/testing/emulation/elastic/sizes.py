@@ -1,6 +1,7 @@
-"""The sizes of v2's buffers, and the number of SMs that it takes.
+"""The sizes of v2's buffers, and the number of SMs that its kernels use.
 
-The emulated group is one NVLink domain of H200s: no scale-out ranks, 132 SMs, 18 links of 26.562 GB/s.
+The emulated group is one NVLink domain of H200 GPUs. It has no scale-out ranks. Each GPU has 132 SMs and 18 links of
+26.562 GB/s.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LAYOUT = "deep_ep/include/deep_ep/common/layout.cuh"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSizes:
-    """The numbers that decide the bytes of one row in a buffer. All ranks must share them to find each other's rows."""
+    """The numbers that decide the bytes of a row in a buffer. Row addresses depend on them, so all ranks must agree."""
 
     num_max_tokens_per_rank: int
     hidden: int
@@ -31,12 +32,12 @@ class RowSizes:
     num_topk: int
 
     def dispatch_bytes(self, num_ranks: int) -> int:
-        """Memory for every row of every rank (csrc/elastic/buffer.hpp:586-600)."""
+        """Return the bytes for every row of every rank (csrc/elastic/buffer.hpp:586-600)."""
         metadata = self.num_topk * 8 + (1 + self.num_topk) * 4
         return num_ranks * self.num_max_tokens_per_rank * (self._hidden_bytes() + _row(self.num_sf_packs * 4, metadata))
 
     def combine_bytes(self, num_ranks: int, allow_multiple_reduction: bool) -> int:
-        """Memory for a row per token and rank, or per choice if only the source rank adds up (:616-633)."""
+        """Return the bytes for one row per token and rank, or per choice if only the source rank adds up (:616-633)."""
         rows = min(num_ranks, self.num_topk) if allow_multiple_reduction else self.num_topk
         return rows * self.num_max_tokens_per_rank * (self._hidden_bytes() + _row(0, self.num_topk * 8))
 
@@ -52,7 +53,7 @@ def _row(*parts: int) -> int:
 
 
 def aligned(number: int, multiple: int) -> int:
-    """``number`` rounded up to a multiple."""
+    """Round ``number`` up to a multiple of ``multiple``."""
     return -(-number // multiple) * multiple
 
 
@@ -65,7 +66,7 @@ def buffer_bytes(
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """Bytes for dispatch or combine, whichever needs more, in steps of 2 MiB (csrc/elastic/buffer.hpp:652-686)."""
+    """Return the bytes that dispatch and combine fit into, a multiple of 2 MiB (csrc/elastic/buffer.hpp:652-686)."""
     rule = "num_max_tokens_per_rank > 0 and hidden > 0"
     elastic_assert(num_max_tokens_per_rank > 0 and hidden > 0, rule, f"{_HPP}:657")
     packs = -(-hidden // 32)
@@ -86,7 +87,7 @@ def buffer_bytes(
 
 
 def check_experts(num_experts: int, num_ranks: int) -> None:
-    """Check that the workspace has memory for the experts (deep_ep/include/deep_ep/common/layout.cuh:37-40)."""
+    """Check that the workspace has room for the experts (deep_ep/include/deep_ep/common/layout.cuh:37-40)."""
     elastic_assert(num_experts % num_ranks == 0, "num_experts % num_ranks == 0", f"{_LAYOUT}:37")
     elastic_assert(num_ranks <= 1024, "num_ranks <= kNumMaxRanks", f"{_LAYOUT}:38")
     elastic_assert(num_experts <= 2048, "num_experts <= kNumMaxExperts", f"{_LAYOUT}:39")
@@ -104,9 +105,10 @@ def theoretical_num_sms(
     sm_write_gbs: float,
     prefer_overlap_with_compute: bool,
 ) -> int:
-    """Number of SMs that keeps the links busy under balanced routing, as the release models one NVLink domain.
+    """Return the number of SMs that keeps the links busy under balanced routing, as the release computes it.
 
-    Errors are those of its arithmetic: no number of experts, and a top-k beyond the experts.
+    There are no checks. As in the release, the arithmetic raises if ``num_experts`` is None or less than ``num_topk``.
+
     Source: deep_ep/buffers/elastic.py:720-840 of v2.
     """
     assert num_experts % num_ranks == 0

@@ -14,16 +14,16 @@ from moe_dispatch.testing.emulation.signatures import narrowed, recorded
 __all__ = ["hybrid_ep_buffer", "indices_to_map"]
 
 _FIRST, _NEWEST = "hybridep-0ed15b5", "hybridep-744"
-# Methods of HybridBuffer, which has the signatures of the newest release, that took less or had other defaults before.
+# Methods of HybridBuffer whose signatures were different before the newest release: fewer parameters, other defaults.
 _CHANGED = ("__init__", "dispatch", "dispatch_with_permute")
 
 
 @functools.cache
 def hybrid_ep_buffer(release: str) -> type:
-    """The class of that release, under its name there: HybridEpBuffer in 0ed15b5, HybridEPBuffer later.
+    """Return the buffer class of a release. Its name is HybridEpBuffer in 0ed15b5, HybridEPBuffer later.
 
     Raises:
-        ConfigError: no such release.
+        ConfigError: There is no such release.
     """
     if release == _FIRST:
         return HybridEpBuffer

@@ -1,4 +1,4 @@
-"""The arguments of a dispatch of HybridEP, and the routing tensors that each release makes of them."""
+"""The arguments of a HybridEP dispatch, and the routing tensors that each release makes from the arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_PER_RANK = 512
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """The arguments of ``dispatch`` or ``dispatch_with_permute`` of any release, deprecated ones left out."""
+    """The arguments of ``dispatch`` or ``dispatch_with_permute`` of any release, without the deprecated arguments."""
 
     hidden: Tensor
     scaling_factor: Tensor | None
@@ -30,7 +30,7 @@ class Call:
     routing_map: Tensor | None
     handle: tuple[Any, ...] | None
     permute: bool
-    num_of_tokens_per_rank: int | None = None  # ragged releases: rows of every rank, padding included
+    num_of_tokens_per_rank: int | None = None  # only in ragged releases: rows of every rank, with padding
     num_of_experts_per_rank: int | None = None
     use_fp8: bool | None = None
     num_permuted_tokens: int | None = None
@@ -46,7 +46,13 @@ class Call:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Routing:
-    """bool (T, E), or with ``topk`` > 0 int16 (T, topk); None with a cached handle. probs float32 (T, E) or None."""
+    """The routing of this rank's rows.
+
+    Attributes:
+        rows: Map bool (T, E), or ids int16 (T, topk) if ``topk`` > 0. None with a cached handle.
+        probs: Probabilities float32 (T, E), or None.
+        topk: Number of ids of a row, or 0 for a map.
+    """
 
     rows: Tensor | None
     probs: Tensor | None
@@ -59,7 +65,7 @@ def indices_to_map(
     """Turn ids (T, K) and weights (T, K) into the bool map (T, E) and float32 probabilities (T, E).
 
     Raises:
-        EmulatedAbort: an id is outside [0, E), as -1 is: scatter traps on the GPU (94a9f8f hybrid_ep_buffer.py:24).
+        EmulatedAbort: An id, such as -1, is outside [0, E). On the GPU scatter traps (94a9f8f hybrid_ep_buffer.py:24).
     """
     assert topk_idx is not None
     ids = topk_idx.to(torch.int64)
@@ -67,7 +73,7 @@ def indices_to_map(
         raise EmulatedAbort(
             "hybrid_ep_buffer.py:24: scatter on the device: Assertion `idx_dim >= 0 && idx_dim < index_size && "
             f'"index out of bounds"` failed: topk_idx must be in [0, {num_of_experts}), got '
-            f"{int(ids.min())}..{int(ids.max())}. Route rows to nowhere with a routing_map instead."
+            f"{int(ids.min())}..{int(ids.max())}. To send a row to no expert, pass a routing_map instead."
         )
     routing_map = torch.zeros(num_of_tokens, num_of_experts, dtype=torch.bool).scatter(1, ids, True)
     if topk_weights is None:
@@ -79,8 +85,8 @@ def routing_of(call: Call) -> Routing:
     """Make the bool map of releases without ragged dispatch.
 
     Raises:
-        AssertionError: in the release's words. Without a routing_map, dispatch without permute requires
-            num_of_experts even with a handle (94a9f8f hybrid_ep_buffer.py:195).
+        AssertionError: The arguments are not valid. The text is the one of the release. Without a routing_map,
+            ``dispatch`` requires num_of_experts even with a handle (94a9f8f hybrid_ep_buffer.py:195).
     """
     if call.routing_map is not None:
         assert call.routing_map.dtype == torch.bool
@@ -98,7 +104,7 @@ def ragged_routing_of(call: Call, *, experts_per_rank: int, ranks_per_node: int,
     """Make the map or the int16 ids of releases with ragged dispatch (744 hybrid_ep_buffer.py:_prepare_routing_data).
 
     Raises:
-        AssertionError: in the release's words.
+        AssertionError: The arguments are not valid. The text is the one of the release.
     """
     if call.routing_map is not None:
         assert call.routing_map.dtype == torch.bool
@@ -111,7 +117,7 @@ def ragged_routing_of(call: Call, *, experts_per_rank: int, ranks_per_node: int,
     expected = experts_per_rank * ranks_per_node * nodes
     assert experts == expected, f"num_of_experts ({experts}) must match the HybridEP layout ({expected})"
     _check_probs(call, experts)
-    # Ids outside the experts route nowhere and have no weight; an expert that a token names twice gets both weights.
+    # An id outside 0..E-1 routes nowhere and has no weight. An expert that a token names twice gets both weights.
     valid = (call.topk_idx >= 0) & (call.topk_idx < experts)
     ids = torch.where(valid, call.topk_idx, 0).to(torch.int64)
     probs = call.probs
@@ -131,11 +137,14 @@ def _check_probs(call: Call, columns: int) -> None:
 
 
 def rows_per_rank(call: Call, routing: Routing, *, ragged: bool) -> int:
-    """Rows that every rank sends: those of ``hidden``, or in ragged releases a shared multiple of 16 above them.
+    """Return the number of rows that every rank sends.
+
+    It is the number of rows of ``hidden``. In ragged releases, it is ``num_of_tokens_per_rank`` or the number of rows
+    of ``hidden``, rounded up to a multiple of 16.
 
     Raises:
-        AssertionError: in the release's words.
-        AttributeError: dispatch_with_permute without routing, as in the release.
+        AssertionError: The arguments are not valid. The text is the one of the release.
+        AttributeError: ``dispatch_with_permute`` has no routing. The release raises the same error.
     """
     if routing.rows is None:
         assert call.permute, "The handle and routing_map should not be both None"
@@ -151,7 +160,7 @@ def rows_per_rank(call: Call, routing: Routing, *, ragged: bool) -> int:
 
 
 def padded(routing: Routing, num_rows: int) -> Tensor:
-    """Add routing rows that route nowhere, up to ``num_rows``."""
+    """Append rows that route nowhere, up to ``num_rows`` rows."""
     assert routing.rows is not None
     out = torch.full((num_rows, routing.rows.shape[1]), -1 if routing.topk else 0, dtype=routing.rows.dtype)
     out[: routing.rows.shape[0]] = routing.rows
@@ -159,14 +168,16 @@ def padded(routing: Routing, num_rows: int) -> Tensor:
 
 
 def require_device_sync(settings: Mapping[str, object]) -> None:
-    """Refuse kernels that do not wait for each other: what other ranks see would depend on timing."""
+    """Refuse kernels that do not wait for each other, because their results would depend on timing."""
     for name in ("device_side_sync_dispatch_api", "device_side_sync_combine_api"):
         if not settings.get(name, True):
-            raise NotImplementedError(f"HybridEP: kernels without device-side sync are not emulated, got {name}=False.")
+            raise NotImplementedError(
+                f"HybridEP: kernels without device-side sync are not emulated, got {name}=False. Leave it at True."
+            )
 
 
 def check_non_blocking(call: Call) -> None:
-    """Raise AssertionError in the release's words (94a9f8f hybrid_ep_buffer.py:351-356)."""
+    """Make the checks of a non-blocking call, with the texts of the release (94a9f8f hybrid_ep_buffer.py:351-356)."""
     given, multiple = call.num_permuted_tokens, call.pad_multiple
     assert given is not None, "The num_permuted_tokens is required for non-blocking mode."
     assert given >= 0, "The num_permuted_tokens is required for non-blocking mode."
@@ -177,7 +188,7 @@ def check_non_blocking(call: Call) -> None:
 
 
 def non_blocking_of(use_host_meta: bool | None, non_blocking: bool, num_dispatched_tokens: int | None) -> bool:
-    """``non_blocking``, as the deprecated arguments change it."""
+    """Return ``non_blocking``, or the value that the deprecated ``use_host_meta`` stands for. Warn of deprecations."""
     if num_dispatched_tokens is not None:
         warn_deprecated("num_dispatched_tokens")
     if use_host_meta is None:
@@ -187,5 +198,5 @@ def non_blocking_of(use_host_meta: bool | None, non_blocking: bool, num_dispatch
 
 
 def warn_deprecated(name: str) -> None:
-    """Warn in the release's words."""
+    """Warn that an argument is deprecated, with the text of the release."""
     warnings.warn(f"The {name} is deprecated, it will be removed in the future.", stacklevel=3)

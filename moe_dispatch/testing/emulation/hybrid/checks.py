@@ -1,4 +1,4 @@
-"""The checks of HybridEP in C, and rules that it does not check before it reads out of bounds."""
+"""The checks of HybridEP's C++ code, and checks of rules that it does not check before it reads out of bounds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ def c_assert(holds: bool, condition: str, source: str) -> None:
 
 
 def undefined_unless(holds: bool, rule: str) -> None:
-    """Raise EmulatedAbort for a rule that nobody checks: the kernel accesses memory that is not the caller's."""
+    """Raise EmulatedAbort for a broken rule that the release does not check."""
     if not holds:
-        raise EmulatedAbort(f"{rule} It is not checked there, so the kernel touches foreign memory or returns garbage.")
+        raise EmulatedAbort(
+            f"{rule} deep_ep does not check it, and the kernel accesses other memory or returns wrong numbers."
+        )
 
 
 def failed_compilation(said: str, source: str) -> RuntimeError:
-    """Make the error of a kernel's static_assert: nvcc prints it, and its exit status is raised (jit/compiler.cu)."""
+    """Make the error of a failed static_assert in a kernel. nvcc prints the text, and then fails (jit/compiler.cu)."""
     return RuntimeError(
         "Failed to compile the code, compile command: nvcc (emulated). "
         f'nvcc printed: {source}: error: static assertion failed with "{said}"'
@@ -33,7 +35,7 @@ def check_dispatch(config: HybridEpConfigInstance, rows: int, source: str, tenso
     """Check the tensors of a dispatch: hidden (T, H), probs (T, E) or None, scaling_factor float32 (T, H / 128).
 
     Raises:
-        EmulatedAbort: the rule that is broken, with its file and line.
+        EmulatedAbort: A rule is broken. The text has its file and line.
     """
     hidden, probs, scales = tensors["hidden"], tensors["probs"], tensors["scaling_factor"]
     assert hidden is not None
@@ -70,11 +72,11 @@ def _check_shape(name: str, tensor: Tensor, rows: int, columns: int) -> None:
 
 
 def check_combine(config: HybridEpConfigInstance, hidden: Tensor, probs: Tensor | None, source: str) -> None:
-    """Check the tensors of a combine: hidden 2 bytes an element, (R, H); probs float32.
+    """Check the tensors of a combine: hidden (R, H) with elements of 2 bytes, and probs float32.
 
     Raises:
-        TypeError: hidden is no tensor, in the words of pybind11.
-        EmulatedAbort: the rule that is broken, with its file and line.
+        TypeError: hidden is not a tensor. The text is the one of pybind11.
+        EmulatedAbort: A rule is broken. The text has its file and line.
     """
     if not isinstance(hidden, Tensor):
         raise TypeError(f"combine(): incompatible function arguments. hidden must be a Tensor, got {hidden!r}.")
@@ -90,7 +92,7 @@ def check_combine(config: HybridEpConfigInstance, hidden: Tensor, probs: Tensor 
 
 
 def check_chunk(chunk: int, source: str, *, nodes: int = 1) -> None:
-    """Raise RuntimeError for a chunk of tokens that a kernel does not compile with."""
+    """Raise RuntimeError for a chunk size with which the kernels do not compile."""
     if chunk % 16:
         raise failed_compilation("NUM_OF_TOKENS_PER_CHUNK must be multiple of rdma_to_attn_map_load_t.", source)
     if nodes > 1 and chunk % 32:
@@ -98,6 +100,6 @@ def check_chunk(chunk: int, source: str, *, nodes: int = 1) -> None:
 
 
 def check_capacity(config: HybridEpConfigInstance, source: str) -> None:
-    """Raise RuntimeError for a capacity that the combine kernel does not compile with."""
+    """Raise RuntimeError for a capacity with which the combine kernel does not compile."""
     if config.max_num_of_tokens_per_rank % config.num_of_tokens_per_chunk_combine_api:
         raise failed_compilation("MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK.", source)

@@ -1,4 +1,4 @@
-"""The handle of a dispatch of HybridEP: a dataclass inside the emulation, a plain tuple outside, as in the real one."""
+"""The handle of a HybridEP dispatch. It is a dataclass inside the emulation. Callers get a tuple, as in the release."""
 
 from __future__ import annotations
 
@@ -15,15 +15,27 @@ from moe_dispatch.testing.emulation.hybrid.config import HybridEpConfigInstance
 @final
 @dataclass(kw_only=True, slots=True)
 class Handle:
-    """``HandleImpl`` of the binding; None where the real one holds an undefined tensor.
+    """``HandleImpl`` of the C++ binding. An undefined tensor of the real handle is None here.
 
-    Shapes, with T rows a rank, P ranks in N nodes of M, L experts a rank and n rows received:
-    sparse_to_dense_map int32 (N*T, M); rdma_to_attn_map bool (T up to 16, N), laid out by node; attn_to_rdma_map bool
-    (T, N-1); num_dispatched_tokens_tensor int32 (1,); local_expert_routing_map bool (P*T, L), n rows written;
-    dense_chunk_layout int32 (chunks,), inclusive; dense_to_expert_map int32 (P*T, L), n rows written, -1 for none;
-    row_id_map int32 (capacity*P + pad_multiple, L), counted from 1, negative for padding, 0 for none;
-    tokens_per_expert int32 (L,), without padding beside a dense map and with it beside a row_id_map;
-    padded_tokens_per_expert int64 (L,), which no tuple carries; overflow_flag int32 (1,).
+    P ranks are N nodes of M ranks each. Each rank has T rows and L experts, and receives n rows.
+
+    Attributes:
+        sparse_to_dense_map: int32 (N*T, M).
+        rdma_to_attn_map: bool (T rounded up to a multiple of 16, N). The memory is ordered by node.
+        attn_to_rdma_map: bool (T, N-1).
+        num_dispatched_tokens_tensor: int32 (1,), the value n.
+        local_expert_routing_map: bool (P*T, L). The first n rows are written.
+        num_of_tokens_per_rank: T.
+        config: Configuration of the kernels of the dispatch.
+        dense_chunk_layout: int32 (chunks,), inclusive sums.
+        dense_to_expert_map: int32 (P*T, L), -1 for no expert row. The first n rows are written.
+        row_id_map: int32 (capacity*P + pad_multiple, L). Ids count from 1. They are negative for padding, and 0 means
+            no row.
+        tokens_per_expert: int32 (L,). With a row_id_map it includes padding. With a dense map it does not.
+        padded_tokens_per_expert: int64 (L,). No tuple holds it.
+        overflow_flag: int32 (1,).
+        num_permuted_tokens: Number of expert rows, or -1 if it is not known.
+        num_of_valid_tokens: Number of this rank's rows without padding, or -1 if all T rows are valid.
     """
 
     sparse_to_dense_map: Tensor
@@ -48,11 +60,11 @@ class Handle:
 
     @property
     def valid_tokens(self) -> int:
-        """Rows that combine returns."""
+        """Return the number of rows that combine returns."""
         return self.num_of_tokens_per_rank if self.num_of_valid_tokens < 0 else self.num_of_valid_tokens
 
     def agreed(self, *, with_probs: bool) -> dict[str, object]:
-        """Values that every rank must pass alike to a dispatch or combine with this handle."""
+        """Return the values that must be equal on all ranks in a dispatch or combine with this handle."""
         return {"num_of_tokens_per_rank": self.num_of_tokens_per_rank, "with_probs": with_probs}
 
     def packed(self, names: Sequence[str]) -> tuple[Any, ...]:
@@ -60,9 +72,9 @@ class Handle:
 
 
 def handle_of(names: Sequence[str], handle: Sequence[Any], **more: Any) -> Handle:
-    """Make a handle of a tuple with these fields, and of ``more`` that the tuple does not carry.
+    """Make a handle from a tuple with items of these names, and from ``more`` fields that the tuple does not hold.
 
     Raises:
-        ValueError: the tuple has another length.
+        ValueError: The tuple has another length.
     """
     return Handle(**unpacked(names, handle), **more)

@@ -1,6 +1,7 @@
-"""The scan kernel of HybridEP as index arithmetic: from the routing of all ranks to the maps of one rank.
+"""The scan kernel of HybridEP as index arithmetic. It turns the routing of all ranks into the maps of one rank.
 
-Legend: P ranks = N nodes of M ranks; T rows a rank; L experts a rank; E = P*L; R rows that this rank receives.
+Dimensions: P ranks are N nodes of M ranks each. Each rank has T rows and L experts. E = P*L is the number of all
+experts. R is the number of rows that this rank receives.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ class Topology:
 
     @property
     def peers(self) -> list[int]:
-        """Ranks of this node."""
+        """Return the ranks of this node."""
         return [self.node * self.ranks_per_node + local for local in range(self.ranks_per_node)]
 
     @property
     def counterparts(self) -> list[int]:
-        """The rank of each node that has this local rank, by node: rows cross nodes only among these."""
+        """Return by node the rank that has this local rank. Rows cross nodes only between these ranks."""
         return [node * self.ranks_per_node + self.local_rank for node in range(self.nodes)]
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scan:
-    """The maps that one rank makes of the routing of all ranks."""
+    """The maps that one rank makes from the routing of all ranks."""
 
     sparse_to_dense_map: Tensor
     rdma_to_attn_map: Tensor
     attn_to_rdma_map: Tensor
-    received_PT: Tensor  # bool: rows that this rank receives, by (source rank, token)
-    local_RL: Tensor  # bool: the experts of this rank that each received row goes to
+    received_PT: Tensor  # bool: flags of the rows that this rank receives, by source rank and token
+    local_RL: Tensor  # bool: flags of the experts of this rank that each received row goes to
 
     @property
     def num_dispatched(self) -> int:
@@ -59,7 +60,7 @@ class Scan:
 
 
 def scan(map_PTE: Tensor, topology: Topology) -> Scan:
-    """Scan the routing; received rows are sorted by source rank and token (94a9f8f hybrid_ep_backend.cuh:5300-5470)."""
+    """Scan the routing. Received rows are by source rank and token (94a9f8f hybrid_ep_backend.cuh:5300-5470)."""
     ranks = topology.ranks_per_node * topology.nodes
     rows = map_PTE.shape[0] // ranks
     by_rank = map_PTE.view(ranks, rows, topology.nodes, topology.ranks_per_node, -1)
@@ -79,19 +80,22 @@ def scan(map_PTE: Tensor, topology: Topology) -> Scan:
 
 
 def _padded_by_node(wanted_NT: Tensor) -> Tensor:
-    """Pad rows to a multiple of 16 a node; the real map declares the transpose of its memory layout as its shape."""
+    """Pad the rows of each node to a multiple of 16.
+
+    The memory is by node and then by row. The shape is (rows, nodes) all the same, because the release declares it so.
+    """
     nodes, rows = wanted_NT.shape
     padded = grown(wanted_NT.T.contiguous(), max(16, rows + -rows % 16)).T.contiguous()
     return padded.reshape(-1, nodes)
 
 
 def routing_rows(scanned: Scan, num_rows: int) -> Tensor:
-    """Make local_expert_routing_map: the experts of received rows, in memory for the rows of all ranks."""
+    """Make local_expert_routing_map: flags of the experts of received rows. It has room for the rows of all ranks."""
     return grown(scanned.local_RL, num_rows)
 
 
 def chunk_layout(scanned: Scan, *, ranks: int, chunk: int) -> Tensor:
-    """Make dense_chunk_layout, int32: rows received up to the end of each chunk of each rank."""
+    """Make dense_chunk_layout, int32: the number of rows received up to the end of each chunk of each rank."""
     received = scanned.received_PT.view(ranks, -1)
     rows = received.shape[1]
     chunks = max(1, -(-rows // chunk))
@@ -103,7 +107,7 @@ def chunk_layout(scanned: Scan, *, ranks: int, chunk: int) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpertRows:
-    """The expert row of each (received row, expert), and whether all of them fit."""
+    """The expert row of each received row and expert, and whether some expert rows did not fit."""
 
     dense_to_expert_RL: Tensor  # int32, -1 for none
     tokens_per_expert: Tensor  # int32 (L,), real rows that fit
@@ -111,9 +115,10 @@ class ExpertRows:
 
 
 def expert_rows(local_RL: Tensor, *, pad_multiple: int, limit: int | None) -> ExpertRows:
-    """Number expert rows expert-major, each expert padded to ``pad_multiple`` >= 1; drop rows from ``limit`` on.
+    """Number the expert rows by expert, with each expert padded to a multiple of ``pad_multiple`` >= 1.
 
-    So the experts with the highest ids lose rows first (94a9f8f hybrid_ep_backend.cuh:5150-5222 and 5429).
+    Rows with number ``limit`` or more are dropped, so the experts with the highest ids lose rows first (94a9f8f
+    hybrid_ep_backend.cuh:5150-5222 and 5429).
     """
     counts = local_RL.sum(0)
     padded = -(-counts // pad_multiple) * pad_multiple
@@ -131,10 +136,11 @@ def expert_rows(local_RL: Tensor, *, pad_multiple: int, limit: int | None) -> Ex
 
 
 def row_ids(local_RL: Tensor, *, pad_multiple: int, limit: int | None, capacity: int) -> tuple[Tensor, Tensor, bool]:
-    """Make row_id_map and tokens_per_expert with padding; tell whether a row or a padding row did not fit.
+    """Make row_id_map and tokens_per_expert with padding. Return also whether a row or a padding row did not fit.
 
-    This is the second scan of releases whose first scan does not find expert rows (34152ae permute.cu:33-250). Row ids
-    count from 1. The ``pad_multiple`` rows after the received ones hold the padding rows of every expert, negative.
+    Releases whose first scan does not find expert rows scan a second time (34152ae permute.cu:33-250). Row ids count
+    from 1. After the received rows, the map has ``pad_multiple`` more rows, which hold the negative ids of padding
+    rows.
     """
     counts = local_RL.sum(0)
     padded = counts if pad_multiple <= 0 else -(-counts // pad_multiple) * pad_multiple
@@ -152,6 +158,6 @@ def row_ids(local_RL: Tensor, *, pad_multiple: int, limit: int | None, capacity:
 
 
 def rounded_up(counts: Tensor, pad_multiple: int) -> Tensor:
-    """Make padded_tokens_per_expert, int64."""
+    """Make padded_tokens_per_expert, int64: the counts rounded up to a multiple of ``pad_multiple``, if positive."""
     wide = counts.to(torch.int64)
     return wide if pad_multiple <= 0 else -(-wide // pad_multiple) * pad_multiple

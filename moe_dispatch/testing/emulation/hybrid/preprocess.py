@@ -1,4 +1,4 @@
-"""Preprocessing of a dispatch: gather the routing of all ranks, and make the handle with its maps."""
+"""Prepare a dispatch: gather the routing of all ranks, and make the handle with its maps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moe_dispatch.testing.emulation.refusals import EmulatedAbort, require_cpu
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
-    """The arguments of the scan; ``routing`` is bool (T, E), or int16 (T, K) where config.topk is K."""
+    """The arguments of the scan. ``routing`` is a map bool (T, E), or ids int16 (T, K) if ``config.topk`` is K > 0."""
 
     config: HybridEpConfigInstance
     routing: Tensor
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def limit(self) -> int | None:
-        """Number of expert rows that there is memory for; None for no limit."""
+        """Return the number of expert rows that have room, or None if there is no limit."""
         given = self.num_permuted_tokens
         return None if given is None or given < 0 else given
 
@@ -53,13 +53,14 @@ class Request:
 def preprocess(release: HybridRelease, exchange: Exchange, topology: Topology, request: Request) -> Handle:
     """Gather the routing and scan it. Collective.
 
-    Unequal row counts hang where the map is gathered by NCCL. The custom all-gather would write maps of unequal size
-    over each other and continue with wrong numbers (deepseek-ai/DeepEP#604); both are refused here.
+    If row counts differ between ranks, the gathering of the map by NCCL hangs. The custom all-gather does not hang, but
+    writes maps of different sizes over each other and continues with wrong numbers (deepseek-ai/DeepEP#604). The
+    emulation raises EmulatedHang in both cases.
 
     Raises:
-        EmulatedHang: ranks have different row counts.
-        EmulatedAbort: a C assertion, or no rows at all.
-        RuntimeError: a remainder of rows that TMA cannot load.
+        EmulatedHang: Ranks have different row counts.
+        EmulatedAbort: A C assertion fails, or this rank has no rows.
+        RuntimeError: TMA cannot load the last rows, which do not fill a chunk.
     """
     with exchange.entrance("HybridEPBuffer.metadata_preprocessing") as entry:
         _check(release, exchange, request)
@@ -94,7 +95,7 @@ def _check(release: HybridRelease, exchange: Exchange, request: Request) -> None
     )
     undefined_unless(
         request.num_of_tokens_per_rank > 0,
-        "Every rank must have at least one row, got 0: the kernels take an empty remainder for a whole chunk.",
+        "Every rank must have at least one row, got 0. Kernels take an empty remainder for a whole chunk.",
     )
     if config.num_of_nodes == 1 and request.custom_allgather and not release.ragged:
         c_assert(routing.nbytes % 16 == 0, f"bytes_per_rank ({routing.nbytes}) % 16 == 0", release.lines["allgather"])
@@ -118,7 +119,7 @@ def _check_alignment(release: HybridRelease, topology: Topology, request: Reques
 
 
 def _map_of_experts(routing: Tensor, config: HybridEpConfigInstance) -> Tensor:
-    """Turn ids into a map. Ids outside the experts, such as -1, route nowhere."""
+    """Turn ids into a map. An id outside 0..E-1, such as -1, routes nowhere."""
     if not config.topk:
         return routing
     experts = config.num_experts
@@ -136,7 +137,7 @@ def _handle(release: HybridRelease, topology: Topology, request: Request, scanne
         rdma_to_attn_map=scanned.rdma_to_attn_map,
         attn_to_rdma_map=scanned.attn_to_rdma_map,
         num_dispatched_tokens_tensor=torch.tensor([scanned.num_dispatched], dtype=torch.int32),
-        # The scan that finds expert rows leaves this map unwritten.
+        # A scan that finds the expert rows leaves this map uninitialised.
         local_expert_routing_map=uninitialised(shape, torch.bool) if fused_scan else routing_rows(scanned, rows_of_all),
         num_of_tokens_per_rank=request.num_of_tokens_per_rank,
         num_of_valid_tokens=request.num_of_valid_tokens,
@@ -150,7 +151,7 @@ def _add_dense_maps(
     release: HybridRelease, topology: Topology, request: Request, scanned: Scan, handle: Handle
 ) -> None:
     config = request.config
-    # Dropping is compiled in for non-blocking calls only (94a9f8f jit/compiler.cu:132); without it the flag is not set.
+    # Only the kernels of non-blocking calls drop rows (94a9f8f jit/compiler.cu:132). Other kernels do not set the flag.
     limit = request.limit if request.non_blocking else None
     found = expert_rows(scanned.local_RL, pad_multiple=config.pad_multiple, limit=limit)
     by_preprocessing = release.scans_experts

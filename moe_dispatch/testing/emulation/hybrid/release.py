@@ -1,6 +1,6 @@
-"""The facts in which the emulated releases of HybridEP differ, each with its place in the source.
+"""The rules in which the emulated releases of HybridEP differ, and where each rule is in the source.
 
-Release 0ed15b5 differs in more than facts, and has modules of its own.
+Release 0ed15b5 differs too much, so it has modules of its own.
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ from moe_dispatch.testing.emulation.signatures import recorded
 class HybridRelease:
     """The rules of one commit of branch hybrid-ep.
 
-    ``lines`` holds the file and line of each rule at that commit, for the messages. ``chunk_tokens`` is a default: the
-    environment variables NUM_OF_TOKENS_PER_CHUNK_{DISPATCH,COMBINE,PREPROCESSING}_API change it, as in the real one.
+    Attributes:
+        name: Name of the release.
+        chunk_tokens: Default number of tokens in a chunk. As in the release, the environment variables
+            NUM_OF_TOKENS_PER_CHUNK_{DISPATCH,COMBINE,PREPROCESSING}_API override it.
+        pads_capacity: Whether the capacity is rounded up to a multiple of the combine chunk (#638).
+        limits_rows: Whether 3 * capacity + 1 must be less than 65536 across nodes (#638).
+        scans_experts: Whether the scan always finds the expert rows (#625). If not, only a fused scan finds them.
+        ragged: Whether ranks may send different numbers of rows, topk_idx may hold -1, and buffers have generations
+            (#673, #744).
+        lines: File and line of each rule at this commit, for error texts.
     """
 
     name: str
     chunk_tokens: int
-    pads_capacity: bool = False  # capacity rounded up to the combine chunk (#638)
-    limits_rows: bool = False  # 3 * capacity + 1 < 65536 across nodes (#638)
-    scans_experts: bool = False  # the scan finds the expert rows, fused or not (#625); before: only when fused
-    ragged: bool = False  # ranks may send different row counts, -1 in topk_idx, buffer generations (#673, #744)
+    pads_capacity: bool = False
+    limits_rows: bool = False
+    scans_experts: bool = False
+    ragged: bool = False
     lines: Mapping[str, str]
 
     def handle_fields(self, *, permute: bool, fused: bool = False) -> tuple[str, ...]:
-        """Names of the items of the tuple that a dispatch returns for its combine."""
+        """Return the names of the items of a handle, which is a tuple that a dispatch returns for its combine."""
         method = "dispatch_with_permute" if permute else "dispatch"
         return tuple(recorded(self.name)["handles"][f"{method}(fuse_permute_dispatch=True)" if fused else method])
 
@@ -76,7 +84,7 @@ RELEASES: dict[str, HybridRelease] = {
             },
         ),
         HybridRelease(
-            name="hybridep-744",  # merged 2026-09-07 as 15f4acf; read at 0aa8753 of its author's fork
+            name="hybridep-744",  # merged 2026-09-07 as 15f4acf. The lines are those of 0aa8753 in its author's fork.
             chunk_tokens=64,
             pads_capacity=True,
             limits_rows=True,

@@ -1,4 +1,4 @@
-"""Permute and unpermute of HybridEP: from the rows that a rank receives to the rows of its experts, and back."""
+"""Permute and unpermute of HybridEP: copy received rows to expert rows, and add expert rows up to received rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POISON = torch.iinfo(torch.int32).min
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rows:
-    """Tokens (n, H), with probabilities float32 (n, L * ranks_per_node) or (R,) and scales float32 (n, H / 128)."""
+    """Tokens (n, H), their probabilities float32 (n, L * ranks_per_node) or (R,), and scales float32 (n, H / 128)."""
 
     tokens: Tensor
     probs: Tensor | None = None
@@ -34,21 +34,21 @@ class Rows:
         )
 
     def detached(self) -> Rows:
-        """Detach rows from autograd, which the kernels know nothing of."""
+        """Detach the rows from autograd, because kernels work outside autograd."""
         return self.each(Tensor.detach)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Permutation:
-    """``dest[i]`` is the expert row of received row ``row[i]`` for expert ``expert[i]``; ``zeroed`` is padding."""
+    """``dest[i]`` is the expert row of received row ``row[i]`` at expert ``expert[i]``. ``zeroed`` is the padding."""
 
     row: Tensor
     expert: Tensor
     dest: Tensor
     zeroed: Tensor
-    num_rows: int  # received
-    dropped_whole: bool  # some received row lost all of its expert rows
+    num_rows: int  # number of received rows
+    dropped_whole: bool  # whether some received row lost all of its expert rows
 
 
 def emptied(permutation: Permutation) -> Permutation:
@@ -60,7 +60,7 @@ def emptied(permutation: Permutation) -> Permutation:
 def permutation_of_dense_map(
     dense_to_expert: Tensor, num_rows: int, tokens_per_expert: Tensor, pad_multiple: int
 ) -> Permutation:
-    """Read a dense map; ``pad_multiple`` <= 0 leaves padding rows unwritten (94a9f8f permute.cu:191-233)."""
+    """Read a dense map. With ``pad_multiple`` <= 0 there are no padding rows (94a9f8f permute.cu:191-233)."""
     row, expert = (dense_to_expert[:num_rows] >= 0).nonzero(as_tuple=True)
     counts = tokens_per_expert.to(torch.int64)
     padded = rounded_up(counts, pad_multiple)
@@ -77,12 +77,12 @@ def permutation_of_dense_map(
 
 
 def permutation_of_row_ids(row_id_map: Tensor, num_rows: int, pad_multiple: int) -> Permutation:
-    """Read row ids; the ``pad_multiple`` rows after the received ones name padding (34152ae permute.cu:300-370)."""
+    """Read row ids. The last ``pad_multiple`` rows of the map name the padding rows (34152ae permute.cu:300-370)."""
     padding = row_id_map[num_rows : num_rows + max(pad_multiple, 0)]
     if padding.shape[0] < pad_multiple or bool((padding == _POISON).any()):
         raise EmulatedAbort(
-            f"permute_kernel: pad_multiple ({pad_multiple}) reads rows of row_id_map that nobody wrote. Pass the "
-            "pad_multiple of the dispatch that made the handle."
+            f"permute_kernel: row_id_map must have padding rows for pad_multiple ({pad_multiple}), got uninitialised "
+            "rows. Pass the pad_multiple of the dispatch that made the handle."
         )
     row, expert = (row_id_map[:num_rows] > 0).nonzero(as_tuple=True)
     return Permutation(
@@ -96,10 +96,10 @@ def permutation_of_row_ids(row_id_map: Tensor, num_rows: int, pad_multiple: int)
 
 
 def permute(dense: Rows, permutation: Permutation, num_out: int, *, first_column: int) -> Rows:
-    """Return the expert rows; those that ``permutation`` does not name stay uninitialised.
+    """Return the expert rows. Rows that ``permutation`` does not name stay uninitialised.
 
     Args:
-        dense: Received rows, in order; probs have one column for each expert of the node.
+        dense: Received rows, in order. Their probs have one column for each expert of the node.
         permutation: Expert rows of each received row.
         num_out: Number of rows of the output.
         first_column: Column of probs that belongs to local expert 0.
@@ -122,7 +122,7 @@ def _placed(values: Tensor, permutation: Permutation, num_out: int) -> Tensor:
 
 
 def unpermute(expert: Rows, permutation: Permutation, *, first_column: int, num_columns: int) -> Rows:
-    """Add up the expert rows of each received row in float32, rounded once to bfloat16; padding is never read."""
+    """Add up the expert rows of each received row in float32, and round once to bfloat16. Do not read padding."""
     sums = torch.zeros(permutation.num_rows, expert.tokens.shape[1])
     for local in permutation.expert.unique().tolist():
         of_expert = permutation.expert == local
@@ -138,11 +138,12 @@ def require_inside(permutation: Permutation, num_rows: int, what: str, *, with_p
     """Require that ``permutation`` names no expert row past ``num_rows``.
 
     Raises:
-        EmulatedAbort: one does, where the kernel reads or writes all the same.
+        EmulatedAbort: A row is past ``num_rows``. The kernel does not check this, and reads or writes the row.
     """
     touched = torch.cat([permutation.dest, permutation.zeroed]) if with_padding else permutation.dest
     last = int(touched.max()) if touched.numel() else -1
     if last >= num_rows:
         raise EmulatedAbort(
-            f"{what} expert row {last} of {num_rows}: nothing checks that, so it corrupts memory or traps."
+            f"{what} expert row {last} of {num_rows}: deep_ep does not check it, and the kernel corrupts memory or "
+            "traps. Raise num_permuted_tokens, or pass every row that dispatch returned."
         )

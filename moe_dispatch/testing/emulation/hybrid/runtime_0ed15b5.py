@@ -1,4 +1,4 @@
-"""``hybrid_ep_cpp.HybridEpBuffer`` of 0ed15b5."""
+"""``hybrid_ep_cpp.HybridEpBuffer`` of 0ed15b5: maps, dispatch and combine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BACKEND = "hybrid_ep_backend.cuh"
 
 @final
 class RuntimeOf0ed15b5:
-    """One rank's buffers; every method is collective and works outside autograd."""
+    """The buffers of one rank. Every method is collective and works outside autograd."""
 
     def __init__(
         self, exchange: Exchange, topology: Topology, config: HybridEpConfigInstance, num_of_experts: int
@@ -53,7 +53,7 @@ class RuntimeOf0ed15b5:
         """Gather the routing, bool (T, E), and scan it.
 
         Raises:
-            EmulatedHang: ranks have different row counts.
+            EmulatedHang: Ranks have different row counts.
         """
         with self._exchange.entrance("HybridEpBuffer.metadata_preprocessing") as entry:
             self._check_routing(routing, rows)
@@ -79,11 +79,14 @@ class RuntimeOf0ed15b5:
         here = self._config.num_of_experts_per_rank * self._exchange.size
         undefined_unless(self._experts == here, f"num_of_experts must be {here}, got {self._experts}.")
         undefined_unless(
-            rows > 0, "Every rank must have at least one row, got 0: kernels take an empty remainder for a chunk."
+            rows > 0, "Every rank must have at least one row, got 0. Kernels take an empty remainder for a whole chunk."
         )
 
     def dispatch(self, handle: Handle, rows: Rows, received: int) -> Rows | None:
-        """Return the first ``received`` rows, or all if negative; None if there are none (executor.cu:115)."""
+        """Send rows, and return the first ``received`` rows that arrive, or all if it is negative (executor.cu:115).
+
+        Return None if there are no such rows.
+        """
         dense = self._received(handle, rows, "dispatch")
         number = handle.num_dispatched if received < 0 else received
         if number == 0:
@@ -93,7 +96,7 @@ class RuntimeOf0ed15b5:
     def dispatch_with_permute(
         self, handle: Handle, rows: Rows, *, received: int, num_out: int, pad_multiple: int
     ) -> Rows | None:
-        """Return expert rows; make row ids and rows per expert if the handle has none."""
+        """Send rows, and return the expert rows. Add row ids and the rows of each expert to a handle without them."""
         dense = self._received(handle, rows, "dispatch_with_permute")
         number = handle.num_dispatched if received < 0 else received
         if number == 0:
@@ -129,7 +132,7 @@ class RuntimeOf0ed15b5:
             given = {"hidden": rows.tokens, "probs": rows.probs, "scaling_factor": rows.scales}
             check_dispatch(config, handle.num_of_tokens_per_rank, "hybrid_ep.cu:534-545", given)
             self._check_experts()
-            # A hidden size below 128 passes: the integer division gives 0.
+            # A hidden size below 128 passes this check, because the integer division gives 0.
             if (config.hidden_dim // 128) % 4:
                 said = "Currently, scaling factor per token must be multiple of 16B."
                 raise failed_compilation(said, f"{_BACKEND}(1786)")
@@ -161,7 +164,10 @@ class RuntimeOf0ed15b5:
         return combine_rows(self._exchange, self._topology, handle, rows.detached(), own_slice=False)
 
     def combine_with_unpermute(self, handle: Handle, rows: Rows, *, received: int) -> Rows:
-        """A rank that received no row has no row ids, and aborts here (executor.cu:216)."""
+        """Add up the expert rows of each token, over experts and then over ranks.
+
+        A rank that received no row aborts, because its handle has no row ids (executor.cu:216).
+        """
         with self._exchange.entrance("HybridEpBuffer.combine_with_unpermute") as entry:
             self._check_combine(rows)
             c_assert(handle.row_id_map is not None, "args.row_id_map.has_value()", "executor.cu:216")

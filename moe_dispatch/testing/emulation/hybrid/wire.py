@@ -1,6 +1,6 @@
-"""The exchange of rows between ranks as HybridEP does it: first across nodes, then inside each node.
+"""The exchange of rows between ranks in HybridEP: first across nodes, then inside each node.
 
-Rows cross nodes only between ranks with the same local rank.
+Rows cross nodes only between ranks with the same local rank. N is the number of nodes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from moe_dispatch.testing.emulation.memory import grown, uninitialised
 
 
 def dispatch_rows(exchange: Exchange, topology: Topology, handle: Handle, rows: Rows) -> Rows:
-    """Send ``rows``; return the rows this rank receives, by (source rank, token).
+    """Send ``rows``. Return the n rows that this rank receives, by source rank and token.
 
-    Of the probabilities, float32 (T, E), a rank receives the columns of its node's experts, (n, L * ranks_per_node).
+    Probabilities are sent as float32 (T, E). A rank receives only the columns of its node's experts, so they arrive as
+    (n, L * ranks_per_node).
     """
     return Rows(
         tokens=_dispatched(exchange, topology, handle, [rows.tokens] * topology.nodes),
@@ -41,7 +42,7 @@ def _dispatched(exchange: Exchange, topology: Topology, handle: Handle, by_node:
 
 
 def _positions(handle: Handle) -> list[Tensor]:
-    """List for each rank of the node which of its received rows each row is that this rank forwards; -1 for none."""
+    """List for each rank of the node where the rows that this rank forwards go among its received rows, or -1."""
     return [column.to(torch.int64) for column in handle.sparse_to_dense_map.unbind(1)]
 
 
@@ -51,7 +52,7 @@ def _dense_of(topology: Topology, positions: list[Tensor], peer: int) -> Tensor:
 
 
 def _written(where: Tensor, values: Tensor, num_rows: int) -> Tensor:
-    """Write rows to fresh memory that is large enough for all of them; return its first ``num_rows`` rows."""
+    """Write rows to new memory that has room for all of them. Return the first ``num_rows`` rows of this memory."""
     last = int(where.max()) + 1 if where.numel() else 0
     out = uninitialised((max(num_rows, last), *values.shape[1:]), values.dtype)
     as_bytes = out.view(torch.uint8) if out.dtype.itemsize == 1 else out
@@ -60,7 +61,10 @@ def _written(where: Tensor, values: Tensor, num_rows: int) -> Tensor:
 
 
 def _across_nodes(exchange: Exchange, topology: Topology, handle: Handle, by_node: list[Tensor]) -> Tensor:
-    """Rows (N*T, ...) of the ranks with this local rank, by node; those that this node does not need are unwritten."""
+    """Return the rows (N*T, ...) of all ranks with this local rank, by node.
+
+    Rows that this node does not need stay uninitialised.
+    """
     num_rows = handle.num_of_tokens_per_rank
     if topology.nodes == 1:
         return grown(by_node[0][:num_rows], num_rows)
@@ -80,17 +84,19 @@ def _wanted_by(topology: Topology, handle: Handle, node: int) -> Tensor:
 
 
 def combine_rows(exchange: Exchange, topology: Topology, handle: Handle, rows: Rows, *, own_slice: bool) -> Rows:
-    """Send rows back; return the sums of this rank's tokens, bfloat16 (T, H), and probabilities, float32 (T, E).
+    """Send rows back. Return the sums of this rank's tokens, bfloat16 (T, H), and their probabilities, float32 (T, E).
 
-    Sums are in float32: first the ranks of this node, then the other nodes in descending order from this one. The sum
-    of another node is rounded to bfloat16 before it is sent (94a9f8f hybrid_ep_backend.cuh:3300-3540).
+    Sums are in float32. The rows of this node's ranks come first, then the sums of the other nodes in descending order
+    from this node. Another node rounds its sum to bfloat16 before it sends it (94a9f8f
+    hybrid_ep_backend.cuh:3300-3540).
 
     Args:
         exchange: Collectives of the group.
         topology: Position of this rank.
         handle: Handle of the dispatch.
-        rows: Rows that this rank received, or their replacements.
-        own_slice: Take from each rank only the probabilities of its own experts; otherwise add whole rows.
+        rows: A row for each row that this rank received.
+        own_slice: Whether to take from each rank only the probabilities of its own experts. If False, add up all
+            columns.
     """
     tokens = _reduced(exchange, topology, handle, rows.tokens)
     if rows.probs is None:
@@ -105,7 +111,7 @@ def combine_rows(exchange: Exchange, topology: Topology, handle: Handle, rows: R
 def _reduced(
     exchange: Exchange, topology: Topology, handle: Handle, dense: Tensor, *, own_slice: bool = False
 ) -> Tensor:
-    """Add up this node's rows for every token of the ranks with this local rank: float32 (N*T, ...)."""
+    """Add up the rows of this node's ranks for every token of the ranks with this local rank: float32 (N*T, ...)."""
     positions = _positions(handle)
     wanted = [_dense_of(topology, positions, peer) for peer in range(exchange.size)]
     asked = exchange.rows([dense_rows[dense_rows >= 0] for dense_rows in wanted])
@@ -136,7 +142,7 @@ def _summed_over_nodes(exchange: Exchange, topology: Topology, handle: Handle, p
 
 
 def _side_by_side(exchange: Exchange, topology: Topology, handle: Handle, partial: Tensor) -> Tensor:
-    """Place each node's probabilities in its own columns; zero for tokens that did not go there."""
+    """Place the probabilities of each node in its own columns. They are zero for tokens that did not go there."""
     by_node = partial.view(topology.nodes, handle.num_of_tokens_per_rank, -1)
     if topology.nodes == 1:
         return by_node[0]
@@ -144,7 +150,7 @@ def _side_by_side(exchange: Exchange, topology: Topology, handle: Handle, partia
 
 
 def _returned(exchange: Exchange, topology: Topology, by_node: Tensor) -> list[Tensor]:
-    """Send ``by_node[m]`` back to the rank of node m; return what each node sent for this rank's tokens."""
+    """Send ``by_node[m]`` back to the rank of node m. Return the values that each node sent for this rank's tokens."""
     parts = [by_node[0][:0]] * exchange.size
     for node, rank in enumerate(topology.counterparts):
         parts[rank] = by_node[node]

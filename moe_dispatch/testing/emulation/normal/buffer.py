@@ -1,4 +1,4 @@
-"""``deep_ep.Buffer`` of v1.2.1 in normal mode: its Python side, deep_ep/buffer.py. The C++ side is in ``runtime``."""
+"""The Python side of v1.2.1's ``deep_ep.Buffer`` in normal mode (deep_ep/buffer.py). The C++ side is in ``runtime``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from moe_dispatch.testing.emulation.signatures import refuse_unemulated
 from moe_dispatch.testing.host_syncs import allow_host_syncs
 
 _NO_LOW_LATENCY = "Buffer: low-latency mode is not emulated. Use dispatch and combine."
-_NO_INTERNODE = "Buffer: the internode methods are not emulated by name. Use dispatch and combine."
+_NO_INTERNODE = (
+    "Buffer: the internode methods are not emulated. Use dispatch and combine, which work between nodes too."
+)
 
 
 @final
@@ -27,7 +29,7 @@ _NO_INTERNODE = "Buffer: the internode methods are not emulated by name. Use dis
     "v1.2.1",
     {
         "get_comm_stream": "Buffer.get_comm_stream: the emulation has no CUDA stream.",
-        "get_local_buffer_tensor": "Buffer.get_local_buffer_tensor: the emulation has no raw buffer to show.",
+        "get_local_buffer_tensor": "Buffer.get_local_buffer_tensor: the emulation has no raw buffer to return.",
         "internode_dispatch": _NO_INTERNODE,
         "internode_combine": _NO_INTERNODE,
         "get_low_latency_rdma_size_hint": _NO_LOW_LATENCY,
@@ -38,11 +40,12 @@ _NO_INTERNODE = "Buffer: the internode methods are not emulated by name. Use dis
     },
 )
 class Buffer:
-    """High-throughput dispatch and combine over a process group of CPU ranks.
+    """Emulates high-throughput dispatch and combine over a process group of CPU ranks.
 
-    Within a node (2, 4 or 8 ranks) and across nodes (more, in eights). Low-latency mode is not emulated. ``runtime`` is
-    what the C++ object is there: None after ``destroy``, so that a later use fails as it does there. Nothing is freed,
-    and nothing said, when a buffer is collected without ``destroy``.
+    A group of 2, 4 or 8 ranks is one node. A larger group has nodes of 8 ranks. Low-latency mode is not emulated.
+
+    ``runtime`` stands for the C++ object. It is None after ``destroy``, so that a later call fails as in the release. A
+    buffer that is garbage-collected without ``destroy`` frees nothing and prints nothing.
 
     Source: deep_ep/buffer.py of v1.2.1.
     """
@@ -84,10 +87,10 @@ class Buffer:
             )
 
     def destroy(self) -> None:
-        """Collective where there is an NVLink buffer: the ranks meet in a barrier."""
+        """Free the buffer. If there is an NVLink buffer, all ranks must call this, because they meet in a barrier."""
         assert self.explicitly_destroy, "`explicitly_destroy` flag must be set"
         self.runtime.destroy()
-        self.runtime = None  # type: ignore[assignment]  # as there: what comes later is an AttributeError on None
+        self.runtime = None  # type: ignore[assignment]  # as in the release: a later call raises AttributeError
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -119,7 +122,12 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """Counts int32 per rank (P,), per node or None, per expert (E,), and which token goes to which rank (T, P)."""
+        """Count this rank's tokens for each rank, node and expert. No exchange.
+
+        Returns:
+            The number of tokens for each rank, int32 (P,); for each node, or None within one node; for each expert,
+            int32 (E,). Then the flags that say which token goes to which rank, bool (T, P), and an event.
+        """
         # The layout does not depend on a config.
         settings = _settings(Config(), previous_event, async_finish, allocate_on_comm_stream)
         layout = self.runtime.get_dispatch_layout(topk_idx, num_experts, settings)
@@ -149,9 +157,9 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[X, Tensor | None, Tensor | None, list[int] | None, tuple[Tensor, ...] | None, EventOverlap]:
-        """Send each token once to each rank that ``is_token_in_rank`` names; rows arrive by source rank, then token.
+        """Send each token once to each rank that ``is_token_in_rank`` names. Rows arrive by source rank, then token.
 
-        With ``handle``, rows go where the dispatch that made it sent them, and only rows are returned.
+        With ``handle``, rows go to the same ranks as in the dispatch that made the handle, and only rows are returned.
         """
         config = self.get_dispatch_config(self.group_size) if config is None else config
         if self.runtime.get_num_rdma_ranks() > 1:
@@ -199,7 +207,10 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Send rows back and add them up, unweighted, in float32 on their source ranks; weights are added up too."""
+        """Send rows back to their source ranks, and add them up there in float32, without weights.
+
+        ``topk_weights`` are sent back and added up in the same way.
+        """
         config = self.get_combine_config(self.group_size) if config is None else config
         settings = _settings(config, previous_event, async_finish, allocate_on_comm_stream)
         sent = CombineInput(x=x, topk_weights=topk_weights, biases=unpack_bias(bias))

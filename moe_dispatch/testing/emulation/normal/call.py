@@ -1,4 +1,4 @@
-"""The values that a call of v1's Buffer takes and returns."""
+"""The arguments and results of a call of v1's Buffer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DISPATCH, COMBINE = "Buffer.dispatch", "Buffer.combine"
 class Settings:
     """The arguments of a call that are not tensors.
 
-    Those about streams and events (``has_previous_event``, ``async_finish``, ``allocate``) move work in time. On a CPU
-    they are checked and change nothing else.
+    ``has_previous_event``, ``async_finish`` and ``allocate`` are about streams and events. On a CPU they are checked,
+    and have no other effect.
     """
 
     config: Config
@@ -42,7 +42,7 @@ class Settings:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DispatchInput:
-    """The tensors that a rank hands to dispatch: rows (T, D), float8 scales (T, D/128), ids and weights (T, K)."""
+    """The tensors that a rank passes to dispatch: rows (T, D), float8 scales (T, D/128), ids and weights (T, K)."""
 
     x: Tensor
     scales: Tensor | None
@@ -58,14 +58,14 @@ class DispatchInput:
         return 0 if self.scales is None else self.scales.shape[1]
 
     def sizes(self) -> list[object]:
-        """Sizes that all ranks must share, or each would look for its queues at another address."""
+        """Return the sizes that must be the same on all ranks, because queue addresses depend on them."""
         return [str(self.x.dtype), self.x.shape[1], self.num_topk, self.num_scales]
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CombineInput:
-    """The tensors that a rank hands to combine: rows (R, D), weights (R, K), and up to two biases (T, D)."""
+    """The tensors that a rank passes to combine: rows (R, D), weights (R, K), and up to two biases (T, D)."""
 
     x: Tensor
     topk_weights: Tensor | None
@@ -79,7 +79,7 @@ class CombineInput:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DispatchLayout:
-    """Which token goes to which rank, bool (T, P), and int32 token counts: (P,), (nodes,) or None, and (E,)."""
+    """Flags of the ranks that each token goes to, bool (T, P), and int32 token counts by rank, node and expert."""
 
     tokens_per_rank: Tensor
     tokens_per_rdma_rank: Tensor | None
@@ -90,7 +90,7 @@ class DispatchLayout:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Received:
-    """Rows by source rank, then token; None for tensors that were not sent.
+    """The received rows, by source rank and then token. Tensors that were not sent are None.
 
     A cached dispatch has neither a list of counts nor a handle.
     """

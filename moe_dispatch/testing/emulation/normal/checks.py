@@ -1,6 +1,7 @@
-"""The checks of v1's Buffer that are the same within a node and between nodes, in the words of v1.2.1.
+"""The checks of v1's Buffer that are the same within a node and between nodes, with the texts of v1.2.1.
 
-csrc/deep_ep.cpp has them twice, in the same order. ``line`` is the line of the first check of a function here.
+csrc/deep_ep.cpp makes these checks twice, in the same order. The argument ``line`` of a function is the line of its
+first check.
 """
 
 from __future__ import annotations
@@ -17,34 +18,37 @@ INT32_MAX = 2**31 - 1
 
 
 def check_config(config: Config, line: int) -> None:
-    """A channel is a pair of SMs: one sends, one receives."""
+    """Check that the number of SMs is even, because one SM of a channel sends and one receives."""
     host_assert(config.has_even_sms, "config.num_sms % 2 == 0", f"{CPP}:{line}")
 
 
 def check_matrix(tensor: Tensor, name: str, line: int) -> None:
-    """``name`` is how the source reaches it: ``x.`` or ``topk_idx->``."""
+    """Check that a tensor is contiguous and 2-D. ``name`` is its prefix in the source, as ``x.`` or ``topk_idx->``."""
     holds = tensor.dim() == 2 and tensor.is_contiguous()
     host_assert(holds, f"{name}dim() == 2 and {name}is_contiguous()", f"{CPP}:{line}")
 
 
 def check_row_bytes(x: Tensor, size: str, line: int) -> None:
-    """``size`` is how the source calls the width of a row."""
+    """Check that the bytes of a row are a multiple of 16. ``size`` is the source's expression for the row width."""
     holds = x.shape[1] * x.element_size() % INT4_BYTES == 0
     host_assert(holds, f"({size} * x.element_size()) % sizeof(int4) == 0", f"{CPP}:{line}")
 
 
 def check_int32(tensor: Tensor, name: str, line: int) -> None:
-    """Counts and prefix sums."""
+    """Check the dtype of counts or prefix sums."""
     host_assert(tensor.dtype == torch.int32, f"{name}scalar_type() == torch::kInt32", f"{CPP}:{line}")
 
 
 def check_size(holds: bool, condition: str, line: int) -> None:
-    """Any condition of csrc/deep_ep.cpp."""
+    """Check a condition of csrc/deep_ep.cpp."""
     host_assert(holds, condition, f"{CPP}:{line}")
 
 
 def check_topk(sent: DispatchInput, num_experts: int, *, line: int, kernel: str) -> None:
-    """Ids and weights: :360-369 within a node, :725-734 between nodes; ``kernel`` names the trap for a large top-k."""
+    """Check ids and weights (:360-369 within a node, :725-734 between nodes).
+
+    ``kernel`` is the file and line of the kernel's assertion that traps if top-k is too large.
+    """
     ids, weights = sent.topk_idx, sent.topk_weights
     paired = (ids is None) == (weights is None)
     check_size(paired, "topk_idx.has_value() == topk_weights.has_value()", line)
@@ -62,14 +66,14 @@ def check_topk(sent: DispatchInput, num_experts: int, *, line: int, kernel: str)
 
 
 def check_ids(topk_idx: Tensor) -> None:
-    """``data_ptr<int64_t>()`` refuses other types, as torch says it."""
+    """Refuse ids that are not int64, with the text of torch's ``data_ptr<int64_t>()``."""
     if topk_idx.dtype != torch.int64:
         found = {torch.int32: "Int", torch.int16: "Short", torch.uint8: "Byte"}.get(topk_idx.dtype, topk_idx.dtype)
         raise RuntimeError(f"expected scalar type Long but found {found}")
 
 
 def check_scales(sent: DispatchInput, *, line: int) -> None:
-    """Scales of float8 rows: :377-380 within a node, :742-745 between nodes."""
+    """Check the scales of float8 rows (:377-380 within a node, :742-745 between nodes)."""
     if sent.scales is None:
         return
     check_size(sent.x.element_size() == 1, "x.element_size() == 1", line)
@@ -80,7 +84,7 @@ def check_scales(sent: DispatchInput, *, line: int) -> None:
 
 
 def check_combined_weights(sent: CombineInput, num_rows: int, *, line: int, kernel: str) -> None:
-    """Weights of combine: :585-587 within a node, :987-989 between nodes."""
+    """Check the weights of combine (:585-587 within a node, :987-989 between nodes)."""
     weights = sent.topk_weights
     if weights is None:
         return
@@ -91,7 +95,10 @@ def check_combined_weights(sent: CombineInput, num_rows: int, *, line: int, kern
 
 
 def check_biases(sent: CombineInput, num_tokens: int, *, rows: str, line: int) -> None:
-    """Biases of combine: :606-608 within a node, :1016-1018 between nodes; ``rows`` is the source's word for tokens."""
+    """Check the biases of combine (:606-608 within a node, :1016-1018 between nodes).
+
+    ``rows`` is the name of the number of tokens in the source.
+    """
     for bias in sent.biases:
         check_matrix(bias, "bias.", line)
         check_size(bias.dtype == sent.x.dtype, "bias.scalar_type() == x.scalar_type()", line + 1)
@@ -100,7 +107,7 @@ def check_biases(sent: CombineInput, num_tokens: int, *, rows: str, line: int) -
 
 
 def check_sizes(num_ranks: int, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
-    """What the constructor asks: csrc/deep_ep.cpp:27-32."""
+    """Make the checks of the constructor (csrc/deep_ep.cpp:27-32)."""
     host_assert(
         num_nvl_bytes % 128 == 0 and (num_nvl_bytes <= INT32_MAX or num_rdma_bytes == 0),
         "num_nvl_bytes % NUM_BUFFER_ALIGNMENT_BYTES == 0 and (num_nvl_bytes <= std::numeric_limits<int>::max() or "
@@ -120,14 +127,15 @@ def check_sizes(num_ranks: int, num_nvl_bytes: int, num_rdma_bytes: int) -> None
 
 
 def require_ranks_of_a_node(num_ranks: int) -> None:
-    """Kernels are compiled for these numbers of ranks only."""
+    """Refuse a number of ranks in a node for which the release has no kernels."""
     host_assert(num_ranks in (2, 4, 8), 'false and "Unsupported ranks"', "csrc/kernels/launch.cuh:59")
 
 
 def require_true_counts(layout: DispatchLayout) -> None:
-    """Abort if counts and flags disagree: they are two inputs, and the release does not compare them.
+    """Abort if ``num_tokens_per_rank`` does not count ``is_token_in_rank``. The release does not compare the two.
 
-    Source: num_tokens_per_rank sizes recv_x (csrc/kernels/intranode.cu:54-59), is_token_in_rank fills it (:286-293).
+    Source: num_tokens_per_rank gives the size of recv_x (csrc/kernels/intranode.cu:54-59), and is_token_in_rank decides
+    which rows are written to it (:286-293).
     """
     flagged = layout.is_token_in_rank.sum(0, dtype=torch.int32)
     if not torch.equal(flagged, layout.tokens_per_rank):
@@ -139,7 +147,7 @@ def require_true_counts(layout: DispatchLayout) -> None:
 
 
 def require_met(where: str, sent: list[list[int]], awaited: list[list[int]]) -> None:
-    """Hang if the rows that handles make ranks send are not those their receivers wait for; (P, P) rows each."""
+    """Hang if ranks send other numbers of rows (P, P) than their receivers wait for, because their handles differ."""
     if sent != awaited:
         raise EmulatedHang(
             f"{where}: the handles of all ranks must come from one dispatch, got rows {sent} to send and "

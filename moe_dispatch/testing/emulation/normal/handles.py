@@ -1,4 +1,4 @@
-"""The handles of v1's Buffer: tuples of tensors, of the length and order of v1.2.1."""
+"""The handles of v1's Buffer. A handle is a tuple of tensors, with the length and order of v1.2.1."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ from moe_dispatch.testing.emulation.refusals import host_assert
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class IntranodeHandle:
-    """The handle of a dispatch within a node, for a cached dispatch and the combine (deep_ep/buffer.py:383 of v1.2.1).
+    """The handle of a dispatch within a node (deep_ep/buffer.py:383 of v1.2.1).
 
-    All are int32 but ``is_token_in_rank``, in order: rows from ranks up to i to rank j, (P, P); rows to rank i up to
-    channel c, (P, C); first row here of channel c of rank i, (P, C); source token of each row, (R,); bool (T, P);
-    position of each token in the queue to each rank, (T, P).
+    Cached dispatches and combine take it. C is the number of channels. ``is_token_in_rank`` is bool, and the other
+    tensors are int32.
+
+    Attributes:
+        rank_prefix_matrix: (P, P). Entry [i, j] is the number of rows that ranks 0 to i send to rank j.
+        channel_prefix_matrix: (P, C). Entry [i, c] is the number of rows that channels 0 to c send to rank i.
+        recv_channel_prefix_matrix: (P, C). Entry [i, c] is the first row of channel c of rank i, among its rows here.
+        recv_src_idx: (R,). The source token of each received row.
+        is_token_in_rank: (T, P). Whether each token goes to each rank.
+        send_head: (T, P). The position of each token in the queue to each rank, -1 if it does not go there.
     """
 
     rank_prefix_matrix: Tensor
@@ -41,12 +48,12 @@ class IntranodeHandle:
         return IntranodeHandle(**unpacked([field.name for field in fields(IntranodeHandle)], handle))
 
     def sent(self) -> Tensor:
-        """int64 (P, P): rows from rank i to rank j."""
+        """Return the number of rows from rank i to rank j, int64 (P, P)."""
         prefix = self.rank_prefix_matrix.long()
         return prefix.diff(dim=0, prepend=prefix.new_zeros(1, prefix.shape[1]))
 
     def check_for_dispatch(self, num_ranks: int, num_channels: int) -> None:
-        """csrc/deep_ep.cpp:328-329 and :342-344."""
+        """Make the checks of a cached dispatch (csrc/deep_ep.cpp:328-329 and :342-344)."""
         _check_int32(self.rank_prefix_matrix, "cached_rank_prefix_matrix->scalar_type() == torch::kInt32", 328)
         _check_int32(self.channel_prefix_matrix, "cached_channel_prefix_matrix->scalar_type() == torch::kInt32", 329)
         _check_shape(self.rank_prefix_matrix, (num_ranks, num_ranks), "cached_rank_prefix_matrix->", "num_ranks", 342)
@@ -54,7 +61,7 @@ class IntranodeHandle:
         _check_shape(self.channel_prefix_matrix, shape, "cached_channel_prefix_matrix->", "num_channels", 344)
 
     def check_for_combine(self, num_ranks: int, num_channels: int) -> None:
-        """csrc/deep_ep.cpp:548-551 and :560-562."""
+        """Make the checks of combine (csrc/deep_ep.cpp:548-551 and :560-562)."""
         _check_int32(self.recv_src_idx, "src_idx.scalar_type() == torch::kInt32", 548)
         _check_int32(self.send_head, "send_head.scalar_type() == torch::kInt32", 549)
         _check_int32(self.rank_prefix_matrix, "rank_prefix_matrix.scalar_type() == torch::kInt32", 550)
@@ -78,8 +85,8 @@ def _check_shape(tensor: Tensor, shape: tuple[int, int], name: str, columns: str
 class InternodeHandle:
     """The handle of a dispatch between nodes (deep_ep/buffer.py:479-482 of v1.2.1).
 
-    Only the flags and some prefix sums are written: of rows sent, by node and by rank for each channel, and of rows
-    received, by node and by rank. The other tensors, which only kernels read, stay uninitialised.
+    The emulation fills the flags, the prefix sums of sent rows for each channel (by node and by rank), and the prefix
+    sums of received rows (by node and by rank). The other tensors stay uninitialised, because only kernels read them.
     """
 
     is_token_in_rank: Tensor
@@ -97,7 +104,7 @@ class InternodeHandle:
     def of_dispatch(
         is_token_in_rank: Tensor, from_ranks: Tensor, from_nodes: Tensor, *, num_channels: int
     ) -> InternodeHandle:
-        """Make a handle from flags (T, P), rows from each rank (P,), and tokens that this rank takes from each node."""
+        """Make a handle from flags (T, P), the number of rows from each rank (P,), and the tokens from each node."""
         num_tokens, num_ranks = is_token_in_rank.shape
         num_nodes, num_rows = from_nodes.shape[0], int(from_ranks.sum())
         in_node = nodes_of(is_token_in_rank)
@@ -122,13 +129,13 @@ class InternodeHandle:
         return InternodeHandle(**unpacked([field.name for field in fields(InternodeHandle)], handle))
 
     def received(self) -> list[int]:
-        """Rows from each rank."""
+        """Return the number of rows received from each rank."""
         ends = self.recv_gbl_rank_prefix_sum.long()
         rows: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
         return rows
 
     def check_for_dispatch(self, num_ranks: int, num_channels: int) -> None:
-        """csrc/deep_ep.cpp:701-707."""
+        """Make the checks of a cached dispatch (csrc/deep_ep.cpp:701-707)."""
         nodes, sums = num_ranks // NVL_PEERS, self.recv_rdma_rank_prefix_sum
         shape = (nodes, num_channels)
         _check_shape(self.rdma_channel_prefix_matrix, shape, "cached_rdma_channel_prefix_matrix->", "num_channels", 701)
@@ -137,7 +144,7 @@ class InternodeHandle:
         _check_shape(self.gbl_channel_prefix_matrix, shape, "cached_gbl_channel_prefix_matrix->", "num_channels", 705)
 
     def check_for_combine(self, num_ranks: int, num_channels: int) -> None:
-        """csrc/deep_ep.cpp:947-964."""
+        """Make the checks of combine (csrc/deep_ep.cpp:947-964)."""
         nodes = num_ranks // NVL_PEERS
         in_rank = "is_combined_token_in_rank.size(1) == num_ranks"
         host_assert(self.is_token_in_rank.shape[1] == num_ranks, in_rank, f"{CPP}:959")

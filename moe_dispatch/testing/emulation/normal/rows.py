@@ -1,6 +1,6 @@
 """The rows of v1's Buffer: which ranks get a token, in which order rows arrive, their exchange, and their sums.
 
-A rank cuts its tokens into ``num_channels`` pieces. Handles hold prefix sums over these pieces and over ranks.
+A rank cuts its tokens into C pieces, one for each channel. Handles hold prefix sums over channels and over ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from moe_dispatch.testing.emulation.normal.call import DispatchInput, Received
 def counts_and_flags(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor]:
     """Count this rank's tokens per expert, int32 (E,), and flag the ranks that own an expert of a token, bool (T, P).
 
-    Ids outside the experts, such as -1, are not counted; an expert that a token names twice is counted twice.
+    An id outside 0..E-1, such as -1, is not counted. An expert that a token names twice is counted twice.
+
     Source: csrc/kernels/layout.cu of v1.2.1.
     """
     experts_per_rank = num_experts // num_ranks
@@ -44,7 +45,7 @@ def channel_counts(is_token_in_rank: Tensor, num_channels: int) -> Tensor:
 
 
 def positions_in_channel(is_token_in_rank: Tensor, num_channels: int) -> Tensor:
-    """Position of each token in its channel's queue to each rank, int32 (T, P); -1 where it does not go."""
+    """Return the position of each token in its channel's queue to each rank, int32 (T, P). It is -1 for other ranks."""
     goes = is_token_in_rank.long()
     before = goes.cumsum(0) - goes
     counts = channel_counts(is_token_in_rank, num_channels)
@@ -58,7 +59,7 @@ def _channel_of(num_tokens: int, num_channels: int) -> Tensor:
 
 
 def local_ids(topk_idx: Tensor, topk_weights: Tensor, rank: int, experts_per_rank: int) -> tuple[Tensor, Tensor]:
-    """Renumber ids as ``rank`` numbers its own experts; other ids become -1 with weight 0."""
+    """Turn expert ids into local ids of ``rank``. Ids of other ranks' experts become -1, with weight 0."""
     local = topk_idx - rank * experts_per_rank
     is_here = (local >= 0) & (local < experts_per_rank)
     return torch.where(is_here, local, -1), torch.where(is_here, topk_weights, 0.0)
@@ -69,7 +70,7 @@ def summed(
 ) -> Tensor:
     """Add up ``start``, then the rows of each rank in the order of ranks: float32 (num_tokens, width).
 
-    ``came_from[q]`` are the tokens whose rows ``arrived[q]`` holds. The order of additions is the kernel's
+    ``came_from[q]`` are the tokens whose rows ``arrived[q]`` holds. The kernel adds in the same order
     (csrc/kernels/intranode.cu:817-832 of v1.2.1).
     """
     total = torch.zeros(num_tokens, width)
@@ -81,19 +82,19 @@ def summed(
 
 
 def prefix_int32(counts: Tensor, dim: int) -> Tensor:
-    """Inclusive prefix sums, in the type that handles hold."""
+    """Return inclusive prefix sums, in the dtype of handles."""
     return counts.cumsum(dim).to(torch.int32)
 
 
 def tokens_for(is_token_in_rank: Tensor) -> list[Tensor]:
-    """List the tokens that go to each rank, ascending, from flags (T, P)."""
+    """List the tokens that go to each rank in ascending order, from flags (T, P)."""
     return [column.nonzero().flatten() for column in is_token_in_rank.unbind(1)]
 
 
 def move(
     exchange: Exchange, sent: DispatchInput, tokens: list[Tensor], *, experts_per_rank: int, num_rows: int
 ) -> Received:
-    """Send every row to its ranks; return ``num_rows`` rows, unwritten past the last one received."""
+    """Send every row to its ranks. Return ``num_rows`` rows. Rows after the last received row are uninitialised."""
 
     def arrived(parts: list[Tensor]) -> Tensor:
         return grown(stacked(exchange.rows(parts)), num_rows)
@@ -107,23 +108,24 @@ def move(
         for rank, index in enumerate(tokens)
     ]
     ids = stacked(exchange.rows([ids for ids, _ in local]))
-    # The kernel marks the tail of the ids, and of nothing else (csrc/kernels/intranode.cu:460-470).
+    # The kernel writes -1 to the ids after the last received row. It writes nothing to the other tensors there
+    # (csrc/kernels/intranode.cu:460-470).
     tail = ids.new_full((num_rows - ids.shape[0], ids.shape[1]), -1)
     weights = arrived([weights for _, weights in local])
     return Received(x=x, scales=scales, topk_idx=torch.cat([ids, tail]), topk_weights=weights)
 
 
 def bring_back(exchange: Exchange, rows: Tensor, back: list[int]) -> list[Tensor]:
-    """Send rows back to their source ranks, ``back[p]`` of them to rank p; return those that came back, by rank."""
+    """Send ``back[p]`` rows back to rank p. Return by rank the rows that come back to this rank."""
     return exchange.rows(rows[: sum(back)].split(back))
 
 
 def source_tokens(exchange: Exchange, tokens: list[Tensor]) -> Tensor:
-    """Index of each received row among the tokens of its source rank, int32 (R,)."""
+    """Return the index of each received row among the tokens of its source rank, int32 (R,)."""
     return stacked(exchange.rows([index.to(torch.int32) for index in tokens]))
 
 
 def starts_of_channels(exchange: Exchange, counts: Tensor) -> Tensor:
-    """First row of each source rank's channels among the rows it sends here, int32 (P, C), from its counts (P, C)."""
+    """Return the first row of each channel among the rows from each source rank, int32 (P, C), from counts (P, C)."""
     starts = (counts.cumsum(1) - counts).to(torch.int32)
     return stacked(exchange.rows(starts.split(1)))

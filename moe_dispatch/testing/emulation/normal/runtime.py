@@ -1,4 +1,4 @@
-"""The C++ side of v1's Buffer, as far as it is the same within a node and between nodes (v1.2.1)."""
+"""The part of the C++ side of v1's Buffer that is the same within a node and between nodes (v1.2.1)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_dispatch.testing.emulation.refusals import host_assert, require_cpu
 
 
 class Runtime(ABC):
-    """A buffer on every rank of a group; all ranks open and destroy it together."""
+    """The buffers of one rank. All ranks of the group open and destroy their buffers together."""
 
     def __init__(self, group: dist.ProcessGroup, *, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         self.exchange = Exchange(group)
@@ -41,13 +41,13 @@ class Runtime(ABC):
         return max(1, self.num_ranks // NVL_PEERS)
 
     def destroy(self) -> None:
-        """A barrier where there is an NVLink buffer."""
+        """Meet the other ranks in a barrier, if there is an NVLink buffer."""
         if self.num_nvl_bytes > 0:
             self.exchange.barrier("Buffer.destroy")
             require_ranks_of_a_node(min(self.num_ranks, NVL_PEERS))
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, settings: Settings) -> DispatchLayout:
-        """No exchange: every rank counts its own tokens."""
+        """Count this rank's tokens for each rank, node and expert, without an exchange."""
         require_cpu("Buffer.get_dispatch_layout", topk_idx)
         host_assert(topk_idx.dim() == 2, "topk_idx.dim() == 2", f"{CPP}:245")
         host_assert(topk_idx.is_contiguous(), "topk_idx.is_contiguous()", f"{CPP}:246")
@@ -65,11 +65,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def dispatch(self, sent: DispatchInput, layout: DispatchLayout, settings: Settings) -> Received:
-        """Exchange counts, then rows."""
+        """Exchange the counts, then send the rows."""
 
     @abstractmethod
     def cached_dispatch(self, sent: DispatchInput, handle: tuple[Tensor, ...], settings: Settings) -> Received:
-        """Send rows as the dispatch that made the handle did; no ids, no weights, no counts."""
+        """Send rows to the same ranks as the dispatch that made the handle. Send no ids, weights or counts."""
 
     @abstractmethod
     def combine(
@@ -78,7 +78,7 @@ class Runtime(ABC):
         """Send rows back to their source ranks, and add them up there."""
 
     def aligned_rows(self, per_expert: list[list[int]], alignment: int) -> list[int]:
-        """Rows of each expert of this rank, rounded up (csrc/kernels/intranode.cu:64, internode.cu:243)."""
+        """Return the rows of each expert of this rank, rounded up (csrc/kernels/intranode.cu:64, internode.cu:243)."""
         rows = torch.tensor(per_expert).view(self.num_ranks, self.num_ranks, -1)[:, self.exchange.rank].sum(0)
         aligned: list[int] = (-(-rows // alignment) * alignment).tolist()
         return aligned

@@ -1,10 +1,11 @@
-"""The recorded signatures of deep_ep, and methods made from them.
+"""The recorded signatures of deep_ep, and methods that are made from them.
 
-Beside this module lies one JSON file for each release: its source (repository, commit, file), the parameters of each
-method as Python writes them (``["self", "x", "*", "handle=None"]``), and the names of what its handles hold. A method
-that is written out as Python is held to the record by tests/emulation/test_signatures.py. Two kinds of methods are not
-written out: those of an older release that take less than the newest one (``narrowed``), and those that the emulation
-does not have (``refuse_unemulated``).
+The folder of this module holds one JSON file for each release. A file has the source (repository, commit, file), the
+parameters of each method in Python's syntax (``["self", "x", "*", "handle=None"]``), and the names of the items of
+handles. tests/emulation/test_signatures.py compares the methods of the emulated classes with these files.
+
+Two kinds of methods are made from the files. ``narrowed`` makes the methods of an older release, which take fewer
+arguments than the newest release. ``refuse_unemulated`` makes the methods that the emulation does not have.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ _Class = TypeVar("_Class", bound=type)
 
 @functools.cache
 def recorded(release: str) -> Any:
-    """The record of a release: its JSON file."""
+    """Return the JSON file of a release."""
     return json.loads((resources.files(__name__) / f"{release}.json").read_text())
 
 
 def parsed(parameters: Sequence[str]) -> inspect.Signature:
-    """The signature with these parameters."""
-    # Text of our own: a data file of this package. Some defaults are names of torch.
+    """Return the signature with these parameters."""
+    # The text is safe to evaluate: it comes from a data file of this package. Some defaults are names of torch.
     return inspect.signature(eval(f"lambda {', '.join(parameters)}: None", {"torch": torch}))
 
 
 def narrowed(method: Callable[..., Any], parameters: Sequence[str]) -> Callable[..., Any]:
-    """Wrap a method so that it takes these of its parameters only, with the defaults given here."""
+    """Wrap a method so that it takes only these of its parameters, with the defaults that are given here."""
     signature = parsed(parameters)
 
     @functools.wraps(method)
@@ -51,8 +52,8 @@ def refuse_unemulated(release: str, texts: Mapping[str, str]) -> Callable[[_Clas
     """Decorate an emulated class: add methods that only raise NotImplementedError.
 
     Args:
-        release: Release whose record has the class, and the signatures of the methods.
-        texts: Text of the error by name of the method.
+        release: Name of the release whose JSON file has the signatures of the methods.
+        texts: Text of the error, by name of the method.
     """
 
     def add_methods(cls: _Class) -> _Class:
