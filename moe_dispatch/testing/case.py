@@ -46,7 +46,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Name of the case in tests."""
+        """Return the name of the case in tests."""
         return f"{self.scenario.name}-ep{self.ep_size}-{self.input_layout}-{self.row_counts}"
 
 

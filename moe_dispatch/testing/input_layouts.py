@@ -59,7 +59,7 @@ class DeviceKnown(Layout):
 
     @property
     def metadata(self) -> tuple[Tensor, ...]:
-        """Tensors without values, on the device "meta"."""
+        """Return tensors without values, on the device "meta"."""
         return tuple(torch.empty_like(tensor, device="meta") for tensor in (*self.base.metadata, torch.empty(1)))
 
     @property

@@ -60,7 +60,7 @@ class Report:
 
     @property
     def conforms(self) -> bool:
-        """Whether at least one case passed and none failed."""
+        """Return whether at least one case passed and none failed."""
         return bool(self.passed) and not self.failed
 
     def __str__(self) -> str:

@@ -82,14 +82,14 @@ class RankContext:
         return self.dispatcher.plan(call.layout, like=call.x)
 
     def dispatch(self, call: Call, plan: Plan | Layout | None, *, x: Tensor | None = None) -> Dispatched:
-        """Dispatch, and check what this rank received against the tokens of all ranks."""
+        """Dispatch, and compare the rows that this rank received with the tokens of all ranks."""
         sent = self.dispatcher.dispatch(call.x if x is None else x, call.routing, plan)
         self.check(sent, call.batches)
         return sent
 
     @allow_host_syncs()
     def check(self, sent: Dispatched, batches: tuple[Batch, ...]) -> None:
-        """Check what this rank received against the tokens of all ranks."""
+        """Compare the rows that this rank received with the tokens of all ranks."""
         check_dispatched(sent, batches, self.scenario, self.rank)
 
     @allow_host_syncs()

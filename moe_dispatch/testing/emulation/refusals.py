@@ -16,8 +16,8 @@ class EmulatedHang(RuntimeError):
 def host_assert(holds: bool, condition: str, source: str) -> None:
     """Raise RuntimeError if a check on the host fails, like the exception of deep_ep behind pybind11.
 
-    ``condition`` is the condition in the source of the release, and ``source`` its file:line. The text is the one of
-    csrc/kernels/exception.cuh:17 of v1.2.1.
+    ``condition`` is the condition in the source of the release, and ``source`` is its file:line. The text has the form
+    of csrc/kernels/exception.cuh:17 of v1.2.1.
     """
     if not holds:
         raise RuntimeError(f"Failed: Assertion error {source} '{condition}'")

@@ -85,7 +85,7 @@ def expanded_places(local_ids: Tensor, starts: list[int], generator: Generator) 
     return places
 
 
-def told(topk_idx: Tensor, owner: Tensor, *, num_experts: int, num_ranks: int) -> dict[str, Any]:
+def message_to_peers(topk_idx: Tensor, owner: Tensor, *, num_experts: int, num_ranks: int) -> dict[str, Any]:
     """Make the values that this rank tells the other ranks.
 
     "rows" and "experts" are the numbers of rows for each rank and for each expert. "twice" says for each rank whether

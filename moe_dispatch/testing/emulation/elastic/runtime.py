@@ -27,12 +27,12 @@ from moe_dispatch.testing.emulation.elastic.dispatch import (
     expanded,
     expanded_places,
     masters,
+    message_to_peers,
     metadata,
     move,
     new_buffer_rows,
     owners,
     tokens_by_buffer_row,
-    told,
     worst_rows,
 )
 from moe_dispatch.testing.emulation.elastic.handle import EPHandle
@@ -76,7 +76,7 @@ class ElasticRuntime:
             checks.check_ids(sent.topk_idx, options.num_experts)
             owner = owners(sent.topk_idx, options.num_experts, size)
             entry.same = {"row sizes": repr(sizes), "num_experts": options.num_experts, "use of a handle": bool(handle)}
-            entry.told = told(sent.topk_idx, owner, num_experts=options.num_experts, num_ranks=size)
+            entry.told = message_to_peers(sent.topk_idx, owner, num_experts=options.num_experts, num_ranks=size)
         self._require_distinct_experts([one["twice"] for one in entry.everyone])
         if handle is None:
             counts = Counts.of(entry.everyone, rank, options.expert_alignment)

@@ -85,7 +85,7 @@ def routing_of(call: Call) -> Routing:
     """Make the bool map of releases without ragged dispatch.
 
     Raises:
-        AssertionError: The arguments are not valid. The text is the one of the release. Without a routing_map,
+        AssertionError: The arguments are not valid. The release raises the same text. Without a routing_map,
             ``dispatch`` requires num_of_experts even with a handle (94a9f8f hybrid_ep_buffer.py:195).
     """
     if call.routing_map is not None:
@@ -104,7 +104,7 @@ def ragged_routing_of(call: Call, *, experts_per_rank: int, ranks_per_node: int,
     """Make the map or the int16 ids of releases with ragged dispatch (744 hybrid_ep_buffer.py:_prepare_routing_data).
 
     Raises:
-        AssertionError: The arguments are not valid. The text is the one of the release.
+        AssertionError: The arguments are not valid. The release raises the same text.
     """
     if call.routing_map is not None:
         assert call.routing_map.dtype == torch.bool
@@ -143,7 +143,7 @@ def rows_per_rank(call: Call, routing: Routing, *, ragged: bool) -> int:
     of ``hidden``, rounded up to a multiple of 16.
 
     Raises:
-        AssertionError: The arguments are not valid. The text is the one of the release.
+        AssertionError: The arguments are not valid. The release raises the same text.
         AttributeError: ``dispatch_with_permute`` has no routing. The release raises the same error.
     """
     if routing.rows is None:

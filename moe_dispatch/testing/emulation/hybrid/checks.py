@@ -75,7 +75,7 @@ def check_combine(config: HybridEpConfigInstance, hidden: Tensor, probs: Tensor 
     """Check the tensors of a combine: hidden (R, H) with elements of 2 bytes, and probs float32.
 
     Raises:
-        TypeError: hidden is not a tensor. The text is the one of pybind11.
+        TypeError: hidden is not a tensor. pybind11 raises the same error.
         EmulatedAbort: A rule is broken. The text has its file and line.
     """
     if not isinstance(hidden, Tensor):

@@ -158,7 +158,7 @@ class Configurer:
                 "preprocessing", "permute" and "unpermute".
 
         Raises:
-            RuntimeError: The sizes are not valid. The text is the one of the release.
+            RuntimeError: The sizes are not valid. The release raises the same text.
             EmulatedAbort: A kernel has more blocks than there are streaming multiprocessors, which is a C assertion.
         """
         self._release = release

@@ -82,7 +82,7 @@ def scan(map_PTE: Tensor, topology: Topology) -> Scan:
 def _padded_by_node(wanted_NT: Tensor) -> Tensor:
     """Pad the rows of each node to a multiple of 16.
 
-    The memory is by node and then by row. The shape is (rows, nodes) all the same, because the release declares it so.
+    The memory is ordered by node, then by row. Yet the shape is (rows, nodes), because the release declares this shape.
     """
     nodes, rows = wanted_NT.shape
     padded = grown(wanted_NT.T.contiguous(), max(16, rows + -rows % 16)).T.contiguous()

@@ -84,7 +84,7 @@ RELEASES: dict[str, HybridRelease] = {
             },
         ),
         HybridRelease(
-            name="hybridep-744",  # merged 2026-09-07 as 15f4acf. The lines are those of 0aa8753 in its author's fork.
+            name="hybridep-744",  # merged 2026-09-07 as 15f4acf. Lines refer to commit 0aa8753 of the author's fork.
             chunk_tokens=64,
             pads_capacity=True,
             limits_rows=True,
