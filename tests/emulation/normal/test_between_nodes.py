@@ -172,7 +172,7 @@ BAD_COMBINES: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "float32 rows": (lambda x: {"x": x.float()}, "RuntimeError: .*internode.cu:1859 'type == CUDA_R_16BF'"),
     "a row too many": (
         lambda x: {"x": torch.cat([x, x[:1], x[:1] + 1, x.new_ones(1, HIDDEN)])},
-        "EmulatedAbort: .*x must have 2 rows, as dispatch returned, got 5",
+        "EmulatedAbort: .*x must have \\d+ rows, as dispatch returned, got",
     ),
     "narrow rows": (lambda x: {"x": x[:, :128].contiguous()}, "EmulatedAbort: .*internode.cu:1250.*hidden is 128"),
     "queues that nodes cannot share": (lambda x: {"config": deep_ep.Config(20, 4, 289, 12, 128)}, ".*cpp:997"),
