@@ -5,9 +5,11 @@ Dimensions: ``T`` rows of this rank, ``D`` hidden size, ``B`` sequences, ``S`` p
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Literal, final
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -214,6 +216,26 @@ def is_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def integer(where: str, value: Any) -> int:
+    """Return a Python integer as it is, and an integer of another library, such as numpy, as a Python integer.
+
+    Raises:
+        LayoutError: ``value`` is no integer, is a bool or a tensor, or has more than 64 bits; the error begins with
+            ``where``.
+    """
+    number: int | None = None
+    if isinstance(value, int):
+        number = None if isinstance(value, bool) else value
+    elif not isinstance(value, Tensor):  # it may be on a device
+        with suppress(TypeError):
+            number = operator.index(value)
+    if number is None:
+        raise LayoutError(f"{where} must be an integer, got {value!r}. Pass an int of Python or numpy.")
+    if not -(2**63) <= number < 2**63:
+        raise LayoutError(f"{where} must fit 64 bits, got {number}. Pass a number of tokens.")
+    return number
+
+
 def integer_tensor(where: str, value: Tensor | Sequence[int]) -> Tensor:
     """Return lengths or offsets as a 1-D tensor: a list becomes int64 on the CPU, a tensor is returned as it is.
 
@@ -221,9 +243,10 @@ def integer_tensor(where: str, value: Tensor | Sequence[int]) -> Tensor:
         LayoutError: ``value`` does not hold integers, or is not 1-D int32 or int64; the error begins with ``where``.
     """
     if not isinstance(value, Tensor):
-        if not all(isinstance(item, int) for item in value):
-            raise LayoutError(f"{where} must be integers, got {list(value)}. Pass ints or an int32 or int64 tensor.")
-        return torch.tensor(list(value), dtype=torch.int64, device="cpu")
+        if not isinstance(value, Iterable):
+            raise LayoutError(f"{where} must be a list or a tensor, got {value!r}. Pass integers.")
+        numbers = [integer(f"{where}[{i}]", item) for i, item in enumerate(value)]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if value.dtype not in INTEGER_DTYPES or value.dim() != 1:
         raise LayoutError(
             f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}. Convert or "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, ShardKind, is_host
+from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, ShardKind, integer, is_host
 from moe_dispatch.layouts.shard import check_divisible, split_positions
 
 
@@ -67,6 +67,8 @@ class Rows(PlainRows):
                     "int or a one-element tensor."
                 )
             num_real = int(num_real) if is_host(num_real) else num_real
+        elif num_real is not None:
+            num_real = integer("Rows: num_real", num_real)
         object.__setattr__(self, "count", num_real)
         object.__setattr__(self, "metadata", (num_real,) if isinstance(num_real, Tensor) else ())
 

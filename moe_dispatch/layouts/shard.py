@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import ConfigError, LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind
+from moe_dispatch.layouts.base import Layout, ShardKind, integer
 
 
 @final
@@ -37,6 +37,8 @@ class Shard(Layout):
 
     def __post_init__(self) -> None:
         """Refuse arguments that do not name a part of ``base``."""
+        for name in ("index", "size"):
+            object.__setattr__(self, name, integer(f"shard: {name}", getattr(self, name)))
         if self.kind not in self.base.shard_kinds:
             raise ConfigError(
                 f"{self.base}.shard: kind must be one of {', '.join(self.base.shard_kinds)}, got {self.kind!r}. Zigzag "

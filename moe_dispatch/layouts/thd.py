@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind, integer_tensor, is_host
+from moe_dispatch.layouts.base import Layout, ShardKind, integer, integer_tensor, is_host
 from moe_dispatch.layouts.shard import check_divisible, split_multiple, split_positions
 
 
@@ -39,8 +39,10 @@ class THD(Layout):
 
     def __post_init__(self) -> None:
         """Turn lists into tensors, and refuse offsets that are not (n+1,) integers."""
-        given = {"cu_seqlens": self.cu_seqlens, "cu_seqlens_padded": self.cu_seqlens_padded}
-        tensors = {name: integer_tensor(f"THD: {name}", value) for name, value in given.items() if value is not None}
+        given = {"cu_seqlens": self.cu_seqlens}
+        if self.cu_seqlens_padded is not None:
+            given["cu_seqlens_padded"] = self.cu_seqlens_padded
+        tensors = {name: integer_tensor(f"THD: {name}", value) for name, value in given.items()}
         for name, cu in tensors.items():
             if not len(cu):
                 raise LayoutError(
@@ -54,8 +56,10 @@ class THD(Layout):
                 f"{len(self.real)} entries on {self.real.device} and {len(self.owned)} on {self.owned.device}. "
                 "Describe the same sequences in both."
             )
-        if self.max_seqlen is not None and self.max_seqlen < 0:
-            raise LayoutError(f"THD: max_seqlen must be 0 or more, got {self.max_seqlen}. Pass the longest sequence.")
+        if self.max_seqlen is not None:
+            object.__setattr__(self, "max_seqlen", longest := integer("THD: max_seqlen", self.max_seqlen))
+            if longest < 0:
+                raise LayoutError(f"THD: max_seqlen must be 0 or more, got {longest}. Pass the longest sequence.")
         if is_host(self.owned):
             object.__setattr__(self, "_known_rows", int(self.owned[-1]))
 
@@ -106,7 +110,7 @@ class THD(Layout):
                 raise LayoutError(
                     f"THD: {name} must start at 0, got {_describe(cu)}. Put a 0 before the running sums of lengths."
                 )
-            if bool((cu.diff() < 0).any()):
+            if bool((cu[1:] < cu[:-1]).any()):  # a difference could overflow
                 raise LayoutError(
                     f"THD: {name} must not decrease, got {_describe(cu)}. Pass running sums of sequence lengths."
                 )

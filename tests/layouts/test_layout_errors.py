@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,26 @@ X = torch.zeros(2, 4, 3)
             lambda: SBHD(torch.ones(2, 1, dtype=torch.int32)),
             r"SBHD: lengths must be a 1-D .*, got torch.int32 \(2, 1\)",
         ),
-        (lambda: BSHD([1.5, 2]), r"BSHD: lengths must be integers, got \[1.5, 2\]"),  # type: ignore[list-item]
+        (lambda: BSHD([2, 1.5]), r"BSHD: lengths\[1\] must be an integer, got 1.5. Pass an int of Python or numpy."),  # type: ignore[list-item]
+        (lambda: SBHD([True]), r"SBHD: lengths\[0\] must be an integer, got True"),
+        (lambda: SBHD([10**30]), r"SBHD: lengths\[0\] must fit 64 bits, got 1000000000000000000000000000000. Pass a"),
+        (lambda: BSHD(3), r"BSHD: lengths must be a list or a tensor, got 3. Pass integers."),  # type: ignore[arg-type]
+        (lambda: BSHD(np.ones(2)), r"BSHD: lengths\[0\] must be an integer, got (np.float64\()?1.0"),  # type: ignore[arg-type]
+        (lambda: BSHD([torch.tensor(1)]), r"BSHD: lengths\[0\] must be an integer, got tensor\(1\)"),  # type: ignore[list-item]
+        (lambda: THD(None), r"THD: cu_seqlens must be a list or a tensor, got None"),  # type: ignore[arg-type]
+        (lambda: THD("02"), r"THD: cu_seqlens\[0\] must be an integer, got '0'"),  # type: ignore[arg-type]
+        (lambda: THD([0, 2], ["0", "4"]), r"THD: cu_seqlens_padded\[0\] must be an integer, got '0'"),  # type: ignore[list-item]
+        (lambda: THD([0, 2], max_seqlen=2.5), r"THD: max_seqlen must be an integer, got 2.5"),  # type: ignore[arg-type]
+        (lambda: THD([0, 2], max_seqlen=10**30), r"THD: max_seqlen must fit 64 bits, got 10000"),
+        (lambda: Rows(3.5), r"Rows: num_real must be an integer, got 3.5. Pass an int of Python or numpy."),  # type: ignore[arg-type]
+        (lambda: Rows(True), r"Rows: num_real must be an integer, got True"),
+        (lambda: Rows("3"), r"Rows: num_real must be an integer, got '3'"),  # type: ignore[arg-type]
+        (lambda: Rows(np.float32(3)), r"Rows: num_real must be an integer, got (np.float32\()?3.0"),  # type: ignore[arg-type]
+        (lambda: Rows(10**30), r"Rows: num_real must fit 64 bits, got 1000000000000000000000000000000"),
+        (lambda: Masked(None), r"Masked: valid must be bool \(T,\), got None"),  # type: ignore[arg-type]
+        (lambda: Masked(np.ones(2, bool)), r"Masked: valid must be bool \(T,\), got \[ True  True\]"),  # type: ignore[arg-type]
+        (lambda: BSHD().shard(0.5, 2), r"shard: index must be an integer, got 0.5"),  # type: ignore[arg-type]
+        (lambda: BSHD().shard(0, "2"), r"shard: size must be an integer, got '2'"),  # type: ignore[arg-type]
         (
             lambda: THD(torch.zeros(2, 2, dtype=torch.int32)),
             r"THD: cu_seqlens must be a 1-D .*, got torch.int32 \(2, 2\)",
@@ -55,6 +75,7 @@ def test_refused_when_made(make: Callable[[], Layout], text: str) -> None:
         (BSHD([]), 8, r"got 8 rows and 0 lengths"),
         (THD([1, 8]), 8, r"THD: cu_seqlens must start at 0, got \[1, 8\]"),
         (THD([0, 6, 4, 8]), 8, r"THD: cu_seqlens must not decrease, got \[0, 6, 4, 8\]"),
+        (THD([0, 2**62, -(2**62) - 5, 8]), 8, r"THD: cu_seqlens must not decrease, got \[0, 46"),
         (
             THD([0, 3, 7]),
             8,
@@ -145,3 +166,17 @@ def test_shards_of_what_does_not_divide_are_refused(layout: Layout, rows: int, t
 def test_row_counts_of_undividable_shards_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"the rows \(7\) must be divisible by 2 to be split contiguous over 2 ranks"):
         THD([0, 7]).shard(0, 2).num_rows()
+
+
+@pytest.mark.parametrize("whole", [np.int32, np.int64, np.uint8])
+def test_integers_of_numpy_are_integers(whole: Callable[[int], int]) -> None:
+    """A data loader's lengths: a list of numpy's integers, or an array of them."""
+    for layout in (BSHD([whole(3), whole(1)]), BSHD(np.array([whole(3), whole(1)])), BSHD(iter([whole(3), whole(1)]))):  # type: ignore[arg-type]
+        assert layout.num_real(8) == 4
+    packed = THD([whole(0), whole(3)], [whole(0), whole(4)], max_seqlen=whole(3))
+    packed.check(4)
+    assert (packed.num_rows(), packed.max_seqlen) == (4, 3)
+    assert type(packed.max_seqlen) is int
+    assert type(Rows(whole(3)).count) is int
+    assert Rows(whole(3)).num_real(4) == 3
+    assert BSHD().shard(whole(1), whole(2)).num_rows((1, 4, 8)) == 4
