@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.errors import ConfigError, MoEDispatchError, PeerError
+from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError
 
 
 @final
@@ -160,6 +160,7 @@ def raise_alike(
     *,
     values: Sequence[int] = (),
     facts: Mapping[str, Any] | None = None,
+    of_call: bool = False,
     label: str,
 ) -> list[int]:
     """Raise on every rank if any rank has a problem or other facts; else agree on numbers. Collective.
@@ -172,6 +173,7 @@ def raise_alike(
         problem: the error of this rank, or None.
         values: integers of this rank, as many on every rank. They do not count on a rank with a problem.
         facts: JSON values by name that must be equal on all ranks.
+        of_call: whether the facts describe one call, rather than how the ranks were set up.
         label: name under which calls and bytes are counted.
 
     Returns:
@@ -180,17 +182,17 @@ def raise_alike(
     Raises:
         Exception: ``problem`` itself, on the rank that has it.
         PeerError: another rank has a problem; with its number and its text.
-        ConfigError: the facts differ; with the name and the values of two ranks.
+        ConfigError, or InputError if ``of_call``: the facts differ; with the name and the values of two ranks.
 
     Cost: one all-reduce of the values, two numbers for the facts and one for the problem, and a host sync on a GPU-only
     group. Only if it raises, an exchange of texts.
     """
     unheard: Exception | None = None
     try:
-        digest = () if facts is None else _digest(facts)
-        found = control.max([int(problem is not None), *digest, *values], label=label)
-        refused, digests, highest = found[0], found[1 : 1 + len(digest)], found[1 + len(digest) :]
-        if not refused and (not digests or digests[0] == -digests[1]):
+        number = digest(facts or {})
+        # The maxima of a number and of its negative cancel exactly where all ranks have the same number.
+        refused, high, low, *highest = control.max([int(problem is not None), number, -number, *values], label=label)
+        if not refused and high == -low:
             return highest
         told = control.gather_json([_plain(facts), None if problem is None else _text(problem)], label=label)
     except Exception as failure:  # the peers left for another collective: this rank's own error matters more
@@ -202,16 +204,15 @@ def raise_alike(
             problem.add_note(f"The other ranks were not told: {unheard}")
         raise problem
     if not refused:
-        _refuse_difference([of_rank or {} for of_rank, _ in told])
+        _refuse_difference([of_rank or {} for of_rank, _ in told], of_call=of_call)
     raise PeerError(
         "; ".join(f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(told) if text is not None) + " [MD08]"
     )
 
 
-def _digest(facts: Mapping[str, Any]) -> tuple[int, int]:
-    """A number for the facts and its negative: their maxima over ranks cancel exactly where all ranks have the same."""
-    number = int(hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:15], 16)
-    return number, -number
+def digest(facts: Mapping[str, Any]) -> int:
+    """Return a number of 60 bits that is equal for equal facts."""
+    return int(hashlib.sha256(canonical_json(facts).encode()).hexdigest()[:15], 16)
 
 
 def canonical_json(value: Any) -> str:
@@ -234,16 +235,19 @@ def _text(problem: Exception) -> str:
     return f"{type(problem).__name__}: {str(problem) or 'no text'}"
 
 
-def _refuse_difference(facts: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_difference(facts: Sequence[Mapping[str, Any]], *, of_call: bool) -> None:
     """Raise for the first fact that differs. Ranks with other versions of the library may lack a name."""
+    error = InputError if of_call else ConfigError
+    way_out = "Make the same call on every rank."
+    if not of_call:
+        way_out = "Give every rank the same config, library and environment. [MD03]"
     for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
         texts = [canonical_json(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
         values = [repr(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
         for rank, text in enumerate(texts):
             if text != texts[0]:
-                raise ConfigError(
-                    f"Ranks disagree on {name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}. "
-                    "Give every rank the same config, library and environment. [MD03]"
+                raise error(
+                    f"Ranks disagree on {name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}. {way_out}"
                 )
 
 
@@ -268,3 +272,27 @@ def read_host(tensor: Tensor) -> list[Any]:
     """Values of a tensor on the host. In a verb nothing else reads a device: each call is a host sync on a GPU."""
     result: list[Any] = tensor.tolist()
     return result
+
+
+@final
+class HostCopy:
+    """A number of a device that is copied to the host while the device goes on, to be read later.
+
+    ``read`` waits for no work but the copy. A host that has waited for later work in between waits for nothing, so
+    ``moe_dispatch.testing.count_host_syncs`` does not count it.
+    """
+
+    def __init__(self, number: Tensor) -> None:
+        # From a GPU the copy goes to pinned memory, and does not wait.
+        self._number = number.to(torch.device("cpu"), non_blocking=True)
+        self._number.is_host_copy = True  # type: ignore[attr-defined]
+        self._copied: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(number.device))
+
+    def read(self) -> int:
+        """Return the number."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return int(self._number)

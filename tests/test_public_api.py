@@ -56,7 +56,7 @@ VALUES: dict[type, str] = {
     """,
     Sizes: "padded_rows group_max_rows capacity",
     Capacity: "rows buffer_rows pair_rows",
-    dispatchers.RequiredCapacity: "rows pair_rows capacity_factor pair_factor overflowed",
+    dispatchers.RequiredCapacity: "rows pair_rows capacity_factor pair_factor overflowed invalid_ids",
     dispatchers.Metrics: """
         backend dispatches real_tokens_per_expert imbalance rows_padded rows_skipped bytes_sent collectives
     """,

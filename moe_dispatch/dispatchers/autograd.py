@@ -16,8 +16,9 @@ import torch
 from torch import Size, Tensor
 
 from moe_dispatch.backends.base import Arrived, Route, Sizes
-from moe_dispatch.communication import raise_alike
+from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers.planning import facts_of_rows, number_of_rows, problem_of_ids, valid_ids
 from moe_dispatch.errors import PeerError, StateError
 from moe_dispatch.layouts import Layout
 
@@ -88,9 +89,18 @@ class State:
 
 
 def run_dispatch(
-    channel: Channel, tensors: tuple[Tensor, Tensor, Tensor], valid_T: Tensor | None, selection: Selection, sizes: Sizes
+    channel: Channel,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    valid_T: Tensor | None,
+    selection: Selection,
+    sizes: Sizes,
+    *,
+    recorded: bool,
 ) -> Callable[[], Arrived]:
     """Mask, cut, pad and send rows; the returned function waits for what arrives. Raw: gradients are off.
+
+    Slots with an invalid id go nowhere. Graph-safe, ``check`` reports them. Else the call raises: before rows travel if
+    ranks exchange counts, so that the peers raise too; elsewhere after the rows have arrived, so that no peer waits.
 
     Args:
         channel: of the dispatcher.
@@ -98,6 +108,11 @@ def run_dispatch(
         valid_T: bool, which rows are tokens, where others are not cut; None for all.
         selection: which rows go.
         sizes: settled.
+        recorded: whether the call records gradients.
+
+    Raises:
+        InputError: an invalid id; or the ranks exchange counts, and another rank makes another call.
+        PeerError: the ranks exchange counts, and another rank refused its call.
     """
     (rows_TD, ids_TK, weights_TK), padded = tensors, selection.padded
     assert padded is not None
@@ -106,18 +121,30 @@ def run_dispatch(
     if valid_T is not None:
         ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
         channel.meter.record_masked(valid_T)
-    sent = selection.take(rows_TD), selection.take(ids_TK, -1), selection.take(weights_TK)
+    given_TK, num_experts = selection.take(ids_TK, -1), channel.shape.num_experts
+    ids_TK, invalid_TK = valid_ids(given_TK, num_experts)
+    sent = selection.take(rows_TD), ids_TK, selection.take(weights_TK)
+    mark, is_invalid = None, None
+    if channel.needs.exchanges_counts:
+        mark = torch.where(invalid_TK.any(), -1, number_of_rows(rows_TD.dtype, recorded=recorded))
+    elif sizes.capacity is None:
+        is_invalid = HostCopy(invalid_TK.any())
     try:
-        finish = channel.backend.dispatch_async(*sent, sizes)
-    except PeerError:  # a peer marked its refusal in what ranks exchange first; its text comes now
-        raise_alike(channel.control, None, label="refusal")
+        finish = channel.backend.dispatch_async(*sent, sizes, *([] if mark is None else [mark]))
+    except PeerError:  # what the ranks exchange first has told that some rank refuses or makes another call
+        problem, facts = problem_of_ids(given_TK, num_experts), facts_of_rows(rows_TD.dtype, recorded=recorded)
+        raise_alike(channel.control, problem, facts=facts, of_call=True, label="refusal")
         raise
 
     def complete() -> Arrived:
         arrived = finish()
+        if is_invalid is not None and is_invalid.read():
+            problem = problem_of_ids(given_TK, num_experts)
+            assert problem is not None
+            raise problem
         channel.meter.record(arrived, padded=padded - selection.count, cut=selection.num_rows - selection.count)
         if arrived.demand is not None:
-            channel.high_water.record(arrived.demand)
+            channel.high_water.record(arrived.demand, invalid_TK.sum())
         return arrived
 
     return complete

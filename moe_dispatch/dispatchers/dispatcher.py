@@ -149,7 +149,7 @@ class Dispatcher(nn.Module):
             LayoutError, InputError: what is given does not fit; PeerError: nor did it on another rank.
 
         Cost: nothing, or where the backend needs equal rows or the largest count, under ``row_counts`` "agree" or
-        "check", one all-reduce of three integers on the control group and one host sync. A backend with buffers may
+        "check", one all-reduce of five integers on the control group and one host sync. A backend with buffers may
         grow them here, which is collective.
         """
         verbs.refuse_tracing("plan")
@@ -212,8 +212,9 @@ class Dispatcher(nn.Module):
             gradients are recorded, whatever x does: every rank takes part in every backward.
 
         Raises:
-            InputError, LayoutError: the tensors do not fit; StateError: closed, or another dispatcher's plan or state;
-            PeerError: another rank refused its call.
+            InputError, LayoutError: the tensors do not fit, an id is outside -1..num_experts-1 (graph-safe: see
+            ``check``), or ranks that exchange something before rows travel differ in the dtype of x or in grad mode;
+            StateError: closed, or another dispatcher's plan or state; PeerError: another rank refused its call.
 
         Cost: that of the backend, and of ``plan`` where none is given.
         """
@@ -307,9 +308,11 @@ class Dispatcher(nn.Module):
         run_self_test(self, device_of(self._channel.communicator.group, preferred), dtype)
 
     def check(self) -> RequiredCapacity:
-        """Hear of overflows: what all dispatches of all ranks needed so far. Graph-safe; collective; a host sync.
+        """Hear of overflows and invalid ids of all dispatches of all ranks. Graph-safe; collective; a host sync.
 
         Raises:
+            InputError: a dispatch was given ids outside -1..num_experts-1, whose slots went nowhere; on every rank
+                alike. It is raised once: the next call only tells of dispatches since then.
             CapacityError: rows were dropped under ``on_overflow="raise"``; on every rank alike, with what would fit.
             StateError: the config is not graph_safe.
         """
@@ -356,7 +359,10 @@ class Dispatcher(nn.Module):
             The result of the run that had room from its start to its end: bit for bit that of a run with as much room
             from the start.
 
-        Cost: one all-reduce of three integers and one host sync a run, and one more of each with ``group``. Graph-safe;
+        Raises:
+            InputError: invalid ids, as in ``check``; PeerError: on ranks of ``group`` only.
+
+        Cost: one all-reduce of four integers and one host sync a run, and one more of each with ``group``. Graph-safe;
         collective. Not for replays of a CUDA graph: those keep the room they were captured with.
         """
         channels = {dispatcher._channel.name: dispatcher._channel for dispatcher in (self, *others)}

@@ -49,7 +49,7 @@ from moe_dispatch.types import Routing
 
 
 @operator(
-    "(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, str channel, "
+    "(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, str channel, bool recorded, "
     "SymInt? padded_rows, SymInt? group_max_rows, SymInt? fitting_rows, "
     "SymInt? buffer_rows, SymInt? pair_rows) -> Tensor[]"
 )
@@ -60,6 +60,7 @@ def dispatch(
     real_rows: Tensor | None,
     valid: Tensor | None,
     channel: str,
+    recorded: bool,
     *numbers: int | None,
 ) -> list[Tensor]:
     """Send rows to their experts.
@@ -71,6 +72,7 @@ def dispatch(
         real_rows: int64, the rows to send; None for all.
         valid: bool (T,), which rows are tokens, where others are not cut; None for all.
         channel: name of the channel.
+        recorded: whether the call records gradients.
         *numbers: the five of ``flat_sizes``; without the first two, sizes are settled here.
 
     Returns:
@@ -90,14 +92,14 @@ def dispatch(
         return draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
 
     with torch.no_grad(), profiler_range("dispatch"):
-        plan = settle(lambda: link, check, settled=settled, device=rows.device)
+        plan = settle(lambda: link, check, settled=settled, x=rows, recorded=recorded)
         # With the room that was traced: a recomputation may come after the dispatcher has grown.
         sizes = given if plan is None else dataclasses.replace(plan.sizes, capacity=given.capacity)
         count = rows.shape[0] if real_rows is None else real_rows.shape[0]
         padded = None if given.capacity is None else _foreseen_rows(link, count)
         padded = link.needs.brought(count, sizes) if padded is None else padded
         selection = Selection(num_rows=rows.shape[0], real_rows=real_rows, padded=padded)
-        arrived = run_dispatch(link, (rows, ids, weights), valid, selection, sizes)()
+        arrived = run_dispatch(link, (rows, ids, weights), valid, selection, sizes, recorded=recorded)()
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
 
 
@@ -109,6 +111,7 @@ def _(
     real_rows: Tensor | None,
     valid: Tensor | None,
     channel: str,
+    recorded: bool,
     *numbers: int | None,
 ) -> list[Tensor]:
     link = named_channel(channel)
@@ -252,7 +255,7 @@ def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     real_rows, *route = ctx.saved_tensors
     # Always with the gradient of the weights: what travels must not depend on what one rank needs.
     grad_rows, grad_weights = dispatch_backward(*grads[:2], route, real_rows, ctx.channel, *ctx.shapes)
-    return grad_rows, None, grad_weights, *[None] * 8
+    return grad_rows, None, grad_weights, *[None] * 9
 
 
 def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.capacity import Capacity, balanced_pair_rows, balanced_rows, grown
+from moe_dispatch.communication import Communicator, raise_alike
 from moe_dispatch.errors import CapacityError, InputError, StateError
 
 if TYPE_CHECKING:
-    from moe_dispatch.communication import Communicator
     from moe_dispatch.dispatchers.channel import Channel
 
 Result = TypeVar("Result")
@@ -34,6 +34,8 @@ class RequiredCapacity:
         capacity_factor: the ``capacity_factor`` that gives so many rows, and at least one.
         pair_factor: the ``pair_rows`` of ``alltoall`` that gives so many, and at least one; 0 where it has no bound.
         overflowed: whether there was room for less, so that rows were dropped.
+        invalid_ids: the most ids outside -1..num_experts-1 that one dispatch was given, since ``check`` last raised for
+            them. Their slots went nowhere.
     """
 
     rows: int
@@ -41,11 +43,15 @@ class RequiredCapacity:
     capacity_factor: float
     pair_factor: float
     overflowed: bool
+    invalid_ids: int
 
 
 @final
 class HighWaterMark:
-    """The most rows needed so far, on the device: a maximum, so a recomputed or replayed dispatch counts once."""
+    """The most rows needed and the most invalid ids so far, on the device.
+
+    They are maxima of single dispatches, so a recomputed or replayed dispatch counts once.
+    """
 
     def __init__(self) -> None:
         self._marks: dict[torch.device, Tensor] = {}
@@ -63,17 +69,27 @@ class HighWaterMark:
                     "of its first call. Run the step once, or use moe_dispatch.capture, which warms up."
                 )
             with torch.inference_mode(False):  # a mark made in an evaluation is raised in training too
-                self._marks[device] = torch.zeros(2, dtype=torch.int64, device=device)
+                self._marks[device] = torch.zeros(3, dtype=torch.int64, device=device)
 
-    def record(self, demand: Tensor) -> None:
-        """Raise the mark to an int64 (2,). No sync; in place, so that a captured graph raises the same mark."""
+    def record(self, demand: Tensor, invalid: Tensor) -> None:
+        """Raise the mark. No sync; in place, so that a captured graph raises the same mark.
+
+        Args:
+            demand: int64 (2,), as in ``Arrived``.
+            invalid: int64 (), the number of invalid ids.
+        """
         mark = self._marks[demand.device]
-        torch.maximum(mark, demand, out=mark)
+        torch.maximum(mark, torch.cat([demand, invalid.view(1)]), out=mark)
 
     def read(self) -> list[int]:
-        """Rows and rows of a pair, of this rank. A host sync."""
+        """Rows, rows of a pair, and invalid ids, of this rank. A host sync."""
         marks = [mark.tolist() for mark in self._marks.values()]
-        return [max((mark[i] for mark in marks), default=0) for i in range(2)]
+        return [max((mark[i] for mark in marks), default=0) for i in range(3)]
+
+    def forget_invalid_ids(self) -> None:
+        """Start to count invalid ids again, after they have been reported."""
+        for mark in self._marks.values():
+            mark[2:].zero_()
 
 
 def required(channel: Channel) -> RequiredCapacity:
@@ -85,27 +101,42 @@ def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapaci
     """What all ranks needed, and the largest headroom of any, to a thousandth."""
     capacity = _capacity(channel, verb)
     mine = [*channel.high_water.read(), math.ceil(1000 * headroom)]
-    rows, pair_rows, thousandths = channel.control.max(mine, label="capacity")
+    rows, pair_rows, invalid_ids, thousandths = channel.control.max(mine, label="capacity")
     needed = RequiredCapacity(
         rows=rows,
         pair_rows=pair_rows,
         capacity_factor=max(rows, 1) / balanced_rows(channel.shape),
         pair_factor=0 if capacity.pair_rows is None else max(pair_rows, 1) / balanced_pair_rows(channel.shape),
         overflowed=not capacity.holds(rows, pair_rows),
+        invalid_ids=invalid_ids,
     )
     return needed, thousandths / 1000
 
 
 def check(channel: Channel) -> RequiredCapacity:
-    """Raise on every rank where some dispatch of some rank had more rows than fit; collective.
+    """Raise on every rank where some dispatch of some rank had invalid ids, or more rows than fit; collective.
 
     Raises:
-        CapacityError: under ``on_overflow="raise"``, with what would fit.
+        InputError: invalid ids, with their number; the next call does not raise for them again.
+        CapacityError: more rows than fit under ``on_overflow="raise"``, with what would fit.
     """
     needed = required(channel)
+    if (problem := _invalid_ids("check", channel, needed)) is not None:
+        raise problem
     if needed.overflowed and channel.config.on_overflow == "raise":
         raise CapacityError(_told("Dispatcher.check", channel, needed) + " Results since then lack rows. [MD07]")
     return needed
+
+
+def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> InputError | None:
+    """The one report of invalid ids in graph-safe mode, the same on every rank; None if there were none."""
+    if not needed.invalid_ids:
+        return None
+    channel.high_water.forget_invalid_ids()
+    return InputError(
+        f"Dispatcher.{verb}: topk_ids must lie in -1..{channel.shape.num_experts - 1}, got up to {needed.invalid_ids} "
+        "others in one dispatch of one rank. Their slots went nowhere. Check the router."
+    )
 
 
 def grow(channel: Channel, headroom: float) -> RequiredCapacity:
@@ -138,10 +169,14 @@ def retry_on_overflow(
     before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     while True:
         result = step()
-        overflowed = [grow(channel, headroom).overflowed for channel in channels]  # all of them, and on all ranks alike
-        again = any(overflowed)
+        needed = [grow(channel, headroom) for channel in channels]  # all of them, and on all ranks alike
+        again = any(each.overflowed for each in needed)
+        found = (_invalid_ids("retry_on_overflow", *pair) for pair in zip(channels, needed, strict=True))
+        problem = next(filter(None, found), None)  # the rest is left for another call
         if everyone is not None:
-            again = bool(everyone.max([int(again)], label="capacity")[0])
+            again = bool(raise_alike(everyone, problem, values=[int(again)], label="capacity")[0])
+        elif problem is not None:
+            raise problem
         if not again:
             return result
         torch.set_rng_state(before[0])

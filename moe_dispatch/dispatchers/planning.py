@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NoReturn, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints, Sizes
-from moe_dispatch.communication import device_of, raise_alike
+from moe_dispatch.communication import device_of, digest, raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
@@ -62,14 +62,14 @@ def cuts_rows(channel: Channel, layout: Layout) -> bool:
     return not layout.all_real and layout.on_host and not channel.config.graph_safe
 
 
-def _settle_plan(channel: Channel, draft: Draft) -> Plan:
+def _settle_plan(channel: Channel, draft: Draft, facts: Facts | None) -> Plan:
     """Agree on sizes; collective where ``agrees_on_rows``.
 
     Raises:
-        InputError: too many rows on some rank, or unequal rows under "check"; on every rank alike.
+        InputError: too many rows on some rank, other facts, or unequal rows under "check"; on every rank alike.
         PeerError: another rank refused.
     """
-    sizes = _agreed_sizes(channel, draft.count)
+    sizes = _agreed_sizes(channel, draft.count, facts)
     channel.backend.reserve(sizes)
     return Plan(
         layout=draft.layout,
@@ -124,12 +124,33 @@ def agrees_on_rows(channel: Channel) -> bool:
     return _needs_agreement(channel) and channel.config.row_counts_policy in ("agree", "check")
 
 
+Facts = Mapping[str, str]
+
+
+@cache
+def facts_of_rows(dtype: torch.dtype | None, *, recorded: bool) -> Facts:
+    """What must be alike in a dispatch of all ranks, by name.
+
+    Args:
+        dtype: of x.
+        recorded: whether gradients are recorded. A rank that does not record them takes part in no backward.
+    """
+    return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": "enabled" if recorded else "disabled"}
+
+
+@cache
+def number_of_rows(dtype: torch.dtype, *, recorded: bool) -> int:
+    """``facts_of_rows`` as a number of 22 bits, for an exchange that has no room for more."""
+    return digest(facts_of_rows(dtype, recorded=recorded)) % 2**22
+
+
 def settle(
     find: Callable[[], Channel],
     check: Callable[[Channel], Draft | None],
     *,
     settled: bool = False,
-    device: torch.device | None = None,
+    x: Tensor | None = None,
+    recorded: bool = False,
 ) -> Plan | None:
     """Run this rank's checks of a call, tell the peers if one fails, and agree on sizes.
 
@@ -137,39 +158,50 @@ def settle(
         find: gives the channel, or raises where it is closed.
         check: what this rank checks by itself; its draft of the plan.
         settled: a plan has settled the sizes before; nothing is agreed on here.
-        device: of x, in a dispatch, whose peers may wait for this rank in an exchange of counts; None elsewhere.
+        x: of a dispatch, whose peers may wait for this rank in an exchange of counts; None elsewhere.
+        recorded: whether the call records gradients.
 
     Returns:
         The plan; None where ``settled``.
 
     Raises:
         Exception: what ``check`` raised.
+        InputError: another rank makes another call, and ranks agree on sizes or have ``debug``; on every rank alike.
         PeerError: the check failed on another rank, and ranks exchange something before rows travel.
     """
     try:
         channel = find()
         draft = check(channel)
     except Exception as error:
-        _tell_peers(find, error, settled=settled, device=device)
+        _tell_peers(find, error, settled=settled, x=x)
         raise
-    if channel.config.debug and (settled or not agrees_on_rows(channel)):
-        raise_alike(channel.control, None, label="debug")  # before settling, which may make buffers: a collective too
-    return None if settled or draft is None else _settle_plan(channel, draft)
+    debug, agrees, facts = channel.config.debug, agrees_on_rows(channel), None
+    if debug or (agrees and not settled):
+        facts = _facts_of_call(x, agrees=agrees, settled=settled, recorded=recorded)
+    if debug and (settled or not agrees):  # before settling, which may make buffers: a collective too
+        _agree_on_largest(channel, 0, facts=facts, label="debug")
+    return None if settled or draft is None else _settle_plan(channel, draft, facts)
 
 
-def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool, device: torch.device | None) -> None:
+def _facts_of_call(x: Tensor | None, *, agrees: bool, settled: bool, recorded: bool) -> Facts:
+    """What must be alike in a call of all ranks; only where the ranks agree on sizes must all have a plan or none."""
+    if x is None:
+        return {"the call": "plan"}
+    how = "" if not agrees else " with a plan" if settled else " without a plan"
+    return {"the call": "dispatch" + how, **facts_of_rows(x.dtype, recorded=recorded)}
+
+
+def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool, x: Tensor | None) -> None:
     """Join the first exchange that the peers of this call enter, with a mark, so that they raise too.
 
     The error gets a note where the peers could not be told.
     """
     try:
         channel = find()
-        if not settled and agrees_on_rows(channel):
+        if channel.config.debug or (not settled and agrees_on_rows(channel)):
             _agree_on_largest(channel, 0, error)
-        elif channel.config.debug:
-            raise_alike(channel.control, error, label="debug")
-        elif device is not None and channel.needs.exchanges_counts:
-            preferred = torch.device(channel.config.device or device)
+        elif x is not None and channel.needs.exchanges_counts:
+            preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
             channel.backend.refuse(device_of(channel.communicator.group, preferred))
             raise_alike(channel.control, error, label="refusal")
         elif channel.control.size > 1:
@@ -203,7 +235,7 @@ def _needs_agreement(channel: Channel) -> bool:
     return channel.needs.equal_rows or channel.needs.group_max
 
 
-def _agreed_sizes(channel: Channel, count: int | None) -> Sizes:
+def _agreed_sizes(channel: Channel, count: int | None, facts: Facts | None) -> Sizes:
     needs, policy = channel.needs, channel.config.row_counts_policy
     if not _needs_agreement(channel):
         return Sizes(capacity=channel.capacity)
@@ -213,16 +245,27 @@ def _agreed_sizes(channel: Channel, count: int | None) -> Sizes:
     elif policy == "assume":
         largest = count or 0
     else:
-        largest = _agree_on_largest(channel, count or 0)
+        largest = _agree_on_largest(channel, count or 0, facts=facts)
     check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
     return channel.sizes(largest)
 
 
-def _agree_on_largest(channel: Channel, count: int, problem: Exception | None = None) -> int:
-    """The largest count of rows of any rank. Each count travels with its rank, so that an error can name both."""
+def _agree_on_largest(
+    channel: Channel,
+    count: int,
+    problem: Exception | None = None,
+    *,
+    facts: Facts | None = None,
+    label: str = "sizes",
+) -> int:
+    """The largest count of rows of any rank, if all ranks make the same call.
+
+    Each count travels with its rank, so that an error can name both. The one exchange before a dispatch: with ``debug``
+    a rank that has a plan meets a rank that has none here, so it always has this form.
+    """
     size, rank = channel.control.size, channel.control.rank
     values = (count * size + rank, -count * size + rank)
-    high, low = raise_alike(channel.control, problem, values=values, label="sizes")
+    high, low = raise_alike(channel.control, problem, values=values, facts=facts, of_call=True, label=label)
     largest, smallest = high // size, -(low // size)
     if channel.config.row_counts == "check" and largest != smallest:
         raise InputError(
@@ -362,15 +405,31 @@ def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> 
     ids, weights = routing.topk_ids, routing.topk_weights
     if valid_T is not None:
         ids, weights = ids[valid_T], weights[valid_T]
-    if ids.numel() == 0:
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < -1 or high >= num_experts:
-        raise InputError(
-            f"Dispatcher.dispatch: topk_ids must lie in -1..{num_experts - 1}, got {low}..{high}. Check the router."
-        )
+    if (problem := problem_of_ids(ids, num_experts)) is not None:
+        raise problem
     wrong = int((~torch.isfinite(weights) & (ids >= 0)).sum())
     if wrong:
         raise InputError(
             f"Dispatcher.dispatch: topk_weights must be finite, got {wrong} that are not. Check the router's logits."
         )
+
+
+def problem_of_ids(ids: Tensor, num_experts: int) -> InputError | None:
+    """The error for ids that are invalid, with the lowest and the highest; None if all are valid. A host sync."""
+    low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+    if -1 <= low <= high < num_experts:
+        return None
+    return InputError(
+        f"Dispatcher.dispatch: topk_ids must lie in -1..{num_experts - 1}, got {low}..{high}. Check the router."
+    )
+
+
+def valid_ids(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Make ids safe before anything is indexed or narrowed by them. No host sync.
+
+    Returns:
+        The ids with -1 for each that is invalid, that is outside -1..num_experts-1; and a mask of the invalid ones.
+    """
+    nearest = ids.clamp(-1, num_experts - 1)
+    invalid = nearest != ids
+    return nearest.masked_fill_(invalid, -1), invalid

@@ -84,8 +84,8 @@ def dispatch(
         x_TD, draft = _checked(channel, x, routing, plan, infer)
         return draft
 
-    device = getattr(x, "device", None)
-    settled = settle(lambda: lease.channel, check, settled=given is not None, device=device) or given
+    recorded = torch.is_grad_enabled()
+    settled = settle(lambda: lease.channel, check, settled=given is not None, x=x, recorded=recorded) or given
     assert settled is not None
     assert routing is not None
     channel, layout, recorder = lease.channel, settled.layout, lease.channel.recorder
@@ -98,7 +98,7 @@ def dispatch(
     padded = channel.needs.brought(count, settled.sizes)
     selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
     with torch.no_grad():
-        finish = run_dispatch(channel, (x_TD, ids_TK, weights_TK), valid_T, selection, settled.sizes)
+        finish = run_dispatch(channel, (x_TD, ids_TK, weights_TK), valid_T, selection, settled.sizes, recorded=recorded)
         if recorder is not None and note is not None:  # no rank refused: its peers keep this call too
             recorder.keep(note)
         here = None if async_op else finish()
@@ -263,6 +263,7 @@ def dispatch_by_operator(
         real_rows,
         valid_T,
         channel.name,
+        torch.is_grad_enabled(),
         *operators.flat_sizes(sizes, capacity),
     )
     pad_multiple = channel.shape.pad_multiple
@@ -326,7 +327,7 @@ def merged_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Ten
     The later slots become -1. Weights of -1 slots are never read.
 
     Args:
-        ids_TK: int64.
+        ids_TK: int64; ids that are invalid stay invalid.
         weights_TK: floating, in the accumulation dtype.
         asks: on the CPU, look first whether there are duplicates. Elsewhere that would be a host sync, so (T, K, K)
             tables are always summed.
@@ -343,4 +344,4 @@ def merged_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Ten
     slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)
     is_first = (same_TKK.to(torch.uint8).argmax(2) == slots_K) & (ids_TK >= 0)
     merged = torch.where(same_TKK, weights_TK.unsqueeze(1), 0).sum(2)
-    return torch.where(is_first, ids_TK, -1), torch.where(is_first, merged, 0)
+    return torch.where(is_first, ids_TK, ids_TK.clamp(max=-1)), torch.where(is_first, merged, 0)

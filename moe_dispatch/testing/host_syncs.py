@@ -37,7 +37,8 @@ def count_host_syncs() -> Iterator[list[HostRead]]:
     """Record every read of tensor values by Python, in all threads. On a GPU each read would wait for the device.
 
     The reads are ``item``, ``tolist``, ``cpu``, ``to("cpu")``, ``numpy``, ``bool()``, ``int()``, ``float()``,
-    ``complex()`` and use as an index. Enter the context once, around all threads.
+    ``complex()`` and use as an index. A ``HostCopy`` of ``moe_dispatch.communication`` does not count, because it
+    has arrived before it is read. Enter the context once, around all threads.
 
     Yields:
         The list of reads found so far.
@@ -46,7 +47,12 @@ def count_host_syncs() -> Iterator[list[HostRead]]:
         RuntimeError: A second ``count_host_syncs`` or ``refuse_host_syncs`` is open.
     """
     reads: list[HostRead] = []
-    with _intercept_reads(lambda method: reads.append(_read_here(method))):
+
+    def record(method: str, tensor: Tensor) -> None:
+        if not hasattr(tensor, "is_host_copy"):
+            reads.append(_read_here(method))
+
+    with _intercept_reads(record):
         yield reads
 
 
@@ -86,7 +92,7 @@ def refuse_host_syncs() -> Iterator[list[HostRead]]:
     Cost: tens of microseconds per operator of any kind.
     """
     watch = _Watch()
-    with _intercept_reads(watch.refuse):
+    with _intercept_reads(lambda method, _: watch.refuse(method)):
         try:
             with _in_new_threads(watch), _RefusingMode(watch):
                 yield watch.found
@@ -190,8 +196,8 @@ class _RefusingMode(TorchDispatchMode):
 
 
 @contextmanager
-def _intercept_reads(hook: Callable[[str], object]) -> Iterator[None]:
-    """Call ``hook(method)`` before every read of a tensor by Python, in all threads. A hook that raises stops the read.
+def _intercept_reads(hook: Callable[[str, Tensor], object]) -> Iterator[None]:
+    """Call ``hook(method, tensor)`` before every read of a tensor by Python, in all threads. A hook that raises stops the read.
 
     Raises:
         RuntimeError: The reads are already intercepted.
@@ -245,12 +251,12 @@ _VALUES = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__",
 _READS: dict[str, Callable[..., bool]] = {**dict.fromkeys(_VALUES, _always), "to": _names_the_cpu}
 
 
-def _intercepted(name: str, reads: Callable[..., bool], hook: Callable[[str], object]) -> Callable[..., Any]:
+def _intercepted(name: str, reads: Callable[..., bool], hook: Callable[[str, Tensor], object]) -> Callable[..., Any]:
     original = getattr(Tensor, name)
 
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         if reads(*args, **kwargs):
-            hook(name)
+            hook(name, args[0])
         return original(*args, **kwargs)
 
     return intercepted

@@ -193,6 +193,6 @@ def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
         "sent": metrics.bytes_sent,
     }
     if channel.capacity is not None:
-        totals["needed"] = channel.high_water.read()
+        totals["needed"] = channel.high_water.read()[:2]
         totals["room"] = [channel.capacity.rows, channel.capacity.pair_rows]
     return totals

@@ -32,7 +32,7 @@ def _calls(channel: str, real_rows: Tensor | None) -> dict[str, Arguments]:
     """Arguments of each operator, in the order of one layer."""
     x, ids, weights = tensors(10, 0, torch.float32)
     ids[ids[:, 0] == ids[:, 1], 1] = -1  # what comes to an operator has no duplicates
-    calls: dict[str, Arguments] = {"dispatch": (x, ids, weights, real_rows, None, channel, *[None] * 5)}
+    calls: dict[str, Arguments] = {"dispatch": (x, ids, weights, real_rows, None, channel, True, *[None] * 5)}
     with torch.no_grad():
         rows, weights_R, _, *state = torch.ops.moe_dispatch.dispatch(*calls["dispatch"])
     rows, weights_R = rows.requires_grad_(), weights_R.requires_grad_()
@@ -77,7 +77,7 @@ def test_bodies_are_what_operators_run() -> None:
 def test_channel_that_is_not_there() -> None:
     x, ids, weights = tensors(10, 0, torch.float32)
     with pytest.raises(StateError, match=r"channel 'alltoall-0-0' must be open in this process, got none of that name"):
-        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, "alltoall-0-0", *[None] * 5)
+        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, "alltoall-0-0", True, *[None] * 5)
 
 
 @pytest.mark.parametrize("name", known_backends())

@@ -371,9 +371,9 @@ def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch)
     """With one expert per rank, that place is before the start of the table; with more it is overwritten."""
     send_counts = AllToAll._send_counts
 
-    def too_early(self: AllToAll, places_TK: Tensor, members_PT: Tensor) -> Any:
+    def too_early(self: AllToAll, places_TK: Tensor, *others: Any) -> Any:
         goes_nowhere = places_TK < 1 + self.context.shape.num_local_experts
-        return send_counts(self, places_TK - goes_nowhere.long(), members_PT)
+        return send_counts(self, places_TK - goes_nowhere.long(), *others)
 
     monkeypatch.setattr(AllToAll, "_send_counts", too_early)
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "one_expert_per_rank")

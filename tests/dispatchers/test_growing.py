@@ -182,7 +182,7 @@ def test_headroom_out_of_range(headroom: float) -> None:
 
 def test_growing_beyond_what_offs_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = build_dispatcher(safe_config("local", max_tokens_per_rank=1 << 31, rows=2))
-    monkeypatch.setattr(HighWaterMark, "read", lambda self: [1 << 31, 0])
+    monkeypatch.setattr(HighWaterMark, "read", lambda self: [1 << 31, 0, 0])
     before = dispatcher._channel.capacity
     with pytest.raises(ConfigError, match=r"buffer must have at most 2147483647 rows, .*got 2147483648"):
         dispatcher.grow(headroom=1)

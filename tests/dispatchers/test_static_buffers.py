@@ -146,9 +146,11 @@ def test_counters_stay_where_they_are() -> None:
         counters.prepare(torch.device("cpu"))
     before = [meter._masked[torch.device("cpu")], mark._marks[torch.device("cpu")]]
     meter.record_masked(torch.tensor([True, False]))
-    mark.record(torch.tensor([4, 1]))
-    assert [tensor.tolist() for tensor in before] == [1, [4, 1]]
-    assert (meter.masked, mark.read()) == (1, [4, 1])
+    mark.record(torch.tensor([4, 1]), torch.tensor(2))
+    assert [tensor.tolist() for tensor in before] == [1, [4, 1, 2]]
+    assert (meter.masked, mark.read()) == (1, [4, 1, 2])
+    mark.forget_invalid_ids()
+    assert before[1].tolist() == mark.read() == [4, 1, 0]
 
 
 def test_sent_is_what_it_says() -> None:

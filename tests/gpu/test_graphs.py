@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher, capture
-from moe_dispatch.errors import StateError
+from moe_dispatch.errors import InputError, StateError
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +116,26 @@ def test_overflow_in_a_replay_is_seen(nccl: dist.ProcessGroup) -> None:
     step.dispatcher.grow()
     with pytest.raises(StateError, match="Capture again"):
         graph.replay(*inputs_of(1))
+
+
+def test_an_invalid_id_in_a_replay_is_seen(nccl: dist.ProcessGroup) -> None:
+    step = Step(dispatcher_of("alltoall", nccl))
+    x, ids, weights = inputs_of(0)
+    graph = capture(step.dispatcher, step, x, ids, weights)
+    graph.replay(x, ids.index_fill(0, torch.tensor([3], device="cuda"), EXPERTS), weights)
+    with pytest.raises(InputError, match="topk_ids must lie in"):
+        step.dispatcher.check()
+    graph.replay(x, ids, weights)
+    assert step.dispatcher.check().invalid_ids == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_invalid_id_is_found_without_another_wait(backend: str, nccl: dist.ProcessGroup) -> None:
+    dispatcher = dispatcher_of(backend, nccl, graph_safe=False, max_tokens_per_rank=None)
+    x, ids, weights = inputs_of(0)
+    with pytest.raises(InputError, match="topk_ids must lie in"):
+        dispatcher.dispatch(x, Routing(ids.index_fill(0, torch.tensor([3], device="cuda"), EXPERTS), weights))
+    dispatcher.dispatch(x, Routing(ids, weights))
 
 
 def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:

@@ -30,6 +30,9 @@ from moe_dispatch.communication import read_host
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation import SlotIndex, accumulation_dtype, count_values, group_slots, true_places
 
+# A number of rows is below this. In the exchange of counts, the mark of the sending rank lies above it.
+_MARK = 2**40
+
 
 @final
 class AllToAllOptions(BackendOptions):
@@ -120,7 +123,7 @@ class AllToAll(Backend):
         return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()
 
     def dispatch_async(
-        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Callable[[], Arrived]:
         """Exchange counts, then exactly the rows that are needed; in graph-safe mode ``_dispatch_fixed``."""
         if sizes.capacity is not None:
@@ -130,7 +133,7 @@ class AllToAll(Backend):
         shifted_TK = ids_TK + shape.num_local_experts
         owner_TK = shifted_TK.div(shape.num_local_experts, rounding_mode="floor")
         members_PT = rank_members(owner_TK, comm.size)
-        counts, counts_in, counting = self._send_counts(shifted_TK + owner_TK, members_PT)
+        counts, counts_in, counting = self._send_counts(shifted_TK + owner_TK, members_PT, mark)
         form = _form(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
         # While the counts travel; but how many rows leave a GPU is read together with them.
@@ -295,13 +298,17 @@ class AllToAll(Backend):
         if work is not None:
             work.wait()
 
-    def _send_counts(self, places_TK: Tensor, members_PT: Tensor) -> tuple[Tensor, Tensor, dist.Work | None]:
+    def _send_counts(
+        self, places_TK: Tensor, members_PT: Tensor, mark: Tensor | None
+    ) -> tuple[Tensor, Tensor, dist.Work | None]:
         """Start to tell every rank how many slots come for each of its experts, and how many rows.
 
         Args:
             places_TK: int64 (T, K), where a slot is counted: for local expert e of rank r at e + (r + 1) (L + 1), for
                 none in the first row, which is overwritten.
             members_PT: as of ``rank_members``.
+            mark: of this rank, in the upper bits of each number of rows, ``rows + mark * 2**40``. So the mark -1 makes
+                it negative.
 
         Returns:
             A table of int64, flat, whose rows are L counts of slots, by expert, and one of rows: one row for sums of
@@ -310,7 +317,9 @@ class AllToAll(Backend):
         size, width = self.context.communicator.size, 1 + self.context.shape.num_local_experts
         counts = count_values(places_TK.reshape(-1), (1 + 2 * size) * width)
         _, outgoing, received = counts.view(-1, width).split_with_sizes([1, size, size])
-        torch.sum(members_PT, 1, out=outgoing.select(1, -1))
+        num_rows_P = torch.sum(members_PT, 1, out=outgoing.select(1, -1))
+        if mark is not None:
+            num_rows_P.add_(mark, alpha=_MARK)
         ones = [1] * size  # row p of ``outgoing`` goes to rank p; started, not awaited
         return counts, received, self.context.communicator.all_to_all(received, outgoing, ones, ones, label="counts")
 
@@ -320,9 +329,11 @@ class AllToAll(Backend):
         torch.sum(received, 0, out=counts[: 1 + slots])
         host = read_host(counts)
         rows = host[slots :: 1 + slots]
+        marks = {count // _MARK for count in rows[1 + size :]}
+        if len(marks) > 1 or min(marks) < 0:
+            raise PeerError("Some rank refused its call, or made another one.")
+        rows = [count % _MARK for count in rows]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
-        if min(rows_in) < 0:
-            raise PeerError(f"ranks {[rank for rank, count in enumerate(rows_in) if count < 0]} refused.")
         slots_out, slots_in = [], []
         if self._exact:
             by_rank = [sum(host[start : start + slots]) for start in range(1 + slots, len(host), 1 + slots)]

@@ -227,7 +227,7 @@ class DeepEP(Backend):
         return self._grouped(rows_TD, weights_TK, arrived, sizes.capacity)
 
     def dispatch_async(
-        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Callable[[], Arrived]:
         if self._expand:
             return super().dispatch_async(rows_TD, ids_TK, weights_TK, sizes)

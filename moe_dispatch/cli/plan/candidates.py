@@ -18,7 +18,7 @@ from moe_dispatch.probing import Usable
 
 # Releases that are planned if deep_ep is not installed: this package knows their rules and emulates them.
 _RELEASES = {"deepep": ("v1.2.1", "v2-2.1.0"), "hybridep": ("hybridep-744",)}
-_AGREED_BYTES = 3 * 8  # three int64 of a dispatcher's agreement on row counts
+_AGREED_BYTES = 5 * 8  # five int64 of a dispatcher's agreement on row counts
 
 
 @final

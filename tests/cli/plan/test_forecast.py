@@ -76,10 +76,10 @@ def test_forward_counts_the_agreement_once() -> None:
     (plan,) = planned("allgather", layers=7).backends
     assert plan.forward is not None
     assert plan.sent is not None
-    assert plan.forward.expected == 7 * (plan.sent["dispatch"].expected + plan.sent["combine"].expected) + 36
+    assert plan.forward.expected == 7 * (plan.sent["dispatch"].expected + plan.sent["combine"].expected) + 60
     (assumed,) = planned("allgather", fields={"row_counts": "assume"}, layers=7).backends
     assert assumed.forward is not None
-    assert plan.forward.expected - assumed.forward.expected == 36
+    assert plan.forward.expected - assumed.forward.expected == 60
 
 
 def test_sequences_are_padded_for_the_loader_and_for_the_backend() -> None:

@@ -1,0 +1,208 @@
+"""An id outside -1..E-1 is never silent: it raises in its dispatch, or graph-safe in the next ``check``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch.errors import InputError, PeerError
+from moe_dispatch.testing import count_host_syncs, refuse_host_syncs
+from tests.dispatchers.layer import Group, identity_round, on_ranks, outcomes, outcomes_on, raises_everywhere
+
+NUM_EXPERTS, ROWS, HIDDEN = 8, 5, 256
+V2 = {"name": "deepep", "emulate": "v2-2.1.0"}
+BACKENDS: dict[str, tuple[Any, int]] = {
+    "local": ("local", 1),
+    "alltoall alone": ("alltoall", 1),
+    "alltoall": ("alltoall", 2),
+    "alltoall, one expert a rank": ("alltoall", NUM_EXPERTS),
+    "alltoall exact": ({"name": "alltoall", "reduction": "exact"}, 2),
+    "allgather": ("allgather", 2),
+    "deepep v1": ({"name": "deepep", "emulate": "v1.2.1"}, 2),
+    "deepep v2": (V2, 2),
+    "deepep v2 expanded": ({**V2, "expand": True, "deterministic": False}, 2),
+    "hybridep": ({"name": "hybridep", "emulate": "hybridep-744"}, 2),
+}
+GRAPH_SAFE = [name for name in BACKENDS if "exact" not in name]
+# 65537 is 1 in 16 bits, and 2**32 + 1 is 1 in 32.
+INVALID = [NUM_EXPERTS, -2, 65537, 2**32 + 1, -(2**63)]
+
+
+def config(name: str, **fields: Any) -> DispatcherConfig:
+    sizes: dict[str, Any] = {"num_experts": NUM_EXPERTS, "top_k": 2, "hidden_size": HIDDEN}
+    wire = {"wire_dtype": "bfloat16"} if "ep" in name else {}
+    return DispatcherConfig(backend=BACKENDS[name][0], **{**sizes, **wire, **fields})
+
+
+def rows() -> Tensor:
+    return torch.arange(ROWS * HIDDEN).view(ROWS, HIDDEN).remainder(64).float()
+
+
+def routing(invalid: int | None = None) -> Routing:
+    """Ids 0 to E-1 in turn, but for one slot, which is -1 or an id that is invalid."""
+    ids = torch.arange(2 * ROWS).view(ROWS, 2) % NUM_EXPERTS
+    ids[3, 0] = -1 if invalid is None else invalid
+    return Routing(ids, torch.ones(ROWS, 2))
+
+
+def layer(dispatcher: Dispatcher, way: Routing, plan: Any = None) -> Tensor:
+    sent = dispatcher.dispatch(rows(), way, plan)
+    return dispatcher.combine(sent.rows, sent)
+
+
+def is_last(group: Group) -> bool:
+    return group is None or group.rank() == group.size() - 1
+
+
+@pytest.mark.parametrize("invalid", INVALID)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_it_raises_in_its_dispatch(name: str, invalid: int, async_op: bool) -> None:
+    size = BACKENDS[name][1]
+
+    def body(group: Group) -> Any:
+        dispatcher = build_dispatcher(config(name), group)
+        with torch.no_grad():
+            try:
+                way = routing(invalid if is_last(group) else None)
+                sent = dispatcher.dispatch(rows(), way, async_op=async_op).wait()
+                result: Any = sent.real_tokens_per_expert
+            except (InputError, PeerError) as error:
+                result = error
+            # The group is in step: every rank has left the dispatch.
+            assert torch.equal(layer(dispatcher, routing()), layer(dispatcher, routing()))
+        return result
+
+    *peers, wrong = outcomes_on(body, size)
+    low, high = min(invalid, 0), max(invalid, NUM_EXPERTS - 1)
+    text = f"Dispatcher.dispatch: topk_ids must lie in -1..{NUM_EXPERTS - 1}, got {low}..{high}. Check the router."
+    raises_everywhere([wrong], InputError, text)
+    if "alltoall" in name:
+        raises_everywhere(peers, PeerError, f"rank {size - 1} refused: {text}")
+        return
+    # Nothing is exchanged before rows travel, so peers get the dispatch of a slot that goes nowhere.
+    ids = routing().topk_ids
+    for rank, counts in enumerate(peers):
+        of_rank = torch.bincount(ids[ids >= 0], minlength=NUM_EXPERTS).chunk(size)[rank]
+        assert torch.equal(counts, size * of_rank)
+
+
+@pytest.mark.parametrize("invalid", INVALID)
+@pytest.mark.parametrize("name", GRAPH_SAFE)
+def test_graph_safe_it_goes_nowhere_and_check_reports_it_once(name: str, invalid: int) -> None:
+    def body(group: Group) -> Any:
+        dispatcher = build_dispatcher(config(name, graph_safe=True, max_tokens_per_rank=ROWS), group)
+        with torch.no_grad():
+            right = layer(dispatcher, routing())
+            assert dispatcher.check().invalid_ids == 0
+            assert torch.equal(layer(dispatcher, routing(invalid if is_last(group) else None)), right)
+        assert dispatcher.required_capacity().invalid_ids == 1
+        with pytest.raises(InputError) as caught:
+            dispatcher.check()
+        assert dispatcher.check().invalid_ids == 0
+        return caught.value
+
+    texts = ("Dispatcher.check: topk_ids must lie in -1..7, got up to 1 others in one dispatch of one rank.", "nowhere")
+    raises_everywhere(outcomes_on(body, BACKENDS[name][1]), InputError, *texts)
+
+
+def test_invalid_ids_are_counted_where_a_row_names_one_twice() -> None:
+    dispatcher = build_dispatcher(config("local", graph_safe=True, max_tokens_per_rank=ROWS))
+    way = routing()
+    way.topk_ids[1], way.topk_ids[2] = -2, NUM_EXPERTS
+    with refuse_host_syncs():
+        layer(dispatcher, way)
+    with pytest.raises(
+        InputError, match="got up to 3 others"
+    ):  # one of two equal ids above E-1 is merged into the other
+        dispatcher.check()
+
+
+@pytest.mark.parametrize("name", ["local", "alltoall", "allgather"])
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_ids_of_rows_without_a_token_may_be_anything(name: str, graph_safe: bool) -> None:
+    extra = {"graph_safe": True, "max_tokens_per_rank": ROWS} if graph_safe else {}
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(name, **extra), group)
+        way = routing()
+        way.topk_ids[2:] = 10**6
+        for real in (2, torch.tensor([2])):
+            y = layer(dispatcher, way, Rows(real))
+            assert torch.equal(y[:2], 2 * rows()[:2])
+            assert not y[2:].any()
+        if graph_safe:
+            dispatcher.check()
+
+    on_ranks(body, BACKENDS[name][1])
+
+
+def by_operators(call: Callable[[], Dispatched]) -> Dispatched:
+    """Selective checkpointing calls operators, which can be saved."""
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    sent: Dispatched = checkpoint(lambda _: call(), rows(), use_reentrant=False, context_fn=contexts)
+    return sent
+
+
+@pytest.mark.parametrize("name", ["local", "alltoall", "allgather"])
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_operators_report_it_too(name: str, graph_safe: bool) -> None:
+    extra = {"graph_safe": True, "max_tokens_per_rank": ROWS} if graph_safe else {}
+
+    def body(group: Group) -> Any:
+        dispatcher = build_dispatcher(config(name, **extra), group)
+        call = partial(dispatcher.dispatch, rows(), routing(-2 if is_last(group) else None))
+        sent = by_operators(call)
+        if graph_safe:
+            dispatcher.check()
+        return sent
+
+    results = outcomes_on(body, BACKENDS[name][1])
+    reported = results if graph_safe else results[-1:]
+    raises_everywhere(reported, InputError, "topk_ids must lie in -1..7, got ")
+    if name == "alltoall" and not graph_safe:
+        raises_everywhere(results[:1], PeerError, "rank 1 refused: Dispatcher.dispatch: topk_ids must lie in -1..7")
+
+
+def test_retry_on_overflow_reports_it() -> None:
+    """On every rank, and on the ranks of another expert-parallel group that run the step too."""
+    fields = {"graph_safe": True, "max_tokens_per_rank": ROWS, "capacity_factor": 1.0, "on_overflow": "raise"}
+    graph_safe = config("local", **fields)
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(graph_safe)  # each rank is an expert-parallel group of its own
+        step = partial(layer, dispatcher, routing(99 if is_last(group) else None))
+        dispatcher.retry_on_overflow(step, group=group)
+
+    peer, wrong = outcomes(body, 2)
+    text = "Dispatcher.retry_on_overflow: topk_ids must lie in -1..7, got up to 1 others"
+    raises_everywhere([wrong], InputError, text)
+    raises_everywhere([peer], PeerError, f"rank 1 refused: {text}")
+    dispatcher = build_dispatcher(graph_safe)
+    with pytest.raises(InputError, match=text):
+        dispatcher.retry_on_overflow(partial(layer, dispatcher, routing(99)))
+
+
+def test_looking_for_it_reads_no_more() -> None:
+    """One read, of the counts. ``test_counting.py`` has the other backends."""
+    dispatcher = build_dispatcher(config("local", top_k=1))  # with more, the CPU looks for duplicates
+    with count_host_syncs() as reads:
+        dispatcher.dispatch(rows(), Routing(torch.zeros(ROWS, 1, dtype=torch.int64), torch.ones(ROWS, 1)))
+    assert [read.method for read in reads] == ["tolist"]
+
+
+def test_the_group_is_good_for_the_next_call() -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config("alltoall"), group)
+        with pytest.raises((InputError, PeerError)):
+            dispatcher.dispatch(rows(), routing(NUM_EXPERTS))
+        identity_round(dispatcher)
+
+    on_ranks(body, 2)

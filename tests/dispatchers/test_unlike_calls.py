@@ -1,0 +1,156 @@
+"""Ranks that make unlike calls: refused by name on every rank, where ranks exchange something before rows travel."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from moe_dispatch import Dispatched, Dispatcher, Rows, build_dispatcher
+from moe_dispatch.dispatchers.planning import ROW_DTYPES, number_of_rows
+from moe_dispatch.errors import InputError
+from tests.dispatchers.layer import (
+    Group,
+    identity_round,
+    on_ranks,
+    outcomes,
+    raises_everywhere,
+    random_routing,
+    random_rows,
+    small_config,
+)
+
+HYBRID = {"name": "hybridep", "emulate": "hybridep-744"}
+# The fields, and whether the call has a plan, for each exchange that tells of the call.
+EXCHANGES: dict[str, tuple[dict[str, Any], bool]] = {
+    "counts": ({"backend": "alltoall"}, False),
+    "counts, plan": ({"backend": "alltoall"}, True),
+    "agreement": ({"backend": "allgather"}, False),
+    "check": ({"backend": "allgather", "row_counts": "check"}, False),
+    "agreement on the largest": ({"backend": HYBRID, "hidden_size": 32, "wire_dtype": "bfloat16"}, False),
+    "debug": ({"backend": "alltoall", "debug": True}, False),
+    "debug, plan": ({"backend": "allgather", "debug": True}, True),
+    "debug, graph-safe": (
+        {"backend": "alltoall", "debug": True, "graph_safe": True, "max_tokens_per_rank": 4},
+        False,
+    ),
+}
+
+
+def call(dispatcher: Dispatcher, planned: bool, dtype: torch.dtype = torch.float32) -> Any:
+    x = random_rows(4, dispatcher.config.hidden_size, dtype=dtype)
+    return dispatcher.dispatch(x, random_routing(4), dispatcher.plan(like=x) if planned else None)
+
+
+def refused(name: str, size: int, *unlike: Any) -> list[Any]:
+    """What the ranks raise if the last one calls ``unlike[1]``, the others ``unlike[0]``; a right call comes after."""
+    fields, planned = EXCHANGES[name]
+
+    def body(group: Group) -> Exception:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(**fields), group)
+        with pytest.raises(InputError) as caught:
+            unlike[group.rank() == size - 1](dispatcher, planned)
+        identity_round(dispatcher) if name != "agreement on the largest" else call(dispatcher, planned)
+        return caught.value
+
+    return outcomes(body, size, seconds=8)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_dtypes_that_differ(name: str, size: int) -> None:
+    """gloo ended the process of one rank: it received more bytes than it had room for."""
+    results = refused(name, size, call, partial(call, dtype=torch.float64))
+    text = (
+        f"Ranks disagree on the dtype of x: rank 0 has 'float32', rank {size - 1} has 'float64'. Make the same call on "
+        "every rank."
+    )
+    raises_everywhere(results, InputError, text)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_grad_modes_that_differ(name: str) -> None:
+    """A rank that records no gradients left its peers waiting in the backward."""
+    text = "Ranks disagree on grad mode: rank 0 has 'enabled', rank 1 has 'disabled'."
+    raises_everywhere(refused(name, 2, call, torch.no_grad()(call)), InputError, text)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_plan_on_some_ranks_only_is_found_under_debug(size: int) -> None:
+    """Without a plan a rank agrees on sizes, which its peers have done before."""
+
+    def body(group: Group) -> Exception:
+        assert group is not None
+        dispatcher, x = build_dispatcher(small_config("allgather", debug=True), group), random_rows(4)
+        plan = dispatcher.plan(Rows(), like=x)
+        with pytest.raises(InputError) as caught:
+            dispatcher.dispatch(x, random_routing(4), plan if group.rank() else None)
+        identity_round(dispatcher)
+        return caught.value
+
+    text = "Ranks disagree on the call: rank 0 has 'dispatch without a plan', rank 1 has 'dispatch with a plan'."
+    raises_everywhere(outcomes(body, size, seconds=8), InputError, text)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_plan_meets_a_dispatch(debug: bool) -> None:
+    def body(group: Group) -> None:
+        assert group is not None
+        dispatcher, x = build_dispatcher(small_config("allgather", debug=debug), group), random_rows(4)
+        dispatcher.dispatch(x, random_routing(4)) if group.rank() else dispatcher.plan(like=x)
+
+    text = "Ranks disagree on the call: rank 0 has 'plan', rank 1 has 'dispatch without a plan'."
+    raises_everywhere(outcomes(body, 2, seconds=8), InputError, text)
+
+
+def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
+    numbers = {number_of_rows(dtype, recorded=recorded) for dtype in ROW_DTYPES for recorded in (False, True)}
+    assert len(numbers) == 2 * len(ROW_DTYPES)
+    assert min(numbers) >= 0
+    assert max(numbers) < 2**22
+
+
+def by_operators(dispatcher: Dispatcher, dtype: torch.dtype = torch.float32) -> Dispatched:
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    x = random_rows(4, dtype=dtype).requires_grad_()
+    sent: Dispatched = checkpoint(
+        lambda x: dispatcher.dispatch(x, random_routing(4)), x, use_reentrant=False, context_fn=contexts
+    )
+    return sent
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_dtypes_that_differ_in_operators(backend: str) -> None:
+    def body(group: Group) -> Dispatched:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(backend), group)
+        return by_operators(dispatcher, torch.float64 if group.rank() else torch.float32)
+
+    raises_everywhere(outcomes(body, 2, seconds=8), InputError, "Ranks disagree on the dtype of x")
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+@pytest.mark.parametrize("way", ["operators", "async_op", "requires_grad", "layout"])
+def test_calls_that_may_differ(backend: str, way: str) -> None:
+    """They exchange the same bytes in the same order."""
+
+    def body(group: Group) -> None:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(backend), group)
+        x, routing = random_rows(4), random_routing(4)
+        if group.rank() == 0:
+            sent = dispatcher.dispatch(x.requires_grad_(), routing)
+        elif way == "operators":
+            sent = by_operators(dispatcher)
+        elif way == "async_op":
+            sent = dispatcher.dispatch(x.requires_grad_(), routing, async_op=True).wait()
+        else:
+            sent = dispatcher.dispatch(x, routing, Rows(3) if way == "layout" else None)
+        dispatcher.combine(sent.rows, sent).sum().backward()
+        identity_round(dispatcher)
+
+    on_ranks(body, 2)
