@@ -197,7 +197,7 @@ class _RefusingMode(TorchDispatchMode):
 
 @contextmanager
 def _intercept_reads(hook: Callable[[str, Tensor], object]) -> Iterator[None]:
-    """Call ``hook(method, tensor)`` before every read of a tensor by Python, in all threads. A hook that raises stops the read.
+    """Call ``hook(method, tensor)`` before Python reads a tensor, in all threads. A hook that raises stops the read.
 
     Raises:
         RuntimeError: The reads are already intercepted.
