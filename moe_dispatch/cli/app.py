@@ -285,7 +285,7 @@ def bench_command(
         str | None, option("balanced, skewed (Zipf).", of=options.BENCH_ROUTINGS, metavar="NAMES", default="by suite")
     ] = None,
     ranks: Annotated[int, count("Processes to start; ignored under torchrun.")] = 4,
-    iterations: Annotated[int, count("Runs per contender after the cold run.")] = 5,
+    iterations: Annotated[int, count("Runs per contender after the cold run.")] = 10,
     quick: Annotated[bool, flag("--quick", "At most 256 tokens and 2 iterations.")] = False,
     save: Annotated[Path | None, option("Write the results as JSON.", metavar="FILE")] = None,
     picture: Annotated[Path | None, option("Draw the results as PNG or SVG.", metavar="FILE")] = None,

@@ -52,6 +52,7 @@ _FILE_STYLE: dict[Any, Any] = {
 }
 _FILE_SERIES = ("#4477aa", "#ddaa33", "#994455")
 _COLUMNS, _PANEL_WIDTH = 2, 5.2
+_ROOM_FOR_NOTES = 1.22  # of the longest bar, so that the text right of it fits
 _WIDTH = 4.7  # inches: on a phone text then has about the size it has here
 _WIDEST_SHARE = 8.0
 _NUMBERED_RANKS = 4
@@ -193,12 +194,21 @@ def shares_over(
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A label, its parts, and the range of what they add up to."""
+    """A bar of several parts.
+
+    Attributes:
+        label: Name, left of the bar.
+        parts: Lengths of the parts.
+        low: Lower end of the range of the whole length.
+        high: Upper end of the range.
+        note: Text right of the bar.
+    """
 
     label: str
     parts: tuple[float, ...]
     low: float
     high: float
+    note: str
 
 
 @final
@@ -211,24 +221,26 @@ class Panel:
 
 
 def save_panels(panels: Sequence[Panel], causes: Sequence[str], path: Path, *, xlabel: str, title: str) -> None:
-    """Write panels of stacked bars, each with its own scale, to a file of the kind that its ending says.
+    """Write panels of stacked bars, all on one scale, to a file.
 
     Args:
-        panels: from left to right, then down.
-        causes: of the parts.
-        path: ends in ".png" or ".svg".
-        xlabel: the unit.
-        title: above them all.
+        panels: Panels, from left to right, then down.
+        causes: Names of the parts.
+        path: Path that ends in ".png" or ".svg".
+        xlabel: Unit of the lengths.
+        title: Title of the picture.
     """
     columns = min(len(panels), _COLUMNS)
     rows = -(-len(panels) // columns)
     tallest = max(len(panel.bars) for panel in panels)
+    longest = max(max(bar.high, sum(bar.parts)) for panel in panels for bar in panel.bars) or 1.0
     with mpl.rc_context(_FILE_STYLE):
         size = (_PANEL_WIDTH * columns, 1.0 + rows * (0.9 + 0.3 * tallest))
         figure = Figure(figsize=size, dpi=120, layout="constrained")
         grid = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, panel in zip(grid, panels, strict=False):
-            _draw_panel(axes, panel, causes, xlabel)
+            _draw_panel(axes, panel, causes)
+            axes.set(xlabel=xlabel, xlim=(0, longest * _ROOM_FOR_NOTES))
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.suptitle(title)
@@ -237,20 +249,20 @@ def save_panels(panels: Sequence[Panel], causes: Sequence[str], path: Path, *, x
         figure.savefig(path)
 
 
-def _draw_panel(axes: Axes, panel: Panel, causes: Sequence[str], xlabel: str) -> None:
+def _draw_panel(axes: Axes, panel: Panel, causes: Sequence[str]) -> None:
     places = range(len(panel.bars))
     left = [0.0] * len(panel.bars)
     for index, cause in enumerate(causes):
         parts = [bar.parts[index] for bar in panel.bars]
         axes.barh(places, parts, left=left, color=_FILE_SERIES[index], label=cause, height=0.62)
         left = [start + part for start, part in zip(left, parts, strict=True)]
-    for place, bar in zip(places, panel.bars, strict=True):
+    for place, bar, end in zip(places, panel.bars, left, strict=True):
         axes.plot([bar.low, bar.high], [place, place], color="black", linewidth=1.2, marker="|", markersize=7)
+        beside = (max(bar.high, end), place)
+        axes.annotate(bar.note, beside, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(places, [bar.label for bar in panel.bars])
     axes.invert_yaxis()
     axes.set_title(panel.title, fontsize=9)
-    axes.set_xlabel(xlabel)
-    axes.set_xlim(left=0)
     axes.grid(visible=True, axis="x")
 
 

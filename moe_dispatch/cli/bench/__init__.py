@@ -1,1 +1,1 @@
-"""``bench``: what dispatching costs, beside the dispatchers of torchtitan and transformers."""
+"""``bench``: measures the cost of a dispatch, beside the dispatchers of torchtitan and transformers."""

@@ -1,4 +1,4 @@
-"""Runs ``bench``: starts the ranks, and shows, draws and saves the results."""
+"""Runs ``bench``: starts the ranks, prints each case as it ends, and saves and draws the results."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from moe_dispatch.cli import console
-from moe_dispatch.cli.bench.display import PICTURES, draw, show
+from moe_dispatch.cli.bench.display import PICTURES, draw, show_case, show_conclusion, show_setting
 from moe_dispatch.cli.bench.measurement import measure
 from moe_dispatch.cli.bench.request import Request
-from moe_dispatch.cli.bench.results import Results, comparison_document, load_results, require_shared
+from moe_dispatch.cli.bench.results import (
+    CaseResult,
+    OverheadResult,
+    Results,
+    comparison_document,
+    load_results,
+    require_shared,
+)
 from moe_dispatch.cli.machine import describe_machine
 from moe_dispatch.cli.place import describe
 from moe_dispatch.cli.ranks import on_ranks, ranks_here, this_rank
@@ -23,7 +30,7 @@ from moe_dispatch.errors import ConfigError
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """Files that results are written to, and the earlier results to compare with."""
+    """Files to write the results to, and the file with earlier results to compare with."""
 
     save: Path | None = None
     picture: Path | None = None
@@ -31,20 +38,20 @@ class Files:
 
 
 def run(request: Request, files: Files, *, as_json: bool) -> int:
-    """Measure and show the results; the exit status.
+    """Measure, and show the results. Return the exit status.
 
     Args:
-        request: cases and contenders.
-        files: checked before anything is measured, written at the end.
-        as_json: whether to print JSON and nothing else.
+        request: Cases and contenders.
+        files: Files, which are checked before the measurement and written after it.
+        as_json: Whether to print JSON and nothing else.
 
     Raises:
-        ConfigError: a file cannot be read, written or compared with.
-        RankFailed, PeerFailed: as for ``on_ranks``.
+        ConfigError: A file cannot be read, written or compared with.
+        RankFailed, PeerFailed: As for ``on_ranks``.
     """
     first = this_rank() == 0
     earlier = _check_files(request, files) if first else None
-    results = _measured(request, first)
+    results = _measured(request, visible=first and not as_json)
     if not first:
         return 0
     if files.save:
@@ -55,7 +62,7 @@ def run(request: Request, files: Files, *, as_json: bool) -> int:
         compared = {} if earlier is None else {"against": comparison_document(results, earlier)}
         console.document({**results.document(), **compared})
         return 0
-    show(results, earlier)
+    show_conclusion(results, earlier)
     for file in (files.save, files.picture):
         if file is not None:
             console.line(f"wrote {file}")
@@ -63,7 +70,7 @@ def run(request: Request, files: Files, *, as_json: bool) -> int:
 
 
 def _check_files(request: Request, files: Files) -> Results | None:
-    """Check that files can be written; the earlier run to compare with, if one is given."""
+    """Check that the files can be written. Return the earlier run to compare with, if the user named one."""
     if files.picture and files.picture.suffix not in PICTURES:
         raise ConfigError(
             f"--picture must end in {' or '.join(PICTURES)}, got {str(files.picture)!r}. Name the file bench.png."
@@ -78,21 +85,33 @@ def _check_files(request: Request, files: Files) -> Results | None:
     return earlier
 
 
-def _measured(request: Request, first: bool) -> Results:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # without it each profile of memory prints two lines per rank
-    parts, done, measured = sum(task.parts for _, task in request.tasks), 0, []
-    with console.progress(f"bench {request.suite}", visible=first) as show:
+def _measured(request: Request, *, visible: bool) -> Results:
+    """Measure all cases. If ``visible``, print the machine first, and each case when it ends."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each profile of memory prints two lines per rank
+    machine = describe_machine(f"{describe(ranks_here(request.tasks[0][0]))}, one thread each")
+    parts, done = sum(task.parts for _, task in request.tasks), 0
+    found: list[CaseResult | OverheadResult] = []
+    if visible:
+        show_setting(machine, request.left_out)
+    with console.progress(f"bench {request.suite}", visible=this_rank() == 0) as show:
 
-        def heard(more: int) -> None:
+        def heard(message: CaseResult | OverheadResult | int) -> None:
             nonlocal done
-            done += more
-            show(done, parts)
+            if isinstance(message, int):
+                done += message
+                show(done, parts)
+                return
+            found.append(message)
+            if visible:
+                show_case(message, request, first=len(found) == 1)
 
         for ranks, task in request.tasks:
-            measured += on_ranks(partial(measure, task), ranks, heard)
-    kind = "overheads" if request.suite == "overhead" else "cases"
-    found: dict[str, Any] = {kind: tuple(measured)}
-    machine = describe_machine(f"{describe(ranks_here(request.tasks[0][0]))}, one thread each")
+            on_ranks(partial(measure, task), ranks, heard)
     return Results(
-        suite=request.suite, machine=machine, iterations=request.iterations, left_out=request.left_out, **found
+        suite=request.suite,
+        machine=machine,
+        iterations=request.iterations,
+        left_out=request.left_out,
+        cases=tuple(one for one in found if isinstance(one, CaseResult)),
+        overheads=tuple(one for one in found if isinstance(one, OverheadResult)),
     )

@@ -1,4 +1,7 @@
-"""Contenders: implementations of one MoE layer. Experts are given from outside, so only moving rows differs."""
+"""Contenders: implementations of one MoE layer.
+
+All contenders use the same experts, so they differ only in how they move rows.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from moe_dispatch.cli.bench.workload import Shape, Tokens
 from moe_dispatch.dispatchers.autograd import Selection, State, attach, combine
 from moe_dispatch.layouts import Rows
 
-# Takes rows (R, D) as they arrived and a function that returns the local expert of each row, int64 (R,). Returns rows
-# (R, D).
+# A function from rows (R, D) to rows (R, D). Its second argument is a function that returns the local expert of each
+# row, int64 (R,).
 Experts = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
@@ -32,32 +35,32 @@ class Outcome:
 
 
 class Contender(ABC):
-    """An implementation of the layer, opened for one shape on one group."""
+    """An implementation of the layer, for one shape on one group."""
 
     @abstractmethod
     def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
-        """Dispatch, experts, combine: (T, D). ``x_TD`` and ``weights_TK`` are the leaves that get gradients."""
+        """Dispatch, run the experts and combine; return (T, D). The leaves are ``x_TD`` and ``weights_TK``."""
 
     def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the weights that this contender's own router gives for rows of ``dtype``."""
+        """Return the dtype of the weights that the router of this library gives for rows of ``dtype``."""
         return torch.float32
 
     def close(self) -> None:  # noqa: B027 - the peers keep nothing
-        """Release what outlives a call."""
+        """Release buffers and groups that outlive a call."""
 
     def dropped(self) -> bool:
         """Return whether any rank dropped rows because a buffer was full. Collective."""
         return False
 
     def leaves(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return rows and weights as leaves of a new graph."""
+        """Return the rows and the weights as leaves of a new graph."""
         weights_TK = tokens.weights_TK.to(self.weight_dtype(tokens.x_TD.dtype))
         return tokens.x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()
 
 
 @final
 class Ours(Contender):
-    """A dispatcher of moe-dispatch: the ``alltoall`` backend unless ``fields`` of its config say otherwise."""
+    """A dispatcher of moe-dispatch. Its backend is ``alltoall`` unless ``fields`` of its config name another."""
 
     def __init__(
         self,
@@ -83,19 +86,19 @@ class Ours(Contender):
 
 
 def _experts_up_to(offs_L: Tensor, rows: int) -> Tensor:
-    """Local expert of each row, int64 (R,). Unused rows of graph-safe mode count as rows of the last expert."""
+    """Return the local expert of each row, int64 (R,). Unused rows of graph-safe mode belong to the last expert."""
     experts_R = torch.searchsorted(offs_L, torch.arange(rows, dtype=offs_L.dtype, device=offs_L.device), right=True)
     return experts_R.clamp_max(len(offs_L) - 1)
 
 
 def experts_of_rows(tokens_per_expert_L: Tensor) -> Tensor:
-    """Local expert of each expert-major row, int64 (R,)."""
+    """Return the local expert of each row, for rows in the order of experts: int64 (R,)."""
     experts_L = torch.arange(len(tokens_per_expert_L), device=tokens_per_expert_L.device)
     return experts_L.repeat_interleave(tokens_per_expert_L)
 
 
 def scaling_experts(scales_L: Tensor) -> Experts:
-    """Make experts that each multiply a row by a number of their own."""
+    """Make experts that multiply each row by the number of its expert."""
 
     def scale(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
         return rows_RD * scales_L[local_ids()].to(rows_RD.dtype).unsqueeze(1)
@@ -104,7 +107,7 @@ def scaling_experts(scales_L: Tensor) -> Experts:
 
 
 def identity_experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
-    """Experts that cost nothing."""
+    """Return the rows unchanged: experts that cost nothing."""
     return rows_RD
 
 
@@ -118,9 +121,9 @@ def run_layer(contender: Contender, tokens: Tokens, experts: Experts) -> Outcome
 
 @final
 class ByHand(Contender):
-    """The backend ``alltoall`` without the dispatcher around it: no checks, layouts, padding, merging or metrics.
+    """The backend ``alltoall`` without the dispatcher: no checks, layouts, padding, merging or metrics.
 
-    The difference to ``Ours`` is what the dispatcher itself costs.
+    The difference from ``Ours`` is the cost of the dispatcher itself.
     """
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:

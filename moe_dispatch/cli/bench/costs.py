@@ -1,6 +1,6 @@
-"""What one layer of a contender costs: times by phase, bytes sent to other ranks, and memory held.
+"""Measures one layer of a contender: times by phase, bytes sent to other ranks, and peak memory.
 
-On a GPU every phase ends when the device is done with it, so overlap between phases is not seen.
+On a GPU each phase ends with a device synchronization, so the measurement does not show overlap between phases.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from statistics import median
+from statistics import mean
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Measurement, TaskSpec
 
 from moe_dispatch.cli.bench.contenders import Contender
 from moe_dispatch.cli.bench.workload import Tokens
@@ -24,7 +25,7 @@ from moe_dispatch.testing.counting import count_collectives
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seconds:
-    """Wall time of one forward and backward by phase, and the processor time of all threads together."""
+    """Wall time of one forward and backward by phase, and the processor time of all threads."""
 
     dispatch: float
     combine: float
@@ -36,11 +37,11 @@ class Seconds:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Several runs of one contender. Times of a run are those of the rank that took longest.
+    """Several runs of one contender. The times of a run are those of the slowest rank in that run.
 
     Attributes:
-        cold: first call of a contender just opened, in a process that has run it before at a small size.
-        runs: calls after the first.
+        cold: First call of a new contender. The process has run the same code before, on a small shape.
+        runs: Calls after the first call.
     """
 
     cold: Seconds
@@ -48,16 +49,18 @@ class Timing:
 
     @property
     def warm(self) -> Seconds:
-        """Median of each phase over the runs."""
-        return Seconds(
-            **{field.name: median(getattr(run, field.name) for run in self.runs) for field in fields(Seconds)}
-        )
+        """The run whose total is the median, so that the phases add up to the total.
+
+        For an even number of runs, it is the mean of the two runs in the middle.
+        """
+        in_order, count = sorted(self.runs, key=lambda run: run.total), len(self.runs)
+        middle = in_order[(count - 1) // 2 : count // 2 + 1]
+        return Seconds(**{field.name: mean(getattr(run, field.name) for run in middle) for field in fields(Seconds)})
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """Shortest and longest total of a run."""
-        totals = [run.total for run in self.runs]
-        return min(totals), max(totals)
+    def totals(self) -> Measurement:
+        """Statistics of the total time of the runs, in seconds."""
+        return Measurement(1, [run.total for run in self.runs], TaskSpec("layer", ""))
 
 
 def time_in_turn(
@@ -67,9 +70,12 @@ def time_in_turn(
     group: dist.ProcessGroup,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Run all contenders in turn, once cold and then ``iterations`` times, so that drift of the machine hits all alike.
+    """Run the contenders in turn, once cold and then ``iterations`` times. Collective.
 
-    Collective; the result is the same on all ranks.
+    Contenders take turns, so that a change in the machine's load affects all of them.
+
+    Returns:
+        Timing by contender, the same on all ranks.
     """
     mine: dict[str, list[Seconds]] = {name: [] for name in contenders}
     for _ in range(1 + iterations):
@@ -117,14 +123,14 @@ def time_layer(contender: Contender, tokens: Tokens) -> Seconds:
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Gather ``value`` of every rank, by rank. Collective."""
+    """Gather ``value`` from every rank, in the order of ranks. Collective."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group)
     return values
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU is done."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -150,9 +156,10 @@ def sent_by_phase(contender: Contender, tokens: Tokens) -> dict[str, int]:
 
 
 def floor_bytes(tokens: Tokens, group: dist.ProcessGroup) -> int:
-    """Count the fewest bytes of this rank one way: each token once to each other rank that owns one of its experts.
+    """Count the bytes that this rank must send in dispatch.
 
-    A row has its numbers and 6 bytes per slot for a float32 weight and an int16 expert id.
+    It must send each token once to each other rank that owns one of the token's experts. A row holds its numbers, and
+    6 bytes per slot: a float32 weight and an int16 expert id.
     """
     ranks_TK = tokens.ids_TK // (len(tokens.tokens_per_expert_E) // group.size())
     members_TP = torch.zeros(len(ranks_TK), group.size(), dtype=torch.bool, device=ranks_TK.device).scatter_(
@@ -164,7 +171,7 @@ def floor_bytes(tokens: Tokens, group: dist.ProcessGroup) -> int:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Measure the most bytes that ``call`` holds at once on a device, above those held before it."""
+    """Measure the peak of the bytes that ``call`` allocates on a device."""
     return _peak_on_cpu(call, lives=3) if device.type == "cpu" else _peak_on_gpu(call, device)
 
 
@@ -178,11 +185,12 @@ def _peak_on_gpu(call: Callable[[], object], device: torch.device) -> int:
 
 
 def _peak_on_cpu(call: Callable[[], object], lives: int) -> int:
-    """Measure the largest sum of bytes allocated and not yet released during ``call``, which must release all of them.
+    """Measure the peak of the bytes that ``call`` allocates. ``call`` must release all of them.
 
-    The profile sees the calling thread only, which on a CPU runs the backward too. Sometimes a thread of gloo is the
-    last to hold a tensor. Its release is then missed, and all later sums are too high. ``call`` therefore runs
-    ``lives`` times, and the life that left least counts, less what it left: exact if it left nothing, else too low.
+    The profiler sees only the calling thread, which on a CPU also runs the backward. Sometimes a thread of gloo is the
+    last to hold a tensor. The profiler then misses its release, and all later sums are too high. Therefore ``call``
+    runs ``lives`` times. The result comes from the run that left the fewest bytes, and these bytes are subtracted. The
+    result is exact if the run left no bytes, and else too low.
     """
     left, peak = min(_left_and_peak(_memory_changes(call)) for _ in range(lives))
     return peak - left
@@ -198,7 +206,7 @@ def _memory_changes(call: Callable[[], object]) -> list[int]:
 
 
 def _left_and_peak(changes: Iterable[int]) -> tuple[int, int]:
-    """Return the last and the largest value of the running sum."""
+    """Return the last value and the largest value of the running sum."""
     level = peak = 0
     for change in changes:
         level += change

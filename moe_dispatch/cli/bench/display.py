@@ -1,4 +1,4 @@
-"""Shows results: tables on a terminal, and a picture of bars."""
+"""Shows the results of ``bench``: tables on a terminal, and a picture with bars."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from moe_dispatch.cli import console
 from moe_dispatch.cli.bench.measurement import OVERHEAD_RUNS
 from moe_dispatch.cli.bench.overhead import Overhead
+from moe_dispatch.cli.bench.request import Request
 from moe_dispatch.cli.bench.results import (
     CaseResult,
     Measured,
@@ -22,52 +23,56 @@ from moe_dispatch.cli.bench.workload import Case
 from moe_dispatch.cli.pictures import Bar, Panel, save_panels
 
 PICTURES = (".png", ".svg")
-_TIMES = ["dispatch", "combine", "backward", "total", "min..max", "cpu", "cold"]
+_TIMES = ["dispatch", "combine", "backward", "total", "IQR", "cpu", "cold"]
 _COSTS = ["MB", "dispatch", "of floor", "all", "of floor", "ratio", "peak", "ratio", "error"]
+_ABOUT_TIMES = (
+    "The run with the median total, of {} runs after a cold run, on the slowest rank of each run. IQR: interquartile "
+    "range of the totals. cpu: processor time. Ratios are to the first line."
+)
 _ABOUT_COSTS = (
-    "MB (1e6 bytes) sent to other ranks, a rank's mean; the floor is each token once to each rank that has one of its "
-    "experts. Peak: memory of the rank that held most. Error: largest, from a dense float64 result, over its terms."
+    "MB (1e6 bytes) that a rank sends to other ranks, mean of all ranks. The floor sends each token once to each rank "
+    "that owns one of its experts. Peak: memory of the rank with the highest peak. Error: largest difference from a "
+    "dense float64 result, relative to the magnitude of its terms."
 )
 
 
-def show(results: Results, earlier: Results | None) -> None:
-    """Print the machine, what was left out, and all tables; ``earlier`` is a run to compare with."""
-    for name, value in results.machine.items():
+def show_setting(machine: Mapping[str, str], left_out: Sequence[str]) -> None:
+    """Print the machine, and the peers and cases that are left out."""
+    for name, value in machine.items():
         console.line(f"{name}: {value}")
-    for reason in results.left_out:
+    for reason in left_out:
         console.line(reason, mark="-")
-    _show_tables(results)
-    if earlier is not None:
-        _show_ratios(results, earlier)
 
 
-def _show_tables(results: Results) -> None:
-    """The captions that explain columns stand under the last table of each kind."""
-    for result in results.overheads:
-        _show_overheads(result, results.iterations * OVERHEAD_RUNS)
-    about_times = (
-        f"Medians of {results.iterations} runs after a cold one, of the rank that took longest; cpu is its processor "
-        "time. Ratios are to the first line."
-    )
-    shown = () if results.suite == "growth" else results.cases
-    for case in shown:
-        last = case is shown[-1]
-        _show_times(case, about_times if last else "")
-        _show_costs(case, _ABOUT_COSTS if last else "")
+def show_case(result: CaseResult | OverheadResult, request: Request, *, first: bool) -> None:
+    """Print one case. The tables of the first case have captions that explain the columns."""
+    if isinstance(result, OverheadResult):
+        _show_overheads(result, request.iterations * OVERHEAD_RUNS)
+    elif request.suite == "growth":
+        totals = [f"{name} {_ms(measured.timing.warm.total)}" for name, measured in result.contenders.items()]
+        console.line(f"{result.case}: {', '.join(totals)} ms")
+    else:
+        _show_times(result, _ABOUT_TIMES.format(request.iterations) if first else "")
+        _show_costs(result, _ABOUT_COSTS if first else "")
+
+
+def show_conclusion(results: Results, earlier: Results | None) -> None:
+    """Print one table of all cases, and the ratios to an earlier run if there is one."""
     if len(results.cases) > 1:
         _show_summary(results.cases)
+    if earlier is not None:
+        _show_ratios(results, earlier)
 
 
 def _show_times(result: CaseResult, caption: str) -> None:
     base = next(iter(result.contenders.values())).timing
     rows = []
     for name, measured in result.contenders.items():
-        warm, cold, (low, high) = measured.timing.warm, measured.timing.cold, measured.timing.spread
+        warm, cold = measured.timing.warm, measured.timing.cold
         rows.append(
             [
                 name,
-                *map(_ms, (warm.dispatch, warm.combine, warm.backward, warm.total)),
-                f"{_ms(low)}..{_ms(high)}",
+                *map(_ms, (warm.dispatch, warm.combine, warm.backward, warm.total, measured.timing.totals.iqr)),
                 *map(_ms, (warm.processor, cold.total)),
                 _ratio(warm.total, base.warm.total),
                 _ratio(cold.total, base.cold.total),
@@ -114,13 +119,13 @@ def _show_overheads(result: OverheadResult, runs: int) -> None:
             [name, *("-" if ms is None else f"{ms:.3f}" for ms in astuple(cost))]
             for name, cost in result.contenders.items()
         ],
-        caption=f"One dispatch and combine, forward, above its collectives run bare, of {runs} runs; in place, above "
-        "its collectives timed where they stand, where that can be done.",
+        caption=f"Forward time of one dispatch and combine, minus the time of the same collectives alone, of {runs} "
+        "runs. In place: minus the time of the collectives inside the call, if they can be timed there.",
     )
 
 
 def _show_summary(results: Sequence[CaseResult]) -> None:
-    """One line for each case: the axes on which cases differ, totals, and their ratios to the first contender."""
+    """Print one line per case: the axes on which cases differ, totals, and ratios to the first contender."""
     axes, places = _places([result.case for result in results])
     names = list(results[0].contenders)
     rows = []
@@ -132,12 +137,12 @@ def _show_summary(results: Sequence[CaseResult]) -> None:
         [*axes, *(f"{name}\nms" for name in names), *(f"{name}\nratio" for name in names[1:])],
         rows,
         text_columns=len(axes),
-        caption="Medians of forward and backward" + (", and ratios to the first contender." if names[1:] else "."),
+        caption="Median time of forward and backward." + (" Ratios are to the first contender." if names[1:] else ""),
     )
 
 
 def _places(cases: Sequence[Case]) -> tuple[list[str], list[list[str]]]:
-    """Return the axes on which cases differ, and the values of each case on them."""
+    """Return the axes on which the cases differ, and the values of each case on these axes."""
     described = [_description(case) for case in cases]
     axes = [axis for axis in described[0] if len({values[axis] for values in described}) > 1]
     return axes, [[values[axis] for axis in axes] for values in described]
@@ -162,17 +167,18 @@ def _show_ratios(now: Results, earlier: Results) -> None:
     axes, places = _places([ratio.case for ratio in shared])
     quantities = list(dict.fromkeys(name for ratio in shared for name in ratio.over))
     console.table(
-        [*axes, "contender", *quantities, "apart"],
+        [*axes, "contender", *quantities, "total, 95 %", "verdict"],
         [[*place, *_ratio_row(ratio, quantities)] for place, ratio in zip(places, shared, strict=True)],
         text_columns=len(axes) + 1,
-        caption="Now over then. Apart: the ranges of the totals, min..max, have nothing in common.",
+        caption="Ratio of this run to that run, with a 95 % confidence interval for the total. The interval knows the "
+        "scatter within the two runs. It does not know what changes between two starts of the command.",
     )
 
 
 def _ratio_row(ratio: Ratio, quantities: Sequence[str]) -> list[str]:
-    apart = "-" if ratio.apart is None else "yes" if ratio.apart else "no"
     numbers = [f"{ratio.over[name]:.2f}" if name in ratio.over else "-" for name in quantities]
-    return [ratio.contender, *numbers, apart]
+    interval = "-" if ratio.interval is None else "{:.2f}..{:.2f}".format(*ratio.interval)
+    return [ratio.contender, *numbers, interval, ratio.verdict or "-"]
 
 
 def _ms(seconds: float) -> str:
@@ -190,38 +196,52 @@ def _ratio(value: float | None, base: float | None) -> str:
 def draw(results: Results, path: Path) -> None:
     """Write a picture of the results to ``path``, which ends in one of ``PICTURES``."""
     if results.overheads:
-        panels = [_overheads(result.case, result.contenders) for result in results.overheads]
         save_panels(
-            panels,
-            ["median; black: from the fastest"],
+            [_overheads(result.case, result.contenders) for result in results.overheads],
+            ["median; the black line starts at the fastest run"],
             path,
             xlabel="ms",
-            title="One dispatch and combine, forward, above its collectives",
+            title="One dispatch and combine, forward, minus its collectives",
         )
         return
-    panels = [_phases(result.case, result.contenders) for result in results.cases]
     save_panels(
-        panels,
+        [_phases(result.case, result.contenders) for result in results.cases],
         ["dispatch", "combine", "backward"],
         path,
-        xlabel="ms",
-        title=f"One forward and backward, medians of {results.iterations} runs\nblack: shortest to longest",
+        xlabel="\u00b5s per token of a rank",
+        title=f"One forward and backward: the run with the median total, of {results.iterations} runs\n"
+        "black line: shortest to longest total",
     )
 
 
 def _phases(case: Case, contenders: Mapping[str, Measured]) -> Panel:
-    bars = []
+    """Make the bars of a case: time per token, so that cases of any number of tokens fit one scale."""
+    bars, scale = [], 1e6 / case.shape.tokens
     for name, measured in contenders.items():
-        warm, (low, high) = measured.timing.warm, measured.timing.spread
-        parts = tuple(1e3 * seconds for seconds in (warm.dispatch, warm.combine, warm.backward))
-        bars.append(Bar(label=name, parts=parts, low=1e3 * low, high=1e3 * high))
+        warm, totals = measured.timing.warm, measured.timing.totals.times
+        parts = tuple(scale * seconds for seconds in (warm.dispatch, warm.combine, warm.backward))
+        bars.append(
+            Bar(
+                label=name,
+                parts=parts,
+                low=scale * min(totals),
+                high=scale * max(totals),
+                note=f"{_ms(warm.total)} ms",
+            )
+        )
     return Panel(title=_title(case), bars=tuple(bars))
 
 
 def _overheads(case: Case, contenders: Mapping[str, Overhead]) -> Panel:
-    """A difference can fall below 0 by chance; its bar then has no length."""
+    """Make the bars of a case. A difference may fall below 0 by chance; its bar then has no length."""
     bars = tuple(
-        Bar(label=name, parts=(max(cost.median_ms, 0.0),), low=max(cost.fastest_ms, 0.0), high=max(cost.median_ms, 0.0))
+        Bar(
+            label=name,
+            parts=(max(cost.median_ms, 0.0),),
+            low=max(cost.fastest_ms, 0.0),
+            high=max(cost.median_ms, 0.0),
+            note=f"{cost.median_ms:.2f} ms",
+        )
         for name, cost in contenders.items()
     )
     return Panel(title=_title(case), bars=bars)

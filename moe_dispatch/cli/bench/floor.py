@@ -1,10 +1,12 @@
-"""The least that a layer can cost in torch: its collectives on the fewest bytes, and the row passes it cannot avoid.
+"""The floor: a lower bound for the time of a layer in torch.
 
-Everything else is given away: routing is known, exchanged and sorted before the clock starts, all memory is there, and
-rows are weighted in their own dtype. It computes the layer all the same, and is checked like every other contender. A
-row travels with its slots in a packet, because another collective costs more than the copy that this takes.
+The floor runs only the collectives, on the fewest bytes, and the passes over rows that no implementation can avoid. It
+knows the routing before the clock starts, it has allocated all memory, and it weights rows in their own dtype. It still
+computes the layer, and its results are checked like the results of every other contender. A row and its slots travel in
+one packet, because a second collective costs more than the copy into the packet.
 
-The passes, over T rows of this rank, S rows on the wire and R grouped rows, each block by block where that is faster:
+A rank has T rows, S rows on the wire, and R rows grouped by expert. A pass works in blocks if this is faster. These are
+the passes:
 
 ====================================  =======  ======  =========================================
 pass                                  reads    writes  primitive
@@ -36,12 +38,12 @@ from moe_dispatch.cli.bench.contenders import Contender, Experts
 from moe_dispatch.cli.bench.workload import Shape, Tokens
 from moe_dispatch.permutation import SlotIndex, group_slots
 
-_BLOCK_BYTES = 2 << 20  # of rows on the CPU, so that the next operation finds them in the cache
+_BLOCK_BYTES = 2 << 20  # bytes of rows in a block on the CPU, so that the next operation finds them in the cache
 
 
 @final
 class Floor(Contender):
-    """A contender that knows the routing of the tokens it is first given, and takes no others."""
+    """A contender that learns the routing of its first tokens, and accepts no other tokens."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
         self._shape, self._group = shape, group
@@ -60,14 +62,17 @@ class Floor(Contender):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Way:
-    """Where rows go, known beforehand, and memory for them.
+    """The destination of every row, and memory for the rows.
 
     Attributes:
-        counts_out: int64 (P, L + 1), what ranks tell each other first; ``counts_in`` is room for their answers.
-        source_S: int64, which row of this rank each row sent is, by destination rank.
-        member_S: int64, the sent rows by the row they are copies of; the copies of each begin at ``cu_T``.
-        index: received rows grouped by local expert; ``local_ids_R`` their experts.
-        buffers: packets and rows by name, each written once in forward and backward.
+        counts_out: Counts that ranks exchange before the rows, int64 (P, L + 1).
+        counts_in: Memory for the counts of the other ranks, int64 (P, L + 1).
+        source_S: Index of the row of this rank that each sent row is a copy of, int64, in the order of destinations.
+        member_S: Indices of the sent rows in the order of their source rows, int64. The copies of row t start at
+            ``cu_T[t]``.
+        index: The received rows, grouped by local expert.
+        local_ids_R: Local expert of each grouped row.
+        buffers: Memory for packets and rows by name. A forward and backward writes each buffer once.
     """
 
     group: dist.ProcessGroup
@@ -83,13 +88,13 @@ class Way:
     buffers: dict[str, Tensor]
 
     def exchange(self, out: Tensor, given: Tensor, *, back: bool = False) -> None:
-        """Rows to the ranks of their experts, or back."""
+        """Send rows to the ranks of their experts, or back."""
         splits_out, splits_in = (self.rows_in, self.rows_out) if back else (self.rows_out, self.rows_in)
         self.group.alltoall_base(out, given, list(splits_in), list(splits_out)).wait()
 
 
 def find_way(tokens: Tokens, shape: Shape, group: dist.ProcessGroup) -> Way:
-    """Exchange and sort what routing says. Collective."""
+    """Exchange the routing with the other ranks, and sort it. Collective."""
     size, local = group.size(), shape.experts // group.size()
     rank_TK = tokens.ids_TK // local
     members_PT = torch.zeros(size, shape.tokens, dtype=torch.bool).scatter_(0, rank_TK.t(), True)
@@ -120,7 +125,11 @@ def find_way(tokens: Tokens, shape: Shape, group: dist.ProcessGroup) -> Way:
 
 
 def _buffers(tokens: Tensor, top_k: int, sent: int, index: SlotIndex) -> dict[str, Tensor]:
-    """Zeros; "there" and "back" are packets, of a row with its slots' weights and ids, and with their gradients."""
+    """Allocate the buffers, filled with zeros.
+
+    A packet "there" holds a row with the weights and ids of its slots. A packet "back" holds a row with the gradients
+    of the weights.
+    """
     (count, hidden), row = tokens.shape, row_format(tokens.dtype, tokens.shape[1])
     there, back = packet(row, top_k, torch.float32, torch.int16), packet(row, top_k, torch.float32)
     packets = {
@@ -195,7 +204,10 @@ class _Combine(torch.autograd.Function):
 
 
 def sum_rows(rows: Tensor, members: Tensor, cu: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    """``embedding_bag`` in blocks: the whole would write into fresh memory, which takes longer than the copy here."""
+    """Run ``embedding_bag`` in blocks.
+
+    One call for all rows would write into fresh memory, which takes longer than the copy of each block.
+    """
     blocks = list(_blocks(out))
     edges = cu[torch.tensor([0, *(block.stop for block in blocks)])].tolist()
     for block, begin, end in zip(blocks, edges, edges[1:], strict=False):
@@ -210,6 +222,6 @@ def _blocks(rows: Tensor) -> list[slice]:
 
 
 def _block_rows(rows: Tensor, most: int) -> int:
-    """How many rows make a block of at most ``most``."""
+    """Return the number of rows of a block, at most ``most``."""
     fitting = most if rows.device.type != "cpu" else _BLOCK_BYTES // (rows.shape[1] * rows.itemsize)
     return max(1, min(fitting, most))

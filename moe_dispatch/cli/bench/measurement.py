@@ -1,4 +1,4 @@
-"""The rank's side of ``bench``: measure every contender in every case, and check its results."""
+"""Measures the contenders in every case, on one rank, and checks their results."""
 
 from __future__ import annotations
 
@@ -22,28 +22,33 @@ from moe_dispatch.cli.names import noting
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import Send
 
-OVERHEAD_RUNS = 40  # for each iteration that is asked for: these calls are short
+OVERHEAD_RUNS = 40  # calls per iteration in suite overhead, because these calls are short
 _WARMING_TOKENS = 16
 
 
-def measure(task: Task, place: Place, send: Send) -> list[CaseResult] | list[OverheadResult]:
-    """Run every case of a task; the result is the same on all ranks. Collective; ``send(1)`` after every part.
+def measure(task: Task, place: Place, send: Send) -> None:
+    """Run every case of a task. Collective.
+
+    Args:
+        task: Cases and contenders.
+        place: Device and groups of this rank.
+        send: Called with 1 after each part of a case, and with the ``CaseResult`` or ``OverheadResult`` of each case
+            when the case ends. Results are the same on all ranks.
 
     Raises:
-        DisagreementError: a contender's output or gradient is wrong, or differs from the first one's.
-        MoEDispatchError: a backend of ours cannot be used on this group or for a shape.
+        DisagreementError: The output or a gradient of a contender is wrong, or differs from the first contender.
+        MoEDispatchError: A backend of this package cannot be used on this group or for a shape.
     """
     logging.getLogger("moe_dispatch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)  # the same for any number of ranks; a second thread makes a busy machine many times slower
+    torch.set_num_threads(1)  # as on any number of ranks; a second thread makes a busy machine many times slower
     _warm(task, place)
-    if task.suite == "overhead":
-        return [_overheads(case, task, place, send) for case in task.cases]
-    run = _times_only if task.suite == "growth" else _everything
-    return [run(case, task, place, lambda: send(1)) for case in task.cases]
+    run = {"overhead": _overheads, "growth": _times_only}.get(task.suite, _everything)
+    for case in task.cases:
+        send(run(case, task, place, lambda: send(1)))
 
 
 def _warm(task: Task, place: Place) -> None:
-    """Connect ranks and load code with few tokens, so that "cold" is a contender's first call, not a process's."""
+    """Run a few tokens, to connect ranks and load code. Then "cold" is the first call of a contender only."""
     shapes = {replace(case.shape, tokens=_WARMING_TOKENS): case for case in task.cases}
     for shape, case in shapes.items():
         _times_only(replace(case, shape=shape), replace(task, iterations=1), place, lambda: None)
@@ -51,7 +56,7 @@ def _warm(task: Task, place: Place) -> None:
 
 @contextmanager
 def _opened(case: Case, named: Sequence[NamedContender], place: Place) -> Iterator[dict[str, Contender]]:
-    """Open all contenders, and close them after the block. Collective."""
+    """Open all contenders, and close them at the end of the block. Collective."""
     contenders = {}
     for one in named:
         with noting(one.label):
@@ -90,7 +95,7 @@ def _everything(case: Case, task: Task, place: Place, done: Callable[[], None]) 
 
 
 def _joined(timings: Mapping[str, Timing], dropped: set[str], ranks: Sequence[Any]) -> dict[str, Measured]:
-    """Join the results of all ranks: the mean of bytes, the largest of the rest."""
+    """Join the results of all ranks: the mean of the bytes, the largest of all other numbers."""
     errors, sent, peaks = zip(*ranks, strict=True)
     return {
         name: Measured(
@@ -106,8 +111,8 @@ def _joined(timings: Mapping[str, Timing], dropped: set[str], ranks: Sequence[An
     }
 
 
-def _overheads(case: Case, task: Task, place: Place, send: Send) -> OverheadResult:
-    """Measure the overhead of every contender on the rank where it is largest."""
+def _overheads(case: Case, task: Task, place: Place, done: Callable[[], None]) -> OverheadResult:
+    """Measure the overhead of every contender. The result is that of the rank with the largest overhead."""
     tokens, group = case.tokens(place), _group(place)
     with _opened(case, task.contenders, place) as contenders:
         runs = OVERHEAD_RUNS * task.iterations
@@ -115,7 +120,7 @@ def _overheads(case: Case, task: Task, place: Place, send: Send) -> OverheadResu
         for name, contender in contenders.items():
             with noting(name):
                 mine[name] = measure_overhead(contender, tokens, runs, group)
-    send(1)
+    done()
     ranks: list[dict[str, Overhead]] = gather(mine, group)
     return OverheadResult(
         case=case,
@@ -124,7 +129,7 @@ def _overheads(case: Case, task: Task, place: Place, send: Send) -> OverheadResu
 
 
 def _peak(named: NamedContender, case: Case, tokens: Tokens, place: Place) -> int:
-    """Most bytes that a contender holds. It runs twice, so that it may reuse buffers. Collective."""
+    """Measure the peak of the memory of a contender. It runs twice, so that it can reuse buffers. Collective."""
 
     def live() -> None:
         contender = named.open(case.shape, place)

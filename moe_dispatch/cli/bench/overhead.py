@@ -1,6 +1,6 @@
-"""What a call costs above its collectives, on so few tokens that moving them costs nothing.
+"""Measures the cost of a call apart from its collectives, on so few tokens that moving them costs nothing.
 
-The collectives of a call are recorded by a mode of torch's operator dispatcher and run again bare.
+A mode of torch's operator dispatcher records the collectives of a call. They then run again alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_dispatch.errors import MoEDispatchError
 
 
 class UncountedError(MoEDispatchError, NotImplementedError):
-    """A contender ran a collective that cannot be recorded."""
+    """A contender ran a collective that the recorder does not support."""
 
 
 @final
@@ -33,9 +33,9 @@ class Exchange:
     """One all-to-all of this rank.
 
     Attributes:
-        row_bytes: bytes of one row of the tensor.
-        splits_out: rows to each rank.
-        splits_in: rows from each rank.
+        row_bytes: Bytes of one row of the tensor.
+        splits_out: Number of rows to each rank.
+        splits_in: Number of rows from each rank.
     """
 
     row_bytes: int
@@ -45,10 +45,10 @@ class Exchange:
 
 @final
 class Recorder(TorchDispatchMode):
-    """Records all-to-alls while entered, also those of backward. Functional collectives are recorded once.
+    """Records the all-to-alls of a block, forward and backward. A functional collective is recorded once.
 
     Raises:
-        UncountedError: on any other collective, rather than counting it as nothing.
+        UncountedError: The block ran another collective, whose time would be missing.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, name: str, given: dict[str, Any]) -> None:
         if not given.keys() & {"process_group", "group_name"}:
-            return  # an operator without a group waits for a tensor or wraps it, and moves no bytes
+            return  # an operator without a group only waits for a tensor or wraps it
         if name not in ("alltoall_base_", "all_to_all_single"):
             raise UncountedError(
                 f"Recorder: collectives must be all-to-alls, got {name}. Leave out the contender that calls it."
@@ -93,7 +93,7 @@ def _group_of(given: dict[str, Any]) -> dist.ProcessGroup:
 
 
 def replay(exchanges: list[Exchange], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run the recorded all-to-alls again on fresh buffers, one after the other, with nothing around them."""
+    """Run the recorded all-to-alls again, one after the other, on new buffers."""
     for exchange in exchanges:
         outgoing = torch.empty(sum(exchange.splits_out), exchange.row_bytes, dtype=torch.uint8, device=device)
         received = torch.empty(sum(exchange.splits_in), exchange.row_bytes, dtype=torch.uint8, device=device)
@@ -103,16 +103,16 @@ def replay(exchanges: list[Exchange], group: dist.ProcessGroup, device: torch.de
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """Milliseconds of dispatch and combine, forward with autograd recording, above those of its collectives.
+    """Milliseconds of a forward dispatch and combine that autograd records, minus the time of its collectives.
 
     Attributes:
-        median_ms: difference of the medians of the wall times.
-        fastest_ms: difference of the shortest wall times.
-        processor_ms: difference of the medians of the calling thread's processor time, which waiting for a rank that
-            shares its core does not lengthen.
-        in_place_ms: median of the wall times, each less its own collectives timed inside the call; None for a contender
-            whose collectives are not calls of the process group's methods.
-        fastest_in_place_ms: shortest of the times in place.
+        median_ms: Difference of the medians of the wall times.
+        fastest_ms: Difference of the shortest wall times.
+        processor_ms: Difference of the medians of the processor time of the calling thread. It does not grow while the
+            thread waits for a rank on the same core.
+        in_place_ms: Median wall time of a call, minus the time of the collectives inside the call. None for a contender
+            that does not call the methods of the process group.
+        fastest_in_place_ms: Shortest wall time of a call, minus the time of the collectives inside the call.
     """
 
     median_ms: float
@@ -123,10 +123,10 @@ class Overhead:
 
 
 def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dist.ProcessGroup) -> Overhead:
-    """Time the layer and its bare collectives in turn, then the layer with a clock on its collectives. Collective.
+    """Time the layer and its collectives alone, in turn. Then time the collectives inside the layer. Collective.
 
-    Collectives that run bare, one right after the other, find their code in the cache and take less time than in the
-    layer, so the differences still contain part of them. Times in place do not contain it.
+    Collectives that run alone, one right after the other, find their code in the cache, and take less time than inside
+    the layer. The differences therefore still contain a part of the collectives. The times in place do not.
     """
     x_TD, weights_TK = contender.leaves(tokens)
     device = x_TD.device
@@ -158,7 +158,7 @@ def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dis
 def _time_in_place(
     call: Callable[[], None], group: dist.ProcessGroup, device: torch.device, exchanges: int
 ) -> float | None:
-    """Time a call less its all-to-alls, each awaited at once, in seconds; None if not all of them could be timed."""
+    """Time a call minus its all-to-alls, in seconds. It waits for each of them at once. None if it missed one."""
     spent: list[float] = []
     issue = dist.ProcessGroup.alltoall_base
 

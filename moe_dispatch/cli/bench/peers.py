@@ -1,4 +1,4 @@
-"""The released dispatchers this library is measured against, as they come from PyPI (extra ``bench``)."""
+"""The peers: dispatchers of torchtitan and transformers, as released on PyPI (extra ``bench``)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _NEEDED = {
 
 @final
 class Torchtitan(Contender):
-    """``AllToAllTokenDispatcher`` of torchtitan 0.3: one row per (token, expert), expert-major like ours.
+    """``AllToAllTokenDispatcher`` of torchtitan 0.3: it sends one row per token and expert, and sorts rows by expert.
 
-    Scores are applied in ``combine``, in float32, each slot rounded to the rows' dtype before they are added up.
+    ``combine`` multiplies each slot by its score in float32, rounds it to the dtype of the rows, and adds the slots up.
     """
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
         from torchtitan.distributed.utils import set_spmd_backend  # noqa: PLC0415 - optional
         from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: PLC0415
 
-        # Its other setting exchanges lists of tensors, which gloo does not do for unequal sizes.
+        # The other setting exchanges lists of tensors, which gloo does not support for unequal sizes.
         set_spmd_backend("partial_dtensor")
         config = AllToAllTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.top_k)
         self._dispatcher = AllToAllTokenDispatcher(config)
@@ -48,10 +48,10 @@ class Torchtitan(Contender):
 
 @final
 class Transformers(Contender):
-    """``AllToAllEP`` of transformers 5.23: one row per (token, expert), by source rank.
+    """``AllToAllEP`` of transformers 5.23: it sends one row per token and expert, and leaves rows in source order.
 
-    It leaves the sort by expert to the experts, so that pass, which the other two make, is not charged to it. Weights
-    come in the rows' dtype, as its routers give them.
+    The experts of transformers sort the rows, so its times contain no sort, unlike the times of the other contenders.
+    Weights have the dtype of the rows, as in the routers of transformers.
     """
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
@@ -72,7 +72,7 @@ class Transformers(Contender):
 
 @final
 class _ExpertsOfTransformers:
-    """The part of an experts module that ``AllToAllEP`` uses. ``apply`` is set before each call."""
+    """The part of an experts module that ``AllToAllEP`` uses. The caller sets ``apply`` before each call."""
 
     apply: Experts
 
@@ -80,7 +80,7 @@ class _ExpertsOfTransformers:
         self.num_experts = num_experts
 
     def forward(self, rows_RD: Tensor, local_ids: Tensor, unit_weights: Tensor) -> Tensor:
-        """Rows (R, D), their experts (R, 1), and weights of 1, because the sender applies the real ones."""
+        """Run the experts on rows (R, D). The weights are 1, because the sender applies the real weights."""
         return self.apply(rows_RD, lambda: local_ids.squeeze(1))
 
 
@@ -90,7 +90,7 @@ def _size_and_device(group: dist.ProcessGroup) -> tuple[int, str]:
 
 @cache
 def _meshes(ep_size: int, device: str) -> DeviceMesh:
-    """Expert-parallel over all ranks, tensor-parallel over none. Made once: each makes process groups."""
+    """Return a mesh with all ranks expert-parallel. It is cached, because each new mesh makes process groups."""
     return init_device_mesh(device, (ep_size, 1), mesh_dim_names=("ep", "tp"))
 
 
@@ -101,5 +101,5 @@ PEERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {
 
 
 def missing_packages(name: str) -> list[str]:
-    """What a contender needs and is not installed; nothing is imported."""
+    """Return the packages that a contender needs and that are not installed. Nothing is imported."""
     return [package for package in _NEEDED.get(name, ()) if find_spec(package) is None]

@@ -1,4 +1,4 @@
-"""What ``bench`` is asked to measure: a suite, its cases, and the contenders that the command line names."""
+"""The request of ``bench``: a suite, its cases, and the contenders from the command line."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch.probing import how_to_install
 
 OURS = "alltoall"
-# Contenders that a command line can name besides our backends.
+# Contenders besides the backends of this package.
 CONTENDERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {"by-hand": ByHand, "floor": Floor, **PEERS}
-# Capacity factors of suite graph-safe. They bound rows per rank, and on "alltoall" rows per pair of ranks as well.
+# Capacity factors of suite graph-safe. They limit the rows of a rank, and on "alltoall" also the rows of a pair.
 CAPACITY_FACTORS = (1.25, 2.0, "worst")
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedContender:
-    """A contender as a command line names it: by-hand, floor, a peer, or a backend of ours with its options.
+    """A contender from the command line: by-hand, floor, a peer, or a backend of this package with options.
 
     Attributes:
-        label: text of the command line, with the capacity factor in graph-safe mode.
-        backend: one of our backends; None for a name in ``CONTENDERS``.
-        capacity_factor: capacity factor of graph-safe mode; None in eager mode.
+        label: Text from the command line, with the capacity factor in graph-safe mode.
+        backend: Backend of this package; None for a name in ``CONTENDERS``.
+        capacity_factor: Capacity factor of graph-safe mode; None in eager mode.
     """
 
     label: str
@@ -42,10 +42,10 @@ class NamedContender:
     capacity_factor: float | str | None = None
 
     def open(self, shape: Shape, place: Place) -> Contender:
-        """Open a new contender that keeps nothing of earlier calls. Collective.
+        """Open a new contender. Collective.
 
         Raises:
-            MoEDispatchError: a backend of ours cannot be used on this group or for this shape.
+            MoEDispatchError: A backend of this package cannot be used on this group or for this shape.
         """
         assert place.group is not None
         if self.backend is None:
@@ -57,7 +57,7 @@ class NamedContender:
 
     @property
     def bytes_are_seen(self) -> bool:
-        """Whether it sends by torch.distributed, where bytes are counted, and not by a library of its own."""
+        """Whether it sends by torch.distributed, where the bench can count bytes, and not by another library."""
         return self.backend is None or "emulate" not in self.backend.load().model_fields
 
     def _graph_safe(self, shape: Shape, spec: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class NamedContender:
 
 
 def absent_peers() -> list[str]:
-    """Say which peers are not installed."""
+    """Describe the peers that are not installed."""
     return [
         f"{name} is left out, not installed: {', '.join(packages)}. {how_to_install('bench')}"
         for name in PEERS
@@ -82,11 +82,11 @@ def absent_peers() -> list[str]:
 
 
 def parse_contenders(names: str | None) -> tuple[NamedContender, ...]:
-    """Parse ``--contenders``. The default is ours, by-hand, the floor, and the peers that are installed.
+    """Parse ``--contenders``. The default is alltoall, by-hand, floor, and the installed peers.
 
     Raises:
-        ConfigError: no such contender or option, or an emulation.
-        BackendUnavailableError: a peer that is not installed, or a class that cannot be imported.
+        ConfigError: A contender or an option does not exist, or a contender is an emulation.
+        BackendUnavailableError: A peer is not installed, or a class cannot be imported.
     """
     here = [name for name in PEERS if not missing_packages(name)]
     texts = [OURS, "by-hand", "floor", *here] if names is None else names.split(",")
@@ -108,8 +108,8 @@ def _named(text: str) -> NamedContender:
         raise ConfigError(f"--contenders: {error} Besides backends there are {', '.join(CONTENDERS)}.") from error
     if backend.options.get("emulate"):
         raise ConfigError(
-            f"--contenders must be the real thing, got {text!r}: the times of an emulation say nothing of its library. "
-            "Look at it with moe-dispatch compare."
+            f"--contenders must not be emulated, got {text!r}: the times of an emulation say nothing about its "
+            "library. Check it with moe-dispatch compare."
         )
     return NamedContender(label=text, backend=backend)
 
@@ -118,13 +118,13 @@ def graph_safe_modes(contenders: tuple[NamedContender, ...]) -> tuple[NamedConte
     """Return each contender in eager mode, then in graph-safe mode with several capacities.
 
     Raises:
-        ConfigError: a contender is not a backend of moe-dispatch.
+        ConfigError: A contender is not a backend of moe-dispatch.
     """
     peers = [one.label for one in contenders if one.backend is None]
     if peers:
         raise ConfigError(
             f"--contenders of graph-safe must be backends of moe-dispatch, got {', '.join(peers)}. "
-            f"Name for example {OURS}."
+            f"Use, for example, {OURS}."
         )
     return tuple(
         mode
@@ -148,7 +148,7 @@ _LAYER = {
     "routing": "balanced,skewed",
 }
 _ONE_KIND = {"dtype": "bfloat16", "routing": "balanced"}
-# Values of the axes that the command line does not give, by suite.
+# Default values of the axes, by suite.
 SUITES = {
     "layer": _LAYER,
     "overhead": {**_LAYER, **_ONE_KIND, "tokens": "16"},
@@ -156,7 +156,7 @@ SUITES = {
     "graph-safe": _LAYER,
 }
 _WORDS: dict[str, tuple[str, ...]] = {"dtype": get_args(Dtype), "routing": get_args(Skew)}
-# Values of suite growth, which varies one axis at a time.
+# Values of the axes in suite growth, which varies one axis at a time.
 GROWTH: dict[str, tuple[int, ...]] = {
     "tokens": (256, 512, 1024, 2048, 4096),
     "hidden": (256, 512, 1024, 2048, 4096),
@@ -164,7 +164,7 @@ GROWTH: dict[str, tuple[int, ...]] = {
     "top_k": (1, 2, 4, 8, 16),
 }
 GROWTH_RANKS = (1, 2, 4, 8)
-# Further shapes of suite layer if no axis is given, in bfloat16 and balanced.
+# More shapes of suite layer, in bfloat16 and balanced, if the command line gives no axis.
 LAYER_SHAPES: tuple[dict[str, int], ...] = (
     {"tokens": 64},
     {"tokens": 16384},
@@ -173,7 +173,7 @@ LAYER_SHAPES: tuple[dict[str, int], ...] = (
     {"experts": 256},
 )
 QUICK_TOKENS, QUICK_ITERATIONS = 256, 2
-_CHECKS = 3  # agreement, bytes, memory
+_CHECKS = 3  # agreement, bytes and memory: one part each
 
 
 @final
@@ -188,7 +188,7 @@ class Task:
 
     @property
     def parts(self) -> int:
-        """Number of progress messages that ``measure`` sends."""
+        """Number of parts that ``measure`` reports."""
         rounds = 1 + self.iterations
         return len(self.cases) * {"overhead": 1, "growth": rounds}.get(self.suite, rounds + _CHECKS)
 
@@ -196,11 +196,11 @@ class Task:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """All that one run of the command measures.
+    """The cases and contenders of one run of the command.
 
     Attributes:
-        tasks: pairs of a number of ranks and a task.
-        left_out: sentences on peers that are not installed and on impossible combinations of values.
+        tasks: Pairs of a number of ranks and a task.
+        left_out: Sentences about peers that are not installed, and about impossible combinations of values.
     """
 
     suite: str
@@ -226,19 +226,19 @@ def make_request(
     """Make a request from the command line.
 
     Args:
-        suite: name in ``SUITES``.
-        axes: values by axis, separated by commas; None for the values of the suite.
-        contenders: names separated by commas; None for the default.
-        ranks: number of processes to start. Under torchrun its number of ranks counts.
-        iterations: warm runs of each contender.
-        quick: take at most 256 tokens and 2 iterations.
+        suite: Name in ``SUITES``.
+        axes: Values by axis, separated by commas; None for the default values of the suite.
+        contenders: Names separated by commas; None for the default.
+        ranks: Number of processes to start. Under torchrun, the number of its ranks is used instead.
+        iterations: Warm runs of each contender.
+        quick: Whether to use at most 256 tokens and 2 iterations.
 
     Raises:
-        ConfigError: the suite, a value or a contender is wrong, or no combination of values is possible.
-        BackendUnavailableError: a contender is not installed.
+        ConfigError: The suite, a value or a contender is wrong, or no combination of values is possible.
+        BackendUnavailableError: A contender is not installed.
     """
     if suite not in SUITES:
-        raise ConfigError(f"SUITE must be one of {', '.join(SUITES)}, got {suite!r}. Use one of these.")
+        raise ConfigError(f"SUITE must be one of {', '.join(SUITES)}, got {suite!r}. Use one of them.")
     given = {name: text for name, text in axes.items() if text is not None}
     values = {name: _values(name, text) for name, text in {**SUITES[suite], **given}.items()}
     if quick:
@@ -276,18 +276,20 @@ def _values(axis: str, text: str) -> tuple[Any, ...]:
     words = tuple(dict.fromkeys(text.split(",")))
     if axis in _WORDS:
         if wrong := [word for word in words if word not in _WORDS[axis]]:
-            raise ConfigError(f"--{axis} must be of {', '.join(_WORDS[axis])}, got {wrong[0]!r}. Use these.")
+            raise ConfigError(
+                f"--{axis} must be one of {', '.join(_WORDS[axis])}, got {wrong[0]!r}. Use one of them, or several."
+            )
         return words
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ConfigError(
-            f"--{axis} must be whole numbers from 1 on with commas between, got {text!r}. "
-            f"Write for example --{axis} {SUITES['layer'][axis]}."
+            f"--{axis} must be whole numbers above 0, separated by commas, got {text!r}. "
+            f"Write, for example, --{axis} {SUITES['layer'][axis]}."
         )
     return tuple(map(int, words))
 
 
 def _cases(suite: str, values: Mapping[str, tuple[Any, ...]], ranks: int, *, quick: bool) -> list[Case]:
-    """Return all cases of the suite without repetitions, possible or not."""
+    """Return all cases of the suite without repetitions, including impossible cases."""
     combined = [
         Case(shape=Shape(tokens=T, hidden=D, experts=E, top_k=K), dtype=dtype, routing=routing, ranks=ranks)
         for T, D, E, K in product(values["tokens"], values["hidden"], values["experts"], values["top-k"])
@@ -296,7 +298,7 @@ def _cases(suite: str, values: Mapping[str, tuple[Any, ...]], ranks: int, *, qui
     ]
     if suite == "growth":
         combined = list(_grown(_base(combined, values), quick=quick))
-    elif suite == "overhead":  # one rank alone has its core to itself
+    elif suite == "overhead":  # also on one rank, which shares its core with no other rank
         combined = [replace(case, ranks=size) for size in (1, ranks) for case in combined]
     return list(dict.fromkeys(combined))
 
@@ -305,13 +307,14 @@ def _base(cases: list[Case], values: Mapping[str, tuple[Any, ...]]) -> Case:
     several = [f"--{axis} {','.join(map(str, found))}" for axis, found in values.items() if len(found) > 1]
     if several:
         raise ConfigError(
-            f"growth starts from one value of each axis, got {' '.join(several)}. Give one; the suite varies it itself."
+            f"growth must start from one value of each axis, got {' '.join(several)}. Give one value; the suite "
+            "varies it."
         )
     return cases[0]
 
 
 def _grown(base: Case, *, quick: bool) -> Iterator[Case]:
-    """Vary one axis at a time; ``quick`` takes two values of each."""
+    """Vary one axis at a time. ``quick`` takes two values of each axis."""
     points = 2 if quick else None
     for axis, sizes in GROWTH.items():
         for size in sizes[:points]:
@@ -321,7 +324,7 @@ def _grown(base: Case, *, quick: bool) -> Iterator[Case]:
 
 
 def _fault(case: Case) -> str | None:
-    """Say why a case cannot run; None if it can."""
+    """Return why a case cannot run; None if it can."""
     shape = case.shape
     if shape.experts % case.ranks:
         return f"{shape.experts} experts cannot be divided among {case.ranks} ranks"

@@ -1,4 +1,4 @@
-"""The results of a run: what was measured, its JSON file, and its ratios to an earlier run."""
+"""Results of a benchmark run: its measurements, its JSON file, and its ratios to an earlier run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal, final
 from pydantic import TypeAdapter, ValidationError
 
 from moe_dispatch.cli.bench.costs import Timing
+from moe_dispatch.cli.bench.intervals import ratio_interval, verdict_of
 from moe_dispatch.cli.bench.overhead import Overhead
 from moe_dispatch.cli.bench.request import Request
 from moe_dispatch.cli.bench.workload import Case
@@ -19,14 +20,15 @@ from moe_dispatch.errors import ConfigError
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Measurements of one contender in one case. None stands for what the suite leaves out or cannot see.
+    """Measurements of one contender in one case. A value is None if the suite does not measure it or cannot see it.
 
     Attributes:
-        timing: times of forward and backward, cold and warm.
-        bytes_sent: bytes to other ranks, mean of the ranks, in "dispatch", "combine" and "backward".
-        peak_bytes: most memory held at once, on the rank that held most.
-        error: largest difference to the dense result, relative to the magnitude of its terms; None if it dropped rows.
-        dropped: whether rows did not fit a graph-safe buffer.
+        timing: Times of forward and backward, cold and warm.
+        bytes_sent: Bytes sent to other ranks in "dispatch", "combine" and "backward", mean of all ranks.
+        peak_bytes: Peak of the allocated memory, on the rank with the highest peak.
+        error: Largest difference from the dense result, relative to the magnitude of its terms. None if rows
+            were dropped.
+        dropped: Whether a graph-safe buffer was too small for all rows.
     """
 
     timing: Timing
@@ -37,14 +39,17 @@ class Measured:
 
     @property
     def all_bytes(self) -> float | None:
-        """Bytes of all phases."""
+        """Bytes sent in all phases together."""
         return None if self.bytes_sent is None else sum(self.bytes_sent.values())
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaseResult:
-    """All contenders in one case. ``floor_bytes`` is the mean over ranks of the fewest bytes one way."""
+    """Measurements of all contenders in one case.
+
+    ``floor_bytes`` is the number of bytes that a rank must send in dispatch, mean of all ranks.
+    """
 
     case: Case
     contenders: dict[str, Measured]
@@ -54,7 +59,7 @@ class CaseResult:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverheadResult:
-    """Overhead of each contender in one case."""
+    """Overhead of all contenders in one case."""
 
     case: Case
     contenders: dict[str, Overhead]
@@ -63,9 +68,10 @@ class OverheadResult:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """One run of the command. Suite overhead fills ``overheads``, the other suites fill ``cases``.
+    """Results of one run of the command.
 
-    ``left_out`` says which peers and cases were not measured, and why.
+    Suite overhead fills ``overheads``, the other suites fill ``cases``. ``left_out`` names the peers and the cases that
+    were not measured, with the reason.
     """
 
     format: Literal["moe-dispatch bench 1"] = "moe-dispatch bench 1"
@@ -86,10 +92,10 @@ _RESULTS = TypeAdapter(Results)
 
 
 def load_results(path: Path) -> Results:
-    """Load what ``--save`` wrote.
+    """Load a file that ``--save`` wrote.
 
     Raises:
-        ConfigError: the file does not exist or holds something else.
+        ConfigError: The file does not exist or has other contents.
     """
     try:
         return _RESULTS.validate_json(path.read_bytes())
@@ -99,31 +105,34 @@ def load_results(path: Path) -> Results:
         first = error.errors()[0]
         told = f"{'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}"
     raise ConfigError(
-        f"--against must be a file that bench --save wrote, got {str(path)!r} ({told}). Name one of these."
+        f"--against must be a file that bench --save wrote, got {str(path)!r} ({told}). Name such a file."
     )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """Figures of this run over those of an earlier run, for one contender in one case.
+    """Ratios of this run to an earlier run, for one contender in one case.
 
     Attributes:
-        over: ratios by quantity; a quantity that one of the two runs does not have is left out.
-        apart: whether the two ranges of totals, shortest to longest, do not overlap; None for overheads.
+        over: Ratio by quantity. A quantity is left out if one of the two runs did not measure it.
+        interval: 95 % confidence interval of the ratio of the total; None for too few runs, and for suite overhead.
+        verdict: "slower", "faster", "no difference seen" or "too few runs to tell"; "" for suite overhead, which does
+            not save single runs.
     """
 
     case: Case
     contender: str
     over: dict[str, float]
-    apart: bool | None
+    interval: tuple[float, float] | None = None
+    verdict: str = ""
 
 
 def require_shared(request: Request, earlier: Results, file: Path) -> None:
-    """Refuse an earlier run that has nothing in common with the request, before anything is measured.
+    """Refuse an earlier run that shares no measurement with the request, before the command measures.
 
     Raises:
-        ConfigError: the two have no contender of a case in common.
+        ConfigError: The suites differ, or no contender was measured in a case of this request.
     """
     if request.suite != earlier.suite:
         raise ConfigError(
@@ -133,26 +142,34 @@ def require_shared(request: Request, earlier: Results, file: Path) -> None:
     if not request.keys & _measured(earlier).keys():
         case, contender = next(iter(_measured(earlier)), ("no case", "nobody"))
         raise ConfigError(
-            f"--against must share a case and a contender with this run, got {str(file)!r} with none of them; it has, "
+            f"--against must share a case and a contender with this run, got {str(file)!r}, which shares none. It has, "
             f"for example, {contender} in {case}. Ask for its cases, or name another file."
         )
 
 
 def ratios(now: Results, earlier: Results) -> list[Ratio]:
-    """Compare what both runs measured, in the order of this run."""
+    """Compare the measurements that both runs have, in the order of this run."""
     before = _measured(earlier)
     return [
-        Ratio(case=case, contender=name, over=_over(new, before[case, name]), apart=_apart(new, before[case, name]))
+        _compared(case, name, new, before[case, name])
         for (case, name), new in _measured(now).items()
         if (case, name) in before
     ]
 
 
+def _compared(case: Case, contender: str, new: Measured | Overhead, old: Measured | Overhead) -> Ratio:
+    over = _over(new, old)
+    if isinstance(new, Overhead) or isinstance(old, Overhead):
+        return Ratio(case=case, contender=contender, over=over)
+    interval = ratio_interval(new.timing.totals.times, old.timing.totals.times)
+    return Ratio(case=case, contender=contender, over=over, interval=interval, verdict=verdict_of(interval))
+
+
 def changed_environment(now: Mapping[str, str], earlier: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what differs about the machine, except the date: (then, now) by name."""
+    """Return the facts about the machine that differ, as (then, now) by name. The date is left out."""
     names = dict.fromkeys([*now, *earlier])
-    both = {name: (earlier.get(name, "not told"), now.get(name, "not told")) for name in names if name != "date"}
-    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+    both = {name: (earlier.get(name, "not recorded"), now.get(name, "not recorded")) for name in names}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1] and name != "date"}
 
 
 def comparison_document(now: Results, earlier: Results) -> dict[str, Any]:
@@ -164,7 +181,13 @@ def comparison_document(now: Results, earlier: Results) -> dict[str, Any]:
             for name, (then, new) in changed_environment(now.machine, earlier.machine).items()
         },
         "ratios": [
-            {"case": str(ratio.case), "contender": ratio.contender, "over": ratio.over, "apart": ratio.apart}
+            {
+                "case": str(ratio.case),
+                "contender": ratio.contender,
+                "over": ratio.over,
+                "interval": ratio.interval,
+                "verdict": ratio.verdict,
+            }
             for ratio in ratios(now, earlier)
         ],
     }
@@ -193,10 +216,3 @@ def _quantities(measured: Measured | Overhead) -> dict[str, float | None]:
         "bytes": measured.all_bytes,
         "peak": measured.peak_bytes,
     }
-
-
-def _apart(new: Measured | Overhead, old: Measured | Overhead) -> bool | None:
-    if isinstance(new, Overhead) or isinstance(old, Overhead):
-        return None
-    (low, high), (old_low, old_high) = new.timing.spread, old.timing.spread
-    return high < old_low or old_high < low

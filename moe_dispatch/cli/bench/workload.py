@@ -1,4 +1,4 @@
-"""The cases of a benchmark, and the tokens and routing that every contender is given.
+"""The cases of a benchmark, with the tokens and the routing of every contender.
 
 Dimension suffixes are those of ``moe_dispatch.types``.
 """
@@ -31,14 +31,14 @@ class Shape:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tokens:
-    """One rank's input, the same for all contenders.
+    """The input of one rank, the same for all contenders.
 
     Attributes:
-        x_TD: rows in the measured dtype.
-        ids_TK: int64, distinct experts per row.
-        weights_TK: float32, rounded to bfloat16 because the routers of some models do so.
-        tokens_per_expert_E: int64, this rank's slots by expert. Routers count them, so counting is not timed.
-        upstream_TD: gradient of the output.
+        x_TD: Rows in the measured dtype.
+        ids_TK: Experts of each row without repetitions, int64.
+        weights_TK: Weights, float32, rounded to bfloat16 as in the routers of some models.
+        tokens_per_expert_E: Number of slots of this rank by expert, int64. It is not timed, because routers count it.
+        upstream_TD: Gradient of the output.
     """
 
     x_TD: Tensor
@@ -53,10 +53,10 @@ class Tokens:
 
 
 def draw_tokens(shape: Shape, skew: Skew, dtype: torch.dtype, rank: int) -> Tokens:
-    """Draw rows and routing of one rank; the rank is the seed.
+    """Draw the rows and the routing of one rank. The rank is the seed.
 
-    "balanced" draws experts uniformly. "skewed" draws them by Zipf's law (odds 1, 1/2, 1/3, ...) in an order of
-    popularity that is shuffled, so that popular experts lie on any rank.
+    "balanced" draws experts uniformly. "skewed" draws experts by Zipf's law: the odds of the most popular expert, the
+    second and the third are 1, 1/2 and 1/3. The order of popularity is random, so popular experts are on any rank.
     """
     generator = torch.Generator().manual_seed(rank)
     ids_TK = draw_experts(shape, skew, generator)
@@ -71,7 +71,7 @@ def draw_tokens(shape: Shape, skew: Skew, dtype: torch.dtype, rank: int) -> Toke
 
 
 def draw_experts(shape: Shape, skew: Skew, generator: Generator) -> Tensor:
-    """Draw the experts of each row by random scores, int64 (T, K)."""
+    """Draw the experts of each row, int64 (T, K)."""
     scores_TE = -torch.rand(shape.tokens, shape.experts, generator=generator).log()
     if skew == "skewed":
         popularity_E = torch.randperm(shape.experts, generator=torch.Generator().manual_seed(0)) + 1
@@ -82,7 +82,7 @@ def draw_experts(shape: Shape, skew: Skew, generator: Generator) -> Tensor:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One point of the benchmark: every contender runs on this shape, dtype, routing and number of ranks."""
+    """One case of the benchmark: a shape, dtype, routing and number of ranks for all contenders."""
 
     shape: Shape
     dtype: Dtype
@@ -97,5 +97,5 @@ class Case:
         )
 
     def tokens(self, place: Place) -> Tokens:
-        """Draw this rank's input, on its device."""
+        """Draw the input of this rank, on its device."""
         return draw_tokens(self.shape, self.routing, getattr(torch, self.dtype), place.rank).to(place.device)

@@ -68,10 +68,37 @@ def test_ratios_are_now_over_then_of_medians() -> None:
     assert ratio.over == pytest.approx({**quarter, "cold": 0.5, "bytes": 550 / 400, "peak": 0.5})
 
 
-@pytest.mark.parametrize(("now", "apart"), [((4.0, 5.0), True), ((3.0, 5.0), False), ((0.5, 0.9), True)])
-def test_runs_are_apart_where_their_ranges_are(now: tuple[float, ...], apart: bool) -> None:
-    (ratio,) = ratios(results({"alltoall": measured(*now)}), results({"alltoall": measured(3.0, 1.0, 2.0)}))
-    assert ratio.apart is apart
+@pytest.mark.parametrize(
+    ("now", "interval", "verdict"),
+    [
+        ((8.0, 9.0, 8.5, 9.5), (2.0, 9.5), "slower"),
+        ((3.0, 5.0, 2.0, 4.0), (0.5, 5.0), "no difference seen"),
+        ((0.5, 0.9, 0.6, 0.7), (0.125, 0.9), "faster"),
+        ((80.0, 90.0, 85.0), None, "too few runs to tell"),
+    ],
+)
+def test_verdict_follows_from_the_runs(
+    now: tuple[float, ...], interval: tuple[float, float] | None, verdict: str
+) -> None:
+    then = measured(*((4.0, 1.0, 2.0, 3.0) if interval else (4.0, 1.0, 2.0)))
+    (ratio,) = ratios(results({"alltoall": measured(*now)}), results({"alltoall": then}))
+    assert ratio.interval == pytest.approx(interval)
+    assert ratio.verdict == verdict
+
+
+def test_phases_add_up_to_the_total() -> None:
+    """They are those of the run in the middle; medians of each phase alone would add up to 8, beside a total of 9."""
+    parts = [(1.0, 5.0, 3.0), (2.0, 1.0, 7.0), (4.0, 2.0, 2.0)]
+    runs = [
+        Seconds(
+            dispatch=dispatch, combine=combine, backward=backward, total=sum((dispatch, combine, backward)), processor=1
+        )
+        for dispatch, combine, backward in parts
+    ]
+    warm = Timing(cold=runs[0], runs=tuple(runs)).warm
+    assert (warm.dispatch, warm.combine, warm.backward, warm.total) == (1.0, 5.0, 3.0, 9.0)
+    even = Timing(cold=runs[0], runs=(*runs, runs[1])).warm
+    assert even.total == even.dispatch + even.combine + even.backward == 9.5
 
 
 def test_what_one_run_does_not_know_has_no_ratio() -> None:
@@ -90,7 +117,7 @@ def test_overheads_are_compared_in_place_where_both_are() -> None:
         return Results(suite="overhead", machine=MACHINE, iterations=1, overheads=(case,))
 
     (ratio,) = ratios(run(9.0, 2.0), run(3.0, 4.0))
-    assert (ratio.over, ratio.apart) == ({"overhead": 0.5}, None)
+    assert (ratio.over, ratio.interval, ratio.verdict) == ({"overhead": 0.5}, None, "")
     (ratio,) = ratios(run(9.0, None), run(3.0, None))
     assert ratio.over == {"overhead": 3.0}
 
@@ -102,7 +129,10 @@ def test_file_gives_back_what_was_measured(tmp_path: Path) -> None:
 
 def test_facts_that_changed_are_told_but_not_the_date() -> None:
     now = {"date": "2026-02-02", "processor": "a new one", "packages": "torch 2.13.0", "cores": "2"}
-    assert changed_environment(now, MACHINE) == {"processor": ("an old one", "a new one"), "cores": ("not told", "2")}
+    assert changed_environment(now, MACHINE) == {
+        "processor": ("an old one", "a new one"),
+        "cores": ("not recorded", "2"),
+    }
 
 
 def test_command_tells_ratios_to_a_doctored_file(command: Command, tmp_path: Path) -> None:
@@ -111,13 +141,14 @@ def test_command_tells_ratios_to_a_doctored_file(command: Command, tmp_path: Pat
     assert answer.status == 0, answer.error
     told = answer.out[answer.out.index("against a run of 2026-01-01") :]
     assert re.search("processor was an old one, is .+", told)
-    assert re.search(r"^ alltoall +(0\.00 +){6}4\.00 +yes *$", told, re.MULTILINE), told
+    assert re.search(r"^ alltoall +(0\.00 +){6}4\.00 +- +too few runs to tell *$", told, re.MULTILINE), told
     assert "allgather" not in told
     as_json = json.loads(command("bench", *ASKED, "-c", "alltoall", "--against", then, "--json").out)
     (ratio,) = as_json["against"]["ratios"]
     total = as_json["cases"][0]["contenders"]["alltoall"]["timing"]["runs"][0]["total"]
     assert ratio["over"]["total"] == total / 6e6
     assert ratio["over"]["peak"] == 4.0
+    assert (ratio["interval"], ratio["verdict"]) == (None, "too few runs to tell")
     assert as_json["against"]["changed"]["processor"]["then"] == "an old one"
 
 
@@ -141,8 +172,11 @@ def test_other_files_are_refused(text: str, told: str, command: Command, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--tokens", "8"], "--against must share a case and a contender with this run, got .*earlier.json' with none"),
-        (["-c", "allgather"], "--against must share .* it has, for example, alltoall in float32, balanced: 16 tokens"),
+        (
+            ["--tokens", "8"],
+            "--against must share a case and a contender with this run, got .*earlier.json', which shares none",
+        ),
+        (["-c", "allgather"], "--against must share .* It has, for example, alltoall in float32, balanced: 16 tokens"),
         (["overhead"], "--against must be a run of the same suite, overhead, got .* of layer. Run moe-dispatch bench"),
     ],
 )
