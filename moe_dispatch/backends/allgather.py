@@ -53,6 +53,7 @@ class AllGatherOptions(BackendOptions):
                 "dispatch.backward": copies * (hidden + shape.top_k) * wide.itemsize,
             },
             once_per_node=True,
+            row_dtypes=(dtype, wide),
         )
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:

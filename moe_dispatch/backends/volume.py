@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 
@@ -41,15 +42,24 @@ class SentBytes:
         sent: bytes to other ranks, float64 (P,), by collective, as in ``Metrics.bytes_sent``.
         payload_only: only rows are counted; what a library sends beside them is its own affair.
         once_per_node: a row enters another node once and is handed on inside; else once for each rank it goes to.
+        row_dtypes: Dtypes of the rows on the wire: the dtype in dispatch first. Empty if the backend does not say.
     """
 
     sent: dict[str, Tensor]
     payload_only: bool = False
     once_per_node: bool = False
+    row_dtypes: tuple[torch.dtype, ...] = ()
 
 
-def payload(volume: Volume, *, out_bytes: int, back_bytes: int) -> SentBytes:
-    """Rows that go once to each rank that needs them: so many bytes each in dispatch, and in all that follows it."""
+def payload(volume: Volume, *, out_bytes: int, back_bytes: int, row_dtypes: tuple[torch.dtype, ...] = ()) -> SentBytes:
+    """Count rows that go once to each rank that needs them.
+
+    Args:
+        volume: Rows that ranks exchange.
+        out_bytes: Bytes of a row in dispatch.
+        back_bytes: Bytes of a row in combine and in both backwards.
+        row_dtypes: As in ``SentBytes``.
+    """
     return SentBytes(
         sent={
             "dispatch": volume.pairs_out * out_bytes,
@@ -59,4 +69,5 @@ def payload(volume: Volume, *, out_bytes: int, back_bytes: int) -> SentBytes:
         },
         payload_only=True,
         once_per_node=True,
+        row_dtypes=row_dtypes,
     )

@@ -1,4 +1,4 @@
-"""How the rows of dispatches spread over experts, ranks and nodes, counted from the expert ids of every rank.
+"""Counts the rows of dispatches by expert, rank and node, from the expert ids of all ranks.
 
 Dimensions: ``C`` dispatches, ``N`` nodes; others as in ``moe_dispatch.types``.
 """
@@ -23,11 +23,11 @@ class Loads:
     """Counts of several dispatches, int64.
 
     Attributes:
-        rows_CP: rows that each rank brings, before padding.
-        tokens_CE: rows that go to each expert.
-        slots_CPP: for each sender and receiver, pairs of a row and one of its experts on the receiver.
-        pairs_CPP: for each sender and receiver, rows with at least one expert on the receiver.
-        nodes_CPN: for each sender and node, rows with at least one expert on the node.
+        rows_CP: Rows that each rank brings, before padding.
+        tokens_CE: Rows that go to each expert.
+        slots_CPP: For each sender and receiver: pairs of a row and one of its experts on the receiver.
+        pairs_CPP: For each sender and receiver: rows with at least one expert on the receiver.
+        nodes_CPN: For each sender and node: rows with at least one expert on the node.
     """
 
     rows_CP: Tensor
@@ -38,11 +38,11 @@ class Loads:
 
     @property
     def received_CP(self) -> Tensor:
-        """Rows that each rank's experts get, without padding."""
+        """Rows that the experts of each rank get, without padding."""
         return self.slots_CPP.sum(1)
 
     def expert_padding_CP(self, pad_multiple: int) -> Tensor:
-        """Rows that round the rows of each rank's experts up to ``pad_multiple``."""
+        """Count the padding that rounds the rows of each expert up to ``pad_multiple``, by rank of the expert."""
         size = self.rows_CP.shape[1]
         padding_CP: Tensor = (-self.tokens_CE % pad_multiple).unflatten(1, (size, -1)).sum(2)
         return padding_CP
@@ -52,9 +52,9 @@ def count_loads(dispatches: Iterable[Sequence[Tensor]], shape: MoEShape) -> Load
     """Count the rows of every dispatch.
 
     Args:
-        dispatches: expert ids of each rank in each dispatch, int64 (T, K); -1 where a slot goes nowhere. An expert that
-            a row names twice counts once.
-        shape: sizes; without ``ranks_per_node`` all ranks lie on one node.
+        dispatches: Expert ids of each rank in each dispatch, int64 (T, K). The id is -1 if a slot goes nowhere. An
+            expert that a row names twice counts once.
+        shape: Sizes. Without ``ranks_per_node``, all ranks are on one node.
     """
     local, nodes = shape.num_local_experts, shape.ep_size // (shape.ranks_per_node or shape.ep_size)
     blocks = (shape.num_experts, shape.ep_size, nodes)
@@ -76,20 +76,21 @@ def count_loads(dispatches: Iterable[Sequence[Tensor]], shape: MoEShape) -> Load
 
 
 def _count_blocks(sorted_TK: Tensor, sender_T1: Tensor, shape: MoEShape, num_blocks: int) -> Tensor:
-    """Count each sender's rows with an expert in each of ``num_blocks`` equal blocks of experts, int64 (P, B).
+    """Count the rows of each sender with an expert in each of ``num_blocks`` blocks of experts, int64 (P, B).
 
-    With 4 experts to a block, a row with the sorted ids -1, 1, 3, 6 lies in blocks -1, 0, 0, 1: it counts in 0 and 1.
+    Example with 4 experts per block: a row with the sorted ids -1, 1, 3, 6 has the blocks -1, 0, 0, 1. It counts once
+    in block 0 and once in block 1.
     """
     block_TK = sorted_TK.div(shape.num_experts // num_blocks, rounding_mode="floor")
     counts_TK = block_TK >= 0
     counts_TK[:, 1:] &= block_TK[:, 1:] != block_TK[:, :-1]
     cells = shape.ep_size * num_blocks
-    cell_TK = torch.where(counts_TK, sender_T1 * num_blocks + block_TK, cells)  # the last cell is thrown away
+    cell_TK = torch.where(counts_TK, sender_T1 * num_blocks + block_TK, cells)  # the last cell is discarded
     return torch.bincount(cell_TK.flatten(), minlength=cells + 1)[:cells].view(shape.ep_size, num_blocks)
 
 
 def padded_rows(rows_CP: Tensor, needs: Constraints, config: DispatcherConfig) -> Tensor:
-    """Rows that each rank brings to a backend with these needs, with padding, int64 (C, P)."""
+    """Return the rows that each rank brings to a backend with these needs, including padding, int64 (C, P)."""
     if not needs.equal_rows:
         return rows_CP.clone().apply_(needs.padded)
     most_C = rows_CP.amax(1)
@@ -99,18 +100,18 @@ def padded_rows(rows_CP: Tensor, needs: Constraints, config: DispatcherConfig) -
 
 
 def overflow_bounds(rows_CPP: Tensor, limit: int, *, summed: bool) -> tuple[float, float]:
-    """Chance that some receiver gets more than ``limit`` rows, between two bounds.
+    """Return two bounds of the chance that some receiver gets more than ``limit`` rows.
 
-    Rows are taken as normally distributed with the mean and the variance of the simulated ones. The bounds are two
-    standard errors of the mean to either side.
+    It assumes a normal distribution with the mean and the variance of the simulated rows. For the bounds, the mean is
+    two standard errors lower and two standard errors higher.
 
     Args:
-        rows_CPP: rows of each sender and receiver in simulated dispatches, where all senders draw alike.
-        limit: rows that a receiver has room for.
-        summed: whether the limit is for the sum of all senders; else it is for each sender.
+        rows_CPP: Rows of each sender and receiver in simulated dispatches. All senders have the same distribution.
+        limit: Largest number of rows of a receiver.
+        summed: Whether the limit applies to the rows of all senders together; otherwise to the rows of each sender.
     """
     rows_CPP, (dispatches, size, _) = rows_CPP.double(), rows_CPP.shape
-    terms = size if summed else 1  # a sum of independent terms has as many times their mean and variance
+    terms = size if summed else 1  # the mean and the variance of a sum of independent terms are the sums of theirs
     mean_P, variance_P = terms * rows_CPP.mean((0, 1)), terms * rows_CPP.var((0, 1))
     room_P = (limit + 0.5 - mean_P) / variance_P.sqrt()
     doubt = 2 * math.sqrt(terms / (dispatches * size))
@@ -118,3 +119,8 @@ def overflow_bounds(rows_CPP: Tensor, limit: int, *, summed: bool) -> tuple[floa
         float(torch.expm1(torch.special.log_ndtr(room_P + side * doubt).sum() * size / terms).abs()) for side in (1, -1)
     )
     return low, high
+
+
+def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    """Format the names of dtypes, without repetitions; "unknown" if there are none."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes)) or "unknown"

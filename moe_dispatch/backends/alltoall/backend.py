@@ -87,7 +87,8 @@ class AllToAllOptions(BackendOptions):
                 "combine": returned * back.nbytes,
                 "combine.backward": out * back.nbytes,
                 "dispatch.backward": returned * packet(back, slots, wide).stride,
-            }
+            },
+            row_dtypes=(there.row.wire_dtype, back.wire_dtype),
         )
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:

@@ -109,7 +109,8 @@ class DeepEPOptions(BackendOptions):
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         wire: WireDtype = shape.wire_dtype or "bfloat16"
         there, back = (row_format(dtype, shape.hidden_size, form) for form in (wire, "bfloat16"))
-        return payload(volume, out_bytes=there.nbytes, back_bytes=back.nbytes)
+        dtypes = (there.wire_dtype, back.wire_dtype)
+        return payload(volume, out_bytes=there.nbytes, back_bytes=back.nbytes, row_dtypes=dtypes)
 
     def open(self, context: BackendContext) -> Backend:
         library = openable(self.name, self._library(), context.communicator)

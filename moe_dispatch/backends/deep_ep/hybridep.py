@@ -96,7 +96,7 @@ class HybridEPOptions(BackendOptions):
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         row_bytes = shape.hidden_size * torch.bfloat16.itemsize
-        return payload(volume, out_bytes=row_bytes, back_bytes=row_bytes)
+        return payload(volume, out_bytes=row_bytes, back_bytes=row_bytes, row_dtypes=(torch.bfloat16,))
 
     def open(self, context: BackendContext) -> Backend:
         library = openable(self.name, self._library(), context.communicator)

@@ -62,6 +62,12 @@ class Timing:
         """Statistics of the total time of the runs, in seconds."""
         return Measurement(1, [run.total for run in self.runs], TaskSpec("layer", ""))
 
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Lower and upper quartile of the total time, in seconds. Their distance is ``totals.iqr``."""
+        low, high = torch.tensor(self.totals.times, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75]).double())
+        return float(low), float(high)
+
 
 def time_in_turn(
     contenders: Mapping[str, Contender],

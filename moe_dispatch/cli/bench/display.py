@@ -210,7 +210,7 @@ def draw(results: Results, path: Path) -> None:
         path,
         xlabel="\u00b5s per token of a rank",
         title=f"One forward and backward: the run with the median total, of {results.iterations} runs\n"
-        "black line: shortest to longest total",
+        "black line: the middle half of the totals",
     )
 
 
@@ -218,14 +218,14 @@ def _phases(case: Case, contenders: Mapping[str, Measured]) -> Panel:
     """Make the bars of a case: time per token, so that cases of any number of tokens fit one scale."""
     bars, scale = [], 1e6 / case.shape.tokens
     for name, measured in contenders.items():
-        warm, totals = measured.timing.warm, measured.timing.totals.times
+        warm, (low, high) = measured.timing.warm, measured.timing.quartiles
         parts = tuple(scale * seconds for seconds in (warm.dispatch, warm.combine, warm.backward))
         bars.append(
             Bar(
                 label=name,
                 parts=parts,
-                low=scale * min(totals),
-                high=scale * max(totals),
+                low=scale * low,
+                high=scale * high,
                 note=f"{_ms(warm.total)} ms",
             )
         )

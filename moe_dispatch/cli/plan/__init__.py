@@ -1,1 +1,1 @@
-"""``plan``: what a model will send, pad and allocate on a cluster that need not exist."""
+"""``plan``: forecasts what a model will send, pad and allocate on a cluster of any size."""

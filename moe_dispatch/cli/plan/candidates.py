@@ -1,4 +1,4 @@
-"""Backends as a plan sees them: their needs and bytes without a process group, also if their library is missing."""
+"""Backends of a plan: their needs and their bytes, without a process group and without their libraries."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moe_dispatch.dispatchers.requirements import check_buffers, check_group, ch
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
 from moe_dispatch.probing import Usable
 
-# Releases that are planned if deep_ep is not installed: this package knows their rules and emulates them.
+# Releases to plan if deep_ep is not installed. This package emulates them, so it knows their rules.
 _RELEASES = {"deepep": ("v1.2.1", "v2-2.1.0"), "hybridep": ("hybridep-744",)}
-_AGREED_BYTES = 5 * 8  # five int64 of a dispatcher's agreement on row counts
+_AGREED_BYTES = 5 * 8  # five int64 with which dispatchers agree on row counts
 
 
 @final
@@ -27,12 +27,12 @@ class Candidate:
     """A backend with options, or a release of its library.
 
     Attributes:
-        label: name of the backend, with the release if its library is not installed.
-        rules: source of the rules that it is planned by.
-        options: options of the backend; None if it cannot be imported.
-        device: device that a release runs on; its emulation runs on the CPU.
-        needs: constraints, with what the config overrides; None if the backend could not say them.
-        refused: why the config cannot be used with the backend on this group; None if it can.
+        label: Name of the backend, with the release if its library is not installed.
+        rules: Source of its rules: an installed version, or a release.
+        options: Options of the backend; None if it cannot be imported.
+        device: Device that a release runs on; None for an installed backend.
+        needs: Constraints of the backend, with the overrides of the config; None if the backend raised an error.
+        refused: Why the backend cannot run this config on this group; None if it can.
     """
 
     label: str
@@ -43,12 +43,12 @@ class Candidate:
     refused: str | None = None
 
     def wire(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
-        """Ask the backend for the bytes that it sends."""
+        """Return the bytes that the backend sends; None if it cannot say."""
         assert self.options is not None
         return self.options.wire_bytes(shape, volume, dtype)
 
     def footprint(self, shape: MoEShape, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes of a graph-safe dispatch of ``rows`` rows, as ``Plan.bytes`` tells them."""
+        """Return the bytes that a graph-safe dispatch of ``rows`` rows allocates, by purpose."""
         assert self.options is not None
         assert self.needs is not None
         assert shape.max_tokens_per_rank is not None
@@ -56,7 +56,7 @@ class Candidate:
         return self.options.footprint(shape, sizes, rows, dtype)
 
     def agreement_bytes(self, config: DispatcherConfig, ep_size: int) -> int:
-        """Bytes that a rank sends to agree on the rows of a micro-batch."""
+        """Return the bytes that a rank sends to agree on the row counts of a micro-batch."""
         assert self.needs is not None
         agrees = self.needs.equal_rows or self.needs.group_max
         if not agrees or config.graph_safe or config.row_counts_policy not in ("agree", "check"):
@@ -65,16 +65,16 @@ class Candidate:
 
 
 def candidates(named: NamedBackend, config: DispatcherConfig, shape: MoEShape, rows: int) -> list[Candidate]:
-    """Return a backend, or the releases of its library that can be planned without it.
+    """Return a backend if its library is installed, and else the known releases of its library.
 
     Args:
-        named: name and options of the backend.
-        config: config for any backend.
-        shape: sizes of the group.
-        rows: most rows that a rank brings.
+        named: Name and options of the backend.
+        config: Config for any backend.
+        shape: Sizes of the group.
+        rows: Largest number of rows of a rank.
 
     Raises:
-        ConfigError: there is no such backend or option.
+        ConfigError: There is no such backend or option.
     """
     try:
         cls = named.load()
@@ -107,7 +107,7 @@ def candidates(named: NamedBackend, config: DispatcherConfig, shape: MoEShape, r
 
 
 def _checked(candidate: Candidate, config: DispatcherConfig, shape: MoEShape, rows: int) -> Candidate:
-    """Add the constraints of a candidate, and whether the config meets them."""
+    """Add the constraints of a candidate. Add the error if the config does not meet them."""
     options, needs, refused = candidate.options, None, None
     assert options is not None
     try:

@@ -1,4 +1,4 @@
-"""Runs ``plan``: reads the question from the command line, and shows the answer as tables on a terminal."""
+"""Runs ``plan``: makes a plan from the command line, and shows it as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from moe_dispatch.cli.plan.forecast import (
     forecast,
     graph_safe_config,
 )
-from moe_dispatch.cli.plan.models import read_model
+from moe_dispatch.cli.plan.models import Model, read_model
 from moe_dispatch.cli.plan.routing import Source, random_routing, traced_routing
 from moe_dispatch.cli.plan.sequences import Batch, Parallelism, sequences_of
 from moe_dispatch.config import DispatcherConfig, json_or_text
 from moe_dispatch.errors import ConfigError
 
 _DEFAULT_RANKS = 8
-_LEAST_SHARE = 1e-6  # smaller shares are not told apart: there the normal distribution says little
+_LEAST_SHARE = 1e-6  # smaller shares are shown as "< 1e-6", because the normal distribution is wrong there
 _TRACE_ENDING = ".safetensors"
-_GRAPH_SAFE_FIELDS = ("capacity_factor", "on_overflow")  # a config in eager mode refuses them
+_GRAPH_SAFE_FIELDS = ("capacity_factor", "on_overflow")  # fields that a config in eager mode refuses
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """The options of the command line; None stands for an option that is not given."""
+    """Options of the command line. An option that is not given is None."""
 
     file: Path
     ep_size: int | None
@@ -55,19 +55,19 @@ class Request:
 
 
 def make_forecast(request: Request) -> Forecast:
-    """Work out the plan that the command line asks for.
+    """Make the plan of a request.
 
     Raises:
-        ConfigError: the model or a number is wrong, or two numbers do not fit each other.
-        TraceError: the routing is a trace that cannot be read or has other sizes.
+        ConfigError: The model or a number is wrong, or two numbers do not fit each other.
+        TraceError: The trace cannot be read or has other sizes.
     """
-    torch.set_num_threads(1)  # a second thread would slow down many small operators
+    torch.set_num_threads(1)  # a second thread slows down many small operators
     fields, later = _changes(request.changes), {}
     if request.graph_safe:
         later = {name: fields.pop(name) for name in _GRAPH_SAFE_FIELDS if name in fields}
     model = read_model(request.file, layers=request.layers, dtype=request.dtype, changes=fields)
     config = model.config
-    source, ranks = _source(request, config)
+    source, ranks = _source(request, model)
     cluster = cluster_of(ranks, request.nodes)
     sequences = sequences_of(config, request.parallelism, request.batch, recorded=source.tokens)
     if request.graph_safe:
@@ -77,7 +77,7 @@ def make_forecast(request: Request) -> Forecast:
 
 
 def _changes(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse FIELD=VALUE, with values as in environment variables."""
+    """Parse FIELD=VALUE. Values are written as in environment variables."""
     found = {}
     for pair in pairs:
         field, separator, value = pair.partition("=")
@@ -89,16 +89,17 @@ def _changes(pairs: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _source(request: Request, config: DispatcherConfig) -> tuple[Source, int]:
+def _source(request: Request, model: Model) -> tuple[Source, int]:
     """Make the routing, and the number of ranks."""
     if request.routing.endswith(_TRACE_ENDING):
-        cut = not (request.graph_safe or config.graph_safe)
-        return traced_routing(Path(request.routing), config, ep_size=request.ep_size, cut=cut)
-    return random_routing(request.routing, seed=request.seed), request.ep_size or _DEFAULT_RANKS
+        cut = not (request.graph_safe or model.config.graph_safe)
+        return traced_routing(Path(request.routing), model.config, ep_size=request.ep_size, cut=cut)
+    source = random_routing(request.routing, seed=request.seed, groups=model.groups)
+    return source, request.ep_size or _DEFAULT_RANKS
 
 
 def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]:
-    """Return the backends that are named, or all known ones; the config's backend has its options."""
+    """Return the named backends, or all known backends. The backend of the config has the options of the config."""
     if backends is not None:
         return [parse_backend(text) for text in dict.fromkeys(backends.split(","))]
     own = {} if isinstance(config.backend, str) else {**config.backend}
@@ -107,7 +108,7 @@ def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]
 
 
 def run(found: Forecast, *, as_json: bool) -> int:
-    """Show a plan; the exit status is 0 if some backend can be used."""
+    """Show a plan. Return the exit status: 0 if at least one backend can be used, else 1."""
     if as_json:
         console.document(found.as_json())
     else:
@@ -132,9 +133,10 @@ def _show(found: Forecast) -> None:
 
 def _show_question(found: Forecast) -> None:
     model, cluster, sequences = found.model, found.cluster, found.sequences
+    limit = f" in {model['topk_groups']} of {model['num_groups']} groups" if model["num_groups"] else ""
     console.line(
-        f"{model['name']}: {model['num_experts']} experts, top {model['top_k']}, hidden size {model['hidden_size']}, "
-        f"{model['layers']} layers with experts, {model['dtype']}"
+        f"{model['name']}: {model['num_experts']} experts, top {model['top_k']}{limit}, hidden size "
+        f"{model['hidden_size']}, {model['layers']} layers with experts, {model['dtype']}"
     )
     console.line(
         f"expert parallelism over {cluster.ep_size} ranks, {cluster.nodes} nodes of {cluster.ranks_per_node}; "
@@ -144,8 +146,8 @@ def _show_question(found: Forecast) -> None:
     console.line(f"sequences: pad to a multiple of {sequences.multiple} in the data loader")
     if sequences.length is not None:
         console.line(
-            f"a sequence of {sequences.length} tokens becomes {sequences.padded_length}, {sequences.padding} of them "
-            f"padding; with {sequences.batch_size} to a micro-batch",
+            f"sequences of {sequences.length} tokens become {sequences.padded_length} rows, {sequences.padding} of "
+            f"them padding; sequences in a micro-batch: {sequences.batch_size}",
             indent=2,
         )
     console.line(f"a rank brings {sequences.rows_per_rank} rows to each dispatch", indent=2)
@@ -154,18 +156,18 @@ def _show_question(found: Forecast) -> None:
 def _show_loads(found: Forecast) -> None:
     multiple = found.model["pad_multiple"]
     rows = [
-        ("rows of a rank's experts", found.received),
-        ("of the busiest rank", found.busiest_rank),
-        ("of the busiest expert", found.busiest_expert),
-        (f"padding to {multiple} rows per expert, a rank", found.expert_padding),
+        ("at the experts of a rank", found.received),
+        ("at the experts of the busiest rank", found.busiest_rank),
+        ("at the busiest expert", found.busiest_expert),
+        (f"padding of a rank, to {multiple} per expert", found.expert_padding),
     ]
-    columns = {"expected": "expected", "\u00b1": "error", "least": "low", "most": "high"}
-    caption = f"Of {found.dispatches} simulated dispatches; \u00b1 is the standard error of the expected number."
+    columns = {"mean": "expected", "\u00b1": "error", "min": "low", "max": "high"}
+    caption = f"{found.dispatches} simulated dispatches. \u00b1 is the standard error of the mean."
     if not found.simulated:
         columns.pop("\u00b1")
-        caption = f"Of {found.dispatches} recorded dispatches."
+        caption = f"{found.dispatches} recorded dispatches."
     console.table(
-        ["one dispatch", *columns],
+        ["rows of one dispatch", *columns],
         [[title, *(f"{getattr(figure, field):.0f}" for field in columns.values())] for title, figure in rows],
         caption=caption,
     )
@@ -175,18 +177,19 @@ def _show_bytes(backends: Sequence[BackendPlan], layers: int) -> None:
     rows = []
     for backend in backends:
         if backend.forward is None or backend.backward is None or backend.between_nodes is None:
-            rows.append([backend.name, *["not told"] * 5])
+            rows.append([backend.name, *["unknown"] * 6])
             continue
         step = backend.forward.expected + backend.backward.expected
         most = backend.forward.high + backend.backward.high
         name = backend.name + (" *" if backend.payload_only else "")
         numbers = (backend.forward.expected, backend.backward.expected, step, most, backend.between_nodes)
-        rows.append([name, *map(_megabytes, numbers)])
-    note = " * rows only, not what its library sends beside them." if any(one.payload_only for one in backends) else ""
+        rows.append([name, backend.row_dtypes, *map(_megabytes, numbers)])
+    note = " * Rows only: the library sends more beside them." if any(one.payload_only for one in backends) else ""
     console.table(
-        ["MB sent by a rank", "forward", "backward", "step", "at most", "to other nodes"],
+        ["MB sent by a rank", "rows in", "forward", "backward", "step", "max step", "to other nodes"],
         rows,
-        caption=f"{layers} layers, one micro-batch, expected.{note}",
+        caption=f"Mean of one micro-batch in {layers} layers.{note}",
+        text_columns=2,
     )
 
 
@@ -209,15 +212,15 @@ def _show_rows(backends: Sequence[BackendPlan], *, graph_safe: bool) -> None:
     if len(rows) > 1 and all(row[1:] == rows[0][1:] for row in rows):
         rows = [["each backend", *rows[0][1:]]]
     console.table(
-        ["one dispatch of a rank", "rows", "padding", "sequence multiple", *(f"{purpose}, MB" for purpose in purposes)],
+        ["max of a dispatch, a rank", "rows", "padding", "sequence multiple", *(f"{one}, MB" for one in purposes)],
         rows,
-        caption="At most. Sequences padded to the multiple leave this padding none to do. "
-        + ("The bytes are what graph-safe mode allocates." if graph_safe else "The bytes are what experts are given."),
+        caption="Sequences whose lengths are a multiple of the sequence multiple need no padding. MB: "
+        + ("the buffers that graph-safe mode allocates." if graph_safe else "the rows that the experts get."),
     )
 
 
 def _show_capacities(capacities: Sequence[CapacityPlan], *, simulated: bool) -> None:
-    bounds = " Shares are bounds of two standard errors." if simulated else ""
+    bounds = " Two numbers are bounds of two standard errors." if simulated else ""
     console.table(
         ["capacity", "rows", "buffer MB", "overflow", "in a step", "pair_rows", "overflow"],
         [
@@ -232,8 +235,8 @@ def _show_capacities(capacities: Sequence[CapacityPlan], *, simulated: bool) -> 
             ]
             for one in capacities
         ],
-        caption="A graph-safe capacity_factor, and the share of dispatches, and of steps, in which some rank needs "
-        f"more rows; and the same factor as alltoall's pair_rows.{bounds}",
+        caption="For a graph-safe capacity_factor: the share of dispatches, and of steps, in which some rank needs "
+        f"more rows. The last two columns: pair_rows of alltoall for this factor, and its share of dispatches.{bounds}",
     )
 
 
@@ -242,6 +245,6 @@ def _megabytes(nbytes: float) -> str:
 
 
 def _share(bounds: tuple[float, float]) -> str:
-    """One number if the bounds agree in the digits shown."""
+    """Format two bounds, as one number if their digits are the same."""
     low, high = (f"{share:.2g}" if share == 0 or share >= _LEAST_SHARE else "< 1e-6" for share in bounds)
     return low if low == high else f"{low} to {high}"

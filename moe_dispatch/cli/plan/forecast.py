@@ -1,7 +1,7 @@
-"""What a model's dispatches come to on a cluster that need not exist: rows, bytes, buffers and overflows.
+"""Forecasts the dispatches of a model on a cluster that need not exist: rows, bytes, buffers and overflows.
 
-Figures are counted over dispatches: those of a recorded routing, or simulated ones of a random routing. Dimensions are
-those of ``moe_dispatch.cli.loads``.
+The figures are counted over dispatches of a recorded routing, or over simulated dispatches of a random routing.
+Dimensions are those of ``moe_dispatch.cli.loads``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.cli.loads import Loads, count_loads, overflow_bounds, padded_rows
+from moe_dispatch.cli.loads import Loads, count_loads, dtype_names, overflow_bounds, padded_rows
 from moe_dispatch.cli.names import NamedBackend
 from moe_dispatch.cli.plan.candidates import Candidate, candidates
 from moe_dispatch.cli.plan.models import Model
@@ -28,16 +28,16 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 
-# Collectives of a forward; all other collectives belong to the backward.
+# Collectives of the forward. All other collectives belong to the backward.
 FORWARD = ("counts", "dispatch", "combine")
 FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
-_RANKS_PER_NODE = 8  # if the number of nodes is not given
+_RANKS_PER_NODE = 8  # if the request does not give the number of nodes
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """The ranks of one expert-parallel group and the nodes that they lie on, in order."""
+    """The ranks of one expert-parallel group, and their nodes. Consecutive ranks share a node."""
 
     ep_size: int
     nodes: int
@@ -45,18 +45,18 @@ class Cluster:
 
 
 def cluster_of(ep_size: int, nodes: int | None) -> Cluster:
-    """Describe a cluster; 8 ranks to a node by default.
+    """Describe a cluster, by default with 8 ranks per node.
 
     Raises:
-        ConfigError: the ranks cannot be divided among the nodes.
+        ConfigError: The ranks cannot be divided among the nodes.
     """
     if ep_size < 1:
-        raise ConfigError(f"plan: ep must be 1 or more, got {ep_size}. Give the ranks of one expert-parallel group.")
+        raise ConfigError(f"plan: ep must be 1 or more, got {ep_size}. Give the number of ranks of one group.")
     if nodes is None:
         nodes = ep_size // math.gcd(ep_size, _RANKS_PER_NODE)
     if nodes < 1 or ep_size % nodes:
         raise ConfigError(
-            f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the nodes of one expert-parallel group."
+            f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the number of nodes of one group."
         )
     return Cluster(ep_size=ep_size, nodes=nodes, ranks_per_node=ep_size // nodes)
 
@@ -64,13 +64,13 @@ def cluster_of(ep_size: int, nodes: int | None) -> Cluster:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A number of each rank in each dispatch.
+    """Statistics of a number that each rank has in each dispatch.
 
     Attributes:
-        expected: mean over ranks and dispatches.
-        error: standard error of ``expected``; 0 if the dispatches are recorded.
-        low: least of any rank in any dispatch.
-        high: most of any rank in any dispatch.
+        expected: Mean over ranks and dispatches.
+        error: Standard error of ``expected``; 0 for recorded dispatches.
+        low: Smallest number of any rank in any dispatch.
+        high: Largest number of any rank in any dispatch.
     """
 
     expected: float
@@ -79,11 +79,11 @@ class Figure:
     high: float
 
     def times(self, factor: float) -> Figure:
-        """Multiply all numbers, as by a number of layers or of bytes."""
+        """Multiply all numbers, for example by the number of layers."""
         return Figure(**{name: value * factor for name, value in dataclasses.asdict(self).items()})
 
     def plus(self, number: float) -> Figure:
-        """Add a number that is known exactly."""
+        """Add a number without an error."""
         return dataclasses.replace(
             self, expected=self.expected + number, low=self.low + number, high=self.high + number
         )
@@ -95,17 +95,19 @@ class BackendPlan:
     """The plan of one backend.
 
     Attributes:
-        name: name of the backend, with the release if its library is not installed.
-        rules: source of the rules that it is planned by.
-        refused: why the backend cannot be used here, in its words; then nothing else is known.
-        rows_per_rank: rows that a rank brings to the backend, with ``rank_padding`` rows for the backend's needs.
-        sequence_multiple: if a data loader pads sequences to this multiple, there is no rank padding.
-        sent: bytes that a rank sends to others in a layer, by collective; None if the backend does not tell.
-        forward: bytes of all layers in the forward, with one agreement on row counts.
-        backward: bytes of all layers in the backward.
-        between_nodes: expected bytes of a step that a rank sends to other nodes.
-        payload_only: whether only rows are counted.
-        buffers: bytes by purpose: of a graph-safe dispatch, or in eager mode "rows", which experts are given.
+        name: Name of the backend, with the release if its library is not installed.
+        rules: Source of the rules in this plan: an installed version, or the release that the emulation follows.
+        refused: Error message of the backend if it cannot be used here. Then all other attributes are empty.
+        rows_per_rank: Rows that a rank brings to the backend, including ``rank_padding`` rows of padding.
+        sequence_multiple: Multiple of the sequence length that makes ``rank_padding`` 0.
+        sent: Bytes that a rank sends to other ranks in a layer, by collective; None if the backend cannot say.
+        row_dtypes: Names of the dtypes of the rows on the wire, dispatch first.
+        forward: Bytes of all layers in the forward, and of one agreement on row counts.
+        backward: Bytes of all layers in the backward.
+        between_nodes: Mean of the bytes that a rank sends to other nodes in a step.
+        payload_only: Whether ``sent`` counts only rows.
+        buffers: Bytes by purpose. In graph-safe mode: the buffers of a dispatch. In eager mode: "rows", the rows of the
+            experts.
     """
 
     name: str
@@ -115,6 +117,7 @@ class BackendPlan:
     rank_padding: Figure | None = None
     sequence_multiple: int | None = None
     sent: dict[str, Figure] | None = None
+    row_dtypes: str = ""
     forward: Figure | None = None
     backward: Figure | None = None
     between_nodes: float | None = None
@@ -125,17 +128,17 @@ class BackendPlan:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityPlan:
-    """The plan of one capacity factor of graph-safe mode. Overflows are shares between two bounds.
+    """The plan of one capacity factor of graph-safe mode. Each overflow is a share, given as two bounds.
 
     Attributes:
-        factor: factor over the balanced load.
-        rows: rows that a rank's experts take.
-        buffer_rows: rows of the buffer, with room for expert padding.
-        buffer_bytes: bytes of these rows.
-        overflow: share of dispatches in which some rank needs more rows.
-        step_overflow: share of steps with such a dispatch, if layers are independent.
-        pair_rows: rows that the factor comes to as ``pair_rows`` of ``alltoall``.
-        pair_overflow: share of dispatches in which some pair of ranks needs more rows than ``pair_rows``.
+        factor: Capacity divided by the balanced load.
+        rows: Capacity of the experts of a rank, in rows.
+        buffer_rows: Rows of the buffer, which has room for expert padding.
+        buffer_bytes: Bytes of the buffer.
+        overflow: Share of dispatches in which some rank needs more rows.
+        step_overflow: Share of steps with such a dispatch, if layers are independent.
+        pair_rows: ``pair_rows`` of ``alltoall`` for this factor.
+        pair_overflow: Share of dispatches in which some pair of ranks needs more rows than ``pair_rows``.
     """
 
     factor: CapacityFactor
@@ -151,11 +154,11 @@ class CapacityPlan:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """A whole plan. Rows and bytes are of one rank and one micro-batch.
+    """A whole plan. All rows and bytes belong to one rank and one micro-batch.
 
     Attributes:
-        dispatches: number of dispatches that figures are counted over.
-        simulated: whether the dispatches are drawn at random.
+        dispatches: Number of dispatches that the figures are counted over.
+        simulated: Whether the dispatches are drawn at random.
     """
 
     model: dict[str, Any]
@@ -177,12 +180,12 @@ class Forecast:
 
 
 def graph_safe_config(config: DispatcherConfig, tokens: int, fields: Mapping[str, Any]) -> DispatcherConfig:
-    """Switch a config to graph-safe mode, with room for ``tokens`` if it has no limit of its own.
+    """Switch a config to graph-safe mode.
 
     Args:
-        config: config in any mode.
-        tokens: rows that a rank brings.
-        fields: further fields of the config that only graph-safe mode has.
+        config: Config in any mode.
+        tokens: Rows that a rank brings. They become ``max_tokens_per_rank`` if the config has none.
+        fields: Other fields that only graph-safe mode has.
     """
     most = config.max_tokens_per_rank or tokens
     return config.replace(**{"graph_safe": True, "max_tokens_per_rank": most, **fields})
@@ -197,18 +200,18 @@ def forecast(
     backends: Sequence[NamedBackend],
     factors: Sequence[float] = FACTORS,
 ) -> Forecast:
-    """Work out a plan. Nothing is exchanged, allocated or probed on other ranks.
+    """Make a plan. It starts no ranks and allocates no buffers.
 
     Args:
-        model: sizes and config.
-        cluster: ranks and nodes.
-        sequences: rows that a rank brings.
-        source: routing.
-        backends: backends to plan.
-        factors: capacity factors to look at.
+        model: Sizes and config.
+        cluster: Ranks and nodes.
+        sequences: Rows that a rank brings.
+        source: Routing.
+        backends: Backends to plan.
+        factors: Capacity factors to plan.
 
     Raises:
-        ConfigError: numbers do not fit each other, whichever the backend.
+        ConfigError: Two numbers do not fit each other, for any backend.
     """
     config, tokens = model.config, sequences.rows_per_rank
     if config.max_tokens_per_rank is not None and tokens > config.max_tokens_per_rank:
@@ -242,7 +245,7 @@ def forecast(
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Job:
-    """What every part of a plan needs; ``tokens`` is the most that a rank brings."""
+    """The inputs of all parts of a plan. ``tokens`` is the largest number of rows of a rank."""
 
     model: Model
     shape: MoEShape
@@ -251,7 +254,7 @@ class _Job:
     simulated: bool
 
     def figure(self, values_CP: Tensor) -> Figure:
-        """Summarise a number of each dispatch and rank."""
+        """Compute the statistics of a number of each dispatch and rank."""
         values_CP = values_CP.double()
         error = float(values_CP.mean(1).std()) / math.sqrt(len(values_CP)) if self.simulated else 0.0
         return Figure(
@@ -265,6 +268,8 @@ def _described(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         **{field: getattr(config, field) for field in fields},
+        "num_groups": None if model.groups is None else model.groups.num_groups,
+        "topk_groups": None if model.groups is None else model.groups.topk_groups,
         "pad_multiple": config.pad_multiple_rows,
         "layers": model.layers,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -294,6 +299,7 @@ def _backend_plan(job: _Job, candidate: Candidate, sequences: Sequences) -> Back
     return dataclasses.replace(
         found,
         sent=sent,
+        row_dtypes=dtype_names(wire.row_dtypes),
         forward=forward.times(layers).plus(once),
         backward=backward.times(layers),
         between_nodes=_between_nodes(job, candidate, padded_CP) * layers,
@@ -302,13 +308,14 @@ def _backend_plan(job: _Job, candidate: Candidate, sequences: Sequences) -> Back
 
 
 def _volume(loads: Loads, padded_CP: Tensor, *, ranks_per_node: int, once_per_node: bool = False) -> Volume:
-    """Rows that ranks exchange with ranks on other nodes; with 1 rank to a node, with all other ranks.
+    """Count the rows that ranks exchange with ranks on other nodes.
 
     Args:
-        loads: counts.
-        padded_CP: rows that ranks bring, with padding.
-        ranks_per_node: consecutive ranks that share a node.
-        once_per_node: whether a row enters another node once, at the place that its sender has on its own node.
+        loads: Counts of the dispatches.
+        padded_CP: Rows that ranks bring, with padding.
+        ranks_per_node: Number of consecutive ranks on a node. With 1, all other ranks are on other nodes.
+        once_per_node: Whether a row enters another node only once. It then goes to the rank with the same position on
+            its node as the sender.
     """
     size = padded_CP.shape[1]
     node_P = torch.arange(size) // ranks_per_node
@@ -331,7 +338,7 @@ def _volume(loads: Loads, padded_CP: Tensor, *, ranks_per_node: int, once_per_no
 
 
 def _between_nodes(job: _Job, candidate: Candidate, padded_CP: Tensor) -> float:
-    """Expected bytes of a layer that a rank sends to other nodes."""
+    """Return the mean of the bytes that a rank sends to other nodes in a layer."""
 
     def wire(*, once_per_node: bool) -> SentBytes:
         assert job.shape.ranks_per_node is not None
@@ -375,7 +382,7 @@ def _capacity_plan(job: _Job, factor: CapacityFactor) -> CapacityPlan:
 
 
 def _overflow(job: _Job, rows_CPP: Tensor, limit: int, worst: int, *, summed: bool) -> tuple[float, float]:
-    """Share of dispatches in which some rank, or some pair of ranks, needs more than ``limit`` rows."""
+    """Return the share of dispatches in which some rank, or some pair of ranks, needs more than ``limit`` rows."""
     if limit >= worst:
         return 0.0, 0.0
     if job.simulated:
@@ -386,7 +393,7 @@ def _overflow(job: _Job, rows_CPP: Tensor, limit: int, worst: int, *, summed: bo
 
 
 def _in_step(chance: float, layers: int) -> float:
-    """Chance that it happens in any of the layers, if they are independent."""
+    """Return the chance that an event happens in at least one layer, if layers are independent."""
     return 1.0 if chance >= 1 else -math.expm1(layers * math.log1p(-chance))
 
 

@@ -1,4 +1,4 @@
-"""A model's sizes, from a config of ours or the ``config.json`` of a transformers model."""
+"""Reads the sizes of a model from a ``DispatcherConfig`` or from the ``config.json`` of a transformers model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-# Names of the same number in architectures of transformers 5. The first name that a config has counts.
+# Names of each number in the architectures of transformers 5. The first name that a config has is used.
 _NAMES = {
     "num_experts": (
         "num_experts",
@@ -27,7 +27,25 @@ _NAMES = {
     "hidden_size": ("hidden_size", "d_model"),
     "layers": ("num_hidden_layers", "num_layers", "n_layers"),
 }
+# Names of the number of expert groups, and of the number of groups that a token may use: transformers, and Megatron.
+_GROUP_NAMES = (("n_group", "topk_group"), ("moe_router_num_groups", "moe_router_group_topk"))
 _NESTED = ("text_config", "thinker_config", "language_config", "llm_config")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupLimit:
+    """The limit of a router that takes the experts of a token from a few groups of experts only, as in DeepSeek-V3.
+
+    Attributes:
+        num_groups: Number of groups. A group holds consecutive experts, and all groups have the same size.
+        topk_groups: Number of groups that a token may use: those with the highest scores.
+        scored_experts: Number of experts whose scores are added up to the score of their group: its best ones.
+    """
+
+    num_groups: int
+    topk_groups: int
+    scored_experts: int
 
 
 @final
@@ -36,32 +54,34 @@ class Model:
     """Sizes of a model.
 
     Attributes:
-        name: name for people.
-        config: config of its dispatchers.
-        layers: number of layers with experts.
-        dtype: dtype of the rows.
+        name: Name of the model or of the file.
+        config: Config of its dispatchers.
+        layers: Number of layers with experts.
+        dtype: Dtype of the rows.
+        groups: Limit of the router to a few groups of experts; None for a router without such a limit.
     """
 
     name: str
     config: DispatcherConfig
     layers: int
     dtype: torch.dtype
+    groups: GroupLimit | None = None
 
 
 def read_model(
     path: Path, *, layers: int | None = None, dtype: str | None = None, changes: Mapping[str, Any] | None = None
 ) -> Model:
-    """Read a model's sizes.
+    """Read the sizes of a model.
 
     Args:
-        path: ``.yaml`` or ``.json`` file that ``DispatcherConfig.load`` reads, or a transformers ``config.json`` or its
-            folder.
-        layers: number of layers with experts; by default counted in a transformers config, else 1.
-        dtype: dtype of the rows; by default that of a transformers config, else "bfloat16".
-        changes: other values of fields of the config.
+        path: Path of a ``.yaml`` or ``.json`` file for ``DispatcherConfig.load``, of a transformers ``config.json``, or
+            of the folder that holds it.
+        layers: Number of layers with experts. By default it is counted in a transformers config, and else 1.
+        dtype: Dtype of the rows. By default it is the dtype in a transformers config, and else "bfloat16".
+        changes: Fields of the config with other values than in the file.
 
     Raises:
-        ConfigError: the file cannot be read, or a number is missing or wrong.
+        ConfigError: The file cannot be read, or a number is missing or wrong.
     """
     path = path / "config.json" if path.is_dir() else path
     found = _transformers_config(path)
@@ -70,11 +90,13 @@ def read_model(
         return Model(name=path.name, config=config, layers=layers or 1, dtype=_dtype(dtype or "bfloat16"))
     text, told = _text_part(found), {**found, **_text_part(found)}
     fields = {name: _number(path, text, name) for name in ("num_experts", "top_k", "hidden_size")}
+    config = DispatcherConfig.load(**{**fields, **(changes or {})})
     return Model(
         name=str(found.get("model_type") or found["architectures"][0]),
-        config=DispatcherConfig.load(**{**fields, **(changes or {})}),
+        config=config,
         layers=layers or _count_layers(path, text),
         dtype=_dtype(dtype or str(told.get("dtype") or told.get("torch_dtype") or "bfloat16")),
+        groups=_group_limit(path, text, config),
     )
 
 
@@ -85,18 +107,18 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _transformers_config(path: Path) -> dict[str, Any] | None:
-    """Read a transformers config; None if the file is a config of ours or cannot be read."""
+    """Read a transformers config. Return None if the file is a ``DispatcherConfig`` or cannot be read."""
     if path.suffix != ".json":
         return None
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # DispatcherConfig.load says what is wrong
+    except (OSError, ValueError):  # DispatcherConfig.load reports the error
         return None
     return value if isinstance(value, dict) and {"model_type", "architectures"} & value.keys() else None
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part with the experts: that of the language model, if the model takes images or sound too."""
+    """Return the part of the config with the experts: the language model, for a model of images or sound too."""
     if any(name in config for name in _NAMES["num_experts"]):
         return config
     nested = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), None)
@@ -106,14 +128,47 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
 def _number(path: Path, config: dict[str, Any], field: str) -> int:
     names = _NAMES[field]
     value = next((config[name] for name in names if config.get(name) is not None), None)
-    if isinstance(value, list) and value and value.count(value[0]) == len(value):  # one number for each layer
+    if isinstance(value, list) and value and value.count(value[0]) == len(value):  # a number for each layer
         value = value[0]
     if not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"plan: {path} must have a whole number under {' or '.join(names)}, got {value!r}. Is it a model with "
-            f"experts? If so, write num_experts, top_k and hidden_size in a .yaml file."
+            f"plan: {path} must have a whole number under {' or '.join(names)}, got {value!r}. If the model has "
+            "experts, write num_experts, top_k and hidden_size in a .yaml file."
         )
     return value
+
+
+def _group_limit(path: Path, text: dict[str, Any], config: DispatcherConfig) -> GroupLimit | None:
+    """Read the limit of the router to groups of experts; None if the router may use all groups."""
+    for names in _GROUP_NAMES:
+        groups, allowed = (text.get(name) for name in names)
+        if groups is None and allowed is None:
+            continue
+        if not (isinstance(groups, int) and isinstance(allowed, int) and 1 <= allowed <= groups):
+            raise ConfigError(
+                f"plan: {path} must have whole numbers {names[1]} and {names[0]} with 1 <= {names[1]} <= {names[0]}, "
+                f"got {allowed!r} and {groups!r}. Correct them, or leave out both."
+            )
+        if allowed == groups or text.get("topk_method") == "greedy":
+            return None
+        size, odd = divmod(config.num_experts, groups)
+        if odd or allowed * size < config.top_k:
+            raise ConfigError(
+                f"plan: {names[0]} ({groups}) must divide num_experts ({config.num_experts}) into groups of which "
+                f"{names[1]} ({allowed}) hold top_k ({config.top_k}) experts, got groups of "
+                f"{config.num_experts / groups:g} experts. Correct {path}."
+            )
+        return GroupLimit(
+            num_groups=groups, topk_groups=allowed, scored_experts=min(_scored_experts(text, config, allowed), size)
+        )
+    return None
+
+
+def _scored_experts(text: dict[str, Any], config: DispatcherConfig, allowed: int) -> int:
+    """Return how many scores make up the score of a group: 1 in DeepSeek-V2, 2 in DeepSeek-V3."""
+    if "moe_router_num_groups" in text:
+        return max(config.top_k // allowed, 1)
+    return 1 if text.get("topk_method") == "group_limited_greedy" else 2
 
 
 def _count_layers(path: Path, config: dict[str, Any]) -> int:
@@ -126,7 +181,7 @@ def _count_layers(path: Path, config: dict[str, Any]) -> int:
 
 
 def _has_experts(config: dict[str, Any], layer: int) -> bool:
-    """Apply the rules of transformers 5. A config may have several rules, and all must hold."""
+    """Apply the rules of transformers 5. A config may have several rules. A layer with experts obeys all of them."""
     kinds, listed, every = (config.get(name) for name in ("mlp_layer_types", "moe_layers", "moe_layer_freq"))
     if kinds:
         return bool(kinds[layer] == "sparse")

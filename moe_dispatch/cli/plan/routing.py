@@ -1,9 +1,10 @@
-"""The routing that a plan is made for: drawn at random, or recorded in a trace."""
+"""The routing of a plan: drawn at random, or recorded in a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -11,30 +12,32 @@ import torch
 from torch import Generator, Tensor
 
 from moe_dispatch.backends.base import MoEShape
+from moe_dispatch.cli.plan.models import GroupLimit
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.traces import Trace
 
-# Expert ids of each rank in one dispatch, int64 (T, K); -1 where a slot goes nowhere.
+# Expert ids of each rank in one dispatch, int64 (T, K). The id is -1 if a slot goes nowhere.
 Dispatch = Sequence[Tensor]
 
-# A random routing is simulated in as many dispatches as have this many tokens together, within the bounds.
+# A simulation has this number of tokens in all its dispatches together, if the number of dispatches is in the bounds.
 _SIMULATED_TOKENS, _FEWEST_DISPATCHES, _MOST_DISPATCHES = 2**21, 4, 256
 _LARGEST_EXPONENT = 8.0
-_ATTEMPTS = 4  # at drawing another expert than those that a token already has
+_ATTEMPTS = 4  # attempts to draw an expert that a token does not have yet
 _TOKENS_AT_ONCE = 2**14
+_LIMITED_TOKENS_AT_ONCE = 2**11  # whose scores of all experts fit the cache
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Source:
-    """Where the routing of a plan comes from.
+    """The source of the routing of a plan.
 
     Attributes:
-        text: description for people.
-        dispatches: makes the dispatches of a shape in which each rank brings a number of tokens.
-        simulated: whether the dispatches are drawn at random, so that figures of them have a standard error.
-        tokens: most rows that a rank brings, if the routing is recorded; else None.
+        text: Description for the output.
+        dispatches: Function that makes the dispatches, from a shape and the number of tokens of each rank.
+        simulated: Whether the dispatches are drawn at random. Their figures then have a standard error.
+        tokens: Largest number of rows of a rank in a recorded routing; None for a random routing.
     """
 
     text: str
@@ -43,21 +46,20 @@ class Source:
     tokens: int | None = None
 
 
-def random_routing(name: str, *, seed: int = 0) -> Source:
-    """Tokens that choose experts at random, each on its own.
+def random_routing(name: str, *, seed: int = 0, groups: GroupLimit | None = None) -> Source:
+    """Make a routing in which each token draws its experts at random, independently of all other tokens.
 
     Args:
-        name: "uniform", or "zipf:1.2" for experts whose popularity falls with that exponent.
-        seed: seed of the order of popularity and of all draws.
+        name: "uniform", or for example "zipf:1.2" for experts whose popularity falls with the exponent 1.2.
+        seed: Seed of the order of popularity and of all draws.
+        groups: Limit of the router to a few groups of experts.
 
     Raises:
-        ConfigError: the name is another, or the exponent is no number from 0 to 8.
+        ConfigError: The name is unknown, or the exponent is not a number from 0 to 8.
     """
     kind, _, given = name.partition(":")
     if kind not in ("uniform", "zipf") or (kind == "uniform" and given):
-        raise ConfigError(
-            f'plan: routing must be "uniform", "zipf" or "zipf:EXPONENT", got {name!r}. Give one of them.'
-        )
+        raise ConfigError(f'plan: routing must be "uniform", "zipf" or "zipf:EXPONENT", got {name!r}. Use one of them.')
     exponent = 0.0 if kind == "uniform" else _exponent(given or "1")
 
     def dispatches(shape: MoEShape, tokens: int) -> Iterator[Dispatch]:
@@ -65,11 +67,13 @@ def random_routing(name: str, *, seed: int = 0) -> Source:
         odds_E = popularity(shape.num_experts, exponent, generator)
         everyone = tokens * shape.ep_size
         count = min(max(_SIMULATED_TOKENS // everyone, _FEWEST_DISPATCHES), _MOST_DISPATCHES)
-        return (draw_experts(odds_E, shape.top_k, everyone, generator).split(tokens) for _ in range(count))
+        draw = partial(draw_experts if groups is None else partial(draw_limited_experts, groups), odds_E, shape.top_k)
+        return (draw(everyone, generator).split(tokens) for _ in range(count))
 
     order = f" with exponent {exponent:g} over experts in an order drawn with seed {seed}" if exponent else ""
+    limit = "" if groups is None else f", in {groups.topk_groups} of {groups.num_groups} groups of experts"
     return Source(
-        text=f"{kind}{order}: tokens choose at random, each on its own", dispatches=dispatches, simulated=True
+        text=f"{kind}{order}: each token draws its experts independently{limit}", dispatches=dispatches, simulated=True
     )
 
 
@@ -81,22 +85,23 @@ def _exponent(text: str) -> float:
     if not 0 <= exponent <= _LARGEST_EXPONENT:
         raise ConfigError(
             f"plan: the exponent of zipf must be a number from 0 to {_LARGEST_EXPONENT:g}, got {text!r}. "
-            "Routers in training are often near 1."
+            "Use a number near 1 for a router in training."
         )
     return exponent
 
 
 def popularity(num_experts: int, exponent: float, generator: Generator) -> Tensor:
-    """Odds of each expert, float64 (E,): equal, or Zipf's ``rank ** -exponent`` in a drawn order."""
+    """Return the odds of each expert, float64 (E,): Zipf's ``rank ** -exponent`` in a random order."""
     odds = torch.arange(1, num_experts + 1, dtype=torch.float64, device="cpu").pow(-exponent)
     return (odds / odds.sum())[torch.randperm(num_experts, generator=generator, device="cpu")]
 
 
 def draw_experts(odds_E: Tensor, top_k: int, num_tokens: int, generator: Generator) -> Tensor:
-    """Draw the experts of tokens, int64 (T, K): one after the other without repetition, in proportion to their odds.
+    """Draw the experts of tokens, int64 (T, K): one after the other, without repetition, in proportion to their odds.
 
-    ``torch.multinomial`` draws the same, but its time grows with E. Here a token draws any expert, and draws again if
-    it already has that one. Only tokens that repeat themselves too often take the rest from ``torch.multinomial``.
+    ``torch.multinomial`` has this distribution too, but its time grows with E. Here a token draws any expert, and draws
+    again if it already has this expert. After several repetitions a token gets its other experts from
+    ``torch.multinomial``.
     """
     cumulative_E = odds_E.cumsum(0)
 
@@ -120,40 +125,69 @@ def draw_experts(odds_E: Tensor, top_k: int, num_tokens: int, generator: Generat
     return ids_KT.t()
 
 
+def draw_limited_experts(
+    groups: GroupLimit, odds_E: Tensor, top_k: int, num_tokens: int, generator: Generator
+) -> Tensor:
+    """Draw the experts of tokens, int64 (T, K), as a router does that is limited to a few groups of experts.
+
+    The score of an expert is the logarithm of its odds plus Gumbel noise. The ``top_k`` experts with the highest scores
+    of all would have the distribution of ``draw_experts``.
+    """
+    log_odds_E, found = odds_E.log().float(), []
+    for count in torch.arange(num_tokens).split(_LIMITED_TOKENS_AT_ONCE):
+        noise_TE = torch.rand(len(count), len(odds_E), generator=generator).log_().neg_().log_().neg_()
+        found.append(choose_experts(noise_TE.add_(log_odds_E), top_k, groups))
+    return torch.cat(found)
+
+
+def choose_experts(scores_TE: Tensor, top_k: int, groups: GroupLimit) -> Tensor:
+    """Choose the experts of tokens by their scores, int64 (T, K), from the best groups of each token.
+
+    Source: the node-limited routing of DeepSeek-V3 (technical report, section 2.1.2).
+    """
+    scores_TGL = scores_TE.unflatten(1, (groups.num_groups, -1))
+    of_group_TG = scores_TGL.topk(groups.scored_experts, sorted=False).values.sum(2)
+    group_TB = of_group_TG.topk(groups.topk_groups, sorted=False).indices
+    size = scores_TGL.shape[2]
+    allowed_TBL = scores_TGL.gather(1, group_TB.unsqueeze(2).expand(-1, -1, size))
+    place_TK = allowed_TBL.flatten(1).topk(top_k).indices
+    return group_TB.gather(1, place_TK // size) * size + place_TK % size
+
+
 def recorded_routing(dispatches: Sequence[Dispatch], text: str) -> Source:
-    """The routing of recorded dispatches. Rows that are no tokens are left out or have ids of -1.
+    """Make a routing of recorded dispatches. Padding rows are left out or have ids of -1.
 
     Raises:
-        ConfigError: there are no dispatches, or they have another number of ranks than the plan.
+        ConfigError: There are no dispatches, or they have another number of ranks than the plan.
     """
     if not dispatches:
-        raise ConfigError(f"plan: {text} must hold a dispatch, got none. Record a step.")
+        raise ConfigError(f"plan: {text} must hold a dispatch, got none. Record at least one step.")
 
     def checked(shape: MoEShape, tokens: int) -> Sequence[Dispatch]:
         size = len(dispatches[0])
         if size != shape.ep_size:
-            raise ConfigError(f"plan: {text} is of {size} ranks, got ep_size {shape.ep_size}. Give --ep {size}.")
+            raise ConfigError(f"plan: ep must be {size}, as in {text}, got {shape.ep_size}. Give --ep {size}.")
         return dispatches
 
     return Source(text=text, dispatches=checked, tokens=max(len(ids) for ranks in dispatches for ids in ranks))
 
 
 def traced_routing(path: Path, config: DispatcherConfig, *, ep_size: int | None, cut: bool) -> tuple[Source, int]:
-    """The routing of a trace, and its number of ranks.
+    """Read the routing of a trace, and its number of ranks.
 
     Args:
-        path: path of the trace.
-        config: config that the trace must fit.
-        ep_size: number of ranks that the trace must have; None takes the trace's.
-        cut: whether rows that are no tokens are left out if the host knew them; else their slots go nowhere.
+        path: Path of the trace.
+        config: Config that the trace must fit.
+        ep_size: Number of ranks that the trace must have; None accepts any number.
+        cut: Whether padding rows are left out if the host knew them. Otherwise their slots go nowhere.
 
     Raises:
-        TraceError: the trace cannot be read or has other sizes.
+        TraceError: The trace cannot be read or has other sizes.
     """
     trace = Trace.load(path)
     trace.require_whole("plan")
     trace.check_ids("plan")
     trace.check(config, ep_size=trace.ep_size if ep_size is None else ep_size)
     dispatches = [[part.sent_ids(cut=cut and part.on_host) for part in call.parts] for call in trace.calls]
-    text = f"{path.name}: {len(dispatches)} dispatches, of {len(trace.layers)} layers in {trace.steps} steps"
+    text = f"{path.name}: {len(dispatches)} dispatches of {len(trace.layers)} layers in {trace.steps} steps"
     return recorded_routing(dispatches, text), trace.ep_size

@@ -1,4 +1,4 @@
-"""The rows that a rank brings, and the sequences they come from."""
+"""Computes the rows of a rank from its sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_dispatch.layouts import padded_length, sequence_multiple
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """What divides a sequence among ranks, as ``sequence_multiple`` takes it."""
+    """The parallelism that divides a sequence among ranks. Its fields are arguments of ``sequence_multiple``."""
 
     tp: int = 1
     cp: int = 1
@@ -24,7 +24,7 @@ class Parallelism:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Rows of a rank, or the micro-batch that they come from."""
+    """The rows of a rank, or the sequences of its micro-batch."""
 
     tokens: int | None = None
     batch_size: int = 1
@@ -34,17 +34,17 @@ class Batch:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """Lengths of sequences, and the rows of a rank.
+    """The lengths of sequences, and the rows of a rank.
 
     Attributes:
-        multiple: multiple to which a data loader should pad a sequence.
-        length: real tokens of a sequence; None if only the rows of a rank are known.
-        padded_length: length of a sequence with padding.
-        padding: rows of a sequence that are no tokens.
-        rows_per_rank: rows that a rank brings to each dispatch.
-        batch_size: sequences in a micro-batch.
-        fp8: whether linear layers run in fp8, as a quantised ``pad_multiple`` says.
-        parallelism: what divides the sequence.
+        multiple: Multiple to which a data loader should pad a sequence.
+        length: Real tokens of a sequence; None if only the rows of a rank are known.
+        padded_length: Length of a sequence with padding.
+        padding: Padding rows of a sequence.
+        rows_per_rank: Rows that a rank brings to each dispatch.
+        batch_size: Number of sequences in a micro-batch.
+        fp8: Whether linear layers run in fp8. This is so if ``pad_multiple`` names a quantised format.
+        parallelism: Parallelism that divides the sequence.
     """
 
     multiple: int
@@ -57,29 +57,30 @@ class Sequences:
     parallelism: Parallelism
 
     def multiple_for(self, row_multiple: int) -> int:
-        """Multiple of sequences for which a rank's rows are already a multiple of ``row_multiple``."""
+        """Return the multiple of the sequence length that makes the rows of a rank a multiple of ``row_multiple``."""
         return _multiple(self.parallelism, self.batch_size, fp8=self.fp8, row_multiple=row_multiple)
 
 
 def sequences_of(
     config: DispatcherConfig, parallelism: Parallelism, batch: Batch, *, recorded: int | None = None
 ) -> Sequences:
-    """Work out the rows of a rank.
+    """Compute the rows of a rank.
 
     Args:
-        config: config with ``pad_multiple``, and with ``max_tokens_per_rank`` if nothing else says the rows.
-        parallelism: what divides a sequence.
-        batch: rows or sequences.
-        recorded: rows of a recorded routing; then ``batch`` must not say another number.
+        config: Config. Its ``max_tokens_per_rank`` is the number of rows if no other argument gives it.
+        parallelism: Parallelism that divides a sequence.
+        batch: Rows or sequences.
+        recorded: Rows of a recorded routing. ``batch`` must then give no number.
 
     Raises:
-        ConfigError: no number of rows is given, or two are.
+        ConfigError: No number of rows is given, or more than one.
     """
     given = {"--tokens": batch.tokens, "--seq": batch.seq_length, "the recorded routing": recorded}
     told = [name for name, number in given.items() if number is not None]
     if len(told) > 1:
         raise ConfigError(
-            f"plan: one of {', '.join(given)} must say how many rows, got {' and '.join(told)}. Leave one."
+            f"plan: only one of {', '.join(given)} must give the number of rows, got {' and '.join(told)}. Leave out "
+            "the others."
         )
     fp8 = config.pad_multiple in ("fp8", "mxfp8", "nvfp4")
     multiple = _multiple(parallelism, batch.batch_size, fp8=fp8, row_multiple=1)
@@ -104,7 +105,7 @@ def sequences_of(
 
 
 def _divided(found: Sequences, length: int) -> Sequences:
-    """Add padded sequences, whose rows the ranks divide."""
+    """Add the padded length of a sequence, and the rows of a rank."""
     if length < 1:
         raise ConfigError(f"plan: --seq must be 1 or more, got {length}. Give the tokens of a sequence.")
     padded, ways = padded_length(length, found.multiple), found.parallelism

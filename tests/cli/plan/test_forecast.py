@@ -214,11 +214,14 @@ def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"size": 0}, r"plan: ep must be 1 or more, got 0\. Give the ranks"),
-    ({"size": 8, "nodes": 3}, r"plan: ep \(8\) must be divisible by nodes \(3\)\. Give the nodes"),
+    ({"size": 0}, r"plan: ep must be 1 or more, got 0\. Give the number of ranks"),
+    ({"size": 8, "nodes": 3}, r"plan: ep \(8\) must be divisible by nodes \(3\)\. Give the number of nodes"),
     ({"size": 5}, r"num_experts \(16\) must be divisible by ep_size \(5\)"),
     ({"batch": Batch()}, r"plan: the rows of a rank must be 1 or more, got none\. Give --tokens, or --batch and"),
-    ({"batch": Batch(tokens=3, seq_length=4)}, r"plan: one of .* must say how many rows, got --tokens and --seq\."),
+    (
+        {"batch": Batch(tokens=3, seq_length=4)},
+        r"plan: only one of .* must give the number of rows, got --tokens and --seq\. Leave",
+    ),
     ({"batch": Batch(seq_length=0)}, r"plan: --seq must be 1 or more, got 0\. Give the tokens of a sequence"),
     ({"parallelism": Parallelism(tp=0)}, r"sequence_multiple: tp must be 1 or more, got 0\."),
     (
@@ -228,7 +231,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"factors": [0.0]}, r"plan: a capacity factor must be above 0 and at most 1024, got 0.0\. Try 1.25"),
     ({"backend": "alltoal"}, r"Unknown backend 'alltoal'"),
     ({"backend": "alltoall+reductio=exact"}, r"backend 'alltoall\+reductio=exact': reductio: Extra inputs"),
-    ({"source": recorded(mixed_ids(2)), "batch": Batch()}, r"plan: a test is of 2 ranks, got ep_size 4\. Give --ep 2"),
+    ({"source": recorded(mixed_ids(2)), "batch": Batch()}, r"plan: ep must be 2, as in a test, got 4\. Give --ep 2"),
 ]
 
 
@@ -242,9 +245,9 @@ def test_numbers_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zip", r'plan: routing must be "uniform", "zipf" or "zipf:EXPONENT", got \'zip\'\. Give one of them'),
+        ("zip", r'plan: routing must be "uniform", "zipf" or "zipf:EXPONENT", got \'zip\'\. Use one of them'),
         ("uniform:1", r"plan: routing must be"),
-        ("zipf:x", r"plan: the exponent of zipf must be a number from 0 to 8, got 'x'\. Routers"),
+        ("zipf:x", r"plan: the exponent of zipf must be a number from 0 to 8, got 'x'\. Use a number near 1"),
         ("zipf:9", r"got '9'"),
         ("zipf:nan", r"got 'nan'"),
     ],
@@ -255,5 +258,5 @@ def test_unknown_routings_are_refused(name: str, message: str) -> None:
 
 
 def test_a_routing_without_a_dispatch_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"plan: a test must hold a dispatch, got none\. Record a step\."):
+    with pytest.raises(ConfigError, match=r"plan: a test must hold a dispatch, got none\. Record at least one step\."):
         recorded()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.cli.plan.models import read_model
+from moe_dispatch.cli.plan.models import GroupLimit, read_model
 from moe_dispatch.errors import ConfigError
 
 QWEN3: dict[str, Any] = {
@@ -150,3 +150,52 @@ def test_what_is_missing_is_named(value: Any, message: str, tmp_path: Path) -> N
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file"):
         read_model(tmp_path / "none.json")
+
+
+GROUPED = {**DEEPSEEK, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc"}
+DEEPSEEK_V2 = {**DEEPSEEK, "n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        (GROUPED, GroupLimit(num_groups=8, topk_groups=4, scored_experts=2)),
+        (
+            {**DEEPSEEK_V2, "topk_method": "group_limited_greedy"},
+            GroupLimit(num_groups=8, topk_groups=3, scored_experts=1),
+        ),
+        ({**DEEPSEEK_V2, "topk_method": "greedy"}, None),
+        ({**DEEPSEEK, "n_group": 1, "topk_group": 1}, None),
+        ({**DEEPSEEK, "n_group": None, "topk_group": None}, None),
+        ({**GROUPED, "n_group": 256, "topk_group": 8}, GroupLimit(num_groups=256, topk_groups=8, scored_experts=1)),
+        (
+            {**DEEPSEEK, "moe_router_num_groups": 8, "moe_router_group_topk": 2},
+            GroupLimit(num_groups=8, topk_groups=2, scored_experts=4),
+        ),
+        ({"model_type": "vl", "text_config": GROUPED}, GroupLimit(num_groups=8, topk_groups=4, scored_experts=2)),
+        (DEEPSEEK, None),
+    ],
+)
+def test_groups_of_experts(config: dict[str, Any], groups: GroupLimit | None, tmp_path: Path) -> None:
+    """DeepSeek-V3 adds the best two scores of a group, V2 takes the best one, Megatron the best top_k / topk_group."""
+    assert read_model(written(tmp_path, config)).groups == groups
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 7}, r"plan: n_group \(7\) must divide num_experts \(256\) into groups .*got groups of 36\.57"),
+        (
+            {"n_group": 64, "topk_group": 1},
+            r"of which topk_group \(1\) hold top_k \(8\) experts, got groups of 4 experts",
+        ),
+        (
+            {"topk_group": 9},
+            r"whole numbers topk_group and n_group with 1 <= topk_group <= n_group, got 9 and 8\. Correct",
+        ),
+        ({"topk_group": None}, r"with 1 <= topk_group <= n_group, got None and 8\. Correct them, or leave out both"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_model(written(tmp_path, {**GROUPED, **changes}))
