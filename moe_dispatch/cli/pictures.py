@@ -1,4 +1,4 @@
-"""Pictures as inline SVG that take their colours from the page around them, and as files.
+"""Draws pictures: as inline SVG, which takes its colours from the page around it, and as files.
 
 The one module that imports matplotlib.
 """
@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, final
 
@@ -19,7 +20,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Colours that stand for the page's own: text, faint lines, and series, which are its custom properties.
+# Placeholders for colours of the page: text, faint lines and series. The page defines them as custom properties.
 _INK, _FAINT = "#0a0b0c", "#0a0b0d"
 SERIES = ("#0a0b11", "#0a0b12", "#0a0b13")
 _PAGE_COLOURS = {
@@ -28,7 +29,7 @@ _PAGE_COLOURS = {
     **{colour: f"var(--series-{index})" for index, colour in enumerate(SERIES)},
 }
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: readable by programs, in the page's font
+    "svg.fonttype": "none",  # keep text as text, in the font of the page
     "font.size": 10,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -39,7 +40,7 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
     "grid.color": _FAINT,
 }
-# Of files, which stand alone on white. These colours differ for colour-blind eyes too.
+# The style of files, which have a white background. Colour-blind readers can distinguish the colours.
 _FILE_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -53,20 +54,20 @@ _FILE_STYLE: dict[Any, Any] = {
 _FILE_SERIES = ("#4477aa", "#ddaa33", "#994455")
 _COLUMNS, _PANEL_WIDTH = 2, 5.2
 _ROOM_FOR_NOTES = 1.22  # of the longest bar, so that the text right of it fits
-_WIDTH = 4.7  # inches: on a phone text then has about the size it has here
+_WIDTH = 4.7  # inches, so that text on a phone has about this size
 _WIDEST_SHARE = 8.0
 _NUMBERED_RANKS = 4
 
 
 def load_map(tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt: str, stride: int = 1) -> str:
-    """Rows per expert and step, each over the step's mean: a heat map, steps to the right.
+    """Draw a heat map of the rows of each expert in each step, divided by the mean of the step.
 
     Args:
-        tokens_SE: [step][expert].
-        name: distinguishes it from the page's other pictures.
-        title: above it.
-        alt: what it shows, for who does not see it.
-        stride: how many steps each of [step] stands for.
+        tokens_SE: Rows as [step][expert].
+        name: Name, unique on the page.
+        title: Title above the map.
+        alt: Description for readers who cannot see the picture.
+        stride: Number of steps in a column.
     """
 
     def draw(axes: Axes) -> None:
@@ -104,15 +105,15 @@ def curves(
     bottom: float = 1.0,
     **labels: Any,
 ) -> str:
-    """Lines over steps, each with a band around it.
+    """Draw lines over steps, each with a band around it.
 
     Args:
-        lines: label, middle, lower and upper edge of the band.
-        name: distinguishes it from the page's other pictures.
-        alt: what it shows, for who does not see it.
-        stride: how many steps each point stands for.
-        bottom: of the axis, or less where lines go below.
-        **labels: of the axes: title, ylabel.
+        lines: For each line: label, values, lower edge and upper edge of the band.
+        name: Name, unique on the page.
+        alt: Description for readers who cannot see the picture.
+        stride: Number of steps between two points.
+        bottom: Lower end of the axis, unless a line goes below it.
+        **labels: Labels of the axes: title, ylabel.
     """
 
     def draw(axes: Axes) -> None:
@@ -132,7 +133,7 @@ def curves(
 def stacked_bars(
     bars: Sequence[tuple[str, Sequence[float]]], causes: Sequence[str], *, name: str, alt: str, xlabel: str
 ) -> str:
-    """A horizontal bar for each label, made of one part per cause."""
+    """Draw a horizontal bar for each label, with one part per cause."""
 
     def draw(axes: Axes) -> None:
         left = [0.0] * len(bars)
@@ -150,7 +151,7 @@ def stacked_bars(
 
 
 def rank_matrix(values_PP: Sequence[Sequence[float]], *, name: str, unit: str, alt: str) -> str:
-    """What each rank sends to each, senders from top to bottom."""
+    """Draw a matrix of the bytes from each rank (row) to each rank (column)."""
 
     def draw(axes: Axes) -> None:
         size = len(values_PP)
@@ -174,7 +175,7 @@ def rank_matrix(values_PP: Sequence[Sequence[float]], *, name: str, unit: str, a
 def shares_over(
     lines: Sequence[tuple[str, Sequence[float], Sequence[float]]], *, mark: float, name: str, alt: str, xlabel: str
 ) -> str:
-    """Shares from 0 to 100 % over a factor, with a line where something begins."""
+    """Draw shares from 0 to 100 % over a factor, with a vertical line at ``mark``."""
 
     def draw(axes: Axes) -> None:
         for (label, x, y), colour in zip(lines, SERIES, strict=False):
@@ -186,7 +187,7 @@ def shares_over(
         axes.set(xlabel=xlabel, ylabel="%", ylim=(-2, 102))
         axes.margins(x=0.12)
         axes.grid(visible=True)
-        axes.legend()
+        axes.figure.legend(loc="outside upper center", ncols=len(lines))
 
     return _svg(draw, name=name, alt=alt, height=2.7)
 
@@ -214,7 +215,7 @@ class Bar:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """Bars under one title."""
+    """Bars below one title."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -281,7 +282,7 @@ def _svg(draw: Callable[[Axes], None], *, name: str, alt: str, height: float) ->
 
 
 def _inline(svg: str, name: str, alt: str) -> str:
-    """An SVG to be put into a page: sized by it, coloured by it, and with ids of its own."""
+    """Make an SVG part of a page: its size and colours follow the page, and its ids are unique on the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', svg)
@@ -290,11 +291,10 @@ def _inline(svg: str, name: str, alt: str) -> str:
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
     for colour, own in _PAGE_COLOURS.items():
         svg = svg.replace(colour, own)
-    label = alt.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return re.sub(
         r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
         rf'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" \1 role="img" '
-        rf'aria-label="{label}">',
+        rf'aria-label="{escape(alt)}">',
         svg,
         count=1,
     )

@@ -1,1 +1,1 @@
-"""``report``: a page on a routing trace or on the log of a run."""
+"""``report``: writes a page about a routing trace or about the log of a run."""

@@ -1,4 +1,4 @@
-"""Runs ``report``: writes a page on a trace or on the log of a run."""
+"""Runs ``report``: writes a page about a trace or about the log of a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from moe_dispatch.traces.run_reading import run_files
 
 
 def write_report(source: str | Path, out: str | Path) -> Path:
-    """Write a page on a trace or on the log of a run.
+    """Write a page about a trace or about the log of a run.
 
     Args:
-        source: file of ``Trace.record``, directory of ``RunLog.record``, or directory with one trace in it.
-        out: directory of the page; it is made if it does not exist.
+        source: File of ``Trace.record``, directory of ``RunLog.record``, or directory with one trace.
+        out: Directory of the page. It is created if it does not exist.
 
     Returns:
-        The path of the page, ``out/index.html``: one file that needs no other.
+        The path of the page, ``out/index.html``. The page needs no other file.
 
     Raises:
-        TraceError: the source cannot be read, lacks ranks or holds no step, or the page cannot be written.
+        TraceError: The source cannot be read, lacks ranks or holds no step, or the page cannot be written.
     """
     page, path = _page(Path(source)), Path(out) / "index.html"
     try:
@@ -41,8 +41,8 @@ def _page(source: Path) -> str:
     traces = sorted(path.name for path in source.glob("*.safetensors"))
     if len(traces) != 1:
         raise TraceError(
-            f"report: {source} must hold the log of a run, rank0.jsonl and its like, or one trace, got "
-            f"{', '.join(traces) or 'neither'}. Name the directory given to RunLog.record, or a trace."
+            f"report: {source} must hold the log of a run (rank0.jsonl and so on) or one trace, got "
+            f"{', '.join(traces) or 'neither'}. Name the directory that RunLog.record wrote, or a trace."
         )
     return _trace_page(source / traces[0])
 

@@ -1,4 +1,4 @@
-"""What the dispatches of a trace came to: loads, padding, bytes, and what a capacity would have dropped.
+"""Counts the dispatches of a trace: loads, padding, bytes, and the rows that a capacity would have dropped.
 
 Dimensions: ``C`` dispatches of the trace, ``E`` experts in the whole group, ``P`` its ranks.
 """
@@ -31,12 +31,12 @@ class History:
     """Counts of every dispatch, int64.
 
     Attributes:
-        trace: the trace.
-        layer_C: index of the dispatcher.
-        step_C: number of dispatches that the dispatcher had before.
-        loads: rows that are given to the backend, and where they go.
-        cut_CP: rows of a rank that are no tokens and are left out.
-        masked_CP: rows of a rank that are no tokens and are kept, with ids of -1.
+        trace: The trace.
+        layer_C: Index of the dispatcher.
+        step_C: Number of earlier dispatches of the same dispatcher.
+        loads: Rows that the backend gets, and their destinations.
+        cut_CP: Padding rows of a rank that the dispatcher leaves out.
+        masked_CP: Padding rows of a rank that the dispatcher keeps, with ids of -1.
     """
 
     trace: Trace
@@ -48,7 +48,7 @@ class History:
 
     @property
     def timeline(self) -> Timeline:
-        """The loads of experts over time."""
+        """The loads of the experts over time."""
         return Timeline(
             names=self.trace.layers,
             ep_size=self.trace.ep_size,
@@ -62,7 +62,7 @@ def history_of(trace: Trace) -> History:
     """Count the dispatches of a trace.
 
     Raises:
-        TraceError: some ranks are missing, or an expert id is out of range.
+        TraceError: Some ranks are missing, or an expert id is out of range.
     """
     trace.require_whole("report")
     trace.check_ids("report")
@@ -81,7 +81,7 @@ def history_of(trace: Trace) -> History:
 
 
 def _idle_rows(part: Part) -> int:
-    """Rows that are no tokens."""
+    """Return the number of padding rows."""
     real = part.layout.num_real(part.num_rows)
     return 0 if real is None else part.num_rows - real
 
@@ -89,16 +89,17 @@ def _idle_rows(part: Part) -> int:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one backend makes of the routing: totals over all dispatches and ranks.
+    """The totals of one backend over all dispatches and ranks.
 
     Attributes:
-        name: name of the backend.
-        refused: why the backend does not take this group or config; then the rest is empty.
-        rank_padding: rows without a token that ranks bring, so that their numbers of rows are equal or aligned.
-        expert_padding: rows without a token that experts work on, because of ``pad_multiple``.
-        sent: bytes to other ranks, by collective.
-        bytes_PP: bytes by sender and receiver; None if the backend does not tell.
-        payload_only: whether only rows are counted.
+        name: Name of the backend.
+        refused: Why the backend refuses this group or config. Then all other attributes are empty.
+        rank_padding: Padding rows that make the row counts of ranks equal or aligned.
+        expert_padding: Padding rows that round the rows of each expert up to ``pad_multiple``.
+        sent: Bytes sent to other ranks, by collective.
+        bytes_PP: Bytes by sender and receiver; None if the backend cannot say.
+        payload_only: Whether ``sent`` counts only rows.
+        row_dtypes: Dtypes of the rows on the wire, dispatch first.
     """
 
     name: str
@@ -108,17 +109,18 @@ class Share:
     sent: dict[str, int] = dataclasses.field(default_factory=dict)
     bytes_PP: Tensor | None = None
     payload_only: bool = False
+    row_dtypes: tuple[torch.dtype, ...] = ()
 
 
 def recorded_share(history: History) -> Share:
-    """Total the recorded backend, by the needs that it had there."""
+    """Total the recorded backend, with the needs that it had in the recorded run."""
     trace = history.trace
     options = trace.config.backend_options or load_backend(trace.backend_name)()
     return _share(history, options, trace.needs, trace.config)
 
 
 def other_shares(history: History) -> list[Share]:
-    """Total the other backends of this package, by the rules that they have here."""
+    """Total the other backends of this package, with their rules on this machine."""
     config, shape = history.trace.config, history.trace.shape
     shares = []
     for name in known_backends():
@@ -138,28 +140,24 @@ def other_shares(history: History) -> list[Share]:
 def _share(history: History, options: BackendOptions, needs: Constraints, config: DispatcherConfig) -> Share:
     rows_CP = history.loads.rows_CP
     padded_CP = padded_rows(rows_CP, needs, config)
-    sent, bytes_PP, payload_only = _traffic(history, options, padded_CP)
-    return Share(
+    share = Share(
         name=options.name,
         rank_padding=int((padded_CP - rows_CP).sum()),
         expert_padding=int(history.loads.expert_padding_CP(config.pad_multiple_rows).sum()),
-        sent=sent,
-        bytes_PP=bytes_PP,
-        payload_only=payload_only,
     )
+    return _with_traffic(share, history, options, padded_CP)
 
 
-def _traffic(
-    history: History, options: BackendOptions, padded_CP: Tensor
-) -> tuple[dict[str, int], Tensor | None, bool]:
-    """Return bytes by collective, bytes by pair of ranks, and whether only rows are counted."""
+def _with_traffic(share: Share, history: History, options: BackendOptions, padded_CP: Tensor) -> Share:
+    """Add the bytes to a share, unless the backend cannot say them."""
     shape = history.trace.shape
     others_PP = 1.0 - torch.eye(shape.ep_size, dtype=torch.float64)
     total_PP, sent, payload_only = torch.zeros_like(others_PP), dict[str, float](), False
+    row_dtypes: dict[torch.dtype, None] = {}
     for call, pairs_PP, slots_PP, padded_P in zip(
         history.trace.calls, history.loads.pairs_CPP, history.loads.slots_CPP, padded_CP, strict=True
     ):
-        # Backends tell bytes for each rank. Bytes are linear in rows, so for the rows of each pair they tell its bytes.
+        # ``wire_bytes`` takes the rows of each rank. Bytes are linear in rows, so it takes the rows of pairs as well.
         volume = Volume(
             rows=padded_P.double().unsqueeze(1) * others_PP,
             others=others_PP,
@@ -170,24 +168,31 @@ def _traffic(
         )
         wire = options.wire_bytes(shape, volume, call.parts[0].dtype)
         if wire is None:
-            return {}, None, False
+            return share
         payload_only |= wire.payload_only
+        row_dtypes |= dict.fromkeys(wire.row_dtypes)
         for label, bytes_PP in wire.sent.items():
             total_PP += bytes_PP
             sent[label] = sent.get(label, 0.0) + float(bytes_PP.sum())
-    return {label: int(count) for label, count in sent.items()}, total_PP, payload_only
+    return dataclasses.replace(
+        share,
+        sent={label: int(count) for label, count in sent.items()},
+        bytes_PP=total_PP,
+        payload_only=payload_only,
+        row_dtypes=tuple(row_dtypes),
+    )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overflow:
-    """What a capacity would have come to.
+    """The overflow that a capacity would have had.
 
     Attributes:
-        factor: factor over the balanced load.
-        rows: rows that each rank has room for.
-        steps: share of the steps in which some rank of some dispatcher needed more rows.
-        dropped: share of all rows at experts that would not have fitted.
+        factor: Capacity divided by the balanced load.
+        rows: Capacity of each rank, in rows.
+        steps: Share of the steps in which some rank of some dispatcher needed more rows.
+        dropped: Share of all rows at experts that would have been dropped.
     """
 
     factor: CapacityFactor
@@ -197,13 +202,13 @@ class Overflow:
 
 
 def capacity_shape(history: History) -> MoEShape:
-    """Shape that capacities are counted for, with the most rows of the config, or of the trace."""
+    """Return the shape for capacities. Its row limit is that of the config, or else the largest number of rows."""
     trace = history.trace
     return dataclasses.replace(trace.shape, max_tokens_per_rank=trace.config.max_tokens_per_rank or trace.max_rows or 1)
 
 
 def needed_factor(history: History) -> float:
-    """Return the least ``capacity_factor`` that drops nothing."""
+    """Return the smallest ``capacity_factor`` that drops no row."""
     return (
         int(history.loads.received_CP.max()) / balanced_rows(capacity_shape(history))
         if len(history.loads.received_CP)
@@ -212,7 +217,7 @@ def needed_factor(history: History) -> float:
 
 
 def overflows(history: History, factors: Sequence[CapacityFactor]) -> list[Overflow]:
-    """Count what each capacity would have dropped."""
+    """Count the overflow that each capacity would have had."""
     shape, rows_CP, found = capacity_shape(history), history.loads.received_CP, []
     num_steps = len(history.step_C.unique())
     for factor in factors:

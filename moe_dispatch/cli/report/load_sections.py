@@ -1,4 +1,4 @@
-"""The load of experts and ranks over steps, of a trace or of a run: two sections of a report.
+"""The load of experts and ranks over steps: two sections of a report about a trace or a run.
 
 Dimensions: ``C`` dispatches or steps, ``E`` experts in the whole group, ``P`` its ranks.
 """
@@ -16,19 +16,20 @@ from moe_dispatch.cli.pictures import curves, load_map
 from moe_dispatch.cli.report.page import Section, Table, number
 
 _MOST_COLUMNS = 400
+_BANDS = "A line is the mean of all dispatchers. The band around it goes from the smallest to the largest value."
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timeline:
-    """Loads in the order in which they were recorded.
+    """Loads in the order of the recording.
 
     Attributes:
-        names: names of the dispatchers, or one name for all of them together.
-        ep_size: P.
-        layer_C: index of the name, int64.
-        step_C: number of dispatches or steps that the name had before, int64.
-        tokens_CE: rows that went to each expert, int64.
+        names: Names of the dispatchers, or one name for all of them together.
+        ep_size: Number of ranks, P.
+        layer_C: Index of the name, int64.
+        step_C: Number of earlier dispatches or steps with the same name, int64.
+        tokens_CE: Rows that went to each expert, int64.
     """
 
     names: Sequence[str]
@@ -39,26 +40,26 @@ class Timeline:
 
     @property
     def steps(self) -> int:
-        """Most steps of any name."""
+        """The largest number of steps of any name."""
         return int(self.step_C.max()) + 1 if len(self.step_C) else 0
 
     @property
     def stride(self) -> int:
-        """Number of steps that a picture shows as one: more columns than pixels would only make it heavy."""
+        """Number of steps that one column of a picture shows, so that it has no more columns than pixels."""
         return max(-(-self.steps // _MOST_COLUMNS), 1)
 
     @property
     def imbalance_C(self) -> Tensor:
-        """Rows of the busiest expert over the mean, float64; 1 if nothing was dispatched."""
+        """Rows of the busiest expert, divided by the mean of all experts, float64; 1 without rows."""
         return _over_mean(self.tokens_CE)
 
     @property
     def rank_imbalance_C(self) -> Tensor:
-        """Rows of the busiest rank over the mean, float64: the other ranks wait for it."""
+        """Rows of the busiest rank, divided by the mean of all ranks, float64. The other ranks wait for this rank."""
         return _over_mean(self.tokens_CE.unflatten(1, (self.ep_size, -1)).sum(2))
 
     def blocks(self, values_C: Tensor) -> list[Tensor]:
-        """Split values of all names into the blocks that a picture shows as one step."""
+        """Split the values of all names into blocks of ``stride`` steps."""
         block_C = self.step_C // self.stride
         return [values_C[block_C == block] for block in range(-(-self.steps // self.stride))]
 
@@ -72,13 +73,18 @@ _MAPPED_LAYERS = 8
 
 
 def load_section(timeline: Timeline) -> Section:
-    """Show rows per expert: a map for each of the first dispatchers, a table for every dispatcher."""
+    """Show the rows per expert: a map for each of the first dispatchers, and a table for each dispatcher."""
     layers = timeline.names
-    text = ["Rows that went to each expert, over the mean of the step: red is more than even, blue is less."]
+    text = [
+        "Rows that went to each expert, divided by the mean of all experts in the step. Red experts got more than the "
+        "mean, blue experts got less."
+    ]
     if len(layers) > _MAPPED_LAYERS:
-        text.append(f"Pictures are of the first {_MAPPED_LAYERS} of {len(layers)} dispatchers; the tables have all.")
+        text.append(
+            f"The pictures show the first {_MAPPED_LAYERS} of {len(layers)} dispatchers. The tables show all of them."
+        )
     if timeline.stride > 1:
-        text.append(f"Pictures show {timeline.stride} steps as one, added up; the tables are of single steps.")
+        text.append(f"A column of a picture is the sum of {timeline.stride} steps. The tables count single steps.")
     return Section(
         heading="Expert load over steps",
         text=text,
@@ -91,8 +97,8 @@ def _load_map(timeline: Timeline, layer: int) -> str:
     tokens_SE, label = timeline.tokens_CE[timeline.layer_C == layer], timeline.names[layer]
     total_E = tokens_SE.sum(0)
     alt = (
-        f"Heat map of {label}: rows per expert over {len(tokens_SE)} steps. Over all of them expert "
-        f"{int(total_E.argmax())} got most; {int((total_E == 0).sum())} experts got nothing."
+        f"Heat map of {label}: rows per expert over {len(tokens_SE)} steps. In all steps together, expert "
+        f"{int(total_E.argmax())} got the most rows, and {int((total_E == 0).sum())} experts got no rows."
     )
     blocks = [block.sum(0).tolist() for block in tokens_SE.split(timeline.stride)]
     return load_map(blocks, name=f"load-{layer}", title=label, alt=alt, stride=timeline.stride)
@@ -109,19 +115,19 @@ def _expert_table(timeline: Timeline, layer: int) -> Table:
     ]
     return Table(
         caption=f"Rows per expert, {timeline.names[layer]}",
-        headings=("expert", "rows", "over the mean", "per step", "least", "most"),
+        headings=("expert", "rows", "of the mean", "per step", "min", "max"),
         rows=rows,
         folded=True,
     )
 
 
 def imbalance_section(timeline: Timeline) -> Section:
-    """Show the busiest expert and the busiest rank over the mean."""
+    """Show the load of the busiest expert and of the busiest rank, relative to the mean."""
     kinds = {"busiest expert": timeline.imbalance_C}
     if timeline.ep_size > 1:
         kinds["busiest rank"] = timeline.rank_imbalance_C
     alt = "Lines over steps: " + "; ".join(
-        f"{label} over the mean, {float(values.mean()):.2f} on average, at most {float(values.max()):.2f}"
+        f"{label}, {float(values.mean()):.2f} times the mean on average, at most {float(values.max()):.2f} times"
         for label, values in kinds.items()
     )
     several = len(timeline.names) > 1 or timeline.stride > 1
@@ -129,16 +135,17 @@ def imbalance_section(timeline: Timeline) -> Section:
     return Section(
         heading="Imbalance over steps",
         text=[
-            "1 is balanced. Time goes by the busiest rank: the others wait for it in combine.",
-            *(["Lines are means of all dispatchers, bands reach from the least to the most of any."] * several),
+            "Rows of the busiest expert and of the busiest rank, divided by the mean of all. 1 is balanced. The "
+            "busiest rank decides the time of a step, because the other ranks wait for it in combine.",
+            *([_BANDS] * several),
         ],
-        pictures=[curves(lines, name="imbalance", alt=alt, stride=timeline.stride, ylabel="over the mean")],
+        pictures=[curves(lines, name="imbalance", alt=alt, stride=timeline.stride, ylabel="of the mean")],
         tables=[_imbalance_table(timeline, kinds)],
     )
 
 
 def _over_layers(timeline: Timeline, values_C: Tensor) -> tuple[list[float], list[float], list[float]]:
-    """Return mean, least and most of all dispatchers, by step."""
+    """Return the mean, the smallest and the largest value of all dispatchers, by step."""
     blocks = timeline.blocks(values_C)
     return (
         [float(values.mean()) for values in blocks],
@@ -155,5 +162,5 @@ def _imbalance_table(timeline: Timeline, kinds: dict[str, Tensor]) -> Table:
             values = values_C[timeline.layer_C == layer]
             cells += [f"{float(values.mean()):.2f}", f"{float(values.max()):.2f}", str(int(values.argmax()))]
         rows.append(cells)
-    heads = [f"{label}, {what}" for label in kinds for what in ("mean", "most", "in step")]
-    return Table(caption="Most rows over the mean", headings=("dispatcher", *heads), rows=rows)
+    heads = [f"{label}, {what}" for label in kinds for what in ("mean", "max", "max in step")]
+    return Table(caption="Largest load, divided by the mean load", headings=("dispatcher", *heads), rows=rows)

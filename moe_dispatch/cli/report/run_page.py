@@ -1,4 +1,4 @@
-"""The page on the log of a run: loads, padding, bytes and graph-safe room, step by step and by rank."""
+"""The page about the log of a run: loads, padding, bytes and graph-safe capacity, by step and by rank."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from moe_dispatch.backends.capacity import balanced_rows
 from moe_dispatch.cli.pictures import curves, stacked_bars
 from moe_dispatch.cli.report.load_sections import Timeline, imbalance_section, load_section
-from moe_dispatch.cli.report.page import Section, Table, figure, number, percent, render, unit_of
+from moe_dispatch.cli.report.page import PADDING_CAUSES, Section, Table, figure, number, percent, render, unit_of
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.traces import RunLog
 
 
 def run_page(name: str, run: RunLog) -> str:
-    """Make the page on the log of a run, HTML.
+    """Make the page about the log of a run, as HTML.
 
     Args:
-        name: name of the directory.
-        run: log with at least one step.
+        name: Name of the directory.
+        run: Log with at least one step.
     """
     timeline = Timeline(
         names=["all dispatchers"],
@@ -36,29 +36,29 @@ def run_page(name: str, run: RunLog) -> str:
         bytes_section(run),
         overflow_section(run, timeline),
     ]
-    return render(f"Run {name}", _intro(run, timeline), _settings_table(run), sections)
+    return render(f"Run {name}", _intro(run, timeline), _settings(run), sections)
 
 
 def _intro(run: RunLog, timeline: Timeline) -> list[str]:
     imbalance_S = timeline.imbalance_C
     intro = [
-        f"The busiest expert got {float(imbalance_S.mean()):.2f} times the mean of all experts on average, and "
-        f"{float(imbalance_S.max()):.2f} times at worst (step {int(imbalance_S.argmax())}).",
-        "Counted are all dispatchers of one config and group together; a step is what lies between two calls of "
+        f"The busiest expert got {float(imbalance_S.mean()):.2f} times the mean of all experts on average, and at most "
+        f"{float(imbalance_S.max()):.2f} times (step {int(imbalance_S.argmax())}).",
+        "The numbers are sums over all dispatchers of one config and group. A step is the time between two calls of "
         "step().",
     ]
     if len(set(run.written)) > 1:
         intro.append(
-            f"Ranks ended at different steps, from {min(run.written)} to {max(run.written)}: shown are the "
-            f"{run.steps} that all have."
+            f"Ranks ended after different numbers of steps, from {min(run.written)} to {max(run.written)}. This page "
+            f"has the {run.steps} steps that all ranks have."
         )
     return intro
 
 
-def _settings_table(run: RunLog) -> Table:
+def _settings(run: RunLog) -> list[tuple[str, str]]:
     config = run.config
-    rows = [
-        *((("dispatcher given", run.name),) if run.name else ()),
+    return [
+        *((("dispatcher", run.name),) if run.name else ()),
         ("backend", run.backend_name),
         ("ranks", str(run.ep_size)),
         *((field, str(getattr(config, field))) for field in ("num_experts", "top_k", "hidden_size", "pad_multiple")),
@@ -68,7 +68,6 @@ def _settings_table(run: RunLog) -> Table:
         ("dispatches of a rank", number(run.dispatches_SP[:, 0].sum())),
         *((f"{name} version", version) for name, version in run.versions.items()),
     ]
-    return Table(caption="What was logged", headings=("", "value"), rows=rows)
 
 
 _CAUSES = {"masked": "masked", "rank": "for ranks", "expert": "for experts"}
@@ -79,20 +78,19 @@ Line = tuple[str, list[float], list[float], list[float]]
 
 
 def padding_section(run: RunLog, timeline: Timeline) -> Section:
-    """Show rows without a token, by cause, step and rank."""
+    """Show the padding rows by cause, step and rank."""
     totals = {cause: int(counts.sum()) for cause, counts in run.rows.items()}
-    alt = "Lines over steps of a rank's rows that hold no token, on average: " + "; ".join(
+    alt = "Lines over steps: padding rows of a rank, on average " + "; ".join(
         f"{float(run.rows[cause].double().mean()):.1f} {label}" for cause, label in _CAUSES.items()
     )
     lines = [_line(label, run.rows[cause], timeline) for cause, label in _CAUSES.items()]
     return Section(
         heading="Padding by cause",
         text=[
-            f"{number(run.tokens_SE.sum())} rows went to experts. {number(totals['cut'])} rows that are no tokens were "
-            "left out before, at no cost.",
-            "Masked rows are no tokens, sent nowhere; rows for ranks make counts equal or aligned; rows for experts "
-            "round each expert's rows up to pad_multiple. Lines are means of ranks, bands reach from the least to the "
-            "most of any rank.",
+            f"The experts got {number(run.tokens_SE.sum())} rows. The dispatchers left out {number(totals['cut'])} "
+            "padding rows of the layout, which cost nothing.",
+            PADDING_CAUSES,
+            "A line is the mean of all ranks. The band around it goes from the smallest to the largest value.",
         ],
         pictures=[curves(lines, name="padding", alt=alt, stride=timeline.stride, ylabel="rows of a rank", bottom=0.0)],
         tables=[_padding_table(run, totals), _padding_by_rank(run)],
@@ -106,7 +104,7 @@ def _padding_table(run: RunLog, totals: dict[str, int]) -> Table:
     ]
     share = percent(totals["expert"], real + totals["expert"])
     return Table(
-        caption=f"Rows without a token, all ranks; those for experts are {share} of the rows at experts",
+        caption=f"Padding rows of all ranks. Rows for experts are {share} of all rows at experts.",
         headings=("cause", "rows", "per step"),
         rows=rows,
     )
@@ -118,7 +116,7 @@ def _padding_by_rank(run: RunLog) -> Table:
         for rank in range(run.ep_size)
     ]
     return Table(
-        caption="Rows without a token, by rank",
+        caption="Padding rows by rank",
         headings=("rank", "cut", *_CAUSES.values()),
         rows=rows,
         folded=True,
@@ -126,14 +124,14 @@ def _padding_by_rank(run: RunLog) -> Table:
 
 
 def bytes_section(run: RunLog) -> Section:
-    """Show the bytes that ranks sent, by collective."""
+    """Show the bytes that each rank sent, by collective."""
     heading, steps = "Bytes by rank and collective", max(run.steps, 1)
     note = (
-        "A run counts no pairs of ranks, and no other backend's bytes: record some steps with Trace.record for these. "
-        "What a library of its own sends, such as deep_ep, is not counted."
+        "Bytes by pair of ranks, and the bytes of other backends, need a trace: record some steps with Trace.record. "
+        "Bytes that another library such as deep_ep sends are not counted."
     )
     if not run.sent:
-        return Section(heading=heading, text=["Nothing was counted that ranks sent each other.", note])
+        return Section(heading=heading, text=["No bytes between ranks were counted.", note])
     total_P = torch.stack(list(run.sent.values())).sum((0, 1)).double() / steps
     unit, scale = unit_of(float(total_P.max()))
     parts = {label: counts.sum(0).double() / steps / scale for label, counts in run.sent.items()}
@@ -146,11 +144,11 @@ def bytes_section(run: RunLog) -> Section:
     bars = [(f"rank {rank}", [float(bars_KP[kind][rank]) for kind in kinds]) for rank in shown]
     alt = (
         f"Bars of {unit} per step that each rank sends: from {figure(total_P.min() / scale)} to "
-        f"{figure(total_P.max() / scale)}, most by rank {int(total_P.argmax())}."
+        f"{figure(total_P.max() / scale)}, the most by rank {int(total_P.argmax())}."
     )
-    text = ["What ranks sent to others in a step, forward and backward."]
+    text = ["Bytes that each rank sends to other ranks in a step, forward and backward."]
     if run.ep_size > _MOST_BARS:
-        text.append(f"The picture has the first {_MOST_BARS} of {run.ep_size} ranks; the table has all.")
+        text.append(f"The picture shows the first {_MOST_BARS} of {run.ep_size} ranks. The table shows all of them.")
     return Section(
         heading=heading,
         text=[*text, note],
@@ -166,19 +164,19 @@ def _bytes_table(parts: dict[str, Tensor], total_P: Tensor, unit: str) -> Table:
     ]
     rows.append(("all", *(figure(sent_P.sum()) for sent_P in parts.values()), figure(total_P.sum())))
     return Table(
-        caption=f"{unit} per step to other ranks, by collective", headings=("rank", *parts, "in all"), rows=rows
+        caption=f"{unit} per step to other ranks, by collective", headings=("rank", *parts, "total"), rows=rows
     )
 
 
 def overflow_section(run: RunLog, timeline: Timeline) -> Section:
-    """Show the rows that graph-safe dispatches needed, and those that they had room for."""
+    """Show the rows that graph-safe dispatches needed, and their capacity."""
     heading = "Overflow"
     if run.needed_SP is None or run.room_S is None:
         return Section(
             heading=heading,
             text=[
-                "Nothing can overflow in eager mode, where sizes follow the routing. A trace of some steps tells what "
-                "a capacity_factor would have come to."
+                "Nothing can overflow in eager mode, because buffers grow with the routing. A report about a trace "
+                "shows the overflow of each capacity_factor."
             ],
         )
     kinds = [("rows of a rank's experts", run.needed_SP, run.room_S)]
@@ -186,25 +184,25 @@ def overflow_section(run: RunLog, timeline: Timeline) -> Section:
         kinds.append(("rows from a rank to a rank", run.pairs_needed_SP, run.pairs_room_S))
     most, enough = int(run.needed_SP.max()), _factor(run)
     over = [_first_above(needed_SP, room_S) for _, needed_SP, room_S in kinds]
-    fate = "What did not fit was dropped; the loads above are of what did."
-    said = "There was room for all of them." if over == [None] * len(over) else fate
-    alt = f"Lines over steps: the most rows that a rank has needed so far, in the end {most}, and its room."
+    fate = "Rows beyond the capacity were dropped, and the loads above do not count them."
+    said = "No rows were dropped." if over == [None] * len(over) else fate
+    alt = f"Lines over steps: the rows that a rank has needed so far at most, {most} at the end, and its capacity."
     most_S1, mean_S1 = run.needed_SP.amax(1, keepdim=True), run.needed_SP.double().mean(1, keepdim=True)
     lines = [
         _line(label, values, timeline)
         for label, values in (
-            ("rank that needs most", most_S1),
+            ("rank with most rows", most_S1),
             ("mean of ranks", mean_S1),
-            ("room", run.room_S.unsqueeze(1)),
+            ("capacity", run.room_S.unsqueeze(1)),
         )
     ]
     return Section(
         heading=heading,
         text=[
-            f"The most rows that any dispatch so far needed for a rank's experts, and the room for them. {said} "
-            f"capacity_factor {enough:.3f} would have been enough.",
-            "Counted is the largest number, so a line that goes level hides dispatches that needed less, or as much "
-            "again; how many rows were dropped is not counted.",
+            "The largest number of rows that the experts of a rank have needed in any dispatch so far, and the "
+            f"capacity. {said} A capacity_factor of {enough:.3f} would have been enough.",
+            "The log has the largest number only. If a line is level, later dispatches needed the same number or "
+            "fewer. The log does not count dropped rows.",
         ],
         pictures=[curves(lines, name="overflow", alt=alt, stride=timeline.stride, ylabel="rows", bottom=0.0)],
         tables=[_overflow_table(kinds)],
@@ -212,13 +210,13 @@ def overflow_section(run: RunLog, timeline: Timeline) -> Section:
 
 
 def _factor(run: RunLog) -> float:
-    """Return the least ``capacity_factor`` that would have dropped nothing."""
+    """Return the smallest ``capacity_factor`` that would have dropped no row."""
     assert run.needed_SP is not None
     return max(int(run.needed_SP.max()), 1) / balanced_rows(shape_of(run.config, run.ep_size))
 
 
 def _first_above(needed_SP: Tensor, room_S: Tensor) -> int | None:
-    """Return the first step in which more rows were needed than there was room for; None if there is none."""
+    """Return the first step that needed more rows than its capacity; None if there is none."""
     above = (needed_SP.amax(1) > room_S).nonzero()
     return int(above[0]) if len(above) else None
 
@@ -238,14 +236,14 @@ def _overflow_table(kinds: Sequence[tuple[str, Tensor, Tensor]]) -> Table:
             )
         )
     return Table(
-        caption="What was needed at most",
-        headings=("of a dispatch", "rows", "on rank", "room", "first overflow in step"),
+        caption="Largest need of a dispatch",
+        headings=("need", "rows", "on rank", "capacity", "first overflow in step"),
         rows=rows,
     )
 
 
 def _line(label: str, values_SP: Tensor, timeline: Timeline) -> Line:
-    """Make a line of the mean, least and most of ranks, over the steps that a picture shows as one."""
+    """Make a line: the mean, the smallest and the largest value of all ranks, by block of steps."""
     blocks = timeline.blocks(values_SP)
     return (
         label,

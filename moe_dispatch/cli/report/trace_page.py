@@ -1,4 +1,4 @@
-"""The page on a trace: loads, padding, bytes, and rows that a capacity would drop."""
+"""The page about a trace: loads, padding, bytes, and the rows that a capacity would drop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, worst_rows
+from moe_dispatch.cli.loads import dtype_names
 from moe_dispatch.cli.pictures import rank_matrix, shares_over, stacked_bars
 from moe_dispatch.cli.report.history import (
     History,
@@ -21,7 +22,7 @@ from moe_dispatch.cli.report.history import (
     recorded_share,
 )
 from moe_dispatch.cli.report.load_sections import imbalance_section, load_section
-from moe_dispatch.cli.report.page import Section, Table, figure, number, percent, render, unit_of
+from moe_dispatch.cli.report.page import PADDING_CAUSES, Section, Table, figure, number, percent, render, unit_of
 from moe_dispatch.config import PAD_MULTIPLES
 from moe_dispatch.traces import Trace
 
@@ -33,14 +34,14 @@ _CAUSES = ("masked", "for ranks", "for experts")
 
 
 def trace_page(name: str, trace: Trace) -> str:
-    """Make the page on a trace, HTML.
+    """Make the page about a trace, as HTML.
 
     Args:
-        name: name of the file.
-        trace: trace with at least one dispatch.
+        name: Name of the file.
+        trace: Trace with at least one dispatch.
 
     Raises:
-        TraceError: some ranks are missing, or an expert id is out of range.
+        TraceError: Some ranks are missing, or an expert id is out of range.
     """
     history = history_of(trace)
     recorded, others = recorded_share(history), other_shares(history)
@@ -51,7 +52,7 @@ def trace_page(name: str, trace: Trace) -> str:
         bytes_section(history, recorded, others),
         overflow_section(history),
     ]
-    return render(f"Routing of {name}", [_summary(history)], _settings_table(history), sections)
+    return render(f"Routing of {name}", [_summary(history)], _settings(history), sections)
 
 
 def _summary(history: History) -> str:
@@ -59,17 +60,17 @@ def _summary(history: History) -> str:
     worst = int(imbalance_C.argmax())
     where = f"{history.trace.layers[history.layer_C[worst]]}, step {int(history.step_C[worst])}"
     return (
-        f"The busiest expert got {float(imbalance_C.mean()):.2f} times the mean of all experts on average, and "
-        f"{float(imbalance_C[worst]):.2f} times at worst ({where})."
+        f"The busiest expert got {float(imbalance_C.mean()):.2f} times the mean of all experts on average, and at most "
+        f"{float(imbalance_C[worst]):.2f} times ({where})."
     )
 
 
-def _settings_table(history: History) -> Table:
+def _settings(history: History) -> list[tuple[str, str]]:
     trace, config = history.trace, history.trace.config
-    rows = [
+    return [
         ("backend", trace.backend_name),
         ("ranks", str(trace.ep_size)),
-        ("experts", str(config.num_experts)),
+        ("num_experts", str(config.num_experts)),
         ("top_k", str(config.top_k)),
         ("hidden_size", str(config.hidden_size)),
         ("pad_multiple", str(config.pad_multiple)),
@@ -79,18 +80,17 @@ def _settings_table(history: History) -> Table:
         ("tokens dispatched", number((history.loads.rows_CP - history.masked_CP).sum())),
         *((f"{name} version", version) for name, version in trace.versions.items()),
     ]
-    return Table(caption="What was recorded", headings=("", "value"), rows=rows)
 
 
 def padding_section(history: History, shares: Sequence[Share]) -> Section:
-    """Show rows without a token, by backend and cause; the recorded backend comes first."""
+    """Show the padding rows by backend and cause. The recorded backend comes first."""
     steps, kept, real = history.trace.steps, int(history.loads.rows_CP.sum()), int(history.loads.tokens_CE.sum())
     bars = {
         share.name: (int(history.masked_CP.sum()), share.rank_padding, share.expert_padding)
         for share in shares
         if not share.refused
     }
-    alt = "Bars of rows per step that hold no token: " + "; ".join(
+    alt = "Bars of padding rows per step: " + "; ".join(
         f"{name} " + ", ".join(f"{rows / steps:.0f} {cause}" for cause, rows in zip(_CAUSES, parts, strict=True))
         for name, parts in bars.items()
     )
@@ -102,18 +102,17 @@ def padding_section(history: History, shares: Sequence[Share]) -> Section:
     return Section(
         heading="Padding by cause",
         text=[
-            f"{number(kept)} rows were given to the backend, and {number(real)} rows went to experts. "
-            f"{number(history.cut_CP.sum())} rows that are no tokens were left out before, at no cost.",
-            f"The first backend is the one recorded, {history.trace.backend_name}, by the rules it had there; the "
-            "others are what they would make of the same routing, by the rules they have here.",
-            "Masked rows are no tokens, sent nowhere; rows for ranks make counts equal or aligned; rows for experts "
-            "round each expert's rows up to pad_multiple.",
+            f"The backend got {number(kept)} rows, and the experts got {number(real)} rows. The dispatchers left out "
+            f"{number(history.cut_CP.sum())} padding rows of the layout, which cost nothing.",
+            f"The first backend, {history.trace.backend_name}, was recorded. Its numbers follow the rules that it had "
+            "in the recorded run. The other backends were not run. Their numbers follow their rules on this machine.",
+            PADDING_CAUSES,
         ],
-        pictures=[stacked_bars(per_step, _CAUSES, name="padding", alt=alt, xlabel="rows per step that hold no token")],
+        pictures=[stacked_bars(per_step, _CAUSES, name="padding", alt=alt, xlabel="padding rows per step")],
         tables=[
             Table(
-                caption="Rows without a token, all steps",
-                headings=("backend", *_CAUSES, "of rows that ranks bring", "of rows at experts"),
+                caption="Padding rows of all steps",
+                headings=("backend", *_CAUSES, "share of rows of ranks", "share of rows at experts"),
                 rows=by_backend,
             ),
             _multiples_table(history, real),
@@ -130,8 +129,8 @@ def _multiples_table(history: History, real: int) -> Table:
         told = [str(value), labels.get(value, ""), "recorded" if value == own else ""]
         rows.append((", ".join(filter(None, told)), number(padding), percent(padding, real + padding)))
     return Table(
-        caption="Padding of experts, by pad_multiple",
-        headings=("pad_multiple", "rows", "of rows at experts"),
+        caption="Padding for experts, by pad_multiple",
+        headings=("pad_multiple", "rows", "share of rows at experts"),
         rows=rows,
     )
 
@@ -139,29 +138,31 @@ def _multiples_table(history: History, real: int) -> Table:
 def _refused_table(shares: Sequence[Share]) -> list[Table]:
     rows = [(share.name, share.refused) for share in shares if share.refused]
     heads = ("backend", "why")
-    return [Table(caption="Backends that refuse this", headings=heads, rows=rows, text_columns=(1,))] if rows else []
+    return (
+        [Table(caption="Backends that refuse this run", headings=heads, rows=rows, text_columns=(1,))] if rows else []
+    )
 
 
 def bytes_section(history: History, recorded: Share, others: Sequence[Share]) -> Section:
-    """Show what the recorded backend sends from rank to rank, and the totals of all backends."""
+    """Show the bytes from rank to rank of the recorded backend, and the totals of all backends."""
     steps, telling = history.trace.steps, [share for share in (recorded, *others) if share.sent]
     tables = [_bytes_table(telling, steps)] if telling else []
     heading = "Bytes by pair of ranks"
     if recorded.bytes_PP is None or history.trace.ep_size == 1:
-        return Section(heading=heading, text=["There are no bytes between ranks to show."], tables=tables)
+        return Section(heading=heading, text=["No bytes between ranks were recorded."], tables=tables)
     unit, scale = unit_of(float(recorded.bytes_PP.max()) / steps)
     matrix_PP = recorded.bytes_PP / steps / scale
-    text = [f"What {recorded.name} sends per step, forward and backward, by sender and receiver."]
+    text = [f"Bytes that {recorded.name} sends in a step, forward and backward, by sender and receiver."]
     if recorded.name == "alltoall":
-        text.append("In dispatch a row goes once to each other rank that has at least one of its experts.")
+        text.append("In dispatch, a row goes once to each other rank that owns at least one of its experts.")
     if any(share.payload_only for share in telling):
         names = ", ".join(share.name for share in telling if share.payload_only)
-        text.append(f"Of {names} only rows are counted, in the dtype that travels; their library sends more beside.")
+        text.append(f"Only rows are counted for {names}. Their library sends more bytes beside the rows.")
     source, target = divmod(int(matrix_PP.argmax()), len(matrix_PP))
     away = matrix_PP[~torch.eye(len(matrix_PP), dtype=torch.bool)]
     alt = (
-        f"Matrix of {unit} per step from each rank to each other: from {float(away.min()):.3g} to "
-        f"{float(away.max()):.3g}, most from rank {source} to rank {target}."
+        f"Matrix of {unit} per step from each rank to each other rank: from {float(away.min()):.3g} to "
+        f"{float(away.max()):.3g}, the most from rank {source} to rank {target}."
     )
     picture = rank_matrix(matrix_PP.tolist(), name="pairs", unit=f"{unit} per step", alt=alt)
     return Section(heading=heading, text=text, pictures=[picture], tables=[_pair_table(matrix_PP, unit), *tables])
@@ -172,6 +173,7 @@ def _bytes_table(shares: Sequence[Share], steps: int) -> Table:
     rows = [
         (
             share.name,
+            dtype_names(share.row_dtypes),
             *(figure(share.sent.get(way, 0) / steps / scale) for way in _WAYS),
             figure(sum(share.sent.values()) / steps / scale),
         )
@@ -179,7 +181,8 @@ def _bytes_table(shares: Sequence[Share], steps: int) -> Table:
     ]
     return Table(
         caption=f"{unit} per step to other ranks",
-        headings=("backend", *_WAYS, "in all"),
+        headings=("backend", "rows in", *_WAYS, "total"),
+        text_columns=(1,),
         rows=rows,
     )
 
@@ -195,12 +198,12 @@ def _pair_table(matrix_PP: Tensor, unit: str) -> Table:
     for rank, sent_P in enumerate(matrix_PP):
         cells = ["-" if rank == other else figure(sent) for other, sent in enumerate(sent_P)]
         rows.append((f"from {rank}", *cells, figure(sent_P.sum())))
-    heads = ("", *(f"to {rank}" for rank in range(size)), "in all")
+    heads = ("", *(f"to {rank}" for rank in range(size)), "total")
     return Table(caption=f"{unit} per step from rank to rank", headings=heads, rows=rows)
 
 
 def overflow_section(history: History) -> Section:
-    """Show what graph-safe buffers of each size would have dropped."""
+    """Show the rows that graph-safe buffers of each capacity would have dropped."""
     shape, enough = capacity_shape(history), needed_factor(history)
     worst = worst_rows(shape) / balanced_rows(shape)
     last = max(min(worst, max(1.25 * enough, 1.5)), 1.0)
@@ -209,7 +212,7 @@ def overflow_section(history: History) -> Section:
     factors: list[CapacityFactor] = [factor for factor in _FACTORS if factor < worst]
     listed = overflows(history, [*factors, "worst"])
     alt = "Lines over capacity_factor: " + "; ".join(
-        f"at {found.factor} {_share(found.steps, 0)} of steps overflow, {_share(found.dropped, 2)} of rows are dropped"
+        f"with {found.factor}, {_share(found.steps, 0)} of steps overflow, and {_share(found.dropped, 2)} of rows drop"
         for found in listed
     )
     lines = [
@@ -219,11 +222,11 @@ def overflow_section(history: History) -> Section:
     return Section(
         heading="Overflow",
         text=[
-            "Graph-safe buffers hold capacity_factor times the balanced load of a rank, here "
-            f"{number(balanced_rows(shape))} rows. {enough:.3f} would have been enough for all that was recorded; the "
-            f"worst case is {worst:.3g}.",
-            "A step overflows where some rank of some dispatcher needs more. Dropped are the rows that do not fit, of "
-            "all rows that go to experts.",
+            "A graph-safe buffer holds capacity_factor times the balanced load of a rank, which is "
+            f"{number(balanced_rows(shape))} rows here. A factor of {enough:.3f} would have been enough for all "
+            f"recorded steps. The worst possible routing needs {worst:.3g}.",
+            "A step overflows if some rank of some dispatcher needs more rows than its buffer holds. The other rows "
+            "are dropped, and shown as a share of all rows at experts.",
         ],
         pictures=[shares_over(lines, mark=enough, name="overflow", alt=alt, xlabel="capacity_factor")],
         tables=[_overflow_table(listed)],
@@ -236,7 +239,7 @@ def _overflow_table(listed: Sequence[Overflow]) -> Table:
     ]
     return Table(
         caption="Overflow by capacity",
-        headings=("capacity_factor", "room of a rank", "steps that overflow", "rows dropped"),
+        headings=("capacity_factor", "rows of a rank", "steps that overflow", "rows dropped"),
         rows=rows,
     )
 

@@ -149,29 +149,32 @@ def test_tables_have_the_numbers(recorded: Path, outline: Outline) -> None:
     share = recorded_share(history)
     tokens = history.loads.tokens_CE[history.layer_C == 1]
     rows = outline.tables[f"Rows per expert, {LAYERS[1]}"]
-    assert rows[0] == ["expert", "rows", "over the mean", "per step", "least", "most"]
+    assert rows[0] == ["expert", "rows", "of the mean", "per step", "min", "max"]
     assert [int(row[1]) for row in rows[1:]] == tokens.sum(0).tolist()
     assert [int(row[5]) for row in rows[1:]] == tokens.amax(0).tolist()
-    imbalance = outline.tables["Most rows over the mean"]
+    imbalance = outline.tables["Largest load, divided by the mean load"]
     assert imbalance[1][0] == LAYERS[0]
     assert float(imbalance[1][2]) == pytest.approx(
         float(history.timeline.imbalance_C[history.layer_C == 0].max()), abs=0.006
     )
-    padding = {row[0]: numbers(row[1:4]) for row in outline.tables["Rows without a token, all steps"][1:]}
+    padding = {row[0]: numbers(row[1:4]) for row in outline.tables["Padding rows of all steps"][1:]}
     assert padding["alltoall"] == [0, 0, share.expert_padding]
     assert padding["allgather"] == [0, 2 * STEPS * 5, share.expert_padding]
     assert share.bytes_PP is not None
     pairs = outline.tables["kB per step from rank to rank"]
     assert float(pairs[1][2]) == pytest.approx(float(share.bytes_PP[0, 1]) / STEPS / 1e3, rel=1e-3)
     assert pairs[1][1] == "-"
-    sent = {row[0]: numbers(row[1:]) for row in outline.tables["kB per step to other ranks"][1:]}
+    assert outline.tables["kB per step to other ranks"][0][1] == "rows in"
+    dtypes = {row[0]: row[1] for row in outline.tables["kB per step to other ranks"][1:]}
+    assert dtypes == {"alltoall": "float32", "allgather": "float32", "hybridep": "bfloat16"}
+    sent = {row[0]: numbers(row[2:]) for row in outline.tables["kB per step to other ranks"][1:]}
     assert sent["alltoall"][-1] == pytest.approx(sum(share.sent.values()) / STEPS / 1e3, rel=1e-3)
     overflow = outline.tables["Overflow by capacity"][1:]
     assert overflow[0][:2] == ["1.0", "54"]
     assert numbers(overflow[0])[2] == 100
     assert overflow[-1][0] == "worst"
     assert numbers(overflow[-1][2:]) == [0, 0]
-    assert outline.tables["Backends that refuse this"][1][0] == "deepep"
+    assert outline.tables["Backends that refuse this run"][1][0] == "deepep"
 
 
 def test_one_rank_and_one_step(tmp_path: Path) -> None:
@@ -230,6 +233,7 @@ document.title = JSON.stringify({
   paper: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
   fills: [...new Set(texts.filter(text => !text.closest('[id^=pairs-figure]')).map(t => getComputedStyle(t).fill))],
   strokes: [...new Set(lines.map(line => getComputedStyle(line).stroke))],
+  columns: new Set([...document.querySelectorAll('section')].map(section => shown(section)[0])).size,
   pictures: [...document.querySelectorAll('figure svg')].map(shown), size: Math.min(...texts.map(size)),
   loaded: performance.getEntriesByType('resource').map(entry => entry.name),
 });
@@ -285,6 +289,7 @@ def test_browser_shows_it(page: Path, tmp_path: Path, width: int, dark: bool) ->
     assert view["dark"] == dark
     assert (luminance(view["paper"]) < 0.05) == dark
     assert view["wide"] <= width, "nothing makes the page scroll sideways"
+    assert view["columns"] == (2 if width > 1100 else 1), "sections stand side by side where there is room"
     assert len(view["pictures"]) == 6
     for left, right, height in view["pictures"]:
         assert 0 <= left < right <= width

@@ -81,17 +81,17 @@ def test_tables_have_the_numbers_of_the_log(logged: Path, outline: Outline) -> N
     run = RunLog.load(logged)
     rows = outline.tables["Rows per expert, all dispatchers"][1:]
     assert [int(row[1]) for row in rows] == run.tokens_SE.sum(0).tolist()
-    (caption,) = [caption for caption in outline.tables if caption.startswith("Rows without a token, all ranks")]
+    (caption,) = [caption for caption in outline.tables if caption.startswith("Padding rows of all ranks")]
     real, padding = int(run.tokens_SE.sum()), int(run.rows["expert"].sum())
-    assert f"{100 * padding / (real + padding):.1f} % of the rows at experts" in caption
+    assert f"{100 * padding / (real + padding):.1f} % of all rows at experts" in caption
     causes = {row[0]: numbers(row[1:]) for row in outline.tables[caption][1:]}
     assert causes["masked"] == [2 * 2 * STEPS, 4]
     assert causes["for experts"][0] == padding
-    by_rank = outline.tables["Rows without a token, by rank"]
+    by_rank = outline.tables["Padding rows by rank"]
     assert by_rank[0] == ["rank", "cut", "masked", "for ranks", "for experts"]
     assert [int(row[4]) for row in by_rank[1:]] == run.rows["expert"].sum(0).tolist()
     sent = outline.tables["kB per step to other ranks, by collective"]
-    assert sent[0] == ["rank", *run.sent, "in all"]
+    assert sent[0] == ["rank", *run.sent, "total"]
     for rank, row in enumerate(sent[1:3]):
         kilobytes = [float(counts[:, rank].sum()) / STEPS / 1e3 for counts in run.sent.values()]
         assert numbers(row[1:]) == pytest.approx([*kilobytes, sum(kilobytes)], rel=1e-3)
@@ -106,27 +106,27 @@ def test_overflow_is_that_of_the_dispatcher(tmp_path: Path) -> None:
     assert needed is not None
     assert needed.overflowed
     page = write_report(tmp_path / "run", tmp_path).read_text(encoding="utf-8")
-    table = Outline(page).tables["What was needed at most"]
+    table = Outline(page).tables["Largest need of a dispatch"]
     run = RunLog.load(tmp_path / "run")
     assert run.needed_SP is not None
     first = int((run.needed_SP.amax(1) > 45).nonzero()[0])
     assert 0 < first < STEPS
     assert table[1] == ["rows of a rank's experts", str(needed.rows), "0", "45", str(first)]  # 0.75 * 30 * top-2
     assert table[2] == ["rows from a rank to a rank", str(needed.pair_rows), "1", "30", "-"]
-    assert f"capacity_factor {needed.capacity_factor:.3f} would have been enough" in page
-    assert "What did not fit was dropped; the loads above are of what did." in page
+    assert f"A capacity_factor of {needed.capacity_factor:.3f} would have been enough" in page
+    assert "Rows beyond the capacity were dropped, and the loads above do not count them." in page
     roomy = {**ROOM, "capacity_factor": "worst", "on_overflow": None}
     run_ranks(lambda group: log_run(group, tmp_path / "roomy", **roomy), 2)
-    assert "There was room for all of them." in write_report(tmp_path / "roomy", tmp_path).read_text(encoding="utf-8")
+    assert "No rows were dropped." in write_report(tmp_path / "roomy", tmp_path).read_text(encoding="utf-8")
 
 
 def test_a_run_of_one_rank_in_eager_mode(tmp_path: Path) -> None:
     log_run(None, tmp_path / "run")
     page = write_report(tmp_path / "run", tmp_path).read_text(encoding="utf-8")
     assert Outline(page).headings == SECTIONS
-    assert "Nothing was counted that ranks sent each other." in page
+    assert "No bytes between ranks were counted." in page
     assert "Nothing can overflow in eager mode" in page
-    assert f"{2 * STEPS} rows that are no tokens were left out before" in page
+    assert f"The dispatchers left out {2 * STEPS} padding rows" in page
 
 
 def test_a_crash_is_told(logged: Path, tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_a_crash_is_told(logged: Path, tmp_path: Path) -> None:
     cut = (directory / "rank1.jsonl").read_text().splitlines(keepends=True)[:-2]
     (directory / "rank1.jsonl").write_text("".join(cut))
     page = write_report(directory, tmp_path).read_text(encoding="utf-8")
-    assert (
-        f"Ranks ended at different steps, from {STEPS - 2} to {STEPS}: shown are the {STEPS - 2} that all have." in page
-    )
+    few = STEPS - 2
+    told = f"Ranks ended after different numbers of steps, from {few} to {STEPS}. This page has the {few} steps"
+    assert told in page
 
 
 def test_long_runs_are_drawn_in_blocks(logged: Path) -> None:
@@ -151,7 +151,7 @@ def test_long_runs_are_drawn_in_blocks(logged: Path) -> None:
     long["rows"] = {cause: counts.repeat(repeats, 1) for cause, counts in one.rows.items()}
     long["sent"] = {label: counts.repeat(repeats, 1) for label, counts in one.sent.items()}
     page = run_page("long", RunLog(**long))
-    assert "Pictures show 3 steps as one, added up; the tables are of single steps." in page
+    assert "A column of a picture is the sum of 3 steps. The tables count single steps." in page
     assert len(page) < 300_000
     assert "over 1002 steps" in page
     assert page.count(">900</text>") == 4, "all axes of steps go on as far"
@@ -187,18 +187,14 @@ def test_directory_with_a_trace(tmp_path: Path) -> None:
         if name == "one":
             page = write_report(directory, tmp_path).read_text(encoding="utf-8")
             assert "<title>Routing of one.safetensors</title>" in page
-    told = (
-        r"traces must hold the log of a run, rank0\.jsonl and its like, or one trace, got one\.safetensors, two\.safe"
-    )
+    told = r"traces must hold the log of a run \(rank0\.jsonl and so on\) or one trace, got one\.safetensors, two\.safe"
     with pytest.raises(TraceError, match=told):
         write_report(directory, tmp_path)
 
 
 def test_what_cannot_be_reported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        TraceError, match=r"or one trace, got neither\. Name the directory given to RunLog\.record, or a"
-    ):
+    with pytest.raises(TraceError, match=r"or one trace, got neither\. Name the directory that RunLog\.record wrote"):
         write_report(tmp_path / "empty", tmp_path)
     with RunLog.record(build_dispatcher(small_config("local")), tmp_path / "run"):
         pass
