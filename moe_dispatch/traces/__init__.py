@@ -1,4 +1,4 @@
-"""Recordings of real steps, for reports, experiments and bug reports: routing traces, and logs of whole runs."""
+"""Recordings of real steps for reports, experiments and bug reports: routing traces, and logs of whole runs."""
 
 from moe_dispatch.traces.run_log import RunLog, RunWriter
 from moe_dispatch.traces.trace import Call, Part, Trace

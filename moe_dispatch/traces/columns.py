@@ -1,8 +1,11 @@
-"""The dispatches of a rank as a few long tensors, and back.
+"""Converts the dispatches of a rank to a few long tensors, and back.
 
-Each rank has ``ids`` int32 and ``weights`` (rows of all calls, K); ``calls`` int64 (calls, 7), with the columns of
-``_Row``; ``shapes`` int64, the shapes of every x one after another; and ``layouts`` int64, the layouts of every x one
-after another, as ``layouts/encoding.py`` encodes them.
+Each rank has these tensors:
+
+- ``ids``, int32 (rows of all calls, K), and ``weights`` (rows of all calls, K),
+- ``calls``, int64 (calls, 7), with the columns of ``_Row``,
+- ``shapes``, int64: the shapes of x in all calls, one after another,
+- ``layouts``, int64: the layouts of all calls, one after another, in the encoding of ``layouts/encoding.py``.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from moe_dispatch.traces.recorder import Note
 from moe_dispatch.traces.trace import Call, Part, Trace
 from moe_dispatch.types import Routing
 
-# The position is the code of a dtype, so this only ever grows at the end.
+# The index of a dtype is its code in a file, so new dtypes go to the end.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COLUMNS = ("ids", "weights", "calls", "shapes", "layouts")
 
 
 class _Row(NamedTuple):
-    """One call of one rank: which call it is, and how many entries of the other tensors belong to it."""
+    """One call of one rank: its dispatcher and step, and its number of entries in the other tensors."""
 
     layer: int
     step: int
@@ -44,7 +47,7 @@ class _Row(NamedTuple):
 
 
 def columns_of(notes: Sequence[Note], top_k: int) -> dict[str, Tensor]:
-    """Return the tensors of one rank's dispatches; devices that the notes come from must be synchronised."""
+    """Convert the notes of one rank to tensors. Their devices must be synchronised."""
     layers: dict[Hashable, int] = {}
     steps, table = Counter[int](), list[_Row]()
     shapes, layouts = list[int](), list[int]()
@@ -76,7 +79,7 @@ def columns_of(notes: Sequence[Note], top_k: int) -> dict[str, Tensor]:
 
 
 def metadata_of(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
-    """Return what all calls share; each value is a plain name or JSON."""
+    """Return the metadata of a trace. Each value is a name or JSON."""
     names: dict[Hashable, str] = {}
     for note in notes:
         names.setdefault(note.owner, note.name or f"dispatcher {len(names)}")
@@ -93,10 +96,10 @@ def metadata_of(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
 
 
 def trace_from(tensors: dict[str, Tensor], metadata: dict[str, str], *, where: str) -> Trace:
-    """Return the trace of the file ``where``, from its tensors and its metadata.
+    """Make the trace of the file ``where`` from its tensors and its metadata.
 
     Raises:
-        TraceError: A part is missing or does not fit, or this version does not know the config.
+        TraceError: A part is missing or has a wrong size, or this version does not know the config.
     """
     try:
         ranks = sorted({int(name.partition(".")[0].removeprefix("rank")) for name in tensors})
@@ -118,13 +121,12 @@ def trace_from(tensors: dict[str, Tensor], metadata: dict[str, str], *, where: s
         )
     except (KeyError, IndexError, StopIteration, RuntimeError, TypeError, json.JSONDecodeError) as error:
         raise TraceError(
-            f"Trace.load: {where} must have all parts of a trace, got one where {type(error).__name__}: {error}. "
-            "Record it again."
+            f"Trace.load: {where} must have all parts of a trace, got {type(error).__name__}: {error}. Record it again."
         ) from error
 
 
 def _calls(per_rank: list[dict[tuple[int, int], Part]]) -> Iterator[Call]:
-    """Yield the calls that every rank has: a rank that was interrupted may lack the last ones."""
+    """Yield the calls that every rank has. An interrupted rank may lack the last calls."""
     for key in per_rank[0]:
         if all(key in parts for parts in per_rank):
             yield Call(layer=key[0], step=key[1], parts=tuple(parts[key] for parts in per_rank))
@@ -150,6 +152,6 @@ def _parts(columns: dict[str, Tensor]) -> Iterator[tuple[_Row, Part]]:
 
 
 def _needs_from(values: dict[str, Any]) -> Constraints:
-    """Leave out fields of other versions."""
+    """Make the constraints. Fields of other versions are left out."""
     known = {item.name for item in fields(Constraints)}
     return Constraints(**{name: value for name, value in values.items() if name in known})

@@ -1,7 +1,7 @@
-"""Trace files: safetensors, which no other module imports.
+"""Reads and writes trace files. This is the only module that imports safetensors.
 
-A file holds metadata, all strings, and for each rank r the tensors ``rank{r}.ids``, ``.weights``, ``.calls``,
-``.shapes`` and ``.layouts``, which ``columns`` explains.
+A file has metadata, which are strings. For each rank r it has the tensors ``rank{r}.ids``, ``rank{r}.weights``,
+``rank{r}.calls``, ``rank{r}.shapes`` and ``rank{r}.layouts``. The module ``columns`` describes these tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FORMAT_KEY = "moe_dispatch_trace"
 
 
 def safetensors_of(where: str) -> Any:
-    """Return ``safetensors.torch``, or raise TraceError if it or numpy, which it needs to write, is not installed."""
+    """Return the module ``safetensors.torch``. Raise TraceError if it or numpy, which it needs, is not installed."""
     try:
-        import numpy  # noqa: F401, PLC0415 - else it would be missed only after all steps
+        import numpy  # noqa: F401, PLC0415 - or its absence would show only after all steps
         import safetensors.torch  # noqa: PLC0415 - optional, loaded on use
     except ImportError as error:
         raise TraceError(f"{where}: {error.name} must be installed, got none. {how_to_install('trace')}") from error
@@ -32,19 +32,19 @@ def safetensors_of(where: str) -> Any:
 
 
 def pack(tensors: dict[str, Tensor]) -> Tensor:
-    """Return tensors of any dtypes as one uint8 vector."""
+    """Convert tensors to one uint8 vector."""
     data = safetensors_of("Trace.record").save(tensors)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def unpack(data: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that ``pack`` was given."""
+    """Convert a result of ``pack`` back to the tensors."""
     tensors: dict[str, Tensor] = safetensors_of("Trace.record").load(bytes(data.numpy()))
     return tensors
 
 
 def check_writable(path: Path) -> None:
-    """Create the directory of a file, or raise TraceError if no file can be created in it."""
+    """Create the directory of a file. Raise TraceError if no file can be created in it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -54,40 +54,44 @@ def check_writable(path: Path) -> None:
             f"Trace.record: {path} must be in a directory that can be written, got {error.strerror}. Use another path."
         ) from error
     if path.is_dir():
-        raise TraceError(f"Trace.record: {path} must be a file, got a directory. Name a file in it.")
+        raise TraceError(f"Trace.record: {path} must be a file, got a directory. Name a file in this directory.")
 
 
 def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write the whole file, or raise TraceError and leave no file."""
+    """Write a file. If this fails, raise TraceError and leave no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # Not with save_file, whose files only their owner may read.
+        # save_file is not used, because only the owner may read its files.
         partial.write_bytes(safetensors_of("Trace.record").save(tensors, {_FORMAT_KEY: str(FORMAT), **metadata}))
         partial.replace(path)
-    except Exception as error:  # the package has its own exceptions, for a full disk for example
+    except Exception as error:  # safetensors has exceptions of its own, for example for a full disk
         partial.unlink(missing_ok=True)
         raise TraceError(f"Trace.record: {path} cannot be written: {error}. Use another path.") from error
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a trace, or raise TraceError if the file is no trace of this format."""
+    """Return the tensors and the metadata of a file. Raise TraceError if it is not a trace of this format."""
     package = safetensors_of("Trace.load")
     if not path.is_file():
-        raise TraceError(f"Trace.load: {path} must be a file, got nothing there. Check the path.")
+        raise TraceError(f"Trace.load: {path} must be an existing file, got {_kind(path)}. Check the path.")
     try:
         with package.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except Exception as error:
         raise TraceError(
-            f"Trace.load: {path} must be a whole safetensors file, got one that cannot be read: {error}. Record it "
-            "again, or copy it again."
+            f"Trace.load: {path} must be a complete safetensors file, got an error: {error}. Record the trace again, "
+            "or copy the file again."
         ) from error
     found = metadata.get(_FORMAT_KEY)
     if found != str(FORMAT):
-        told = "a safetensors file that is no trace" if found is None else f"format {found}"
+        told = "another safetensors file" if found is None else f"format {found}"
         raise TraceError(
-            f"Trace.load: {path} must be a trace of format {FORMAT}, got {told}. Use one written by Trace.record of "
-            "this version."
+            f"Trace.load: {path} must be a trace of format {FORMAT}, got {told}. Use a file that "
+            "Trace.record of this version wrote."
         )
     return tensors, metadata
+
+
+def _kind(path: Path) -> str:
+    return "a directory" if path.is_dir() else "no file"

@@ -1,4 +1,4 @@
-"""The versions in a recording, and its config, which the version that reads it must know."""
+"""The software versions and the config of a recording."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def versions_here() -> dict[str, str]:
 
 
 def config_from(fields: Mapping[str, Any], versions: Mapping[str, str], *, where: str) -> DispatcherConfig:
-    """Return the config of a recording from its fields.
+    """Make the config of a recording from its fields.
 
     Raises:
-        TraceError: This version does not know the config or its backend. The error begins with ``where`` and names the
-            recording's version.
+        TraceError: This version does not know a field or the backend. The error begins with ``where``, and names the
+            version that made the recording.
     """
     try:
         return DispatcherConfig(**fields)
     except ConfigError as error:
         raise TraceError(
-            f"{where} must be known to this version, got one of moe_dispatch {versions.get('moe_dispatch')}: {error} "
-            "Install that version, and the backend that it names."
+            f"{where} must be valid in this version, got a config of moe_dispatch {versions.get('moe_dispatch')}: "
+            f"{error} Install that version, and the backend of the config."
         ) from error

@@ -1,4 +1,4 @@
-"""What a routing trace is made of: copies of the routing of each dispatch, kept on the host until somebody asks."""
+"""Records the routing of dispatches: copies on the host, which a trace file gets at the end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from moe_dispatch.types import Routing
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Note:
-    """One dispatch of one rank. From a device its tensors arrive when that has been synchronised with.
+    """One dispatch of one rank. Copies from a device are complete after a synchronisation with the device.
 
     Attributes:
-        owner: whose dispatch it is.
-        name: of the dispatcher.
-        ids_TK: int32; ids that do not fit were none of an expert's.
-        weights_TK: as given.
-        shape: of x; ``dtype`` and ``device`` likewise.
-        layout: makes the layout, with tensors on the host; ``on_host`` says whether they were there before.
+        owner: Key of the dispatcher.
+        name: Name of the dispatcher, stored in recorded traces.
+        ids_TK: Expert ids, int32.
+        weights_TK: Weights of the slots.
+        shape: Shape of x.
+        dtype: Dtype of x.
+        device: Device of x.
+        layout: Function that makes the layout again, with tensors on the host.
+        on_host: Whether the host knew the layout during the dispatch.
     """
 
     owner: Hashable
@@ -43,9 +46,9 @@ class Note:
 
 @final
 class Recorder:
-    """Keeps the first dispatches of each dispatcher of a channel.
+    """Keeps the first ``steps`` dispatches of each dispatcher of a channel.
 
-    Cost of a call: copies of ids, weights and lengths; no host sync.
+    Cost: each call copies ids, weights and lengths to the host, without a host sync.
     """
 
     def __init__(self, steps: int) -> None:
@@ -54,21 +57,21 @@ class Recorder:
         self._kept: dict[Hashable, int] = {}
 
     def note(self, owner: Hashable, name: str, x: Tensor, routing: Routing, layout: Layout) -> Note | None:
-        """Copy what one dispatch is given; None where it is not to be kept.
+        """Copy the input of one dispatch. Return None for a dispatch that is not recorded.
 
-        Not kept are dispatches inside a backward, where a checkpoint computes again what was recorded, and those of a
-        dispatcher that has had its ``steps``.
+        A dispatch inside a backward is not recorded, because a checkpoint computes an earlier dispatch again. Later
+        dispatches than the first ``steps`` of a dispatcher are not recorded either.
 
         Raises:
-            StateError: the call is being captured in a CUDA graph.
-            InputError: a layout that a trace cannot hold.
+            StateError: A CUDA graph is capturing the call.
+            InputError: A trace cannot hold the layout.
         """
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.refuse("a CUDA graph")
         if not encodable(layout):
             raise InputError(
-                "Dispatcher.dispatch: while a trace is recorded the layout must be one of moe_dispatch.layouts, got "
-                f"{type(layout).__name__}. Flatten the rows yourself and pass Rows()."
+                "Dispatcher.dispatch: while a trace is recorded, the layout must be one of moe_dispatch.layouts, got "
+                f"{type(layout).__name__}. Flatten the rows yourself, and pass Rows()."
             )
         if self._kept.get(owner, 0) >= self.steps or torch._C._current_graph_task_id() != -1:
             return None
@@ -85,29 +88,32 @@ class Recorder:
         )
 
     def keep(self, note: Note) -> None:
-        """Take a note into the record."""
+        """Add a note to the recording."""
         self._kept[note.owner] = self._kept.get(note.owner, 0) + 1
         self.notes.append(note)
 
     def refuse(self, where: str) -> NoReturn:
-        """Refuse a dispatch whose routing a recorder cannot see.
+        """Raise an error about a dispatch whose routing the recorder cannot see.
 
         Raises:
-            StateError: always.
+            StateError: Always.
         """
         raise StateError(
-            f"Dispatcher.dispatch: while a trace is recorded it must be called eagerly, got a call inside {where}. "
-            "Record eager steps of the same model."
+            f"Dispatcher.dispatch: while a trace is recorded, it must be called eagerly, got a call inside {where}. "
+            "Record eager steps of the model."
         )
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host: from a device into pinned memory, without waiting for it."""
+    """Copy a tensor to the host. A copy from a device goes to pinned memory, and is not awaited."""
     return tensor.clone() if is_host(tensor) else tensor.to("cpu", non_blocking=True)
 
 
 def _on_host(layout: Layout) -> Callable[[], Layout]:
-    """Makes the layout again, later: constructors read values, which are still on their way here."""
+    """Return a function that makes the layout on the host.
+
+    It runs later, because a constructor reads values, and the copies of the values are still under way.
+    """
     cls: Callable[..., Layout] = type(layout)
     fields = [_later(value) for value in arguments(layout)]
     return lambda: cls(*(field() for field in fields))

@@ -1,4 +1,4 @@
-"""Recording a trace: what happens when the ``with`` block is entered and left."""
+"""Records a trace: the start and the end of the ``with`` block."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def record(dispatcher: Dispatcher, path: Path, steps: int) -> Iterator[None]:
-    """``Trace.record``."""
-    channel = dispatcher._channel  # raises where closed
+    """Do the work of ``Trace.record``."""
+    channel = dispatcher._channel  # raises if closed
     raise_alike(channel.control, _problem(channel, path, steps), label="trace")
     recorder = channel.recorder = Recorder(steps)
     try:
@@ -44,7 +44,7 @@ def record(dispatcher: Dispatcher, path: Path, steps: int) -> Iterator[None]:
 
 
 def _problem(channel: Channel, path: Path, steps: int) -> MoEDispatchError | None:
-    """Why this rank cannot record, before any step has run."""
+    """Return why this rank cannot record; None if it can."""
     try:
         file.safetensors_of("Trace.record")
         if channel.control.rank == 0:
@@ -53,16 +53,16 @@ def _problem(channel: Channel, path: Path, steps: int) -> MoEDispatchError | Non
         return error
     if channel.recorder is not None:
         return StateError(
-            "Trace.record: one trace of a channel can be recorded at a time, got another block that is still open. "
-            "Leave that first; it records all dispatchers of this config and group."
+            "Trace.record: only one block must record a channel at a time, got another block that is still open. "
+            "Leave that block first. It records all dispatchers of this config and group."
         )
     if steps < 1:
-        return InputError(f"Trace.record: steps must be 1 or more, got {steps}. Say how many to record.")
+        return InputError(f"Trace.record: steps must be 1 or more, got {steps}. Give the number of steps to record.")
     return None
 
 
 def _save(channel: Channel, recorder: Recorder, path: Path) -> None:
-    """Gather on rank 0, which writes. Collective."""
+    """Gather the parts of all ranks on rank 0, which writes the file. Collective."""
     everyone = channel.control.gather_bytes(file.pack(_own_columns(channel, recorder)), label="trace")
     problem = None
     if everyone is not None:
@@ -82,19 +82,19 @@ def _unpacked(part: Tensor) -> list[tuple[str, Tensor]]:
 
 def _own_columns(channel: Channel, recorder: Recorder) -> dict[str, Tensor]:
     for device in {note.device for note in recorder.notes if note.device.type != "cpu"}:
-        torch.accelerator.synchronize(device)  # copies to the host are still under way
+        torch.accelerator.synchronize(device)  # copies to the host may still be under way
     return columns_of(recorder.notes, channel.config.top_k)
 
 
 def _save_own_part(channel: Channel, recorder: Recorder, path: Path, error: BaseException) -> None:
-    """What this rank has, without asking its peers, which may be elsewhere; the error says where it is."""
+    """Write the part of this rank without its peers, which may have failed. Add a note with the path to the error."""
     rank = channel.communicator.rank
     own = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
     try:
         columns = {f"rank{rank}.{name}": tensor for name, tensor in _own_columns(channel, recorder).items()}
         own.parent.mkdir(parents=True, exist_ok=True)
         file.write(own, columns, metadata_of(channel, recorder.notes))
-    except Exception as failure:  # the error itself matters more
+    except Exception as failure:  # the first error is more important
         error.add_note(f"The trace was not written: {failure}")
     else:
-        error.add_note(f"The trace of this rank alone is in {own}.")
+        error.add_note(f"The part of this rank is in {own}.")

@@ -1,8 +1,9 @@
-"""The log of a run: how it is written, one line per step in a file of each rank, and the value it is read into.
+"""The log of a run: ``RunWriter`` writes it, and ``RunLog`` is its value.
 
-The first line of a file is a header: ``moe_dispatch_run``, which is the number of the format, ``run``, ``rank``,
-``ep_size``, ``name``, ``backend``, ``config``, ``versions`` and ``totals``. Every other line has ``step`` and
-``totals``, the result of ``_totals``. Totals count since the channel was opened, so that no line needs the one before.
+Each rank writes a file with one line per step. The first line is a header: ``moe_dispatch_run``, which is the number of
+the format, ``run``, ``rank``, ``ep_size``, ``name``, ``backend``, ``config``, ``versions`` and ``totals``. All other
+lines have ``step`` and ``totals``, the result of ``_totals``. Totals count from the opening of the channel, so no line
+depends on an earlier line.
 
 Dimensions: ``S`` steps, ``P`` ranks of the group, ``E`` its experts.
 """
@@ -35,25 +36,26 @@ FORMAT_KEY = "moe_dispatch_run"
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunLog:
-    """The results of ``Dispatcher.metrics`` step by step: counts of all dispatchers of one config, all layers together.
+    """The counts of ``Dispatcher.metrics`` by step: sums over all dispatchers of one config and group.
 
-    A step lies between two calls of ``RunWriter.step``. Counts are int64 on the CPU, each of one step.
+    A step is the time between two calls of ``RunWriter.step``. Counts are int64 on the CPU, for each step alone.
 
     Attributes:
         config: The config of the dispatchers.
-        backend_name: The backend; "auto" is resolved.
-        name: The name of the dispatcher that was given, or "".
-        ep_size: P.
+        backend_name: The name of the backend, never "auto".
+        name: The name of the dispatcher in the call of ``record``, or "".
+        ep_size: The number of ranks, P.
         versions: The versions of moe_dispatch, torch and Python.
-        written: The number of steps in each rank's file; more than S if a crash came between.
-        dispatches_SP: Calls of dispatch.
-        tokens_SE: Rows that went to each expert.
-        rows: Rows without a token, each (S, P), by cause: "rank", "expert", "cut" and "masked" of ``Metrics``.
-        sent: Bytes sent to other ranks, each (S, P), by collective.
-        needed_SP: The most rows that any dispatch so far needed for a rank's experts; None if not graph-safe.
-        room_S: The number of rows for which there was room; None if not graph-safe.
-        pairs_needed_SP: As ``needed_SP``, for rows from one rank to one rank; None if there is no such bound.
-        pairs_room_S: As ``room_S``, for rows from one rank to one rank; None if there is no such bound.
+        written: The number of steps in the file of each rank. It exceeds S if a rank crashed earlier than others.
+        dispatches_SP: The number of calls of dispatch.
+        tokens_SE: The number of rows that went to each expert.
+        rows: The number of padding rows, each (S, P), by cause: "rank", "expert", "cut" and "masked" of ``Metrics``.
+        sent: The number of bytes sent to other ranks, each (S, P), by collective.
+        needed_SP: The largest number of rows that any dispatch so far needed for the experts of a rank; None if not
+            graph-safe.
+        room_S: The capacity for these rows; None if not graph-safe.
+        pairs_needed_SP: As ``needed_SP``, for the rows from one rank to one rank; None without such a capacity.
+        pairs_room_S: As ``room_S``, for the rows from one rank to one rank; None without such a capacity.
     """
 
     config: DispatcherConfig
@@ -74,29 +76,29 @@ class RunLog:
     @staticmethod
     @contextmanager
     def record(dispatcher: Dispatcher, directory: str | Path) -> Iterator[RunWriter]:
-        """Log the counts of a dispatcher's channel, one step per call of ``step()`` on the result of ``with``.
+        """Log the counts of a dispatcher and of all others with the same channel, that is, the same config and group.
 
-        Each rank writes one file, ``rank0.jsonl`` and so on, and flushes every step, so that a run that crashes leaves
-        its record. Dispatchers that share the channel (config and group) are counted together, as in ``metrics()``;
-        dispatchers of another config or group need a directory of their own.
+        The ``with`` statement returns a ``RunWriter``. Call its ``step()`` after each step. Each rank writes one file,
+        ``rank0.jsonl`` and so on. It flushes every step, so the log of a crashed run can be read. Dispatchers of
+        another config or group need another directory.
 
         Args:
             dispatcher: An open dispatcher.
-            directory: Created if missing.
+            directory: The directory of the files. It is created if it does not exist.
 
         Raises:
-            TraceError: The file of this rank cannot be created, or exists already; PeerError on the other ranks.
+            TraceError: The file of this rank exists, or cannot be created. The other ranks raise PeerError.
             StateError: The dispatcher is closed.
 
-        Cost: entering is collective; leaving is not. ``step()`` is local: one line written, and the host syncs of
-        ``metrics()``.
+        Cost: The start of the block is collective; its end is not. ``step()`` is local: it writes one line, and has the
+        host syncs of ``metrics()``.
         """
         channel = dispatcher._lease.channel  # raises if closed
         path = Path(directory) / f"rank{channel.communicator.rank}.jsonl"
         file, problem = _created(path)
         try:
             raise_alike(channel.control, problem, label="trace")
-            # A name that the files of all ranks share, and no other run has.
+            # A name that is the same in the files of all ranks, and differs from the names of all other runs.
             run = channel.control.gather_json(secrets.token_hex(8), label="trace")[0]
         except BaseException:
             if file is not None:
@@ -111,11 +113,11 @@ class RunLog:
 
     @staticmethod
     def load(directory: str | Path) -> RunLog:
-        """Read a log, as many steps as every rank has; a last line that was cut off is left out.
+        """Read the steps of a log that all ranks have. An incomplete last line is left out.
 
         Raises:
-            TraceError: The directory is missing or holds no log, ranks are missing or of different runs, or a line is
-                damaged or of another format.
+            TraceError: The directory is missing or has no log, ranks are missing or belong to different runs, or a line
+                is damaged or has another format.
         """
         from moe_dispatch.traces.run_reading import load  # noqa: PLC0415 - it makes a RunLog
 
@@ -123,13 +125,13 @@ class RunLog:
 
     @property
     def steps(self) -> int:
-        """S."""
+        """The number of steps, S."""
         return len(self.tokens_SE)
 
 
 @final
 class RunWriter:
-    """Appends to the log of one rank, and counts its steps."""
+    """Writes the log of one rank."""
 
     def __init__(self, dispatcher: Dispatcher, file: TextIO) -> None:
         self._dispatcher = dispatcher
@@ -137,12 +139,13 @@ class RunWriter:
         self._steps = 0
 
     def step(self) -> None:
-        """Write the counts since the last call, after one training step or several.
+        """Write the counts of a step. Call it after each training step, or after several.
 
         Raises:
-            TraceError: The line cannot be written. StateError: the dispatcher is closed.
+            TraceError: The line cannot be written.
+            StateError: The dispatcher is closed.
 
-        Cost: local; one short line, and the host syncs of ``metrics()``.
+        Cost: It is local: it writes one short line, and has the host syncs of ``metrics()``.
         """
         self._write({"step": self._steps, "totals": _totals(self._dispatcher)})
         self._steps += 1
@@ -153,8 +156,8 @@ class RunWriter:
             self._file.flush()
         except (OSError, ValueError) as error:  # the disk is full, or the with block has closed the file
             raise TraceError(
-                f"RunWriter.step: {self._file.name} must be open and on a disk with room, got: {error}. Call step() "
-                "inside the with block, and make room."
+                f"RunWriter.step: {self._file.name} must be open, on a disk with free space, got: {error}. Call step() "
+                "inside the with block, and free space on the disk."
             ) from error
 
 
@@ -163,7 +166,7 @@ def _created(path: Path) -> tuple[TextIO | None, TraceError | None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("x", encoding="utf-8"), None
     except FileExistsError:
-        told = f"{path} must not be there yet, got one. Use a directory for each run and group"
+        told = f"{path} must not exist, got an existing file. Use a new directory for each run and group"
     except OSError as error:
         told = f"{path} must be in a directory that can be written, got {error.strerror}. Use another directory"
     return None, TraceError(f"RunLog.record: {told}.")
@@ -184,7 +187,7 @@ def _header(dispatcher: Dispatcher, channel: Channel, run: str) -> dict[str, Any
 
 
 def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
-    """Return the counts of this rank; in graph-safe mode also ``needed`` and ``room``: [rows, rows of a pair]."""
+    """Return the counts of this rank. Graph-safe mode adds ``needed`` and ``room``, each [rows, rows of a pair]."""
     channel, metrics = dispatcher._lease.channel, dispatcher.metrics()
     totals = {
         "dispatches": metrics.dispatches,

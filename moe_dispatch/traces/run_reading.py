@@ -1,4 +1,4 @@
-"""Reading the log of a run: the lines of every rank become the tensors of a ``RunLog``."""
+"""Reads the log of a run: converts the lines of all ranks to the tensors of a ``RunLog``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _File:
 
 
 def run_files(directory: Path) -> dict[int, Path]:
-    """Return the files of a run by rank; empty if the directory holds no log."""
+    """Return the files of a run by rank. The result is empty if the directory has no log."""
     found = {int(match[1]): path for path in directory.iterdir() if (match := _FILE.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
@@ -38,45 +38,45 @@ def run_files(directory: Path) -> dict[int, Path]:
 def load(directory: Path) -> RunLog:
     """Do the work of ``RunLog.load``."""
     if not directory.is_dir():
-        raise TraceError(f"RunLog.load: {directory} must be a directory, got none there. Check the path.")
+        raise TraceError(f"RunLog.load: {directory} must be an existing directory, got none. Check the path.")
     files = [_read(path) for path in run_files(directory).values()]
     if not files:
         raise TraceError(
-            f"RunLog.load: {directory} must hold rank0.jsonl and its like, got none. Name the directory given to "
-            "RunLog.record."
+            f"RunLog.load: {directory} must hold rank0.jsonl and so on, got none. Name the directory that "
+            "RunLog.record wrote."
         )
     _check_one_run(directory, files)
     try:
         return _run_log(files)
-    except TraceError:  # caught here, because it is a ValueError
+    except TraceError:  # it is also a ValueError, which the next clause would catch
         raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise TraceError(
-            f"RunLog.load: the lines of {directory} must have all parts of a log, got one where "
-            f"{type(error).__name__}: {error}. Copy them again."
+            f"RunLog.load: the lines of {directory} must have all parts of a log, got "
+            f"{type(error).__name__}: {error}. Copy the files again."
         ) from error
 
 
 def _read(path: Path) -> _File:
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")  # rest: of a line that was cut off
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")  # rest: the incomplete last line
     if not lines:
         raise TraceError(
-            f"RunLog.load: {path} must begin with a header, got {len(rest)} characters of one. The run ended "
-            "before its first step; log another."
+            f"RunLog.load: {path} must begin with a header, got {len(rest)} characters of a header. The run ended "
+            "before its first step. Log another run."
         )
     header, *steps = [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
     found = header.get(FORMAT_KEY)
     if found != FORMAT:
-        told = "a file that is no log of a run" if found is None else f"format {found}"
+        told = "a file that is not the log of a run" if found is None else f"format {found}"
         raise TraceError(
-            f"RunLog.load: {path} must be of format {FORMAT}, got {told}. Use one written by RunLog.record of this "
-            "version."
+            f"RunLog.load: {path} must have format {FORMAT}, got {told}. Use a file that RunLog.record of this "
+            "version wrote."
         )
     for number, step in enumerate(steps):
         if step.get("step") != number:
             raise TraceError(
                 f"RunLog.load: {path}, line {number + 2} must be step {number}, got {step.get('step')}. Copy the file "
-                "again, and join no files."
+                "again, and do not join files."
             )
     try:
         return _File(path=path, header=header, totals=[line["totals"] for line in (header, *steps)])
@@ -93,8 +93,7 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
         told = f"a {type(value).__name__}"
     if not isinstance(value, dict):
         raise TraceError(
-            f"RunLog.load: {path}, line {number} must be a JSON object, got one that is damaged: {told}. Copy the file "
-            "again."
+            f"RunLog.load: {path}, line {number} must be a JSON object, got damaged text: {told}. Copy the file again."
         )
     return value
 
@@ -107,15 +106,15 @@ def _check_one_run(directory: Path, files: Sequence[_File]) -> None:
             or file.path.name != f"rank{file.header.get('rank')}.jsonl"
         ):
             raise TraceError(
-                f"RunLog.load: the files of {directory} must be of one run, got {first.path.name} of run "
+                f"RunLog.load: the files of {directory} must belong to one run, got {first.path.name} of run "
                 f"{first.header.get('run')} and {file.path.name} of rank {file.header.get('rank')} of run "
-                f"{file.header.get('run')}. Keep each run in a directory of its own."
+                f"{file.header.get('run')}. Keep each run in its own directory."
             )
     ranks, size = [file.header["rank"] for file in files], first.header.get("ep_size")
     if ranks != list(range(size or 0)):
         raise TraceError(
             f"RunLog.load: {directory} must hold all {size} ranks, got rank {', '.join(map(str, ranks))}. Copy the "
-            "files of the others into it."
+            "files of the other ranks into it."
         )
 
 
@@ -125,14 +124,14 @@ def _run_log(files: Sequence[_File]) -> RunLog:
     ranks = [file.totals[: steps + 1] for file in files]
 
     def each_step(totals_PS: list[list[int]]) -> Tensor:
-        """Return (S, P), the count of every step, from totals."""
+        """Return the count of every step, (S, P), from totals."""
         return torch.tensor(totals_PS, dtype=torch.int64).diff(dim=1).t()
 
     def each_of(key: str, name: str) -> Tensor:
         return each_step([[total[key].get(name, 0) for total in rank] for rank in ranks])
 
     def so_far(key: str, index: int) -> Tensor | None:
-        """Return (S, P), the value after every step, or None if a rank has no such value."""
+        """Return the value after every step, (S, P), or None if a rank has no such value."""
         if any(total.get(key, (None, None))[index] is None for rank in ranks for total in rank[-1:]):
             return None
         return torch.tensor([[total[key][index] for total in rank[1:]] for rank in ranks], dtype=torch.int64).t()
@@ -151,7 +150,7 @@ def _run_log(files: Sequence[_File]) -> RunLog:
         dispatches_SP=each_step([[total["dispatches"] for total in rank] for rank in ranks]),
         tokens_SE=torch.cat(tokens, dim=1),
         rows={cause: each_of("rows", cause) for cause in header["totals"]["rows"]},
-        sent={label: counts for label, counts in sent.items() if counts.any()},  # that ran in the log
+        sent={label: counts for label, counts in sent.items() if counts.any()},  # only collectives with bytes
         needed_SP=so_far("needed", 0),
         room_S=None if room_SP is None else room_SP.amin(1),
         pairs_needed_SP=None if pairs_room_SP is None else so_far("needed", 1),

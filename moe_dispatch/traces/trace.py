@@ -1,6 +1,6 @@
-"""A trace as frozen values: ``Trace``, its calls, and the part of each rank in a call.
+"""Frozen values of a trace: ``Trace``, its calls, and the part of each rank in a call.
 
-Dimensions: ``T`` rows of a rank as the model gave them, ``K`` top_k, ``E`` experts of the whole group, ``P`` its ranks.
+Dimensions: ``T`` rows of a rank in the model, ``K`` top_k, ``E`` experts of the whole group, ``P`` its ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Part:
     """The input of one rank to one dispatch; all tensors are on the CPU.
 
     Attributes:
-        routing: int64 (T, K) ids and (T, K) weights, as the model gave them.
+        routing: Ids, int64 (T, K), and weights (T, K) from the model.
         layout: The layout of x.
-        on_host: Whether the host knew which rows are real; if not, padding rows are masked instead of cut.
+        on_host: Whether the host knew the real rows. Eager mode then left out padding rows. Otherwise they were masked.
         shape: The shape of x.
         dtype: The dtype of x.
     """
@@ -50,11 +50,11 @@ class Part:
         return len(self.routing.topk_ids)
 
     def sent_ids(self, *, cut: bool) -> Tensor:
-        """Return the experts to which the rows go: int64, -1 for none, no expert twice for one row.
+        """Return the experts of the rows, int64. The id is -1 for no expert. A row has no expert twice.
 
         Args:
-            cut: Leave out padding rows, as a dispatcher does in eager mode if ``on_host``, which gives (real rows, K);
-                else they stay with the id -1, which gives (T, K).
+            cut: Whether to leave out padding rows, as a dispatcher does in eager mode if ``on_host``. The result is
+                then (real rows, K). Otherwise padding rows have ids of -1, and the result is (T, K).
         """
         ids, valid_T = self.routing.topk_ids, self.layout.valid_T(self.num_rows)
         if valid_T is not None:
@@ -68,8 +68,8 @@ class Call:
     """One dispatch of all ranks.
 
     Attributes:
-        layer: The index of the dispatcher, in the order of their first dispatches.
-        step: How many dispatches of this dispatcher were recorded before.
+        layer: The index of the dispatcher. Dispatchers are in the order of their first dispatches.
+        step: The number of recorded dispatches of this dispatcher before this one.
         parts: One part per rank, in the order of ``Trace.ranks``.
     """
 
@@ -81,17 +81,17 @@ class Call:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trace:
-    """The routing of real steps: ``record`` it, ``load`` it.
+    """The routing of real steps. ``record`` writes a trace, and ``load`` reads it.
 
     Attributes:
         config: The config of the dispatchers.
-        backend_name: The backend; "auto" is resolved.
-        ep_size: P.
-        ranks: The ranks whose parts are here: all P, or one after an error.
-        ranks_per_node: How many consecutive ranks shared a host.
-        needs: The backend's constraints on numbers of rows, where this was recorded.
-        layers: The names of the dispatchers on rank ``ranks[0]``; "dispatcher 0" and so on if they had none.
-        calls: In the order of rank ``ranks[0]``.
+        backend_name: The name of the backend, never "auto".
+        ep_size: The number of ranks, P.
+        ranks: The ranks with a part in this trace: all P ranks, or one rank after an error.
+        ranks_per_node: The number of consecutive ranks on a host.
+        needs: The constraints of the backend on row counts in the recorded run.
+        layers: The names of the dispatchers on rank ``ranks[0]``; "dispatcher 0" and so on for those without a name.
+        calls: The calls, in the order of rank ``ranks[0]``.
         versions: The versions of moe_dispatch, torch and Python.
     """
 
@@ -107,25 +107,25 @@ class Trace:
 
     @staticmethod
     def record(dispatcher: Dispatcher, path: str | Path, *, steps: int = 100) -> AbstractContextManager[None]:
-        """Record the routing of every dispatch inside a ``with`` block; one file for all ranks.
+        """Record the routing of every dispatch inside a ``with`` block, in one file for all ranks.
 
-        It records the first ``steps`` dispatches of every dispatcher that shares this one's channel (config and group).
-        It does not record dispatches inside a backward (a checkpoint computing again), nor ``again=sent``, which has no
-        routing of its own. Leaving the block gathers on rank 0, which writes the file. If the block raises, each rank
-        writes its own part to a file beside it, ``run.rank3.safetensors``.
+        It records the first ``steps`` dispatches of every dispatcher with the same channel, that is, with the same
+        config and group. It does not record a dispatch inside a backward, which a checkpoint computes again, and it
+        does not record ``again=sent``, which uses an earlier routing. At the end of the block, rank 0 gathers all parts
+        and writes the file. If the block raises, each rank writes its own part, such as ``run.rank3.safetensors``.
 
         Args:
             dispatcher: An open dispatcher.
-            path: The file. Its directory is created; an existing file is replaced at the end.
-            steps: Bounds the memory that is used: 8 to 12 bytes per row, slot, step and dispatcher.
+            path: The file. Its directory is created. An existing file is replaced at the end of the block.
+            steps: The largest number of dispatches to record. Each one needs 8 to 12 bytes of memory per row and slot.
 
         Raises:
-            TraceError: safetensors is missing, or the path cannot be written; PeerError on the other ranks.
-            StateError: The dispatcher is closed, or its channel is being recorded already; inside the block, a
-                dispatch in a CUDA graph, ``torch.compile`` or selective checkpointing.
+            TraceError: safetensors is missing, or the path cannot be written. The other ranks raise PeerError.
+            StateError: The dispatcher is closed, or another block is recording its channel. A dispatch inside the block
+                raises it in a CUDA graph, ``torch.compile`` or selective checkpointing.
 
-        Cost: entering and leaving are collective; inside, each dispatch copies ids, weights and lengths to the host
-        without a host sync. No cost if no trace is recorded.
+        Cost: The start and the end of the block are collective. Inside the block, each dispatch copies ids, weights and
+        lengths to the host without a host sync. A dispatch outside of a recording has no extra cost.
         """
         from moe_dispatch.traces.recording import record  # noqa: PLC0415 - it makes a Trace
 
@@ -136,7 +136,7 @@ class Trace:
         """Read a trace file.
 
         Raises:
-            TraceError: The file is missing, cut off, or no trace of this format; or safetensors is missing.
+            TraceError: The file is missing, incomplete or not a trace of this format, or safetensors is missing.
         """
         from moe_dispatch.traces.columns import trace_from  # noqa: PLC0415
         from moe_dispatch.traces.file import read  # noqa: PLC0415
@@ -155,15 +155,15 @@ class Trace:
 
     @property
     def shape(self) -> MoEShape:
-        """The shape on which the constraints of backends depend."""
+        """The sizes that the constraints of a backend depend on."""
         return shape_of(self.config, self.ep_size, self.ranks_per_node)
 
     def cuts(self, part: Part) -> bool:
-        """Whether the padding rows of a part were cut out, rather than masked."""
+        """Return whether the dispatcher left out the padding rows of a part, instead of masking them."""
         return part.on_host and not self.config.graph_safe
 
     def tokens_per_expert(self) -> Tensor:
-        """Return how many rows of these ranks went to each expert, without any padding: int64 (calls, E)."""
+        """Return the number of rows that went to each expert in each call, without padding: int64 (calls, E)."""
         counts = torch.zeros(len(self.calls), self.config.num_experts, dtype=torch.int64)
         for row, call in zip(counts, self.calls, strict=True):
             for part in call.parts:
@@ -172,15 +172,15 @@ class Trace:
         return counts
 
     def require_whole(self, where: str) -> None:
-        """Raise TraceError, which begins with ``where``, if some ranks are missing."""
+        """Raise a TraceError that begins with ``where`` if some ranks are missing."""
         if len(self.ranks) != self.ep_size:
             raise TraceError(
                 f"{where}: the trace must hold all {self.ep_size} ranks, got rank {', '.join(map(str, self.ranks))}. "
-                "Record one that is not interrupted."
+                "Record a run that ends without an error."
             )
 
     def check_ids(self, where: str) -> None:
-        """Raise TraceError, which begins with ``where``, if the router produced an id outside -1..E-1."""
+        """Raise a TraceError that begins with ``where`` if the router produced an id outside -1..E-1."""
         last = self.config.num_experts - 1
         for call in self.calls:
             for rank, part in zip(self.ranks, call.parts, strict=True):
@@ -193,14 +193,14 @@ class Trace:
                     )
 
     def check(self, config: DispatcherConfig, *, ep_size: int) -> None:
-        """Refuse a config that the routing does not fit.
+        """Raise an error if the routing does not fit a config.
 
         Args:
-            config: May have another backend, hidden size, padding or mode.
-            ep_size: The number of ranks that will run it.
+            config: The config. Its backend, hidden size, padding and mode may differ from the recorded run.
+            ep_size: The number of ranks of the new run.
 
         Raises:
-            TraceError: The error names the field and both values.
+            TraceError: A field does not fit. The error names it with both values.
         """
         for field, recorded, wanted in (
             ("num_experts", self.config.num_experts, config.num_experts),
@@ -209,11 +209,11 @@ class Trace:
         ):
             if recorded != wanted:
                 raise TraceError(
-                    f"Trace.check: {field} must be that of the trace, {recorded}, got {wanted}. Use the trace's, or "
-                    "record a trace under this config."
+                    f"Trace.check: {field} must be {recorded}, as in the trace, got {wanted}. Use a config with "
+                    f"{recorded}, or record a trace with this config."
                 )
         if config.max_tokens_per_rank is not None and self.max_rows > config.max_tokens_per_rank:
             raise TraceError(
-                f"Trace.check: max_tokens_per_rank must be at least the trace's {self.max_rows} rows, got "
+                f"Trace.check: max_tokens_per_rank must be at least {self.max_rows}, the rows of the trace, got "
                 f"{config.max_tokens_per_rank}. Raise it."
             )

@@ -193,11 +193,11 @@ def test_error_leaves_what_each_rank_has(tmp_path: Path) -> None:
     assert isinstance(failed, ArithmeticError)
     for rank, error in enumerate((peer, failed)):
         own = tmp_path / f"run.rank{rank}.safetensors"
-        assert f"The trace of this rank alone is in {own}." in error.__notes__
+        assert f"The part of this rank is in {own}." in error.__notes__
         trace = Trace.load(own)
         assert (trace.ranks, trace.ep_size) == ((rank,), 2)
         same_part(trace.calls[0].parts[0], batches(rank)[0])
-        with pytest.raises(ValueError, match=f"here: the trace must hold all 2 ranks, got rank {rank}. Record one"):
+        with pytest.raises(ValueError, match=f"here: the trace must hold all 2 ranks, got rank {rank}. Record a run"):
             trace.require_whole("here")
     assert not path.exists()
 

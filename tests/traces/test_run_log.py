@@ -188,46 +188,46 @@ def emptied(directory: Path) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "none": (shutil.rmtree, r"RunLog\.load: \S+ must be a directory, got none there\. Check the path\."),
+    "none": (shutil.rmtree, r"RunLog\.load: \S+ must be an existing directory, got none\. Check the path\."),
     "empty": (
         emptied,
-        r"must hold rank0\.jsonl and its like, got none\. Name the directory given to RunLog\.record\.",
+        r"must hold rank0\.jsonl and so on, got none\. Name the directory that RunLog\.record wrote\.",
     ),
     "missing": (
         lambda run: (run / "rank0.jsonl").unlink(),
-        r"must hold all 2 ranks, got rank 1\. Copy the files of the others into it\.",
+        r"must hold all 2 ranks, got rank 1\. Copy the files of the other ranks into it\.",
     ),
     "mixed": (
         lambda run: set_in_header(run / "rank1.jsonl", run="another"),
-        r"must be of one run, got rank0\.jsonl of run \w{16} and rank1\.jsonl of rank 1 of run another\. Keep each run",
+        r"must belong to one run, got rank0\.jsonl of run \w{16} and rank1\.jsonl of rank 1 of run another\. Keep",
     ),
     "renamed": (
         lambda run: (run / "rank0.jsonl").rename(run / "rank2.jsonl"),
-        r"must be of one run, got rank1\.jsonl of run \w{16} and rank2\.jsonl of rank 0 of run \w{16}\.",
+        r"must belong to one run, got rank1\.jsonl of run \w{16} and rank2\.jsonl of rank 0 of run \w{16}\.",
     ),
     "torn header": (
         lambda run: (run / "rank1.jsonl").write_text('{"moe_dis'),
-        r"rank1\.jsonl must begin with a header, got 9 characters of one\. The run ended before its first step",
+        r"rank1\.jsonl must begin with a header, got 9 characters of a header\. The run ended before its first step",
     ),
     "other file": (
         lambda run: (run / "rank1.jsonl").write_text('{"loss": 3}\n'),
-        r"rank1\.jsonl must be of format 1, got a file that is no log of a run\. Use one written by RunLog\.record",
+        r"rank1\.jsonl must have format 1, got a file that is not the log of a run\. Use a file that RunLog\.record",
     ),
     "other format": (
         lambda run: set_in_header(run / "rank0.jsonl", moe_dispatch_run=2),
-        r"rank0\.jsonl must be of format 1, got format 2\.",
+        r"rank0\.jsonl must have format 1, got format 2\.",
     ),
     "damaged": (
         lambda run: damage(run / "rank0.jsonl", 2, lambda line: line[5:]),
-        r"rank0\.jsonl, line 3 must be a JSON object, got one that is damaged: .*\. Copy the file again\.",
+        r"rank0\.jsonl, line 3 must be a JSON object, got damaged text: .*\. Copy the file again\.",
     ),
     "no object": (
         lambda run: damage(run / "rank0.jsonl", 1, lambda line: "3\n"),
-        r"line 2 must be a JSON object, got one that is damaged: a int\.",
+        r"line 2 must be a JSON object, got damaged text: a int\.",
     ),
     "line lost": (
         lambda run: damage(run / "rank0.jsonl", 2, lambda line: ""),
-        r"rank0\.jsonl, line 3 must be step 1, got 2\. Copy the file again, and join no files\.",
+        r"rank0\.jsonl, line 3 must be step 1, got 2\. Copy the file again, and do not join files\.",
     ),
     "joined": (
         lambda run: (run / "rank1.jsonl").write_text((run / "rank1.jsonl").read_text() * 2),
@@ -239,11 +239,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "without a part": (
         lambda run: damage(run / "rank1.jsonl", 4, lambda line: '{"step": 3, "totals": {"dispatches": 1}}\n'),
-        r"must have all parts of a log, got one where KeyError: '\w+'\. Copy them again\.",
+        r"must have all parts of a log, got KeyError: '\w+'\. Copy the files again\.",
     ),
     "other version": (
         lambda run: set_in_header(run / "rank0.jsonl", config={"future_field": 1}, versions={"moe_dispatch": "9.0"}),
-        r"the config of \S+rank0\.jsonl must be known to this version, got one of moe_dispatch 9\.0: [\s\S]*future",
+        r"the config of \S+rank0\.jsonl must be valid in this version, got a config of moe_dispatch 9\.0: [\s\S]*futur",
     ),
 }
 
@@ -263,7 +263,7 @@ def test_a_directory_takes_one_run(tmp_path: Path) -> None:
     refused, own = outcomes(lambda group: log_run(group, tmp_path / "run"), 2)
     assert isinstance(refused, PeerError)
     assert isinstance(own, TraceError)
-    told = r"RunLog\.record: \S+rank1\.jsonl must not be there yet, got one\. Use a directory for each run and group\."
+    told = r"RunLog\.record: \S+rank1\.jsonl must not exist, got an existing file\. Use a new directory for each run"
     for error in (refused, own):
         with pytest.raises(MoEDispatchError, match=told):
             raise error
@@ -284,7 +284,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     with RunLog.record(dispatcher, tmp_path / "run") as log:
         pass
     with pytest.raises(
-        TraceError, match=r"RunWriter\.step: \S+ must be open and on a disk with room, got: I/O operation"
+        TraceError, match=r"RunWriter\.step: \S+ must be open, on a disk with free space, got: I/O operation"
     ):
         log.step()
     dispatcher.close()

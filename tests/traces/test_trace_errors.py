@@ -48,32 +48,34 @@ def set_item(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"run.safetensors must be a file, got nothing there\. Check the path\."):
+    with pytest.raises(TraceError, match=r"run.safetensors must be an existing file, got no file\. Check the path\."):
         Trace.load(tmp_path / "run.safetensors")
-    with pytest.raises(TraceError, match="must be a file"):
+    with pytest.raises(TraceError, match="must be an existing file, got a directory"):
         Trace.load(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
 def test_file_that_is_cut_off(recorded: Path, keep: int) -> None:
     recorded.write_bytes(recorded.read_bytes()[:keep])
-    with pytest.raises(TraceError, match=r"must be a whole safetensors file, got one that cannot be read: .*again"):
+    with pytest.raises(TraceError, match=r"must be a complete safetensors file, got an error: .*again"):
         Trace.load(recorded)
 
 
 def test_file_of_something_else(tmp_path: Path, recorded: Path) -> None:
     text = tmp_path / "config.yaml"
     text.write_text("backend: alltoall\n" * 20)
-    with pytest.raises(TraceError, match=r"config\.yaml must be a whole safetensors file"):
+    with pytest.raises(TraceError, match=r"config\.yaml must be a complete safetensors file"):
         Trace.load(text)
     save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(TraceError, match="must be a trace of format 1, got a safetensors file that is no trace"):
+    with pytest.raises(TraceError, match="must be a trace of format 1, got another safetensors file"):
         Trace.load(tmp_path / "model.safetensors")
 
 
 def test_another_format(recorded: Path) -> None:
     path = changed(recorded, lambda _, metadata: set_item(metadata, "moe_dispatch_trace", "2"))
-    with pytest.raises(TraceError, match=r"must be a trace of format 1, got format 2\. Use one written by"):
+    with pytest.raises(
+        TraceError, match=r"must be a trace of format 1, got format 2\. Use a file that Trace\.record of this"
+    ):
         Trace.load(path)
 
 
@@ -88,7 +90,7 @@ def test_another_format(recorded: Path) -> None:
     ],
 )
 def test_file_that_lacks_parts(recorded: Path, change: Callable[..., Any], text: str) -> None:
-    with pytest.raises(TraceError, match=f"must have all parts of a trace, got one where {text}"):
+    with pytest.raises(TraceError, match=f"must have all parts of a trace, got {text}"):
         Trace.load(changed(recorded, change))
 
 
@@ -97,7 +99,7 @@ def test_config_of_another_version(recorded: Path) -> None:
         metadata["config"] = json.dumps({**json.loads(metadata["config"]), "invented_later": 1})
         metadata["versions"] = json.dumps({"moe_dispatch": "7.0"})
 
-    with pytest.raises(TraceError, match=r"known to this version, got one of moe_dispatch 7\.0: .*invented_later"):
+    with pytest.raises(TraceError, match=r"valid in this version, got a config of moe_dispatch 7\.0: .*invented_later"):
         Trace.load(changed(recorded, add_field))
 
 
@@ -131,10 +133,14 @@ def test_missing_package(recorded: Path, monkeypatch: pytest.MonkeyPatch, missin
 @pytest.mark.parametrize(
     ("fields", "ep_size", "text"),
     [
-        ({"num_experts": 16}, 1, "num_experts must be that of the trace, 8, got 16. Use"),
-        ({"top_k": 1}, 1, "top_k must be that of the trace, 2, got 1"),
-        ({}, 4, "ep_size must be that of the trace, 1, got 4"),
-        ({"max_tokens_per_rank": 7}, 1, "max_tokens_per_rank must be at least the trace's 8 rows, got 7. Raise it."),
+        ({"num_experts": 16}, 1, "num_experts must be 8, as in the trace, got 16. Use"),
+        ({"top_k": 1}, 1, "top_k must be 2, as in the trace, got 1"),
+        ({}, 4, "ep_size must be 1, as in the trace, got 4"),
+        (
+            {"max_tokens_per_rank": 7},
+            1,
+            "max_tokens_per_rank must be at least 8, the rows of the trace, got 7. Raise it.",
+        ),
     ],
 )
 def test_config_that_does_not_fit(recorded: Path, fields: dict[str, Any], ep_size: int, text: str) -> None:
@@ -160,7 +166,7 @@ def test_two_recordings_of_a_channel(tmp_path: Path) -> None:
     first, second = build_dispatcher(LOCAL), build_dispatcher(LOCAL)
     with (
         Trace.record(first, tmp_path / "a.safetensors"),
-        pytest.raises(StateError, match="one trace of a channel can be recorded at a time, got another block"),
+        pytest.raises(StateError, match="only one block must record a channel at a time, got another block"),
         Trace.record(second, tmp_path / "b.safetensors"),
     ):
         pass
@@ -267,7 +273,9 @@ def test_calls_that_go_through_operators(tmp_path: Path, how: str) -> None:
     run(x)
     with (
         Trace.record(dispatcher, tmp_path / "run.safetensors"),
-        pytest.raises(StateError, match="while a trace is recorded it must be called eagerly, got a call inside torch"),
+        pytest.raises(
+            StateError, match="while a trace is recorded, it must be called eagerly, got a call inside torch"
+        ),
     ):
         run(x)
     run(x).sum().backward()

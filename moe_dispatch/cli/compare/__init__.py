@@ -1,1 +1,1 @@
-"""``compare``: the same tokens through several backends, held against a reference."""
+"""``compare``: sends the same tokens through several backends and compares the results with a reference."""

@@ -1,4 +1,4 @@
-"""Runs ``compare``: reads the task from the command line, and shows the comparison as tables on a terminal."""
+"""Runs ``compare``: makes a task from the command line, and shows the comparison as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def make_workload(
     seed: int,
     trace: Path | None,
 ) -> tuple[Workload, int]:
-    """Make the workload of the command line, and its default number of ranks. None stands for an option not given.
+    """Make the workload of the command line, and its default number of ranks. An option that is not given is None.
 
     Raises:
-        ConfigError: the dtype or the routing is wrong, or an option contradicts the trace.
-        TraceError: the trace cannot be read.
+        ConfigError: The dtype or the routing is wrong, or an option contradicts the trace.
+        TraceError: The trace cannot be read.
     """
     _check_choice("dtype", dtype, TOLERANCES)
     if routing is not None:
@@ -50,8 +50,8 @@ def make_workload(
     for option in ("tokens", "routing"):
         if option in chosen:
             raise ConfigError(
-                f"--{option} must be left out with --trace, which has its own, got {chosen[option]!r}. Leave out "
-                "one of the two."
+                f"--{option} must not be given with --trace, because the trace decides it, got {chosen[option]!r}. "
+                "Leave out one of the two."
             )
     found = Trace.load(trace)
     recorded = len(found.calls)
@@ -65,20 +65,21 @@ def make_task(
     """Make the task of the command line.
 
     Args:
-        file: config. Without ``backends`` its backend is compared, or for "auto" all known backends.
-        backends: names separated by commas.
-        modes: names in ``MODES``.
-        workload: tokens and routing.
-        tolerance: tolerance in place of the one of the dtype.
+        file: Path of the config. Without ``backends``, the backend of the config is compared, and for "auto" all known
+            backends.
+        backends: Names separated by commas.
+        modes: Names in ``MODES``.
+        workload: Tokens and routing.
+        tolerance: Tolerance; None for the tolerance of the dtype.
 
     Raises:
-        ConfigError: the config, a backend's name or option, the mode or the tolerance is wrong.
-        BackendUnavailableError: a backend given by its path cannot be imported.
+        ConfigError: The config, the name or an option of a backend, the mode or the tolerance is wrong.
+        BackendUnavailableError: A backend given by its path cannot be imported.
     """
     for mode in modes:
         _check_choice("mode", mode, MODES)
     if tolerance is not None and not 0 < tolerance < math.inf:
-        raise ConfigError(f"--tolerance must be a number above 0, got {tolerance:g}. Leave it out for the dtype's own.")
+        raise ConfigError(f"--tolerance must be a number above 0, got {tolerance:g}. Leave it out for the default.")
     config = DispatcherConfig.load(file)
     named = _named(config, backends)
     return Task(
@@ -92,7 +93,7 @@ def make_task(
 
 def _check_choice(option: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
-        raise ConfigError(f"--{option} must be one of {', '.join(known)}, got {value!r}. Use one of these.")
+        raise ConfigError(f"--{option} must be one of {', '.join(known)}, got {value!r}. Use one of them.")
 
 
 def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]:
@@ -109,18 +110,18 @@ def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]
 
 
 def run(task: Task, ranks: int, *, as_json: bool) -> int:
-    """Run the task and show the comparison; the exit status is 0 if all backends agree.
+    """Run the task, and show the comparison. Return the exit status: 0 if all backends agree, else 1.
 
     Raises:
-        TraceError: the trace does not fit the config or the number of ranks.
-        RankFailed, PeerFailed: as for ``on_ranks``.
+        TraceError: The trace does not fit the config or the number of ranks.
+        RankFailed, PeerFailed: As for ``on_ranks``.
     """
-    if task.workload.trace is not None:  # before ranks are started
+    if task.workload.trace is not None:  # check the trace before ranks start
         Replay.load(task.workload.trace, task.config, ranks=num_ranks(ranks), steps=task.workload.steps)
     first = this_rank() == 0
     with console.progress("compare", visible=first) as show:
         comparison: Comparison = on_ranks(partial(measure, task), ranks, lambda message: show(*message))
-    if not first:  # rank 0 answers: torchrun would end it if another rank ended with status 1 first
+    if not first:  # only rank 0 may end with status 1: torchrun ends all ranks when one of them fails
         return 0
     if as_json:
         console.document(comparison.document())
@@ -165,8 +166,8 @@ def _show_differences(comparison: Comparison, ran: Sequence[Outcome]) -> None:
         ["backend", "mode", "y", "x", "weights", "experts", "first", ""],
         rows,
         text_columns=2,
-        caption="Largest differences, over the largest value, of the output and of the gradients from a dense float64 "
-        f"reference, at most {comparison.tolerance:g}; and of any of them from the first line.",
+        caption="Largest difference of the output and of the gradients from a dense float64 reference, divided by the "
+        f"largest value. At most {comparison.tolerance:g} is allowed. first: largest difference from the first line.",
     )
 
 
@@ -192,8 +193,8 @@ def _show_costs(ran: Sequence[Outcome]) -> None:
         ["backend", "mode", "MB sent", "padded:\nranks", "padded:\nexperts", "host\nsyncs", "ms", "ratio"],
         rows,
         text_columns=2,
-        caption="Of one plan, dispatch, combine and backward: MB (1e6 bytes) and padded rows of all ranks together, "
-        "the mean of all steps; host syncs of rank 0, the median time, and its ratio to the first line's.",
+        caption="One plan, dispatch, combine and backward. MB (1e6 bytes) and padded rows: sum of all ranks, mean of "
+        "all steps. Host syncs: of rank 0. ms: median time. ratio: to the first line.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The task of ``compare`` and its outcomes: plain data, for people and for JSON."""
+"""The task of ``compare`` and its outcomes, as plain data for tables and for JSON."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Variant:
     mode: str
 
     def config(self, base: DispatcherConfig, max_tokens: int) -> DispatcherConfig:
-        """Make its config from ``base`` with this backend and mode; graph-safe mode has room for the worst routing.
+        """Make the config of this variant. In graph-safe mode, its buffers fit the worst possible routing.
 
         Raises:
-            ConfigError, BackendUnavailableError: the backend has no such options, or cannot be loaded.
+            ConfigError, BackendUnavailableError: The backend has no such options, or cannot be loaded.
         """
         graph_safe = self.mode == "graph-safe"
         return base.replace(
@@ -42,14 +42,14 @@ class Variant:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What to compare.
+    """The task of one comparison.
 
     Attributes:
-        config: config without options of a backend.
-        variants: backends in modes.
-        workload: tokens and routing.
-        explicit: whether the backends were named; then a backend that cannot run is a failure.
-        tolerance: largest difference from the reference; None for the tolerance of the dtype.
+        config: Config without options of a backend.
+        variants: Pairs of a backend and a mode.
+        workload: Tokens and routing.
+        explicit: Whether the user named the backends. A named backend that cannot run is a failure.
+        tolerance: Largest allowed difference from the reference; None for the tolerance of the dtype.
     """
 
     config: DispatcherConfig
@@ -62,19 +62,20 @@ class Task:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The outcome of one variant. Differences are the largest of all steps and ranks; costs are those of one step.
+    """The outcome of one variant. A difference is the largest of all steps and ranks. A cost is that of one step.
 
     Attributes:
-        refused: why the variant could not run; then the rest is empty.
-        emulated: whether its library is an emulation, whose bytes and times say nothing of the real library.
-        from_reference: largest difference of ``QUANTITIES`` from the dense float64 reference, over the largest value.
-        from_first: largest difference from the first variant that ran, over the largest value.
-        bytes_sent: bytes of torch.distributed's collectives, all ranks together, mean of all steps; None if the
-            backend sends by a library of its own.
-        rows_padded: rows without a token by cause, all ranks together, mean of all steps.
-        host_syncs: host syncs of rank 0 in the first step, with those of the plan; None for an emulation.
-        milliseconds: median of plan, dispatch, combine and backward around experts that cost nothing; slowest rank.
-        time_ratio: ``milliseconds`` over those of the first variant that ran.
+        refused: Why the variant could not run. Then all other attributes are empty.
+        emulated: Whether its library is an emulation. Bytes and times of an emulation say nothing about the library.
+        from_reference: Largest difference from the dense float64 reference by name in ``QUANTITIES``, divided by the
+            largest value.
+        from_first: Largest difference from the first variant that ran, divided by the largest value.
+        bytes_sent: Bytes of the collectives of torch.distributed, sum of all ranks, mean of all steps. None if another
+            library sends the rows.
+        rows_padded: Padding rows by cause, sum of all ranks, mean of all steps.
+        host_syncs: Host syncs of rank 0 in the first step, including the plan; None for an emulation.
+        milliseconds: Median time of plan, dispatch, combine and backward on the slowest rank. Experts cost nothing.
+        time_ratio: ``milliseconds``, divided by ``milliseconds`` of the first variant that ran.
     """
 
     backend: str
@@ -90,20 +91,20 @@ class Outcome:
     time_ratio: float | None = None
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether it ran and is as near to the reference as the tolerance; NaN is not near."""
+        """Return whether it ran and differs from the reference by at most the tolerance. NaN does not agree."""
         return self.refused is None and all(value <= tolerance for value in self.from_reference.values())
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """All outcomes.
+    """All outcomes of a task.
 
     Attributes:
-        tolerance: largest difference that ``from_reference`` may have.
+        tolerance: Largest allowed value in ``from_reference``.
         transport: "nccl" or "gloo".
-        tokens: tokens of each rank, in the step where it has most.
-        most_rows: most rows that any rank brings to any step: the dispatchers' ``max_tokens_per_rank``.
+        tokens: Largest number of tokens of each rank in a step.
+        most_rows: Largest number of rows of any rank in any step: ``max_tokens_per_rank`` of the dispatchers.
     """
 
     task: Task
@@ -115,33 +116,33 @@ class Comparison:
 
     @property
     def passes(self) -> bool:
-        """Whether something ran, all that ran agrees, and every named backend ran in some mode."""
+        """Whether at least one variant ran, all of these agree, and every named backend ran in at least one mode."""
         ran = [outcome for outcome in self.outcomes if outcome.refused is None]
         missing = {outcome.backend for outcome in self.outcomes} - {outcome.backend for outcome in ran}
         return bool(ran) and all(map(self.agrees, ran)) and not (self.task.explicit and missing)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Say where the dispatchers differ from the config, and why."""
+        """Sentences about differences between the dispatchers and the config, with the reasons."""
         config, notes = self.task.config, []
         if config.capacity_factor != "worst" and any(one.mode == "graph-safe" for one in self.outcomes):
             notes.append(
-                f'graph-safe with capacity_factor "worst", not the config\'s {config.capacity_factor:g}: without the '
-                "rows that it drops, results are none to be held against the reference"
+                'graph-safe mode runs with capacity_factor "worst" instead of '
+                f"{config.capacity_factor:g}, because dropped rows would change the results"
             )
         if config.max_tokens_per_rank not in (None, self.most_rows):
             notes.append(
-                f"max_tokens_per_rank is {self.most_rows}, what is sent here, not the config's "
+                f"max_tokens_per_rank is {self.most_rows}, the rows of this comparison, instead of "
                 f"{config.max_tokens_per_rank}"
             )
         return tuple(notes)
 
     def agrees(self, outcome: Outcome) -> bool:
-        """Whether an outcome is within the tolerance."""
+        """Return whether an outcome is within the tolerance."""
         return outcome.agrees(self.tolerance)
 
     def document(self) -> dict[str, Any]:
-        """Convert to JSON; a difference that is not finite becomes null."""
+        """Convert to JSON. A difference that is not finite becomes null."""
         workload = self.task.workload
         return {
             "agree": self.passes,

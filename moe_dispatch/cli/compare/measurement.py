@@ -1,6 +1,6 @@
-"""The rank's side of ``compare``: runs every variant on the same tokens, checks its results, measures its costs.
+"""Runs every variant of ``compare`` on one rank: checks its results and measures its costs.
 
-Dimensions as in ``moe_dispatch.types``.
+All variants get the same tokens. Dimensions are those of ``moe_dispatch.types``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_dispatch.testing.host_syncs import count_host_syncs
 from moe_dispatch.testing.rank_context import Call, RankContext
 from moe_dispatch.types import Plan
 
-# Fewest timed rounds. Each goes through all variants, so that drift of the machine hits all alike.
+# Smallest number of timed rounds. Variants take turns, so that a change in the machine's load affects all of them.
 ROUNDS = 5
 
 
@@ -54,8 +54,8 @@ class Candidate:
 
 
 def measure(task: Task, place: Place, send: Send) -> Comparison:
-    """Run a task. Collective; ``send((done, of))`` after every part."""
-    logging.getLogger("moe_dispatch").setLevel(logging.ERROR)  # which backends are emulated is in the result
+    """Run a task. Collective. Call ``send((done, of))`` after every part."""
+    logging.getLogger("moe_dispatch").setLevel(logging.ERROR)  # the result names the emulated backends
     material = make_material(task.workload, task.config, rank=place.rank, ranks=place.size)
     steps = material.steps
     candidates = [_open(variant, task, place, material.most_rows) for variant in task.variants]
@@ -89,7 +89,7 @@ def _open(variant: Variant, task: Task, place: Place, max_tokens: int) -> Candid
     candidate = Candidate(variant=variant)
     if variant.backend.emulated and place.device.type != "cpu":
         candidate.refused = (
-            f"compare: an emulation takes CPU tensors, got {variant.backend.label!r} on ranks with GPUs. Leave it out, "
+            f"compare: an emulation needs CPU tensors, got {variant.backend.label!r} on ranks with GPUs. Leave it out, "
             "or hide the GPUs: CUDA_VISIBLE_DEVICES=."
         )
         return candidate
@@ -118,7 +118,7 @@ def _hold_against_reference(step: Step, candidates: Sequence[Candidate], place: 
         try:
             with noting(candidate.name):
                 found = _summed(_results(_dispatcher(candidate), step, place), place)
-        except MoEDispatchError as refusal:  # the tensors are refused on all ranks alike
+        except MoEDispatchError as refusal:  # all ranks raise it
             candidate.refused = str(refusal)
             _dispatcher(candidate).close()
             continue
@@ -129,7 +129,7 @@ def _hold_against_reference(step: Step, candidates: Sequence[Candidate], place: 
 
 
 def _results(dispatcher: Dispatcher, step: Step, place: Place) -> dict[str, Tensor]:
-    """Compute output and gradients of one layer with the kit's experts, by name, on the CPU."""
+    """Compute output and gradients of one layer with the experts of the conformance kit, by name, on the CPU."""
     call = step.call(place.device)
     context = RankContext(scenario=step.scenario, dispatcher=dispatcher, rank=place.rank, calls=(call,))
     sent = dispatcher.dispatch(call.x, call.routing, context.plan(call))
@@ -149,12 +149,12 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def _summed(results: dict[str, Tensor], place: Place) -> dict[str, Tensor]:
-    """Sum the experts' gradients over ranks: every rank computed those of its own experts or of its own tokens."""
+    """Sum the gradients of the experts over ranks. Each rank has a part: its own experts, or its own tokens."""
     return {**results, "experts": place.sum(results["experts"].double().to(place.device)).cpu()}
 
 
 def relative_difference(got: Tensor, expected: Tensor) -> float:
-    """Return the largest difference over the largest expected value, if that is not 0; infinite for a NaN."""
+    """Return the largest difference, divided by the largest expected value unless this is 0; infinite for a NaN."""
     if got.numel() == 0:
         return 0.0
     difference = (got.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max()
@@ -166,7 +166,7 @@ def _keep_largest(largest: dict[str, float], name: str, value: float) -> None:
 
 
 def _layer(dispatcher: Dispatcher, call: Call, plan: Plan) -> None:
-    """Run forward and backward around experts that cost nothing."""
+    """Run forward and backward with experts that cost nothing."""
     sent = dispatcher.dispatch(call.x, call.routing, plan)
     rows = sent.rows
     if dispatcher.config.weights == "experts":
@@ -175,7 +175,7 @@ def _layer(dispatcher: Dispatcher, call: Call, plan: Plan) -> None:
 
 
 def _count(candidate: Candidate, steps: Sequence[Step], place: Place) -> None:
-    """Count bytes and padding, mean of all steps, and the host syncs of the first step. Also warms up."""
+    """Count bytes and padding, mean of all steps, and the host syncs of the first step. This also warms up."""
     dispatcher, nbytes = _dispatcher(candidate), 0
     before = dispatcher.metrics(gather=True).rows_padded
     for step in steps:
@@ -196,7 +196,7 @@ def _count(candidate: Candidate, steps: Sequence[Step], place: Place) -> None:
 
 
 def _time(candidate: Candidate, call: Call, place: Place) -> float:
-    """Time one call on this rank, in seconds; ranks start together."""
+    """Time one call on this rank, in seconds. All ranks start together."""
     dispatcher = _dispatcher(candidate)
     place.sum(torch.zeros(1, device=place.device))
     _wait(place)
@@ -212,7 +212,7 @@ def _wait(place: Place) -> None:
 
 
 def _gathered(candidates: Sequence[Candidate], place: Place) -> list[Outcome]:
-    """Gather the outcomes of all ranks, the same on each rank. Collective."""
+    """Gather the outcomes of all ranks. The result is the same on each rank. Collective."""
     mine = [
         [candidate.from_reference, candidate.from_first, candidate.bytes_sent, candidate.host_syncs, candidate.seconds]
         for candidate in candidates

@@ -1,4 +1,4 @@
-"""What ``compare`` sends through every backend: rows, a routing at random or of a trace, and the expected results."""
+"""The workload of ``compare``: rows, a random or recorded routing, and the expected results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_dispatch.testing.scenario import Batch, DtypeName, Experts, Scenario
 from moe_dispatch.traces import Call as RecordedCall
 from moe_dispatch.traces import Part, Trace
 
-# Dispatches that are taken of a trace by default: every backend computes each of them in float64, in every mode.
+# Default number of dispatches from a trace: every backend computes each of them in float64, in every mode.
 MOST_STEPS = 16
 
 
@@ -37,22 +37,22 @@ class Replay:
         """Read the trace.
 
         Args:
-            path: path of the trace.
-            config: config that runs it. Backend, hidden size, padding and mode may be others than those recorded.
-            ranks: number of ranks that run it.
-            steps: number of dispatches to take.
+            path: Path of the trace.
+            config: Config of this run. Its backend, hidden size, padding and mode may differ from the recorded run.
+            ranks: Number of ranks of this run.
+            steps: Number of dispatches to use.
 
         Raises:
-            TraceError: the trace cannot be read, lacks ranks or dispatches, or has other sizes; or its row counts
-                differ although the config promises that they are equal.
+            TraceError: The trace cannot be read, lacks ranks or dispatches, or has other sizes. Or its row counts
+                differ although the config promises equal row counts.
         """
         trace = Trace.load(path)
         trace.require_whole("compare")
         trace.check_ids("compare")
         if trace.ep_size != ranks:
             raise TraceError(
-                f"compare: --ranks must be that of the trace {path.name}, {trace.ep_size}, got {ranks}. Leave --ranks "
-                "out, or have torchrun start as many."
+                f"compare: --ranks must be {trace.ep_size}, as in the trace {path.name}, got {ranks}. Leave out "
+                f"--ranks, or start {trace.ep_size} ranks with torchrun."
             )
         trace.check(_without_room(config), ep_size=ranks)
         if not trace.calls:
@@ -60,7 +60,7 @@ class Replay:
         if steps > len(trace.calls):
             raise TraceError(
                 f"compare: --steps must be at most the {len(trace.calls)} dispatches of {path.name}, got {steps}. "
-                "Leave --steps out, or record more."
+                "Leave out --steps, or record more dispatches."
             )
         calls = trace.calls[:steps]
         if config.row_counts in ("assume", "check"):
@@ -69,7 +69,7 @@ class Replay:
 
     @property
     def most_tokens(self) -> tuple[int, ...]:
-        """Tokens of each rank, in the dispatch where it has most."""
+        """Largest number of tokens of each rank in a dispatch."""
         return tuple(
             max(len(real_rows(part)) for part in of_rank)
             for of_rank in zip(*(call.parts for call in self.calls), strict=True)
@@ -77,11 +77,11 @@ class Replay:
 
     @property
     def most_rows(self) -> int:
-        """Most rows that any rank brings to any dispatch."""
+        """Largest number of rows of any rank in any dispatch."""
         return max(part.num_rows for call in self.calls for part in call.parts)
 
     def input_layout(self, step: int, rank: int) -> InputLayout:
-        """Layout of a rank's rows. A layout that only the device knew is again known to the device only."""
+        """Return the layout of the rows of a rank. If only the device knew it, only the device knows it again."""
         part = self.calls[step].parts[rank]
         return InputLayout(
             layout=part.layout if part.on_host else DeviceKnown(part.layout),
@@ -90,7 +90,7 @@ class Replay:
         )
 
     def batch(self, scenario: Scenario, step: int, rank: int) -> Batch:
-        """Draw rows and upstream gradients for the recorded ids and weights of a rank's tokens."""
+        """Draw rows and upstream gradients for the recorded ids and weights of the tokens of a rank."""
         part = self.calls[step].parts[rank]
         generator = torch.Generator().manual_seed(scenario.seed * 10_000_019 + step * 10_007 + rank)
         real_T = real_rows(part)
@@ -115,7 +115,7 @@ def real_rows(part: Part) -> Tensor:
 
 
 def _without_room(config: DispatcherConfig) -> DispatcherConfig:
-    """Remove the number of rows that the config was made for: a comparison makes room for those of the trace."""
+    """Remove the limits of the config on row counts. A comparison makes room for the rows of the trace."""
     return config.replace(
         backend="auto",
         row_counts=None,
@@ -131,29 +131,29 @@ def _check_equal(calls: tuple[RecordedCall, ...], row_counts: str) -> None:
         counts = [len(real_rows(part)) if part.on_host else part.num_rows for part in call.parts]
         if len(set(counts)) > 1:
             raise TraceError(
-                f'compare: row_counts "{row_counts}" promises that all ranks bring as many rows, got '
+                f'compare: row_counts "{row_counts}" promises that all ranks bring the same number of rows, got '
                 f'{", ".join(map(str, counts))} in dispatch {step} of the trace. Set row_counts to "agree".'
             )
 
 
-# Numbers that the reference holds per expert at a time, in float64 and several times.
+# Numbers that the reference holds at a time, in float64 and in several copies.
 _REFERENCE_NUMBERS = 2**22
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Random tokens, the same for every backend, and their routing: random or of a trace.
+    """Random tokens, the same for every backend, with a random or a recorded routing.
 
     Attributes:
-        tokens: tokens of the rank with most. Of four ranks one has as many, the others 1/8, 2/8 and 3/8 fewer. Not used
-            with a trace.
-        steps: number of batches, each with tokens and a routing of its own; of a trace its first dispatches.
-        dtype: dtype of the rows.
-        routing: name in ``moe_dispatch.testing.scenario.ROUTINGS``; not used with a trace.
-        seed: seed of all data.
-        trace: file that ``Trace.record`` wrote. Ids, weights and layouts are those of its dispatches.
-        recorded: number of dispatches in the trace.
+        tokens: Largest number of tokens of a rank. Ranks 0, 4, 8 have this number; ranks 1, 2 and 3 have 1/8, 2/8 and
+            3/8 fewer. Not used with a trace.
+        steps: Number of batches, each with its own tokens and routing. With a trace: number of dispatches.
+        dtype: Dtype of the rows.
+        routing: Name in ``moe_dispatch.testing.scenario.ROUTINGS``; not used with a trace.
+        seed: Seed of all data.
+        trace: File that ``Trace.record`` wrote. Its dispatches decide ids, weights and layouts.
+        recorded: Number of dispatches in the trace.
     """
 
     tokens: int = 64
@@ -165,7 +165,7 @@ class Workload:
     recorded: int = 0
 
     def scenario(self, config: DispatcherConfig, ranks: int) -> Scenario:
-        """Describe the workload as the conformance kit does. Counts are equal if the config promises that."""
+        """Make the scenario of the conformance kit. Row counts are equal if the config promises equal row counts."""
         equal = config.row_counts in ("assume", "check")
         counts = [self.tokens - (0 if equal else rank % 4 * (self.tokens // 8)) for rank in range(ranks)]
         return Scenario(
@@ -186,7 +186,7 @@ class Workload:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:
-    """One batch on one rank and its expected results. Tensors are made when asked for: a trace has many steps."""
+    """One batch on one rank, with its expected results. Tensors are made on request, because a trace has many steps."""
 
     scenario: Scenario
     experts: Experts
@@ -194,13 +194,13 @@ class Step:
     batch: Callable[[], Batch]
 
     def call(self, device: torch.device) -> Call:
-        """Make the tensors of the batch, with leaves that have no gradient yet."""
+        """Make the tensors of the batch. Its leaves have no gradient yet."""
         return make_call(self.scenario, self.input_layout, (self.batch(),), 0, self.experts).to(str(device))
 
     def expected(self) -> dict[str, Tensor]:
-        """Compute this rank's output and gradients, and its part of the experts' gradients, by name; float64.
+        """Compute the output and the gradients of this rank by name, in float64.
 
-        Output and gradients have the rows of x, with zeros in rows that are no tokens.
+        Output and gradients have the rows of x; padding rows are 0. "experts" is this rank's part of the gradients.
         """
         found = expect_in_parts(self.batch(), self.experts, self.scenario.wire_dtype)
         return {
@@ -214,11 +214,11 @@ class Step:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Material:
-    """A workload on one rank.
+    """The data of a workload on one rank.
 
     Attributes:
-        tokens: tokens of each rank in the step where it has most.
-        most_rows: most rows that any rank brings to any step, including rows that are no tokens.
+        tokens: Largest number of tokens of each rank in a step.
+        most_rows: Largest number of rows of any rank in any step, including padding rows.
     """
 
     scenario: Scenario
@@ -228,10 +228,10 @@ class Material:
 
 
 def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ranks: int) -> Material:
-    """Make what one rank sends.
+    """Make the data of one rank.
 
     Raises:
-        TraceError: the trace cannot be read or does not fit.
+        TraceError: The trace cannot be read or does not fit.
     """
     scenario = workload.scenario(config, ranks)
     if workload.trace is None:
@@ -261,7 +261,7 @@ def _step(scenario: Scenario, input_layout: InputLayout, batch: Callable[[], Bat
 
 
 def expect_in_parts(batch: Batch, experts: Experts, wire: WireDtype | None) -> Expected:
-    """Compute ``reference`` for some rows at a time: it holds every expert's outputs for all rows it is given."""
+    """Compute ``reference`` for a few rows at a time, because it holds the outputs of all experts for its rows."""
     rows = max(1, _REFERENCE_NUMBERS // experts.bias_ED.numel())
     tables = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream_TD)
     parts = [

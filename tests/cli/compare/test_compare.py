@@ -158,9 +158,9 @@ def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: P
     assert [one["refused"] for one in report["outcomes"]] == [None, None]
     assert report["agree"], "nothing is dropped"
     notes = [
-        'graph-safe with capacity_factor "worst", not the config\'s 0.5: without the rows that it drops, results are '
-        "none to be held against the reference",
-        "max_tokens_per_rank is 16, what is sent here, not the config's 4",
+        'graph-safe mode runs with capacity_factor "worst" instead of 0.5, because dropped rows would change the '
+        "results",
+        "max_tokens_per_rank is 16, the rows of this comparison, instead of 4",
     ]
     assert report["notes"] == notes
     told = command("compare", "-b", "alltoall", file, "--ranks", "1", "--tokens", "16", "--steps", "1").out
@@ -188,7 +188,7 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
     refused = measurement._open(variant, task, Place(device=torch.device("cuda")), 4).refused
     assert refused is not None
     assert re.match(
-        r"compare: an emulation takes CPU tensors, got 'hybridep\+emulate=true' on ranks with GPUs\. Leave it out, or "
+        r"compare: an emulation needs CPU tensors, got 'hybridep\+emulate=true' on ranks with GPUs\. Leave it out, or "
         r"hide the GPUs: CUDA_VISIBLE_DEVICES=\.$",
         refused,
     )
@@ -200,7 +200,7 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
         (["--dtype", "float8"], "--dtype must be one of float64, float32, bfloat16, float16, got 'float8'"),
         (["--routing", "zipf"], "--routing must be one of balanced, uniform, skewed, .*, got 'zipf'"),
         (["--mode", "eager,fast"], "--mode must be one of eager, graph-safe, got 'fast'"),
-        (["--tolerance", "0"], r"--tolerance must be a number above 0, got 0\. Leave it out for the dtype's own\."),
+        (["--tolerance", "0"], r"--tolerance must be a number above 0, got 0\. Leave it out for the default\."),
         (["--tolerance", "nan"], "--tolerance must be a number above 0, got nan"),
         (["-b", "alltoall,depep"], "Unknown backend 'depep'.*Did you mean 'deepep'?"),
     ],

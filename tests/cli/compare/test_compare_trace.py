@@ -109,9 +109,15 @@ def test_few_steps_are_taken_of_a_long_trace(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--tokens", "8"], r"--tokens must be left out with --trace, which has its own, got 8\. Leave out one of the"),
-        (["--routing", "skewed"], r"--routing must be left out with --trace, which has its own, got 'skewed'\."),
-        (["--ranks", "4"], r"compare: --ranks must be that of the trace run\.safetensors, 2, got 4\. Leave --ranks"),
+        (
+            ["--tokens", "8"],
+            r"--tokens must not be given with --trace, because the trace decides it, got 8\. Leave out one",
+        ),
+        (
+            ["--routing", "skewed"],
+            r"--routing must not be given with --trace, because the trace decides it, got 'skewed'\.",
+        ),
+        (["--ranks", "4"], r"compare: --ranks must be 2, as in the trace run\.safetensors, got 4\. Leave out --ranks"),
         (["--steps", "15"], r"compare: --steps must be at most the 14 dispatches of run\.safetensors, got 15\. Leave"),
     ],
 )
@@ -135,10 +141,10 @@ def test_configs_that_the_trace_does_not_fit_are_refused(recorded: Path) -> None
     cases: list[dict[str, Any]] = [{"num_experts": 16}, {"top_k": 1}]
     for fields in cases:
         ((field, value),) = fields.items()
-        with pytest.raises(TraceError, match=rf"{field} must be that of the trace, \d, got {value}\. Use the trace's"):
+        with pytest.raises(TraceError, match=rf"{field} must be \d, as in the trace, got {value}\. Use a config"):
             Replay.load(recorded, small_config(**fields), ranks=2, steps=1)
     with pytest.raises(
-        TraceError, match=r'"assume" promises that all ranks bring as many rows, got 4, 0 in dispatch 2'
+        TraceError, match=r'"assume" promises that all ranks bring the same number of rows, got 4, 0 in dispatch 2'
     ):
         Replay.load(recorded, small_config(row_counts="assume"), ranks=2, steps=DISPATCHES)
     small = small_config(graph_safe=True, max_tokens_per_rank=2, capacity_factor=0.5, on_overflow="drop")

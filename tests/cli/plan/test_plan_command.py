@@ -132,7 +132,7 @@ def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Pa
     assert (sent["low"], sent["high"], 4 * sent["expected"]) == (min(measured), max(measured), sum(measured))
     answer = command("plan", model, "--routing", str(path), "--ep", "8")
     assert answer.status == 2
-    assert answer.error.startswith("Error: Trace.check: ep_size must be that of the trace, 4, got 8.")
+    assert answer.error.startswith("Error: Trace.check: ep_size must be 4, as in the trace, got 8.")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,10 @@ def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Pa
         ([], "Error: plan: the rows of a rank must be 1 or more, got none. Give --tokens"),
         (["--tokens", "4", "--set", "pad=3"], "Error: --set must be FIELD=VALUE, got 'pad=3'. Fields: backend, "),
         (["--tokens", "4", "--set", "top_k"], "Error: --set must be FIELD=VALUE, got 'top_k'."),
-        (["--tokens", "4", "--routing", "none.safetensors"], "Error: Trace.load: none.safetensors must be a file"),
+        (
+            ["--tokens", "4", "--routing", "none.safetensors"],
+            "Error: Trace.load: none.safetensors must be an existing file",
+        ),
         (["--tokens", "4", "--ep", "3"], "Error: num_experts (16) must be divisible by ep_size (3)."),
     ],
 )

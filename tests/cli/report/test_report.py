@@ -216,7 +216,7 @@ def test_command(recorded: Path, tmp_path: Path, command: Command) -> None:
     assert Path(answer.out.strip()).is_file()
     wrong = command("report", str(tmp_path / "metrics.jsonl"))
     assert (wrong.status, wrong.out) == (2, "")
-    assert re.match(r"Error: Trace.load: \S+ must be a file, got nothing there\. Check the path\.\n$", wrong.error)
+    assert re.match(r"Error: Trace.load: \S+ must be an existing file, got no file\. Check the path\.\n$", wrong.error)
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
