@@ -170,8 +170,8 @@ def _show_ratios(now: Results, earlier: Results) -> None:
         [*axes, "contender", *quantities, "total, 95 %", "verdict"],
         [[*place, *_ratio_row(ratio, quantities)] for place, ratio in zip(places, shared, strict=True)],
         text_columns=len(axes) + 1,
-        caption="Ratio of this run to that run, with a 95 % confidence interval for the total. The interval knows the "
-        "scatter within the two runs. It does not know what changes between two starts of the command.",
+        caption="Ratio of this run to that run, with a 95 % confidence interval for the total. It knows only the "
+        "scatter within each run: if the load of the machine changes between runs, equal code may get a verdict.",
     )
 
 

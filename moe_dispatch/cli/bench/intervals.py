@@ -15,7 +15,8 @@ def ratio_interval(now: Sequence[float], then: Sequence[float]) -> tuple[float, 
     The interval is that of Hodges and Lehmann: sort the ratios of each time now to each time then, and leave out the
     same number of ratios at both ends. The rank test of Mann and Whitney says how many may be left out. It assumes
     nothing about the distribution of the times. If both sequences have the same distribution, the interval excludes 1
-    in at most 5 % of all comparisons.
+    in at most 5 % of all comparisons. Two starts of the same code on a busy machine may have different distributions,
+    and the interval then excludes 1 more often (docs/cli.md has measured rates).
 
     Example: 5 times now and 5 times then have 25 ratios. 2 ratios are left out at each end, so the interval goes from
     the 3rd to the 23rd ratio.

@@ -151,7 +151,8 @@ def choose_experts(scores_TE: Tensor, top_k: int, groups: GroupLimit) -> Tensor:
     size = scores_TGL.shape[2]
     allowed_TBL = scores_TGL.gather(1, group_TB.unsqueeze(2).expand(-1, -1, size))
     place_TK = allowed_TBL.flatten(1).topk(top_k).indices
-    return group_TB.gather(1, place_TK // size) * size + place_TK % size
+    ids_TK: Tensor = group_TB.gather(1, place_TK // size) * size + place_TK % size
+    return ids_TK
 
 
 def recorded_routing(dispatches: Sequence[Dispatch], text: str) -> Source:

@@ -21,8 +21,8 @@ def verdicts(runs: int, factor: float) -> list[str]:
     generator = torch.Generator().manual_seed(runs)
     times = (SCATTER * torch.randn(TRIALS, 2, runs, generator=generator)).exp()
     slow = torch.rand(TRIALS, 2, runs, generator=generator) < 0.1
-    times = torch.where(slow, 1.5 * times, times).tolist()
-    return [verdict_of(ratio_interval([factor * time for time in now], then)) for now, then in times]
+    times = torch.where(slow, 1.5 * times, times)
+    return [verdict_of(ratio_interval([factor * time for time in now], then)) for now, then in times.tolist()]
 
 
 @pytest.mark.parametrize("runs", [3, 5, 10, 20])

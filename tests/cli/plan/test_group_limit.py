@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -51,13 +51,13 @@ def test_drawn_experts_are_as_likely_as_all_orders_say(exponent: float) -> None:
     """6 experts in 3 groups, of which a token uses 2: count all 720 orders of the scores, each with its odds."""
     limit = GroupLimit(num_groups=3, topk_groups=2, scored_experts=1)
     odds_E, tokens = popularity(6, exponent, generator()), 40_000
-    wanted = Counter[frozenset[int]]()
+    wanted = defaultdict[frozenset[int], float](float)
     for order in itertools.permutations(range(6)):
         chance, left = 1.0, 1.0
         for expert in order:
             chance, left = chance * float(odds_E[expert]) / left, max(left - float(odds_E[expert]), 1e-12)
         scores = [-float(order.index(expert)) for expert in range(6)]
-        wanted[frozenset(by_hand(scores, 3, limit))] += chance  # type: ignore[assignment] - a counter of chances
+        wanted[frozenset(by_hand(scores, 3, limit))] += chance
     found = Counter(map(frozenset, draw_limited_experts(limit, odds_E, 3, tokens, generator(1)).tolist()))
     assert set(found) <= set(wanted)
     assert sum(wanted.values()) == pytest.approx(1)

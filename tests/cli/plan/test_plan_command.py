@@ -48,7 +48,7 @@ def test_the_real_command(model: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "qwen3_moe: 16 experts, top 4, hidden size 256, 48 layers with experts, bfloat16" in done.stdout
     assert "expert parallelism over 16 ranks, 2 nodes of 8; eager mode" in done.stdout
-    assert re.search(r"^ alltoall +\d", done.stdout, re.MULTILINE)
+    assert re.search(r"^ alltoall +bfloat16 +\d", done.stdout, re.MULTILINE)
     assert re.search(r"^- +local: Backend 'local': ep_size must be one of 1, got 16\.", done.stdout, re.MULTILINE)
     assert "deepep v1.2.1: planned by the rules of v1.2.1; not usable here" in done.stdout
     assert "* Rows only" in done.stdout
