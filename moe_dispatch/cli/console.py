@@ -87,17 +87,11 @@ def error(text: str) -> None:
 def progress(label: str, *, visible: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, if that is a terminal, while the block runs; yield ``show(done, of)``.
 
-    Lines printed inside the block appear above the bar, or in the file that stdout is redirected to.
+    Leave the block before you print, or the lines mix with the bar.
     """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
-    with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=not (visible and console.is_terminal),
-        redirect_stdout=sys.stdout.isatty(),  # or lines for a file would go to the terminal of stderr
-    ) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,17 +95,24 @@ def _measured(request: Request, *, visible: bool) -> Results:
     found: list[CaseResult | OverheadResult] = []
     if visible:
         show_setting(machine, request.left_out)
-    with console.progress(f"bench {request.suite}", visible=this_rank() == 0) as show:
+    with ExitStack() as bar:
+
+        def show_bar() -> Callable[[int, int], None]:
+            return bar.enter_context(console.progress(f"bench {request.suite}", visible=this_rank() == 0))
+
+        show = show_bar()
 
         def heard(message: CaseResult | OverheadResult | int) -> None:
-            nonlocal done
+            nonlocal done, show
             if isinstance(message, int):
                 done += message
                 show(done, parts)
                 return
             found.append(message)
             if visible:
+                bar.close()  # the bar and the tables share a terminal
                 show_case(message, request, first=len(found) == 1)
+                show = show_bar()
 
         for ranks, task in request.tasks:
             on_ranks(partial(measure, task), ranks, heard)

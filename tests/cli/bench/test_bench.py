@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -21,6 +19,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from moe_dispatch import Dispatcher
+from moe_dispatch.cli.bench import command as bench
 from moe_dispatch.cli.bench import measurement, peers, request
 from moe_dispatch.cli.bench.contenders import ByHand, Contender, Experts, identity_experts, run_layer
 from moe_dispatch.cli.bench.costs import Seconds, Timing, time_in_turn
@@ -286,20 +285,20 @@ def test_cases_are_printed_as_they_end(suite: str, command: Command, monkeypatch
     assert re.search(r"\balltoall +[\d.]+", answer.out)
 
 
-@pytest.mark.parametrize("visible", [True, False])
-def test_lines_beside_a_progress_bar_go_to_the_file_of_stdout(visible: bool) -> None:
-    """stderr is a terminal and stdout is not."""
-    terminal, end = pty.openpty()
-    code = (
-        "from moe_dispatch.cli import console\n"
-        f"with console.progress('bench', visible={visible}) as show:\n"
-        "    show(1, 2)\n"
-        "    console.line('a case')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=end, text=True, check=True)
-    os.close(end)
-    os.close(terminal)
-    assert done.stdout == "a case\n"
+def test_bar_is_down_while_a_case_is_printed(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal the bar would stand in the middle of a table."""
+    events: list[str] = []
+
+    @contextmanager
+    def progress(label: str, *, visible: bool) -> Iterator[Callable[[int, int], None]]:
+        events.append("up")
+        yield lambda done, of: None
+        events.append("down")
+
+    monkeypatch.setattr(bench.console, "progress", progress)
+    monkeypatch.setattr(bench, "show_case", lambda *case, first: events.append("case"))
+    assert command("bench", *ONE, "--tokens", "8,16", "--iterations", "1", "-c", "alltoall").status == 0
+    assert events == ["up", "down", "case", "up", "down", "case", "up", "down"]
 
 
 def test_graph_safe_stands_beside_eager_and_tells_what_it_dropped(
