@@ -19,6 +19,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from moe_dispatch import Dispatcher
+from moe_dispatch.cli import console
 from moe_dispatch.cli.bench import command as bench
 from moe_dispatch.cli.bench import measurement, peers, request
 from moe_dispatch.cli.bench.contenders import ByHand, Contender, Experts, identity_experts, run_layer
@@ -295,7 +296,7 @@ def test_bar_is_down_while_a_case_is_printed(command: Command, monkeypatch: pyte
         yield lambda done, of: None
         events.append("down")
 
-    monkeypatch.setattr(bench.console, "progress", progress)
+    monkeypatch.setattr(console, "progress", progress)
     monkeypatch.setattr(bench, "show_case", lambda *case, first: events.append("case"))
     assert command("bench", *ONE, "--tokens", "8,16", "--iterations", "1", "-c", "alltoall").status == 0
     assert events == ["up", "down", "case", "up", "down", "case", "up", "down"]
