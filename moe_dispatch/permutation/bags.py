@@ -1,7 +1,11 @@
-"""Weighted sums of rows in torch, in blocks that bound the memory of a pass.
+"""Weighted sums of rows in torch, computed block by block to limit temporary memory.
 
-Each function computes ``Permutation.sum_bags``. They use one ``embedding_bag`` per block where it accumulates and
-rounds as we promise, and widen the rows first where it does not.
+A bag is the list of rows that are added up to one output row. With ``members_N`` = [2, 0, 3] and ``cu_S`` = [0, 2, 3]
+there are two bags: ``out[0] = rows[2] * weights[0] + rows[0] * weights[1]`` and ``out[1] = rows[3] * weights[2]``.
+
+``sum_by_rows``, ``sum_by_columns`` and ``sum_statically`` each compute ``Permutation.sum_bags``. They call
+``torch.embedding_bag``, which gathers, multiplies and adds in one operation. If its rounding is not the rounding that
+``Permutation`` promises, they first widen the rows: they convert them to the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -14,21 +18,21 @@ from torch import Tensor
 from moe_dispatch.permutation.base import accumulation_dtype
 from moe_dispatch.permutation.index import front, running_total
 
-# Bytes of float32 that one block of a pass may hold. On the CPU it is a share of a core's L2 cache, so that a block is
-# read back before it is evicted. Elsewhere it bounds the temporary memory of a pass, which holds at most three blocks.
+# Largest size of a block, counted in float32. On the CPU a block takes a share of one core's L2 cache, so it is read
+# back before it is evicted. On a GPU the size limits temporary memory: a pass holds at most three blocks.
 CPU_BLOCK_BYTES = 2 << 20
 _GPU_BLOCK_BYTES = 256 << 20
-_CONVERTED_BYTES = 24 << 20
-_TAIL_BAGS = 256
+_CONVERTED_BYTES = 24 << 20  # largest size of the rows that ``sum_statically`` has widened at a time
+_TAIL_BAGS = 256  # number of bags that ``_with_tail`` appends
 
 
 def row_blocks(out: Tensor) -> list[slice]:
-    """Cut the rows of ``out`` into blocks."""
+    """Cut the rows of ``out`` into blocks of the size that suits its device."""
     return _blocks(out.shape[0], out.shape[1], _block_bytes(out))
 
 
 def _blocks(length: int, width: int, nbytes: int) -> list[slice]:
-    """Cut a dimension into slices of at most ``nbytes`` of float32, where one step is ``width`` numbers."""
+    """Cut ``range(length)`` into slices of at most ``nbytes``; each index stands for ``width`` float32 numbers."""
     size = max(1, nbytes // (4 * max(1, width)))
     return [slice(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
@@ -38,7 +42,10 @@ def _block_bytes(out: Tensor) -> int:
 
 
 def sum_by_rows(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
-    """Sum in blocks of bags. Their edges in ``members_N`` are read on the host, so this is for the CPU."""
+    """Sum in blocks of bags, for tensors on the CPU.
+
+    The host reads where each block begins in ``members_N``. On a GPU this would be a host sync.
+    """
     blocks = row_blocks(out)
     if len(blocks) == 1:
         _sum_block(rows, members_N, cu_S, weights_N, out)
@@ -51,12 +58,15 @@ def sum_by_rows(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor
 
 
 def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    """Sum directly if embedding_bag, which rounds to the dtype of its rows, rounds to ours; else widen the rows first.
+    """Sum the bags of one block. This is the first of three ways that gives the promised rounding.
 
-    For bfloat16 rows and sums, a float32 weight is written as the exact sum of three bfloat16 numbers, and its row is
-    listed three times. If all weights are bfloat16 numbers, as some routers produce them, once is enough. A part that
-    is 0 turns an infinite row into NaN. So if the sums of a block hold a NaN, they are computed again from widened
-    rows; looking for a NaN takes 3% of the time. The range of float16 is too small for such parts.
+    1. Call ``embedding_bag`` on the rows as they are.
+    2. Cut the weights into parts. This is for bfloat16 rows and sums with float32 weights: ``embedding_bag`` wants
+       bfloat16 weights too. So each weight is written as the exact sum of three bfloat16 numbers, and its row is listed
+       three times: member 7 of weight w becomes the members [7, 7, 7] of weights [high, middle, low]. Some routers
+       produce weights that are bfloat16 numbers; then each row is listed once. An infinite row times a part that is 0
+       is NaN, so sums that hold a NaN are computed again in the third way. Looking for a NaN takes 3% of the time.
+    3. Widen the rows. Float16 needs this way: its range is too small for the parts of a weight.
     """
     if _fits_bag(rows, weights, out):
         bag(rows, members, offsets, weights, out)
@@ -68,7 +78,7 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
             return
         rest = weights - high
         middle = rest.bfloat16()
-        parts = torch.stack((high, middle, (rest - middle).bfloat16()), 1)  # 24 bits of mantissa in three times 8
+        parts = torch.stack((high, middle, (rest - middle).bfloat16()), 1)  # 24 mantissa bits, 8 in each part
         bag(rows, torch.stack((members, members, members), 1).view(-1), offsets * 3, parts.view(-1), out)
         if not math.isnan(out.sum().item()):
             return
@@ -77,11 +87,12 @@ def _sum_block(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor |
 
 
 def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
-    """Sum in blocks of columns. This is for GPUs, where reading the edges of bags would be a host sync.
+    """Sum in blocks of columns, for tensors on a GPU.
 
-    Each column is summed by itself, so the blocks do not change the sums in any bit.
+    Blocks of columns need no edges of bags on the host, so there is no host sync. Each column is summed by itself, so
+    the blocks change no bit of the sums.
     """
-    if _fits_bag(rows, weights_N, out) and rows.is_contiguous():  # embedding_bag would copy strided rows as a whole
+    if _fits_bag(rows, weights_N, out) and rows.is_contiguous():  # embedding_bag would copy all strided rows
         bag(rows, members_N, cu_S, weights_N, out)
         return
     in_order = torch.arange(members_N.shape[0], device=members_N.device)
@@ -91,22 +102,27 @@ def sum_by_columns(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Ten
 
 
 def sum_statically(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
-    """Sum where only the device knows how many members there are: no shape depends on ``cu_S``.
+    """Sum when only the device knows the number of members: no shape depends on the values of ``cu_S``.
 
-    N is S times the most members that a bag can have. Members behind the last edge are not summed, but must be valid.
+    ``members_N`` has a fixed length: N is S times the size of the largest possible bag. The entries from ``cu_S[-1]``
+    on belong to no bag. They are not summed, but they must be valid row numbers.
     """
     in_parts = rows.dtype == out.dtype == torch.bfloat16
     if rows.stride(1) == 1 and (in_parts or _fits_bag(rows, weights_N, out)):
         _sum_windows(rows, members_N, cu_S, weights_N, out)
         return
-    # Each column is converted once. A window of members would be converted again for each block, unused members too.
+    # Widen all rows, some columns at a time, so that each number is converted once. Widening the members of each window
+    # would convert a row again for each window that lists it, and would convert the unused entries of the window.
     for columns in _blocks(out.shape[1], len(rows), _CONVERTED_BYTES):
         wide = rows[:, columns].to(accumulation_dtype(rows.dtype, out.dtype)).contiguous()
         _sum_windows(wide, members_N, cu_S, weights_N, out[:, columns])
 
 
 def _sum_windows(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
-    """Sum in blocks of bags; each block takes a window of as many members as its bags can have."""
+    """Sum in blocks of bags. Each block reads a window of ``members_N`` in which its bags fit at their largest.
+
+    If a bag has at most 8 members, a block of 100 bags reads the 800 entries from ``cu_S[block.start]`` on.
+    """
     count, bags = len(members_N), len(cu_S) - 1
     for block in row_blocks(out):
         members, edges, weights = members_N, cu_S, weights_N
@@ -124,23 +140,27 @@ def _sum_windows(rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tenso
 
 
 def _with_tail(edges: Tensor, num_members: int) -> Tensor:
-    """Append bags that take the members behind the last edge; ``bag`` discards their sums.
+    """Append bags for the members behind the last edge; ``bag`` discards the sums of these bags.
 
-    Except in its fast path on the CPU, embedding_bag sums the last bag up to the last member, whatever its edge says.
-    The tail has many bags, because a GPU adds up one bag in sequence.
+    Without them, embedding_bag would add these members to the last bag: except in its fast path on the CPU, it ignores
+    the last edge. There are many such bags because a GPU adds the members of one bag one after another.
     """
     steps = torch.arange(1, _TAIL_BAGS + 1, device=edges.device) * -(-num_members // _TAIL_BAGS)
     return torch.cat([edges, (edges[-1] + steps).clamp(max=num_members)])
 
 
 def in_bfloat16_parts(members_N: Tensor, cu_S: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewrite the sums for bfloat16 weights: each weight is cut into its leading, middle and last 8 bits.
+    """Replace each float32 weight by one to three bfloat16 weights that add up to it exactly.
 
-    The parts add up to the weight exactly. A row is listed once for each part that is not 0, and at least once: 0 times
-    an infinite row would be NaN. All parts have the sign of their weight, so infinite terms agree.
+    The parts of a weight are the leading, the middle and the last 8 bits of its mantissa. The row of the weight is
+    listed once for each part that is not 0, because 0 times an infinite row would be NaN. It is listed at least once.
+    All parts have the sign of the weight, so the infinite terms of a row have one sign and do not add up to NaN.
+
+    For example, 0.5 is a bfloat16 number, and 0.1 needs three parts. So the members [5, 2] with the edges [0, 2] and
+    the weights [0.5, 0.1] become the members [5, 2, 2, 2, 0, 0] with the edges [0, 4].
 
     Returns:
-        Members int64 (3N,), edges (S+1,), weights bfloat16 (3N,).
+        Members int64 (3N,), edges (S+1,) and weights bfloat16 (3N,). Entries behind the last edge are 0.
     """
     high_N = _cut(weights_N.float())
     rest_N = torch.where(weights_N.isfinite(), weights_N.float() - high_N, 0)
@@ -154,20 +174,23 @@ def in_bfloat16_parts(members_N: Tensor, cu_S: Tensor, weights_N: Tensor) -> tup
 
 
 def _cut(values: Tensor) -> Tensor:
-    """Cut, not round, float32 numbers to the 8 bits of a bfloat16 mantissa."""
+    """Cut float32 numbers to the 8 mantissa bits of bfloat16, which rounds them towards zero."""
     return (values.view(torch.int32) & -(1 << 16)).view(torch.float32)
 
 
 def bag(rows: Tensor, members: Tensor, offsets: Tensor, weights: Tensor | None, out: Tensor) -> None:
     """Gather, multiply and sum in one fused operation. Bags and columns beyond those of ``out`` are discarded."""
     if weights is not None and weights.dtype != rows.dtype:
-        weights = weights.to(rows.dtype)  # it takes no others
+        weights = weights.to(rows.dtype)  # embedding_bag wants one dtype for both
     sums = torch.embedding_bag(rows, members, offsets, False, 0, False, weights, True)[0]
     out.copy_(sums if sums.shape == out.shape else sums[: out.shape[0], : out.shape[1]])
 
 
 def _fits_bag(rows: Tensor, weights: Tensor | None, out: Tensor) -> bool:
-    """Whether embedding_bag, which itself accumulates in float32, accumulates and rounds as we promise."""
+    """Return whether embedding_bag accumulates and rounds as ``Permutation`` promises.
+
+    It accumulates 16-bit rows in float32, and it rounds sums and weights to the dtype of the rows.
+    """
     exact = weights is None or weights.dtype == torch.bfloat16
     in_bfloat16 = exact and rows.dtype == out.dtype == torch.bfloat16
     return in_bfloat16 or rows.dtype == accumulation_dtype(rows.dtype, out.dtype)

@@ -1,4 +1,4 @@
-"""The contract of the one-rank reorder: what every implementation offers."""
+"""The contract that every implementation of the one-rank reorder fulfils."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from moe_dispatch.probing import Rejected, Usable
 
 
 def accumulation_dtype(*dtypes: dtype) -> dtype:
-    """Return the dtype in which sums are accumulated: float64 if one of these is, else float32."""
+    """Return the dtype in which sums are accumulated: float64 if any of ``dtypes`` is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 class Permutation(ABC):
-    """Moves rows to where a ``SlotIndex`` says. All implementations share the index, which torch makes.
+    """An implementation of the one-rank reorder: it copies and adds rows as a ``SlotIndex`` says.
 
-    S rows before grouping, K slots per row, R grouped rows with padding, N slots that have a key, D hidden.
+    Torch makes the index, which is the same for all implementations.
 
-    Rows may be strided, and there may be no rows at all. Grouped rows that are padding are never read, whatever they
-    hold. Sums are accumulated in ``accumulation_dtype`` and rounded once. There is no host sync on a GPU. There are no
-    gradients: the caller does autograd.
+    Dimensions: S rows before grouping, K slots per row, R grouped rows with padding, N slots that have a key, D hidden.
+
+    Every implementation keeps these promises:
+
+    - Rows may be strided, and there may be no rows at all.
+    - Grouped rows that are padding are never read. They may hold anything.
+    - Sums are accumulated in ``accumulation_dtype`` and rounded once.
+    - No method waits for a GPU.
+    - No method takes part in autograd. The caller computes gradients with the methods below.
     """
 
     name: ClassVar[str]
@@ -32,7 +38,7 @@ class Permutation(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, device_type: str) -> Usable | Rejected:
-        """Tell whether it can move rows on devices of this type. Never raises."""
+        """Return whether this implementation can move rows on devices of this type. Never raises."""
 
     @abstractmethod
     def gather(self, rows: Tensor, source: Tensor, out: Tensor) -> None:
@@ -40,8 +46,8 @@ class Permutation(ABC):
 
         Args:
             rows: (S, D), any dtype, including uint8 packets.
-            source: int64 (n,), each in ``[0, S)``.
-            out: (n, D), of the same dtype; if rows are floating, of any floating dtype.
+            source: int64 (n,), row numbers in ``[0, S)``.
+            out: (n, D). It has the dtype of ``rows``, or any floating dtype if the rows are floating.
         """
 
     @abstractmethod
@@ -50,8 +56,8 @@ class Permutation(ABC):
 
         Args:
             rows_SD: (S, D), of any floating dtype.
-            index: The grouped positions.
-            dtype: The dtype of the result.
+            index: The index that holds the grouped positions of each row.
+            dtype: Dtype of the result.
 
         Returns:
             (R, D), zero on padding.
@@ -63,34 +69,37 @@ class Permutation(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the backward of ``reduce``: the gradients of the grouped rows and of their weights.
 
+        Let the grouped row i be a copy of row s. Its gradient is ``rows_SD[s] * weights_R[i]``. The gradient of its
+        weight is the dot product of ``rows_SD[s]`` and ``partners_RD[i]``.
+
         Args:
             rows_SD: (S, D), the incoming gradient of each row.
-            index: The index of the reduce.
+            index: The index that ``reduce`` was given.
             weights_R: (R,), or None for weights of 1. On padding it may hold anything.
             partners_RD: (R, D), the rows that ``reduce`` was given; None if the gradient of the weights is not wanted.
                 On padding it may hold anything.
-            dtype: The dtype of the gradient of the grouped rows.
+            dtype: Dtype of the gradient of the grouped rows.
 
         Returns:
-            The gradient of the grouped rows, (R, D), and the gradient of the weights in their dtype, (R,), or None.
-            Both are zero on padding.
+            The gradient of the grouped rows, (R, D), and the gradient of the weights in their dtype, (R,). The second
+            is None without ``weights_R`` or ``partners_RD``. Both are zero on padding.
         """
 
     @abstractmethod
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
-        """Sum into ``out[s]`` the grouped rows of row s, in slot order, each times its weight.
+        """Write to ``out[s]`` the weighted sum of the grouped rows that are copies of row s, added in slot order.
 
         Args:
             rows_RD: (R, D).
-            index: The grouped positions of each row.
+            index: The index that holds the grouped positions of each row.
             weights_R: (R,) in the accumulation dtype, or None for weights of 1. On padding it may hold anything.
             out: (S, D), any floating dtype.
         """
 
     @abstractmethod
     def sum_bags(self, rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
-        """Sum into ``out[s]`` the terms ``rows[members_N[i]] * weights_N[i]``, for i from ``cu_S[s]`` to ``cu_S[s+1]``.
+        """Write to ``out[s]`` the sum of ``rows[members_N[i]] * weights_N[i]`` over i in ``range(cu_S[s], cu_S[s+1])``.
 
-        The terms are added in that order and without atomics, so every run gives the same bits. Columns of ``rows``
-        beyond those of ``out`` are ignored.
+        The terms are added in the order of i and without atomics, so every run gives the same bits. If ``rows`` has
+        more columns than ``out``, the last ones are ignored.
         """

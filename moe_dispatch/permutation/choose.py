@@ -1,4 +1,4 @@
-"""The implementations of the one-rank reorder by name."""
+"""The implementations of the one-rank reorder, found by name."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ _CLASSES: dict[str, type[Permutation]] = {
 
 
 def known_permutations() -> list[str]:
-    """List every name except "auto"; the reference comes first."""
+    """Return the names of all implementations, the torch reference first. "auto" is not one of them."""
     return list(_CLASSES)
 
 
 def probe_permutation(name: str, device_type: str) -> Usable | Rejected:
-    """Tell whether a known permutation can move rows on devices of this type. Never raises."""
+    """Return whether a known permutation can move rows on devices of this type. Never raises."""
     return _CLASSES[name].probe(device_type)
 
 
 @cache
 def choose_permutation(name: str, device_type: str) -> Permutation:
-    """Return the permutation that a config names. It is the same object each time, because it holds no call's state.
+    """Return the permutation that a config names.
+
+    A permutation keeps nothing between calls, so all callers get one cached object.
 
     Args:
-        name: One of ``known_permutations``, which is honoured or refused; or "auto": Triton on CUDA devices if it can
-            be used, else torch.
-        device_type: Type of the device of the rows.
+        name: A name of ``known_permutations``, or "auto". A named permutation is used or refused, never replaced.
+            "auto" is Triton on CUDA devices if Triton can be used there, else torch.
+        device_type: Type of the device that holds the rows.
 
     Raises:
-        ConfigError: There is no such name.
-        BackendUnavailableError: It cannot be used here; the text says why.
+        ConfigError: The name is unknown.
+        BackendUnavailableError: The named permutation cannot be used here; the text says why.
     """
     if name == "auto":
         if device_type == "cpu":
@@ -49,7 +51,7 @@ def choose_permutation(name: str, device_type: str) -> Permutation:
         verdict = probe_permutation("triton", device_type)
         if isinstance(verdict, Usable):
             return TritonPermutation()
-        logger.warning("permutation=\"auto\": using 'torch'. Not triton: %s.", verdict.reason)
+        logger.warning("permutation=\"auto\": using 'torch', because 'triton' cannot be used: %s.", verdict.reason)
         return TorchPermutation()
     if name not in _CLASSES:
         near = difflib.get_close_matches(name, _CLASSES, n=1)

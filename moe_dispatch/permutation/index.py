@@ -1,7 +1,7 @@
-"""The index of a one-rank reorder: where the copies of each row stand once rows are grouped by key.
+"""The index of a one-rank reorder: where the copies of each row stand after the rows are grouped by key.
 
-Legend: S rows, K slots per row, R grouped rows with their padding, L keys. A slot is one (row, k) pair; its key is an
-expert or a rank, or none. N is the number of slots that have a key.
+Legend: S rows, K slots per row, R grouped rows with their padding, L keys. A slot is one (row, k) pair. The key of a
+slot is an expert or a rank; a slot may also have no key. N is the number of slots that have a key.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``value``; 0 stays 0."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``. 0 stays 0."""
     return -(-value // multiple) * multiple
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SlotIndex:
-    """Where each slot's row stands after grouping. ``group_slots`` and ``group_statically`` make it.
+    """The positions of all slots among the grouped rows. ``group_slots`` and ``group_statically`` make an index.
 
-    Grouped rows are ordered by key, and by row within a key. Padding follows each key's rows.
+    Grouped rows are ordered by key, and by row within a key. Padding follows the rows of each key.
 
     For example, two rows have the keys ``[[1, 0], [-1, 1]]``, where -1 is no key. With ``pad_multiple=2`` the grouped
     rows are: row 0 for key 0, padding, row 0 for key 1, row 1 for key 1. So ``source_R`` is [0, 0, 0, 1], ``slot_N``
@@ -32,8 +32,12 @@ class SlotIndex:
 
     An index has a fixed size if its shapes do not depend on the keys. Then N is S * K. Slots without a key come last in
     ``slot_N``, and their place is R, one position behind the last grouped row. ``byrow_N`` ends in zeros. ``padding``
-    is filled up with R. A buffer that is written by ``place_N`` or ``padding`` therefore has one spare row. Behind the
-    last key's padding there may be slack, which has no row, like padding.
+    is filled up with R. So a buffer that is written at ``place_N`` or ``padding`` needs one spare row, number R. The
+    grouped rows behind the padding of the last key are slack: like padding, they are copies of no row.
+
+    With a fixed size of R = 6, the example has two rows of slack. ``source_R`` is [0, 0, 0, 1, 0, 0], ``filled_R`` is
+    [0, -1, 0, 1, -1, -1], ``slot_N`` is [1, 0, 3, 2], ``place_N`` is [0, 2, 3, 6], ``byrow_N`` is [2, 0, 3, 0],
+    ``cu_S`` is [0, 2, 3] and ``padding`` is [1, 6].
 
     Attributes:
         num_rows: S.
@@ -45,15 +49,15 @@ class SlotIndex:
         slot_N: int64 (N,), the slot (row * K + k) of each real grouped row, in grouped order.
         place_N: int64 (N,), the grouped position of each entry of ``slot_N``; None if it is 0, 1, ..., N-1.
         byrow_N: int64 (N,), the grouped positions of the slots that have a key, in the order of the slots.
-        cu_S: int64 (S+1,), where each row begins in ``byrow_N``.
+        cu_S: int64 (S+1,), where the slots of each row begin in ``byrow_N``.
         padding: int64, the grouped positions that are padding; None if ``pad_multiple`` is 1.
-        filled_R: int64 (R,), ``source_R`` with -1 on padding and slack; only with a fixed size.
-        counts: The number of slots of each key, on the host and without padding; only with a size that follows the
-            keys. An index made by ``from_tensors`` has no ``counts``, ``real_L``, ``padded_L`` and ``needed``.
-        real_L: int64 (L,), the same counts on the device. Without a fixed size they are there only if the caller had
-            them. With a fixed size, slots that were dropped do not count.
-        padded_L: int64 (L,), ``real_L`` with padding; only with a fixed size.
-        needed: int64 (), the number of slots that have a key, dropped ones included; only with a fixed size.
+        filled_R: int64 (R,), ``source_R`` with -1 on padding and slack; None without a fixed size.
+        counts: The number of slots of each key, on the host, without padding; None with a fixed size. An index made by
+            ``from_tensors`` has neither ``counts`` nor ``real_L``, ``padded_L`` and ``needed``.
+        real_L: int64 (L,), the number of slots of each key, on the device, without padding. With a fixed size, dropped
+            slots are not counted. Without a fixed size, it is None if the caller of ``group_slots`` did not have it.
+        padded_L: int64 (L,), ``real_L`` with padding; None without a fixed size.
+        needed: int64 (), the number of slots that have a key, dropped slots included; None without a fixed size.
     """
 
     num_rows: int
@@ -74,11 +78,11 @@ class SlotIndex:
 
     @property
     def fixed_size(self) -> bool:
-        """Whether the shapes are independent of the keys."""
+        """Whether the shapes do not depend on the keys."""
         return self.filled_R is not None
 
     def to_grouped(self, values_SK: Tensor) -> Tensor:
-        """Bring one value per slot, (S, K), to the grouped rows, (R,).
+        """Move one value per slot, (S, K), to the grouped rows, (R,).
 
         Padding gets 0. The values of slots without a key are never read.
         """
@@ -90,15 +94,15 @@ class SlotIndex:
         assert self.place_N is not None
         values_N = values_SK.reshape(-1).index_select(0, self.slot_N)
         grouped = values_N.new_zeros(self.num_grouped + 1).index_copy_(0, self.place_N, values_N)
-        return grouped.resize_(self.num_grouped)  # the caller may write to it in place, which a view would not allow
+        return grouped.resize_(self.num_grouped)  # not a view: the caller may write to the result
 
     def to_slots(self, values_R: Tensor) -> Tensor:
-        """Bring one value per grouped row, (R,), back to the slots, (S, K).
+        """Move one value per grouped row, (R,), back to the slots, (S, K).
 
         Slots without a key get 0. The values on padding are never read.
         """
         if self.filled_R is not None:
-            values_R = torch.cat([values_R, values_R.new_zeros(1)])  # place R, which slots without a key point to
+            values_R = torch.cat([values_R, values_R.new_zeros(1)])  # position R, the place of slots without a key
         real = values_R if self.place_N is None else values_R.index_select(0, self.place_N)
         slots = real.new_zeros(self.num_rows * self.top_k)
         return slots.index_copy_(0, self.slot_N, real).view(self.num_rows, self.top_k)
@@ -114,14 +118,15 @@ class SlotIndex:
         return self.source_R if self.padding is None else self.source_R.index_fill(0, self.padding, -1)
 
     def tokens_per_key(self, device: torch.device) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
-        """Count the rows of each key. The index must have been made by ``group_slots`` or ``group_statically``.
+        """Return the number of rows of each key. ``group_slots`` or ``group_statically`` must have made the index.
 
         Args:
-            device: Where the counts are needed.
+            device: Device for the counts.
 
         Returns:
-            The counts on the device, int64 (L,), without and with padding, and the padded counts on the host. With a
-            fixed size the host does not know them: None. Without padding both tensors are the same object.
+            The counts without padding on the device, int64 (L,); the counts with padding on the device, int64 (L,); and
+            the counts with padding on the host. The last is None with a fixed size, because the host does not know
+            them. If ``pad_multiple`` is 1, the first two may be one tensor.
 
         Cost: no host sync; one copy to the device if the index knows the counts only on the host.
         """
@@ -137,7 +142,7 @@ class SlotIndex:
         return real_L, real_L + (-real_L % multiple), tuple(round_up(count, multiple) for count in self.counts)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tables, without the counts, for an operator to return: none shares memory with another."""
+        """Return the tables as a list for custom operators. No two share memory. Counts are left out."""
         tables = (self.source_R, self.slot_N, self.byrow_N, self.cu_S, self.place_N, self.padding, self.filled_R)
         return [table for table in tables if table is not None]
 
@@ -174,13 +179,13 @@ class SlotIndex:
         """Make an index whose tables have shapes but no values, for tracing.
 
         Args:
-            num_rows: S; None if it is known at run time only.
+            num_rows: S; None if S is known only at run time.
             top_k: K.
             pad_multiple: As in ``group_slots``.
-            new_size: Makes a symbol for a size that is known at run time only.
+            new_size: Function that returns a symbol for a size that is known only at run time.
             device: Device of the tables.
-            num_keys: L, needed only with ``buffer_rows``.
-            buffer_rows: R of an index of fixed size; None if the sizes follow the keys.
+            num_keys: L; needed only with ``buffer_rows``.
+            buffer_rows: R of an index of fixed size; None if the shapes depend on the keys.
         """
         is_padded, fixed_size = pad_multiple > 1, buffer_rows is not None
         edges = new_size() if num_rows is None else num_rows + 1
@@ -198,7 +203,10 @@ class SlotIndex:
 
 
 def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, pad_multiple: int) -> int:
-    """Return the bytes of an index of fixed size with its counts: S, K, L and R as in ``group_statically``."""
+    """Return the number of bytes of an index of fixed size and its counts.
+
+    The arguments are S, K, L, R and ``pad_multiple`` of ``group_statically``.
+    """
     slots = num_rows * top_k
     of_slots = 3 * slots + 1  # slot_N, place_N, and byrow_N with a spare entry
     of_rows = num_rows + 1 + 2 * buffer_rows + 1  # cu_S, source_R, and filled_R with a spare entry
@@ -210,20 +218,20 @@ def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, p
 def group_slots(
     keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1, *, real_L: Tensor | None = None
 ) -> SlotIndex:
-    """Group the slots of a key table, where the host knows how many slots each key has.
+    """Make the index of a table of keys when the host knows how many slots each key has.
 
     Args:
-        keys_SK: int16, int32 or int64 (S, K). A key outside ``[0, len(counts))`` is no key.
+        keys_SK: int16, int32 or int64 (S, K). A slot whose entry lies outside ``[0, len(counts))`` has no key.
         counts: The number of slots of each key, on the host.
         pad_multiple: The number of rows of each key is rounded up to a multiple of this; a key without rows stays
             empty.
-        real_L: int64 (L,), ``counts`` on the device, if the caller has them there. The index keeps them.
+        real_L: int64 (L,), ``counts`` on the device, if the caller has them there. The index keeps this tensor.
 
-    Cost: one stable sort of S*K keys, one sort of N slots, else single passes; no host sync.
+    Cost: one stable sort of S*K keys, one sort of N slots, and single passes; no host sync.
     """
     num_rows, top_k = keys_SK.shape
     real, device = sum(counts), keys_SK.device
-    # Without the sign bit, negative keys are large, so they sort behind all groups.
+    # Without its sign bit, a negative key is large (-1 in int64 becomes 2**63 - 1), so it sorts behind all groups.
     keys = keys_SK.bitwise_and(torch.iinfo(keys_SK.dtype).max)
     slot_N = keys.reshape(-1).sort(stable=True).indices[:real]
     source_R = slot_N.div(top_k, rounding_mode="floor")
@@ -251,9 +259,13 @@ def group_slots(
 
 
 def _with_padding(counts: Sequence[int], multiple: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return the grouped positions of the real rows, the positions of the padding, and the number of both."""
+    """Return the grouped positions of the real rows, the positions of the padding, and the number of both together.
+
+    With counts [1, 2] and multiple 2, the first key has a gap of 1. The real rows stand at [0, 2, 3], the padding at
+    [1], and the number is 4.
+    """
     real, total = sum(counts), sum(round_up(count, multiple) for count in counts)
-    counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")  # whatever torch.set_default_device says
+    counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")  # torch.set_default_device must not move it
     gaps_L = -counts_L % multiple
     shift_L = (gaps_L.cumsum(0) - gaps_L).to(device, non_blocking=True)
     shift_N = shift_L.repeat_interleave(counts_L.to(device, non_blocking=True), output_size=real)
@@ -265,18 +277,19 @@ def _with_padding(counts: Sequence[int], multiple: int, device: torch.device) ->
 def group_statically(
     keys_SK: Tensor, num_keys: int, *, rows: int, buffer_rows: int, pad_multiple: int, weights_SK: Tensor | None
 ) -> SlotIndex:
-    """Group the slots of a key table into a buffer of fixed size.
+    """Make the index of a table of keys for a buffer of fixed size.
 
     Args:
-        keys_SK: int16, int32 or int64 (S, K), S at least 1. A key outside ``[0, num_keys)`` is no key.
+        keys_SK: int16, int32 or int64 (S, K), S at least 1. A slot whose entry lies outside ``[0, num_keys)`` has no
+            key.
         num_keys: L.
-        rows: The number of slots that there is room for. If more slots have a key, the lightest are dropped, and of
-            equally heavy slots the last.
-        buffer_rows: R, room for ``rows`` and their padding.
+        rows: Largest number of slots that get a place. If more slots have a key, the slots with the smallest weights
+            are dropped. Of slots with equal weights, the last are dropped first.
+        buffer_rows: R, the size of the buffer: room for ``rows`` rows and their padding.
         pad_multiple: As in ``group_slots``.
         weights_SK: floating (S, K), the weights that decide which slots are dropped; None if there is room for all.
 
-    Cost: one stable sort of S*K keys, one more with ``weights_SK``, else single passes; no host sync.
+    Cost: one stable sort of S*K keys, a second one with ``weights_SK``, and single passes; no host sync.
     """
     num_rows, top_k = keys_SK.shape
     keys_N = keys_SK.reshape(-1)
@@ -314,9 +327,10 @@ def group_statically(
 
 
 def heaviest(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
-    """Return bool (N,): the real entries, or the ``room`` heaviest of them; of equally heavy entries the first.
+    """Mark at most ``room`` of the real entries, the ones with the largest weights: bool (N,).
 
-    A NaN counts as heaviest: it must reach the output, not be dropped.
+    Of entries with equal weights, the first are marked. A NaN counts as the largest weight: it must reach the output
+    and not be dropped.
     """
     lightness_N = -torch.where(weights_N.isnan(), float("inf"), weights_N)
     # An entry that is not real becomes NaN, which sorts behind every number.
@@ -325,42 +339,45 @@ def heaviest(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
 
 
 def _padding(real_L: Tensor, padded_L: Tensor, pad_multiple: int, nowhere: int) -> Tensor:
-    """Return the positions of the padding, int64 (L * (pad_multiple - 1),), filled up with ``nowhere``."""
+    """Return the positions of the padding, int64 (L * (pad_multiple - 1),). Unused entries are ``nowhere``."""
     step = torch.arange(pad_multiple - 1, device=real_L.device)
     at = (padded_L.cumsum(0) - padded_L + real_L).unsqueeze(1) + step
     return torch.where(step < (padded_L - real_L).unsqueeze(1), at, nowhere).view(-1)
 
 
 def front(values_N: Tensor, is_kept_N: Tensor) -> Tensor:
-    """Move the kept values to the front, in their order, and put zeros behind them; the size stays."""
+    """Move the kept values to the front, in their order, and fill the rest with zeros.
+
+    For example, [5, 6, 7] with only the last two kept becomes [6, 7, 0].
+    """
     count = len(values_N)
     target_N = torch.where(is_kept_N, is_kept_N.cumsum(0) - 1, count)
     return values_N.new_zeros(count + 1).index_copy_(0, target_N, values_N)[:count]
 
 
 def running_total(counts: Tensor) -> Tensor:
-    """Return int64 (n+1,): 0, then the inclusive sums of the (n,) counts."""
+    """Return int64 (n+1,): 0, then the inclusive sums of the n counts. [3, 1] becomes [0, 3, 4]."""
     total = torch.zeros(counts.shape[0] + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, out=total[1:])
     return total
 
 
 def count_values(values_N: Tensor, length: int) -> Tensor:
-    """Count how often each of ``range(length)`` occurs in int64 (N,): int64 (length,). No host sync."""
+    """Count how often each number of ``range(length)`` occurs in int64 (N,). Return int64 (length,). No host sync."""
     if values_N.device.type == "cpu":
-        return torch.bincount(values_N, minlength=length)  # on a GPU, bincount reads the largest value
+        return torch.bincount(values_N, minlength=length)  # on a GPU, bincount would wait for the largest value
     counts = torch.zeros(length, dtype=torch.int64, device=values_N.device)
     return counts.scatter_add_(0, values_N, torch.ones_like(values_N))
 
 
 def true_places(mask: Tensor, count: int | None) -> Tensor:
-    """Return where the mask is True, in order: int64 (count, dims). No host sync.
+    """Return the positions at which the mask is True, in order: int64 (count, dims). No host sync.
 
     Args:
         mask: bool.
         count: The number of True entries, if the host knows it; needed on a GPU only.
     """
     if mask.is_cpu:
-        return mask.nonzero()  # three times as fast on the CPU; on a GPU it reads the count
+        return mask.nonzero()  # three times as fast on the CPU; on a GPU it would wait for the count
     assert count is not None
     return torch.nonzero_static(mask, size=count)

@@ -1,7 +1,7 @@
 """The one-rank reorder in plain torch: it runs on any device and is the reference for every other implementation.
 
-On the CPU the passes run in blocks that stay in the cache, and write to memory that the caller already has: clearing
-the pages of fresh memory costs several times the copy itself.
+On the CPU each pass works in blocks that stay in the cache. It writes to memory that the process already has if it can:
+the system clears the pages of fresh memory, which takes several times as long as the copy itself.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TorchPermutation(Permutation):
     """The reorder in torch, on any device.
 
     Args:
-        empty: Allocates grouped rows; called as ``torch.empty`` is.
-        fixed_size: Whether the indices have a fixed size. Then sums never read the device.
+        empty: Function that allocates grouped rows. It takes the arguments of ``torch.empty``.
+        fixed_size: Whether all indices have a fixed size. If so, sums read no values from the device.
     """
 
     name = "torch"
@@ -51,7 +51,7 @@ class TorchPermutation(Permutation):
         buffer, out = self._grouped(index, rows_SD.shape[1], dtype=dtype, device=rows_SD.device)
         if rows_SD.dtype == dtype:
             self.gather(rows_SD, index.source_R, out)
-        else:  # the rows are converted on the way, so in blocks
+        else:  # ``gather`` makes a temporary copy to convert the rows: blocks keep the copy small
             for block in row_blocks(out):
                 self.gather(rows_SD, index.source_R[block], out[block])
         return clear_padding(buffer, index)
@@ -74,7 +74,8 @@ class TorchPermutation(Permutation):
             all_dots, dots = self._grouped(index, dtype=accumulate, device=device)
         blocks = row_blocks(out)
         most = blocks[0].stop if blocks else 0
-        # All blocks share the same scratch: fresh temporaries of this size may cost more than what is computed in them.
+        # All blocks share three scratch buffers. To allocate them anew for each block may take longer than the
+        # arithmetic.
         narrow, wide, products = (
             out.new_empty(most, out.shape[1], dtype=each) for each in (rows_SD.dtype, accumulate, accumulate)
         )
@@ -97,13 +98,16 @@ class TorchPermutation(Permutation):
     def _grouped(
         self, index: SlotIndex, *width: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Allocate grouped rows, with the spare row of a fixed size; return the buffer and its R rows."""
+        """Allocate a buffer for grouped rows. Return the buffer and a view of its R rows.
+
+        If the index has a fixed size, the buffer has a spare row behind the R rows.
+        """
         buffer = self._empty(index.num_grouped + index.fixed_size, *width, dtype=dtype, device=device)
         return buffer, buffer[: index.num_grouped] if index.fixed_size else buffer
 
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
         weights_N = None if weights_R is None else weights_R.index_select(0, index.byrow_N)
-        if rows_RD.requires_grad:  # then embedding_bag would prepare its own backward
+        if rows_RD.requires_grad:  # embedding_bag would prepare a backward, which is not needed
             rows_RD = rows_RD.detach()
         self.sum_bags(rows_RD, index.byrow_N, index.cu_S, weights_N, out)
 
@@ -119,9 +123,10 @@ class TorchPermutation(Permutation):
 
 
 def clear_padding(buffer: Tensor, index: SlotIndex) -> Tensor:
-    """Zero the padding of grouped rows, and cut off the spare row of a fixed size.
+    """Set the padding of grouped rows to zero. Remove the spare row if the index has a fixed size.
 
-    The row is cut off in place: the caller may write to the result, which a view would not allow.
+    ``resize_`` removes the row in place. A view without the row would not do: the caller may write to the result, and
+    autograd forbids writing to a view that an autograd function returned.
     """
     if index.padding is not None:
         buffer.index_fill_(0, index.padding, 0)
@@ -129,9 +134,10 @@ def clear_padding(buffer: Tensor, index: SlotIndex) -> Tensor:
 
 
 def as_words(rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """View both as the widest integers that their row bytes and strides allow.
+    """View both tensors as the widest integers that the sizes and strides of their rows allow.
 
-    A GPU copies one number per thread, so wider numbers are copied faster than bytes.
+    A GPU thread copies one number, so wide numbers are copied faster than bytes. For example, contiguous bfloat16 rows
+    of 64 numbers become rows of 16 int64 numbers.
     """
     for word in _WORDS:
         if all(_consists_of(tensor, word.itemsize) for tensor in (rows, out)):
@@ -140,6 +146,7 @@ def as_words(rows: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _consists_of(rows: Tensor, nbytes: int) -> bool:
+    """Return whether every row is a whole number of aligned words of ``nbytes`` bytes."""
     size = rows.element_size()
     counts = (rows.shape[1], rows.stride(0), rows.storage_offset())
     return rows.stride(1) == 1 and size <= nbytes and all(count * size % nbytes == 0 for count in counts)

@@ -1,10 +1,15 @@
-"""The one-rank reorder by the fused kernels of transformer-engine; the one module that imports it.
+"""The one-rank reorder by the fused kernels of transformer-engine. The one module that imports it.
 
 The public functions of transformer-engine (``moe_permute_with_probs``, ``moe_permute_and_pad_with_probs``,
-``moe_unpermute``) derive an index of their own from a boolean (row, expert) table in every call. With padding that
-costs two host syncs, a row of weight 0 arrives as zeros, a row cannot name a key twice, and the experts of a row are
-summed from the last to the first. We have an index already, so we call the kernels beneath those functions, in
-``transformer_engine.pytorch.triton.permutation``. They take a table of positions and leave autograd to us.
+``moe_unpermute``) derive an index of their own from a boolean (row, expert) table in every call. This has drawbacks:
+
+- With padding, the index costs two host syncs.
+- A row of weight 0 arrives as zeros.
+- A row cannot name a key twice.
+- The experts of a row are summed from the last to the first.
+
+This library has a ``SlotIndex`` already. So this module calls the kernels beneath the public functions, in
+``transformer_engine.pytorch.triton.permutation``. The kernels take a table of positions, and the caller does autograd.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ from moe_dispatch.permutation.rows import TorchPermutation, clear_padding
 from moe_dispatch.probing import Rejected, Usable, import_whole
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-# Arguments by function. From 2.10.0 to 2.20.2 they are the same, except that 2.12 added pad_offsets, which we do not
-# need: the positions in our table include the padding.
+# The parameters of each function. They are the same in 2.10.0 to 2.20.2, except that 2.12 added pad_offsets. It is not
+# needed here, because the positions in the table of ``row_map`` include the padding.
 _ARGUMENTS = {
     "make_row_id_map": "routing_map num_tokens num_experts",
     "permute_with_mask_map": (
@@ -39,22 +44,22 @@ _ARGUMENTS = {
         "fwd_output_grad row_id_map fwd_input merging_probs num_tokens num_experts num_out_tokens hidden_size"
     ),
 }
-_ORDERS_ZEROING = (2, 20)
+_ORDERS_ZEROING = (2, 20)  # the first version whose ``orders_zeroing`` is True
 
 
 @final
 class TransformerEnginePermutation(Permutation):
-    """The reorder by transformer-engine's kernels where they do what we promise, and by torch elsewhere.
+    """The reorder by transformer-engine's kernels where they keep the promises of ``Permutation``, else by torch.
 
-    - ``expand`` and ``reduce`` use the kernels. Sums are in slot order, accumulated in float32 and rounded once, to a
-      tensor that is then copied to ``out``.
-    - ``expand_weighted`` with the gradient of the weights uses the kernel from 2.20 on. Before, a program's zeroing of
-      that gradient was not ordered before its writing. The kernel adds dot products in blocks whose size is tuned by
-      timing in every process, so the last bits of the gradient may differ from run to run. So torch computes it if
-      ``torch.use_deterministic_algorithms(True)`` is set.
-    - Torch does the rest: float64 (the kernels accumulate in float32), sums into another dtype than that of the rows
-      (the kernels round to that dtype first), weighted gradients without the gradient of the weights, ``sum_bags`` and
-      ``gather`` (there are no kernels), and an index without rows.
+    - ``expand`` and ``reduce`` use the kernels. The kernel of ``reduce`` adds in slot order, accumulates in float32 and
+      rounds once. It writes a tensor of its own, which is then copied to ``out``.
+    - ``expand_weighted`` uses the kernel if the gradient of the weights is wanted and the version is 2.20 or later.
+      Earlier versions may zero this gradient after a part of it was written. The kernel adds dot products in blocks,
+      and each process chooses the size of the blocks by timing. So the last bits of the gradient may differ from run to
+      run, and torch computes it if ``torch.use_deterministic_algorithms(True)`` is set.
+    - Torch does the rest: float64 (the kernels accumulate in float32), sums whose dtype is not the dtype of the rows
+      (the kernels would round to the dtype of the rows first), weighted gradients without the gradient of the weights,
+      ``sum_bags`` and ``gather`` (there are no kernels), and an index without rows.
 
     Cost: about ten small torch operations per call to write the table of positions, int32 (S, 2K+1).
     """
@@ -98,7 +103,7 @@ class TransformerEnginePermutation(Permutation):
     ) -> tuple[Tensor, Tensor | None]:
         if weights_R is None:
             return self.expand(rows_SD, index, dtype), None
-        widens = torch.promote_types(rows_SD.dtype, dtype) == dtype  # narrowing would round before the product
+        widens = torch.promote_types(rows_SD.dtype, dtype) == dtype  # a narrower dtype would round before the product
         promised = self._kernels.orders_zeroing and not torch.are_deterministic_algorithms_enabled()
         if partners_RD is None or not (widens and promised and dtype in _DTYPES and _has_rows(index)):
             return self._torch.expand_weighted(rows_SD, index, weights_R, partners_RD, dtype)
@@ -126,13 +131,13 @@ def _has_rows(index: SlotIndex) -> bool:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedKernels:
-    """Functions of transformer-engine, called alike in every version. ``kernels_of`` makes it.
+    """The kernels of transformer-engine, with one signature for all versions. ``kernels_of`` makes this object.
 
-    In its methods ``map_SM`` is the table that ``row_map`` makes.
+    The argument ``map_SM`` of its methods is the table that ``row_map`` makes.
 
     Attributes:
         version: Version of the library.
-        functions: The functions by name; ``pad_offsets`` is bound if a function has it.
+        functions: The functions by name. If a function takes ``pad_offsets``, None is already bound to it.
     """
 
     version: str
@@ -140,12 +145,12 @@ class FusedKernels:
 
     @property
     def orders_zeroing(self) -> bool:
-        """Whether a program zeroes the gradient of weights before any of its warps writes to it: 2.20 and later."""
+        """Whether a program zeroes its gradients of weights before any of its warps writes one. True from 2.20 on."""
         numbers = re.match(r"(\d+)\.(\d+)", self.version)
         return numbers is not None and tuple(map(int, numbers.groups())) >= _ORDERS_ZEROING
 
     def permute(self, rows_SD: Tensor, map_SM: Tensor, num_grouped: int) -> Tensor:
-        """Return the grouped rows, (R, D); padding holds anything."""
+        """Return the grouped rows, (R, D). Padding may hold anything."""
         rows_RD: Tensor = self.functions["permute_with_mask_map"](
             inp=rows_SD,
             probs=None,
@@ -157,7 +162,7 @@ class FusedKernels:
         return rows_RD
 
     def unpermute(self, rows_RD: Tensor, map_SM: Tensor, weights_SK: Tensor | None) -> Tensor:
-        """Return the sums, (S, D): in the order of the map, in float32, rounded once to the dtype of the rows."""
+        """Return the sums, (S, D): added in the order of the map in float32, rounded once to the dtype of the rows."""
         sums_SD: Tensor = self.functions["unpermute_with_mask_map"](
             inp=rows_RD, merging_probs=weights_SK, permuted_probs=None, **_sizes(map_SM, rows_RD)
         )[0]
@@ -166,7 +171,10 @@ class FusedKernels:
     def unpermute_backward(
         self, grad_SD: Tensor, map_SM: Tensor, rows_RD: Tensor, weights_SK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the rows, (R, D) whose padding holds anything, and of the weights, (S, K)."""
+        """Return the gradient of the rows, (R, D), and the gradient of the weights, (S, K).
+
+        Padding in the gradient of the rows may hold anything.
+        """
         grad_RD, grad_SK = self.functions["unpermute_with_mask_map_bwd_with_merging_probs"](
             fwd_output_grad=grad_SD,
             fwd_input=rows_RD,
@@ -178,7 +186,11 @@ class FusedKernels:
 
 
 def _sizes(map_SM: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Return the shared arguments. The kernels index weights by expert; we give them K columns, one for each k."""
+    """Return the arguments that all kernels share.
+
+    The kernels expect a table of weights with one column per expert. They are given one with K columns instead, so
+    their ``num_experts`` is K, and the "expert" of a slot is its k.
+    """
     num_rows, top_k = map_SM.shape[0], map_SM.shape[1] // 2
     return {"row_id_map": map_SM, "num_tokens": num_rows, "num_experts": top_k, "hidden_size": rows.shape[1]}
 
@@ -192,7 +204,7 @@ def kernels_of(module: Any, version: str) -> FusedKernels:
     """Look up the functions of ``transformer_engine.pytorch.triton.permutation``.
 
     Raises:
-        BackendUnavailableError: A function is missing, or takes other arguments than in the versions we know.
+        BackendUnavailableError: A function is missing, or its parameters are not those of the known versions.
     """
     functions: dict[str, Callable[..., Any]] = {}
     for name, known in _ARGUMENTS.items():
@@ -210,8 +222,11 @@ def kernels_of(module: Any, version: str) -> FusedKernels:
 def row_map(index: SlotIndex) -> Tensor:
     """Make the table of positions that the kernels read, int32 (S, 2K+1).
 
-    A row of n slots that have a key has their n grouped positions from column 0 on, their n values of k from column K
-    on, and n in the last column. The kernels add in this order. They do not read the other columns.
+    If n slots of a row have a key, columns 0 to n-1 hold their grouped positions, columns K to K+n-1 hold their k, and
+    the last column holds n. The kernels add in this order. They do not read the other columns.
+
+    In the example of ``SlotIndex``, slots 0 and 1 of row 0 stand at the grouped positions 2 and 0, and slot 1 of row 1
+    stands at 3. So the table is [[2, 0, 0, 1, 2], [3, _, 1, _, 1]].
     """
     top_k, device = index.top_k, index.byrow_N.device
     width = 2 * top_k + 1
@@ -228,16 +243,16 @@ def row_map(index: SlotIndex) -> Tensor:
 
 
 def layout_problem(kernels: FusedKernels, device: torch.device) -> str | None:
-    """Compare the table that transformer-engine makes for an example with the layout of ``row_map``.
+    """Check on an example that transformer-engine lays out its own table as ``row_map`` does.
 
     Returns:
-        What is wrong with the table; None if nothing is.
+        What differs, or None if nothing does.
 
     Cost: three small kernels and a host sync.
     """
     routing_SE = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]], dtype=torch.int32, device=device)
     table: Tensor = kernels.functions["make_row_id_map"](routing_map=routing_SE, num_tokens=3, num_experts=3)
-    expected: list[dict[int, int]] = [{0: 0, 2: 3}, {}, {0: 1, 1: 2}]  # for each row: expert -> position
+    expected: list[dict[int, int]] = [{0: 0, 2: 3}, {}, {0: 1, 1: 2}]  # of each row: expert -> position
     found: list[dict[int, int]] = []
     for row in table.tolist():
         count = row[-1] if len(row) == 7 else 0

@@ -1,8 +1,8 @@
 """Triton kernels of the one-rank reorder, and their launchers. The one module that imports triton.
 
-A program handles a block of columns of one row, or a whole row if it sums along the row. There are no atomics and no
-tuning at run time: the order of additions depends on shapes alone, so every run gives the same bits. Offsets are 64
-bits wide. Masked elements are never read.
+A program handles a block of columns of one row, or a whole row if it adds along the row. There are no atomics, and
+nothing is tuned at run time. So the order of additions depends on shapes alone, and every run gives the same bits.
+Memory offsets are 64 bits wide. Masked elements are never read.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -17,13 +17,17 @@ from moe_dispatch.permutation.base import accumulation_dtype
 
 VERSION: str = triton.__version__
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# The most columns that a program handles at once. For 16-bit numbers, each lane of eight warps accesses 16 bytes.
+# Largest number of columns that a program handles at once. With 16-bit numbers, eight warps have 256 lanes, and each
+# lane accesses 8 numbers, which are 16 bytes.
 _MAX_BLOCK = 2048
 
 
 @triton.jit
 def _rounded(values, out):
-    """Round to the dtype of ``out``; float64 goes through float32, as in torch and as 16-bit types need it."""
+    """Round to the dtype of ``out``. If ``out`` is narrower, float64 is rounded to float32 first.
+
+    Torch does so too, and conversions to 16-bit types need it.
+    """
     if values.dtype == tl.float64 and out.dtype.element_ty != tl.float64:
         values = values.to(tl.float32)
     return values.to(out.dtype.element_ty)
@@ -31,7 +35,7 @@ def _rounded(values, out):
 
 @triton.jit
 def gather_kernel(rows, source, out, width, rows_stride, rows_step, out_stride, out_step, block: tl.constexpr):
-    """``out[i] = rows[source[i]]``, or 0 where ``source[i]`` is negative."""
+    """Compute ``out[i] = rows[source[i]]``, or 0 where ``source[i]`` is negative."""
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(source + at)
     columns = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
@@ -57,7 +61,10 @@ def gather_weighted_kernel(
     accumulate: tl.constexpr,
     block: tl.constexpr,
 ):
-    """``out[i] = rows[source[i]] * weights[i]``, and its dot product with ``partners[i]``; 0 where there is no row."""
+    """Compute ``out[i] = rows[source[i]] * weights[i]`` and ``dots[i] = dot(rows[source[i]], partners[i])``.
+
+    Both are 0 where ``source[i]`` is negative. Without ``partners``, ``dots`` is not written.
+    """
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(source + at)
     exists = row >= 0
@@ -91,7 +98,10 @@ def sum_bags_kernel(
     accumulate: tl.constexpr,
     block: tl.constexpr,
 ):
-    """``out[s]`` = the sum of ``rows[members[i]] * weights[i]`` from ``edges[s]`` to ``edges[s+1]``, in that order."""
+    """Compute ``out[s]``, the sum of ``rows[members[i]] * weights[i]`` over i in ``range(edges[s], edges[s + 1])``.
+
+    The terms are added in the order of i.
+    """
     at = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
     inside = columns < width
@@ -106,7 +116,7 @@ def sum_bags_kernel(
     tl.store(out + at * out_stride + columns * out_step, _rounded(total, out), mask=inside)
 
 
-@torch.compiler.disable  # torch.compile can trace neither the choice of a device nor the interpreter of Triton
+@torch.compiler.disable  # torch.compile can trace neither ``device_of`` nor Triton's interpreter
 def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
     """Launch ``gather_kernel``: rows (S, D), source int64 (n,), out (n, D)."""
     if out.numel():
@@ -159,7 +169,7 @@ def _grid(out: Tensor) -> tuple[int, int]:
 
 
 def _by_width(width: int) -> dict[str, int]:
-    """The block and the warps of a program, from the row's width alone."""
+    """Return the block size and the number of warps of a program. Both depend on the width of a row alone."""
     block = min(triton.next_power_of_2(width), _MAX_BLOCK)
     return {"block": block, "num_warps": max(1, block // 256)}
 

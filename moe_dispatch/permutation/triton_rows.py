@@ -1,4 +1,4 @@
-"""The one-rank reorder by our Triton kernels: each operation is one pass over its rows."""
+"""The one-rank reorder by Triton kernels: each operation is one pass over its rows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.permutation.rows import as_words
 from moe_dispatch.probing import Rejected, Usable, import_whole
 
-_OLDEST_CAPABILITY = (8, 0)  # the first that computes with bfloat16, and the first that our tests compile for
+_OLDEST_CAPABILITY = (8, 0)  # older GPUs cannot compute with bfloat16, and our tests do not compile for them
 
 
 @final
 class TritonPermutation(Permutation):
-    """The reorder by our kernels. Temporary memory is one index of R and one of N; nothing is tuned at run time.
+    """The reorder by the kernels of ``triton_kernels``. Nothing is tuned at run time.
 
-    Copies, gradients of rows and unweighted sums equal the torch implementation in every bit, with one exception: the
-    CPU sums of torch round a tie in bfloat16 away from zero, ours round it to even. Weighted sums differ in the last
-    bits of the accumulation dtype: ours use one fused multiply-add per term, the arithmetic of torch depends on the
-    device. Gradients of weights differ likewise, because torch adds along a row in another order.
+    Temporary memory is one tensor of R numbers and one of N numbers.
+
+    The results compare with the torch implementation as follows:
+
+    - Copies, gradients of rows and unweighted sums have the same bits, with one exception: if a sum lies halfway
+      between two bfloat16 numbers, torch on the CPU rounds it away from zero, and these kernels round it to even.
+    - Weighted sums differ in the last bits of the accumulation dtype. These kernels use one fused multiply-add per
+      term. The arithmetic of torch depends on the device.
+    - Gradients of weights differ in the last bits too, because torch adds along a row in another order.
     """
 
     name = "triton"
@@ -34,7 +39,7 @@ class TritonPermutation(Permutation):
     def probe(cls, device_type: str) -> Usable | Rejected:
         try:
             kernels = _load()
-        except Exception as error:  # whatever a broken installation raises
+        except Exception as error:  # a broken installation may raise anything
             return Rejected(f"importing triton raised {type(error).__name__}: {error}".rstrip("."))
         if device_type == "cpu" and kernels.INTERPRETED:
             return Usable(version=kernels.VERSION)

@@ -70,4 +70,4 @@ def test_auto_says_once_why_it_is_not_triton(monkeypatch: pytest.MonkeyPatch, ca
         first = choose_permutation("auto", "cuda")
         assert choose_permutation("auto", "cuda") is first
     assert first.name == "torch"
-    assert caplog.messages == ["permutation=\"auto\": using 'torch'. Not triton: there is none."]
+    assert caplog.messages == ["permutation=\"auto\": using 'torch', because 'triton' cannot be used: there is none."]
