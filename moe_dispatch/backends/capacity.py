@@ -1,4 +1,7 @@
-"""How many rows graph-safe buffers hold: fixed before the first dispatch, whatever the routing will be."""
+"""The number of rows that buffers of graph-safe mode hold.
+
+It is fixed before the first dispatch and does not depend on the routing.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,20 @@ if TYPE_CHECKING:
     from moe_dispatch.backends.base import MoEShape
 
 CapacityFactor = Literal["worst"] | float
-# As a config takes it. Beyond 1024 times the balanced load lies a typing error: the worst case is P times that load.
+# A factor in a config. A factor above 1024 is taken for a typing error: the worst case is P times the balanced load.
 Factor = Literal["worst"] | Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
-    """Room of a graph-safe dispatch, the same on all ranks.
+    """The number of rows that a graph-safe dispatch has room for. It is the same on all ranks.
 
     Attributes:
-        rows: real rows that one rank's experts take, without expert padding.
-        buffer_rows: R, the rows that experts work on: room for ``rows`` whichever experts they go to, with padding.
-        pair_rows: rows that a rank may send to each rank; None where the backend has no such bound.
+        rows: Largest number of real rows that the experts of one rank take, without expert padding.
+        buffer_rows: R, the number of rows that the experts work on. ``rows`` rows and their padding fit into it,
+            whichever experts the rows go to.
+        pair_rows: Largest number of rows that a rank sends to any one rank; None if the backend has no such bound.
     """
 
     rows: int
@@ -32,17 +36,17 @@ class Capacity:
     pair_rows: int | None = None
 
     def holds(self, rows: int, pair_rows: int) -> bool:
-        """Whether a dispatch that needs so many rows drops none."""
+        """Return whether a dispatch that needs ``rows`` and ``pair_rows`` rows drops none."""
         return rows <= self.rows and (self.pair_rows is None or pair_rows <= self.pair_rows)
 
 
 def capacity_of(shape: MoEShape, *, pair_factor: CapacityFactor | None = None) -> Capacity:
-    """What the factors of a config come to.
+    """Compute the capacity from the factors of a config.
 
     Args:
-        shape: with ``max_tokens_per_rank``, Tmax, and ``capacity_factor``.
-        pair_factor: over the rows that a pair of ranks exchanges where experts are chosen evenly, or "worst"; None
-            for backends without a bound of pairs.
+        shape: Shape with ``max_tokens_per_rank`` (Tmax) and ``capacity_factor``.
+        pair_factor: Factor for ``pair_rows``: a multiple of the rows that one rank sends to one rank on average if
+            tokens choose their experts evenly, or "worst". None for backends without a bound on pairs.
     """
     pair = None
     if pair_factor is not None:
@@ -56,7 +60,11 @@ def capacity_of(shape: MoEShape, *, pair_factor: CapacityFactor | None = None) -
 
 
 def sized(shape: MoEShape, rows: int, pair_rows: int | None) -> Capacity:
-    """A capacity of so many rows, and at least one."""
+    """Return the capacity with this number of rows, at least one, and compute its ``buffer_rows``.
+
+    Padding is largest if as many experts as possible get a row that needs padding. For example, with 4 experts and
+    ``pad_multiple`` 16, 10 rows need at most 64 rows: three experts with 1 row each and one with 7 get 16 rows each.
+    """
     rows = max(rows, 1)
     padding = min(shape.num_local_experts, rows) * (shape.pad_multiple - 1)
     buffer_rows = (rows + padding) // shape.pad_multiple * shape.pad_multiple
@@ -64,35 +72,45 @@ def sized(shape: MoEShape, rows: int, pair_rows: int | None) -> Capacity:
 
 
 def tokens_of(shape: MoEShape) -> int:
-    """Tmax."""
-    assert shape.max_tokens_per_rank is not None  # graph_safe asks for it
+    """Return Tmax."""
+    assert shape.max_tokens_per_rank is not None  # graph_safe needs it, and the config checks that
     return shape.max_tokens_per_rank
 
 
 def worst_rows(shape: MoEShape, pair_rows: int | None = None) -> int:
-    """Every slot of the group that can go to one rank does: ``P * Tmax * min(K, L)``, or ``pair_rows`` for Tmax."""
+    """Return the rows of one rank's experts if all slots that can go to the rank do so: ``P * Tmax * min(K, L)``.
+
+    With ``pair_rows``, this number takes the place of Tmax.
+    """
     from_each = tokens_of(shape) if pair_rows is None else pair_rows
     return shape.ep_size * from_each * min(shape.top_k, shape.num_local_experts)
 
 
 def balanced_rows(shape: MoEShape) -> int:
-    """Rows of a rank's experts when all ranks get alike: ``Tmax * K``."""
+    """Return the rows of one rank's experts if all ranks get the same number of rows: ``Tmax * K``."""
     return tokens_of(shape) * shape.top_k
 
 
 def balanced_pair_rows(shape: MoEShape) -> float:
-    """Rows from one rank to one rank, expected when each chooses K experts evenly: Tmax times the odds of any there."""
+    """Return the expected number of rows that one rank sends to one rank if each row chooses K experts evenly.
+
+    It is Tmax times the probability that at least one of the K experts is on the receiving rank.
+    """
     others = shape.num_experts - shape.num_local_experts
     none_there = math.comb(others, shape.top_k) / math.comb(shape.num_experts, shape.top_k)
     return tokens_of(shape) * (1 - none_there)
 
 
 def grown(shape: MoEShape, capacity: Capacity, *, rows: int, pair_rows: int, headroom: float) -> Capacity:
-    """Room for what was needed, times ``headroom`` where it was short; never beyond the worst case, never less."""
+    """Return a larger capacity, for the ``rows`` and ``pair_rows`` that a dispatch needed.
+
+    A bound that was too small becomes the needed number times ``headroom``, at most the worst case. No bound becomes
+    smaller.
+    """
     pair, was_worst = capacity.pair_rows, capacity.rows == worst_rows(shape, capacity.pair_rows)
     if pair is not None and pair_rows > pair:
         pair = min(math.ceil(pair_rows * headroom), tokens_of(shape))
-    if was_worst:  # only the pairs bounded the rows: what is asked for is still room for whatever they let through
+    if was_worst:  # only ``pair_rows`` bounded ``rows``: keep room for all rows that ``pair_rows`` lets through
         rows = worst_rows(shape, pair)
     elif rows > capacity.rows:
         rows = min(math.ceil(rows * headroom), worst_rows(shape, pair))

@@ -1,4 +1,4 @@
-"""How much of a routing leaves each rank, and what that comes to on a backend's wire."""
+"""The rows that each rank exchanges with other ranks, and the bytes that a backend sends for them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Volume:
-    """Rows that ranks exchange in one dispatch: float64 (P,), an entry for each rank.
+    """The rows and slots that ranks exchange in one dispatch. Each attribute is float64 (P,), one entry per rank.
 
-    Whole numbers of a known routing, or expectations of a random one: bytes are linear in all of them.
+    The entries are whole numbers for a known routing, and expected values for a random routing. Bytes are linear in
+    all entries, so expected entries give expected bytes.
+
+    For example, rank 0 owns experts 0 and 1, and rank 1 owns experts 2 and 3. A row of rank 0 that names experts 1, 2
+    and 3 adds 1 to ``pairs_out[0]`` and ``pairs_in[1]``, and 2 to ``slots_out[0]`` and ``slots_in[1]``.
 
     Attributes:
-        rows: that a rank brings, padded.
-        others: ranks that it exchanges rows with.
-        pairs_out: pairs of a row of this rank and another rank that owns at least one of its experts.
-        pairs_in: pairs of another rank's row and this rank, which owns at least one of its experts.
-        slots_out: pairs of a row of this rank and one of its experts, on another rank.
-        slots_in: pairs of another rank's row and one of its experts, on this rank.
+        rows: Number of rows that the rank brings, padding included.
+        others: Number of other ranks that the rank exchanges rows with.
+        pairs_out: Number of pairs of a row of this rank and another rank that owns at least one expert of the row.
+        pairs_in: Number of rows of other ranks with at least one expert on this rank.
+        slots_out: Number of slots of this rank's rows whose expert is on another rank.
+        slots_in: Number of slots of other ranks' rows whose expert is on this rank.
     """
 
     rows: Tensor
@@ -36,12 +40,13 @@ class Volume:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SentBytes:
-    """What a backend sends in one dispatch, combine and their backwards.
+    """The bytes that a backend sends in one dispatch, one combine and their backwards.
 
     Attributes:
-        sent: bytes to other ranks, float64 (P,), by collective, as in ``Metrics.bytes_sent``.
-        payload_only: only rows are counted; what a library sends beside them is its own affair.
-        once_per_node: a row enters another node once and is handed on inside; else once for each rank it goes to.
+        sent: Bytes that each rank sends to other ranks, float64 (P,), by collective, as in ``Metrics.bytes_sent``.
+        payload_only: Whether ``sent`` counts rows only. The vendor's library may send other data beside them.
+        once_per_node: Whether a row enters another node once and is forwarded inside the node. If not, it enters the
+            node once for each rank that it goes to.
         row_dtypes: Dtypes of the rows on the wire: the dtype in dispatch first. Empty if the backend does not say.
     """
 
@@ -52,12 +57,12 @@ class SentBytes:
 
 
 def payload(volume: Volume, *, out_bytes: int, back_bytes: int, row_dtypes: tuple[torch.dtype, ...] = ()) -> SentBytes:
-    """Count rows that go once to each rank that needs them.
+    """Compute the bytes of a backend that sends each row once to each rank that needs it.
 
     Args:
-        volume: Rows that ranks exchange.
-        out_bytes: Bytes of a row in dispatch.
-        back_bytes: Bytes of a row in combine and in both backwards.
+        volume: The rows that ranks exchange.
+        out_bytes: Number of bytes of a row in dispatch.
+        back_bytes: Number of bytes of a row in combine and in both backwards.
         row_dtypes: As in ``SentBytes``.
     """
     return SentBytes(

@@ -1,4 +1,4 @@
-"""Reused memory: for what lives only during one call, and for results, which callers keep as long as they like."""
+"""Memory that calls reuse: buffers that live during one call, and results that callers keep as long as they like."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-_WORTH_KEEPING = 1 << 20  # below this the C allocator reuses memory by itself
+_WORTH_KEEPING = 1 << 20  # the C allocator itself reuses smaller memory
 
 
 @final
 class Workspace:
-    """Memory on the CPU that is kept for the next call.
+    """A pool of CPU memory for later calls.
 
-    Fresh memory of tens of megabytes costs more than the copy that fills it (the kernel clears every page), so send and
-    receive buffers are kept, and so is the memory of results. On a GPU the caching allocator does the same job with
-    stream safety, so there all memory is fresh. Buffers are taken per use, never per call site: two calls in flight get
-    two buffers. What is kept is bare storage, because a tensor made under ``torch.inference_mode`` could not be written
-    in training.
+    The system clears every page of fresh memory. For tens of megabytes this takes longer than the copy that fills the
+    memory. So the pool keeps the memory of send buffers, receive buffers and results. On a GPU it hands out fresh
+    memory: torch's caching allocator already reuses memory there, and is safe with streams.
+
+    A buffer belongs to one use, not to a place in the code, so two calls in flight get two buffers. The pool keeps bare
+    storages, because a tensor made under ``torch.inference_mode`` cannot be written to in training.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Workspace:
         self._lock = threading.Lock()
 
     def take(self, shape: int | tuple[int, int], device: torch.device) -> Tensor:
-        """uint8 of this shape, contents undefined. Pass it, or any view of it, to ``give`` when done."""
+        """Return uint8 memory of this shape with undefined contents. After use, pass it or a view of it to ``give``."""
         nbytes = shape if isinstance(shape, int) else shape[0] * shape[1]
         if nbytes < _WORTH_KEEPING or device.type != "cpu":
             return torch.empty(shape, dtype=torch.uint8, device=device)
@@ -37,26 +38,27 @@ class Workspace:
         return flat.view(shape)
 
     def _storage(self, nbytes: int) -> torch.UntypedStorage:
-        """The smallest free one that is large enough, or a new one."""
+        """Return the smallest free storage that is large enough, or a new storage."""
         with self._lock:
             sizes = {i: storage.nbytes() for i, storage in enumerate(self._free)}
             fitting = [i for i, size in sizes.items() if size >= nbytes]
             if fitting:
                 return self._free.pop(min(fitting, key=sizes.__getitem__))
-            if sizes:  # the largest is too small: replace it rather than keep both
+            if sizes:  # even the largest is too small: replace it rather than keep both
                 self._free.pop(max(sizes, key=sizes.__getitem__))
         return _new_storage(nbytes)
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer from ``take``; its contents may change from now on."""
+        """Give back a buffer that ``take`` returned. Its contents may change from now on."""
         if buffer.numel() >= _WORTH_KEEPING and buffer.device.type == "cpu":
             with self._lock:
                 self._free.append(buffer.untyped_storage())
 
     def lend(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a result, contents undefined. It comes back by itself, once nothing refers to it any more.
+        """Return memory for a result, with undefined contents. It is reused once nothing refers to it any more.
 
-        Always fresh where ``torch.use_deterministic_algorithms`` fills fresh memory, to show what is never written.
+        Under ``torch.use_deterministic_algorithms`` the memory is always fresh: torch then fills it with NaN, which
+        shows elements that are never written.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < _WORTH_KEEPING or device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
@@ -67,11 +69,15 @@ class Workspace:
                 storage = _new_storage(nbytes)
                 self._lent.append(storage)
             strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            # No view: autograd forbids to write to a view that one of its functions gives out.
+            # Not a view: autograd forbids writing to a view that an autograd function returned.
             return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
     def _returned(self, nbytes: int) -> torch.UntypedStorage | None:
-        """The smallest that is back and of fitting size; one that has become a little too small is given up."""
+        """Return the smallest storage that is no longer in use and fits, or None if there is none.
+
+        A storage fits if it has at least ``nbytes`` and at most twice as many. If none fits, the largest storage that
+        is too small, but has at least half of ``nbytes``, leaves the pool: the new storage takes its place.
+        """
         back = sorted((each for each in self._lent if _is_back(each)), key=torch.UntypedStorage.nbytes)
         fitting = [each for each in back if nbytes <= each.nbytes() <= 2 * nbytes]
         if fitting:
@@ -82,10 +88,10 @@ class Workspace:
 
 
 def _new_storage(nbytes: int) -> torch.UntypedStorage:
-    """With a sixteenth of slack, so that slowly changing sizes do not allocate every time."""
+    """Allocate a sixteenth more than ``nbytes``, so that slowly changing sizes do not allocate every time."""
     return torch.UntypedStorage(nbytes + nbytes // 16, device="cpu")
 
 
 def _is_back(storage: torch.UntypedStorage) -> bool:
-    """Whether only the workspace holds it: no tensor, no view, no autograd graph, and no other process."""
+    """Return whether only the workspace holds the storage: no tensor, view, autograd graph or other process does."""
     return int(torch._C._storage_Use_Count(storage._cdata)) == 1 and not storage.is_shared()

@@ -201,15 +201,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
         {"hidden_size": 512},
-        "graph_safe is not possible: the installed version reads its counts on the host, which one of 2026-04 "
+        "graph_safe is not possible: the installed version reads its counts on the host; versions of 2026-04 "
         "(34152ae) or later need not",
     ),
     (
         {**V2, "expand": True},
         {},
-        "v2 reads the device while it sorts expanded rows, which the option deterministic=False",
+        "v2 reads the device while it sorts expanded rows; the option deterministic=False turns",
     ),
-    ({**V2, "ranks_per_node": 1}, {}, "v2 reads the device while it sorts rows across nodes, which the option determi"),
+    ({**V2, "ranks_per_node": 1}, {}, "v2 reads the device while it sorts rows across nodes; the option deterministic"),
     (
         V1,
         {"on_overflow": "raise"},
@@ -220,8 +220,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         VARIANTS["fused"],
         {"capacity_factor": 1.0, "on_overflow": "raise"},
-        'with fuse_permute, capacity_factor must be "worst", because its fused combine waits for ever where all rows '
-        "of a token were dropped, got 1.0. Leave fuse_permute out",
+        'with fuse_permute, capacity_factor must be "worst", because the fused combine hangs if all rows of a token '
+        "were dropped, got 1.0. Leave fuse_permute out",
     ),
 ]
 

@@ -118,7 +118,7 @@ def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:
 
     installed(Buffer=Old, __version__="1.0.0")
     assert reason(DeepEPOptions) == (
-        "Buffer of deep_ep 1.0.0 has no explicitly_destroy, num_worst_tokens; v1.2.1 or later has"
+        "Buffer of deep_ep 1.0.0 lacks explicitly_destroy, num_worst_tokens; install v1.2.1 or later"
     )
 
 
@@ -158,19 +158,19 @@ def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, monkeypa
         pass
 
     installed(HybridEPBuffer=Bare)
-    assert "asking deep_ep what it needs raised AttributeError" in reason(HybridEPOptions)
+    assert "reading the constraints of deep_ep raised AttributeError" in reason(HybridEPOptions)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: 1 // 0)
-    assert "asking deep_ep what it needs raised ZeroDivisionError" in reason(DeepEPOptions)
+    assert "reading the constraints of deep_ep raised ZeroDivisionError" in reason(DeepEPOptions)
 
 
 def test_real_libraries_need_a_group(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     found = library.Library(module=emulated_deep_ep("v2-2.1.0"), version="2.1.0", emulated=False)
     monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep.find_library", lambda release: found)
-    with pytest.raises(ValueError, match="'deepep': it needs a process group, also for one rank, got None"):
+    with pytest.raises(ValueError, match="'deepep' needs a process group, even for one rank, got None"):
         build_dispatcher(DispatcherConfig(backend="deepep", num_experts=8, top_k=2, hidden_size=256))
     found = library.Library(module=emulated_deep_ep("hybridep-94a9f8f"), version="x", emulated=False)
     monkeypatch.setattr("moe_dispatch.backends.deep_ep.hybridep.find_library", lambda release: found)
-    with pytest.raises(ValueError, match="'hybridep': it needs a process group, also for one rank, got None"):
+    with pytest.raises(ValueError, match="'hybridep' needs a process group, even for one rank, got None"):
         build_dispatcher(DispatcherConfig(backend="hybridep", num_experts=8, top_k=2, hidden_size=256))
 
 

@@ -62,7 +62,7 @@ def test_groups_of_v1_follow_the_nodes(ep_size: int, ranks_per_node: int, fits: 
             assert constraints().group_sizes == frozenset({2, 4, 8, 16, 32, 64, 128, 144, 160})
             continue
         text = (
-            f"{ep_size} ranks must lie {min(ep_size, 8)} to a node, got {ranks_per_node} per node. Use groups that do"
+            f"a group of {ep_size} ranks must have {min(ep_size, 8)} ranks per node, got {ranks_per_node} per node. Use"
         )
         with pytest.raises(ConfigError, match=text):
             constraints()
@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "an option of later versions": (
         {"backend": {"name": "hybridep", "emulate": "hybridep-0ed15b5", "num_blocks_permute": 8}, "hidden_size": 512},
         2,
-        ("the installed HybridEpBuffer must know num_blocks_permute, got a version that does not",),
+        ("the installed HybridEpBuffer must have num_blocks_permute, got a version without",),
     ),
     "fp8 on hybridep": (
         {"backend": {"name": "hybridep", "emulate": True}, "wire_dtype": "float8_e4m3fn"},
@@ -227,14 +227,14 @@ def test_fusion_needs_equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_early_hybridep_stays_within_a_domain() -> None:
     with pytest.raises(
-        ConfigError, match=r"serves groups within one NVLink domain, got 8 ranks, 4 to a domain. Install"
+        ConfigError, match=r"serves groups within one NVLink domain, got 8 ranks, 4 per domain. Install"
     ):
         hybridep(shape(ranks_per_node=4), emulate="hybridep-0ed15b5")
 
 
 def test_options_that_would_have_no_effect_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"allocate_on_comm_stream is for async_op, which expand cannot do. Leave one"
+        ConfigError, match=r"allocate_on_comm_stream is for async_op, and expand has no async_op. Leave one"
     ):
         DispatcherConfig(
             backend={"name": "deepep", "expand": True, "allocate_on_comm_stream": True},
@@ -305,7 +305,7 @@ def test_where_deepep_is_graph_safe() -> None:
     across = deepep(shape(16, 8))
     assert not across.graph_safe
     assert across.graph_safe_reason == (
-        "v1 goes without a host sync within a node only, that is up to 8 ranks, got 16; v2 does across nodes too"
+        "v1 avoids host syncs only within a node, that is with up to 8 ranks, got 16; v2 avoids them across nodes too"
     )
     v2 = "v2-2.1.0"
     assert deepep(shape(8, 8), emulate=v2).graph_safe

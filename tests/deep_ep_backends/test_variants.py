@@ -61,7 +61,9 @@ def test_a_switch_of_the_process_has_one_value_at_a_time() -> None:
     switch = ProcessSwitch("the setting", lambda: held["value"], lambda value: held.update(value=value))
     with switch.at("a"), switch.at("a"):
         assert held["value"] == "a"
-        with pytest.raises(ConfigError, match="the setting must be one value in all threads, got 'b' while it is 'a'"):
+        with pytest.raises(
+            ConfigError, match="the setting must have one value in all threads, got 'b' while it is 'a'"
+        ):
             switch.at("b").__enter__()
     assert held["value"] == "before"
 
@@ -78,7 +80,7 @@ def test_a_domain_that_the_library_sees_otherwise_is_refused(monkeypatch: pytest
     monkeypatch.setattr(cls, "__init__", elsewhere)
     results = outcomes(lambda group: build_dispatcher(config(HYBRID, max_tokens_per_rank=9), group), 2)
     told = (
-        "the library found 1 ranks per NVLink domain, constraints were taken for 2. Set the option ranks_per_domain=1"
+        "the library found 1 ranks per NVLink domain, but the constraints are for 2. Set the option ranks_per_domain=1"
     )
     raises_everywhere(results, ConfigError, told)
 
@@ -91,7 +93,7 @@ def test_an_early_release_refuses_a_rank_that_receives_nothing() -> None:
 
     results = outcomes(body, 2, seconds=3)
     assert results[0] is None
-    told = ("every rank must receive a row, got none on rank 1", "install one of 2026-04")
+    told = ("every rank must receive a row, got none on rank 1", "Install a version of 2026-04")
     raises_everywhere(results[1:], StateError, *told)
 
 

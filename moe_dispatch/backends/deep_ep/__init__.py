@@ -1,8 +1,10 @@
-"""Backends over the library ``deep_ep``, and what drives each of its buffer classes.
+"""Backends that use the library ``deep_ep``, and a driver for each of its buffer classes.
 
-- ``deepep``: the backend over ``Buffer`` (v1, ``normal_driver``) or ``ElasticBuffer`` (v2, ``elastic_driver``); what
-  both drivers offer stands in ``driver``.
-- ``hybridep``: the backend over ``HybridEPBuffer`` (``hybrid_driver``), which delivers rows by expert.
-- ``library`` finds the installed package or its emulation, ``pool`` holds buffers that grow, ``switch`` sets what is
-  global to a process while the library is called.
+- ``deepep`` is the backend over ``Buffer`` (v1) or ``ElasticBuffer`` (v2). ``normal_driver`` calls the first and
+  ``elastic_driver`` the second; ``driver`` is the interface of both.
+- ``hybridep`` is the backend over ``HybridEPBuffer``, which delivers rows ordered by expert. ``hybrid_driver`` calls
+  this class.
+- ``library`` finds the installed package or its emulation.
+- ``pool`` holds buffers that are replaced by larger ones.
+- ``switch`` changes a setting of the process while the library is called.
 """

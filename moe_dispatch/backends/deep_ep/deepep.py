@@ -1,4 +1,4 @@
-"""``deepep``: rows travel through DeepEP's buffers, each once per rank that owns one of its experts."""
+"""``deepep``: DeepEP's buffers send each row once to each rank that owns one of its experts."""
 
 from __future__ import annotations
 
@@ -44,15 +44,19 @@ class DeepEPOptions(BackendOptions):
     """Options of ``deepep``.
 
     Attributes:
-        num_sms: streaming multiprocessors its kernels may use, an even number; None is the library's default.
-        deterministic: v2: rows of a source rank in their order, which it sorts for; v1 always keeps it. False leaves
-            them in the order they happened to arrive in, another in every run; graph-safe mode needs that with
-            ``expand`` and across nodes, where the sort reads the device.
-        expand: v2: the library delivers expert-major rows itself, padded on the device. It has no backward.
-        allocate_on_comm_stream: with ``async_op=True``, received tensors belong to its communication stream.
-        ranks_per_node: consecutive ranks of the group that share a node; None detects it by host name. v1 needs whole
-            nodes; v2 only offers float8 within one.
-        emulate: run on the emulation of ``deep_ep``, on CPU tensors: True for v1.2.1, or the name of a release.
+        num_sms: Number of streaming multiprocessors that the kernels may use, even. None is the library's default.
+        deterministic: For v2: whether the rows of a source rank arrive in their order, for which the library sorts
+            them. v1 always keeps this order. With False, rows stay in the order of their arrival, which differs from
+            run to run. Graph-safe mode needs False with ``expand`` and across nodes, because there the sort reads the
+            device.
+        expand: For v2: whether the library itself delivers expert-major rows, padded on the device. There is no
+            backward then.
+        allocate_on_comm_stream: Whether tensors received with ``async_op=True`` belong to the library's communication
+            stream.
+        ranks_per_node: Number of consecutive ranks of the group that share a node. None detects it by host name. v1
+            needs whole nodes. v2 offers float8 only within a node.
+        emulate: Whether to run on the emulation of ``deep_ep``, on CPU tensors. True emulates v1.2.1; the name of a
+            release emulates that release.
     """
 
     name = "deepep"
@@ -66,14 +70,14 @@ class DeepEPOptions(BackendOptions):
 
     @property
     def release(self) -> str | None:
-        """What to emulate; None for the installed library."""
+        """Name of the release to emulate; None for the installed library."""
         return "v1.2.1" if self.emulate is True else self.emulate or None
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> DeepEPOptions:
         if self.expand and self.allocate_on_comm_stream:
             raise ConfigError(
-                "backend 'deepep': allocate_on_comm_stream is for async_op, which expand cannot do. Leave one out."
+                "backend 'deepep': allocate_on_comm_stream is for async_op, and expand has no async_op. Leave one out."
             )
         return self
 
@@ -89,7 +93,7 @@ class DeepEPOptions(BackendOptions):
 
     def constraints(self, shape: MoEShape) -> Constraints:
         library, ranks_per_node = self._library(), self.ranks_on_a_node(shape)
-        if isinstance(library, Rejected):  # for tables: where it is to be used, probe has refused it
+        if isinstance(library, Rejected):  # only for tables: before any other use, ``probe`` refuses
             return normal.constraints("cuda", shape, ranks_per_node)
         if _is_v2(library):
             return elastic.constraints(
@@ -132,7 +136,7 @@ class DeepEPOptions(BackendOptions):
         return DeepEP(context, driver, expand=self.expand)
 
     def ranks_on_a_node(self, shape: MoEShape) -> int:
-        """Consecutive ranks that share a node: as configured, as detected, or all."""
+        """Return the number of consecutive ranks that share a node: the option, else as detected, else all ranks."""
         return self.ranks_per_node or shape.ranks_per_node or shape.ep_size
 
     def _library(self) -> Library | Rejected:
@@ -147,7 +151,10 @@ class DeepEPOptions(BackendOptions):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeepEPRoute(RankMajorRoute):
-    """A dispatch whose rows arrived by source rank. The library carries bfloat16, or float8 on the way out."""
+    """The route of a dispatch whose rows arrived by source rank.
+
+    The library sends rows to experts in bfloat16 or float8, and everything else in bfloat16.
+    """
 
     driver: RankMajorDriver
     permutation: Permutation
@@ -174,7 +181,7 @@ class DeepEPRoute(RankMajorRoute):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExpandedRoute(Route):
-    """A dispatch whose rows the library itself brought in expert-major order. It has no backward."""
+    """The route of a dispatch in which the library itself delivered expert-major rows. It has no backward."""
 
     driver: RankMajorDriver
     handle: Handle
@@ -201,9 +208,12 @@ class ExpandedRoute(Route):
 class DeepEP(Backend):
     """DeepEP v1 (``Buffer``, normal mode) or v2 (``ElasticBuffer``), whichever is installed.
 
-    Rows arrive rank-major and once per rank; copying them to experts, weighting and padding are this library's. Weights
-    travel and are returned in float32. Cost: one host sync per dispatch, and none in ``again=``, combine or a backward;
-    in graph-safe mode none at all, and rows for the worst case arrive: ``ep_size * max_tokens_per_rank``.
+    A row arrives once on each rank that needs it, ordered by source rank. moe-dispatch then copies rows to their
+    experts, pads them and applies the weights. Weights travel and are returned in float32.
+
+    Cost: one host sync per dispatch, and none in ``again=``, combine or a backward. In graph-safe mode there is none at
+    all, but as many rows as in the worst case are delivered, ``ep_size * max_tokens_per_rank``.
+
     Source: DeepEP v1.2.1 and main of 2026-07 (2.1.0).
     """
 
@@ -237,7 +247,7 @@ class DeepEP(Backend):
 
     def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> RankMajorRows:
         shape, most_rows = self.context.shape, self.context.most_rows
-        # Graph-safe: as many rows as all ranks may send; else the library counts how many they do send.
+        # In graph-safe mode: as many rows as all ranks together can send. In eager mode the library counts the rows.
         worst_rows = shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None
         return self.driver.send(
             pack(rows_TD, shape.wire_dtype),
@@ -250,7 +260,7 @@ class DeepEP(Backend):
     def _grouped(
         self, rows_TD: Tensor, weights_TK: Tensor, arrived: RankMajorRows, capacity: Capacity | None
     ) -> Arrived:
-        arrived.wait()  # v2 puts its rows in order only then
+        arrived.wait()  # v2 puts its rows in order here
         ids_SK = arrived.ids_SK if capacity is None else arrived.known_ids_SK
         route = DeepEPRoute(
             driver=self.driver,
@@ -282,12 +292,12 @@ class DeepEP(Backend):
 
 
 def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
-    """Rows as the library takes them."""
+    """Convert rows to the form that the library takes."""
     return to_float8(rows_TD) if wire == "float8_e4m3fn" else rows_TD.bfloat16().contiguous()
 
 
 def unpack(payload: Payload, dtype: torch.dtype) -> Tensor:
-    """Rows as they came: bfloat16, or ``dtype`` where they were float8."""
+    """Convert what the library delivered to rows: bfloat16 stays, float8 becomes ``dtype``."""
     return payload if isinstance(payload, Tensor) else from_float8(*payload, dtype)
 
 

@@ -1,4 +1,8 @@
-"""What v1 and v2 have in common: rows arrive rank-major, each once per rank, and sums travel the same way back."""
+"""The interface that the drivers of v1 and v2 share.
+
+Each row is sent once to each rank that needs it. Rows arrive rank-major, that is ordered by source rank. Combine sends
+one sum per arrived row back the same way.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,21 @@ from torch import Tensor
 
 from moe_dispatch.backends.deep_ep.pool import PooledBuffer
 
-# bfloat16 (T, D), or float8_e4m3fn (T, D) with its float32 scales (T, D/128).
+# Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with its float32 scales (T, D/128).
 Payload = Tensor | tuple[Tensor, Tensor]
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Handle:
-    """The library's own handle of one dispatch, opaque, and the buffer that it belongs to."""
+    """The opaque handle that the library returned for one dispatch, and the buffer that the handle belongs to."""
 
     pooled: PooledBuffer
     raw: Any
 
     @property
     def buffer(self) -> Any:
-        """The buffer; StateError once it is closed."""
+        """The buffer. Raises StateError after the pool was closed."""
         return self.pooled.buffer
 
 
@@ -36,14 +40,14 @@ class RankMajorRows:
     """The rows that one dispatch brought to this rank.
 
     Attributes:
-        payload: (S, D), by source rank, then source row.
-        ids_SK: local expert ids, -1 for experts of other ranks and for none.
-        weights_SK: float32.
-        counts: rows per local expert, on the host; empty where nobody waited for them.
-        handle: of this dispatch, for combine and the backwards.
-        wait: makes the current stream wait for the payload.
-        num_received: () or (1,), on the device, how many rows arrived; ids behind them are anything. None where they
-            are -1, or where nothing is behind them.
+        payload: (S, D), ordered by source rank, then by row of the source rank.
+        ids_SK: Local expert ids; -1 for experts of other ranks and for slots without an expert.
+        weights_SK: float32 (S, K).
+        counts: Number of rows of each local expert, on the host; empty if the host did not wait for the counts.
+        handle: Handle of this dispatch, for combine and the backwards.
+        wait: Function that makes the current stream wait for the payload.
+        num_received: Number of rows that arrived, () or (1,), on the device. Ids behind these rows may be anything.
+            None if those ids are -1, or if all S rows arrived.
     """
 
     payload: Payload
@@ -56,7 +60,7 @@ class RankMajorRows:
 
     @property
     def known_ids_SK(self) -> Tensor:
-        """``ids_SK`` with -1 behind the rows that arrived. To be asked for after ``wait``. No host sync."""
+        """``ids_SK`` with -1 behind the rows that arrived. Valid after ``wait``. No host sync."""
         if self.num_received is None:
             return self.ids_SK
         at_S = torch.arange(len(self.ids_SK), device=self.ids_SK.device)
@@ -64,20 +68,20 @@ class RankMajorRows:
 
 
 def arrived() -> None:
-    """Wait for nothing: the ``wait`` of rows that are complete."""
+    """Do nothing. This is the ``wait`` of rows that have arrived already."""
 
 
 class RankMajorDriver(ABC):
-    """Drives one of the two buffer classes. Nothing here is differentiable."""
+    """Base of the drivers, each of which calls one buffer class. No method is differentiable."""
 
     @property
     @abstractmethod
     def buffers(self) -> str:
-        """What its buffers take, for the log."""
+        """Description of the buffers, for the log."""
 
     @abstractmethod
     def reserve(self, rows: int) -> None:
-        """Have room for so many rows per rank; the same number on all ranks."""
+        """Make room for ``rows`` rows per rank. All ranks pass the same number."""
 
     @abstractmethod
     def send(
@@ -89,24 +93,34 @@ class RankMajorDriver(ABC):
         asynchronously: bool,
         worst_rows: int | None = None,
     ) -> RankMajorRows:
-        """Each row once to each rank that owns one of its experts.
+        """Send each row once to each rank that owns at least one of its experts.
 
         Args:
-            payload: (T, D).
-            ids_TK: int64.
-            weights_TK: float32.
-            asynchronously: return before the payload is there; see ``RankMajorRows.wait``.
-            worst_rows: S, the most rows that all ranks may send to one: deliver so many, whatever arrives, and wait for
-                no count. None: read on the host how many there are.
+            payload: The rows, (T, D).
+            ids_TK: int64 (T, K), global expert ids.
+            weights_TK: float32 (T, K).
+            asynchronously: Whether to return before the payload has arrived; see ``RankMajorRows.wait``.
+            worst_rows: Largest number of rows that all ranks together can send to one rank. The result then has S =
+                ``worst_rows``, however many rows arrive, and the host waits for no count. None: the host reads the
+                number of rows that arrive, which is S.
         """
 
     @abstractmethod
     def send_again(self, payload: Payload, handle: Handle) -> Payload:
-        """Other rows the same way, without counts or a host sync."""
+        """Send other rows the way of an earlier dispatch, without an exchange of counts or a host sync."""
 
     @abstractmethod
     def combine(self, rows_SD: Tensor, values_SK: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        """bfloat16 (S, D) back to their source, added in float32 and rounded once: (T, D); float32 values likewise."""
+        """Send rows back to the ranks that they came from, and add the rows that belong to one source row.
+
+        Args:
+            rows_SD: bfloat16 (S, D). They are added in float32 and rounded once.
+            values_SK: float32 (S, K), values that are sent back and added like the rows; None for no values.
+            handle: Handle of the dispatch.
+
+        Returns:
+            The summed rows, (T, D), and the summed values, (T, K), or None.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""``deep_ep.ElasticBuffer`` of v2. Source: DeepEP main of 2026-07 (2.1.0), deep_ep/buffers and csrc/elastic."""
+"""The driver of ``deep_ep.ElasticBuffer``, the buffer class of v2.
+
+Source: DeepEP main of 2026-07 (2.1.0), deep_ep/buffers and csrc/elastic.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
 from moe_dispatch.permutation import round_up
 
 _MOST_RANKS, _MOST_EXPERTS = 1024, 2048
-_torch_deterministic: Any = torch.utils.deterministic  # a module with properties, which type checkers do not see
-# The library refuses to run while torch, in deterministic mode, fills fresh memory.
+_torch_deterministic: Any = torch.utils.deterministic  # type checkers do not see that this module has properties
+# In deterministic mode torch fills fresh memory. The library refuses to run while it does.
 _filling = ProcessSwitch(
     "torch.utils.deterministic.fill_uninitialized_memory",
     lambda: _torch_deterministic.fill_uninitialized_memory,
@@ -27,12 +30,16 @@ _filling = ProcessSwitch(
 
 
 def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bool, deterministic: bool) -> Constraints:
-    """Needs of 2.1.0; its kernels are compiled for the group's largest row count, so ranks agree on that."""
+    """Return the constraints of version 2.1.0.
+
+    Its kernels are compiled for the largest number of rows of any rank, so the ranks agree on this number.
+    """
     within_node = ranks_per_node >= shape.ep_size
-    # Across nodes the layout of a float8 dispatch need not be that of the bfloat16 gradients that follow its handle.
+    # No float8 across nodes: gradients are sent in bfloat16 with the handle of the dispatch, and across nodes they need
+    # not be laid out as the float8 rows were.
     float8: set[WireDtype] = {"float8_e4m3fn"} if within_node and not expand else set()
-    # Its sort selects by masks, which asks the device how many there are: slots of expanded rows, and the lists of what
-    # is forwarded between nodes.
+    # The deterministic sort of the library selects by boolean masks, so the host reads from the device how many entries
+    # are True. It does so for the slots of expanded rows, and for the lists of rows that are forwarded between nodes.
     sorts_by_masks = deterministic and (expand or not within_node)
     return Constraints(
         group_max=True,
@@ -47,28 +54,32 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bo
         differentiable=not expand,
         graph_safe=not sorts_by_masks,
         graph_safe_reason=(
-            f"v2 reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}, which the "
-            "option deterministic=False leaves out"
+            f"v2 reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}; the option "
+            "deterministic=False turns this sort off"
         ),
     )
 
 
 def expanded_rows(shape: MoEShape) -> int:
-    """Expert-major rows for the worst case, as the library counts them: up to ``pad_multiple`` more than it takes."""
+    """Return the number of expert-major rows that the library allocates for the worst case.
+
+    It is up to ``pad_multiple`` rows more than the worst case needs.
+    """
     return round_up(worst_rows(shape) + (shape.pad_multiple - 1) * shape.num_local_experts, shape.pad_multiple)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Expanded:
-    """Expert-major rows: what the library calls expanded.
+    """The expert-major rows of one dispatch. The library calls such rows expanded.
 
     Attributes:
-        rows_RD: bfloat16; each expert's rows, then zeros up to the alignment.
-        weights_R: float32, 0 on those zeros.
-        padded_counts: rows per local expert with the zeros, on the host; empty where nobody waited for them.
-        real_counts_L: int32, without them, on the device.
-        handle: of this dispatch, for the combine.
+        rows_RD: bfloat16 (R, D), the rows of each expert, followed by zero rows up to the alignment.
+        weights_R: float32 (R,), 0 on zero rows.
+        padded_counts: Number of rows of each local expert with its zero rows, on the host; empty if the host did not
+            wait for the counts.
+        real_counts_L: int32 (L,), number of rows of each local expert without its zero rows, on the device.
+        handle: Handle of this dispatch, for combine.
     """
 
     rows_RD: Tensor
@@ -80,9 +91,9 @@ class Expanded:
 
 @final
 class ElasticDriver(RankMajorDriver):
-    """Buffers sized for the group's largest row count.
+    """The driver of v2. Its buffers are made for the largest number of rows of any rank.
 
-    Cost of ``send`` and ``send_expanded``: one host sync, for the counts, or in graph-safe mode none.
+    Cost of ``send`` and ``send_expanded``: one host sync, for the counts; none in graph-safe mode.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class ElasticDriver(RankMajorDriver):
     ) -> None:
         shape, communicator = context.shape, context.communicator
         self._shape = shape
-        self._num_sms = num_sms or 0  # 0: the library's choice
+        self._num_sms = num_sms or 0  # 0 lets the library choose
         self._on_its_stream = on_its_stream
 
         def make(rows: int) -> Any:
@@ -110,7 +121,7 @@ class ElasticDriver(RankMajorDriver):
                     explicitly_destroy=True,
                 )
 
-        if not library.emulated:  # it takes over the group's NCCL communicator, which the first collective makes
+        if not library.emulated:  # it takes over the group's NCCL communicator, which the first collective creates
             communicator.touch(torch.device("cuda"))
         self._ids_dtype: torch.dtype = getattr(library.module, "topk_idx_t", torch.int64)
         self._pool = BufferPool("deepep", make, most_rows=context.most_rows)
@@ -131,7 +142,11 @@ class ElasticDriver(RankMajorDriver):
         asynchronously: bool,
         worst_rows: int | None = None,
     ) -> RankMajorRows:
-        """With ``worst_rows`` it delivers P times the rows that its buffer is for, which is as many."""
+        """Send rows as the base class says.
+
+        With ``worst_rows`` the library delivers P times the number of rows that its buffer has room for. That product
+        equals ``worst_rows``.
+        """
         pooled = self._pool.current
         buffer = pooled.buffer
         on_its_stream = asynchronously and self._on_its_stream
@@ -160,7 +175,7 @@ class ElasticDriver(RankMajorDriver):
 
     def send_again(self, payload: Payload, handle: Handle) -> Payload:
         with _filling.at(False):
-            # The library derives its default number of SMs before it has looked into the handle, and fails.
+            # num_sms must be given: the library would compute its default before it reads the handle, and fail.
             received: Payload = handle.buffer.dispatch(
                 payload,
                 handle=handle.raw,
@@ -176,10 +191,10 @@ class ElasticDriver(RankMajorDriver):
         return rows_TD, values_TK
 
     def send_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Expanded:
-        """Each row to every expert it names. It has no backward: its combine refuses gradients.
+        """Send each row to every expert that it names. There is no backward: combine refuses gradients.
 
-        In graph-safe mode as many as ``expanded_rows``; those behind the last expert's hold anything, and so do their
-        weights.
+        In graph-safe mode ``expanded_rows`` rows are delivered. Rows and weights behind the last expert's rows may hold
+        anything.
         """
         pooled = self._pool.current
         buffer = pooled.buffer

@@ -1,4 +1,4 @@
-"""``deep_ep.HybridEPBuffer``, across its versions: what changed between them is read from the installed signatures.
+"""The driver of ``deep_ep.HybridEPBuffer``, for all its versions. The installed signatures tell which version it is.
 
 Source: DeepEP branch hybrid-ep, 0ed15b5 (2025-10) to 94a9f8f (2026-07), and pull request 744 (2026-09).
 """
@@ -24,33 +24,35 @@ from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation import round_up
 
-# The environment variables from which its configuration reads the rows that each kernel takes at a time, and the
-# defaults: 64 since permute fusion (a0d27f1, 2026-03-31), 128 before.
+# A kernel processes rows in chunks. These environment variables set the rows per chunk of the dispatch kernel and of
+# the combine kernel. The default is 64 since permute fusion (a0d27f1, 2026-03-31), and was 128 before.
 _CHUNK_VARIABLES = ("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API")
 _CHUNK, _OLD_CHUNK = 64, 128
 _PREPROCESSING_VARIABLE = "NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API"
 _DOMAIN_VARIABLE = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 _MOST_RANKS_PER_DOMAIN = 72
-# Across domains a rank posts three messages per row, and one more, into a queue of 65535.
+# Across domains a rank posts three messages per row and one more into a queue, which holds this many.
 _MOST_MESSAGES = 65535
-_SLOT_MULTIPLE = 16  # to which the ragged versions round the slots that ranks share
+_SHARED_ROWS_MULTIPLE = 16  # ragged versions round ``num_of_tokens_per_rank`` up to a multiple of this
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What one version wants.
+    """The rules of one version of the library.
 
     Attributes:
-        chunks: rows that the dispatch and the combine kernel take at a time.
-        pads_capacity: it rounds its buffers up to the chunk, so that rows need only be aligned for the copy engine.
-        ragged: ranks share a number of slots, and each brings its own number of rows.
-        hidden_multiple: of bfloat16 rows.
-        least_ranks: smallest group.
-        spans_domains: a group may have several NVLink domains.
-        detects_domain: it finds its domains itself, unless its variable says otherwise.
-        idle_ranks: a rank may receive no row; before, it aborted in combine.
-        flags_overflow: it goes without a host sync, and says on the device whether it dropped rows.
+        chunks: Rows per chunk of the dispatch kernel and of the combine kernel.
+        pads_capacity: Whether the library rounds its buffers up to whole chunks. If so, the rows of a rank need only be
+            aligned for the copy engine.
+        ragged: Whether each rank may bring its own number of rows. If so, all ranks pass the same
+            ``num_of_tokens_per_rank``, and no rank brings more rows than that.
+        hidden_multiple: Number of which the hidden size of bfloat16 rows must be a multiple.
+        least_ranks: Smallest group size.
+        spans_domains: Whether a group may have several NVLink domains.
+        detects_domain: Whether the library finds its NVLink domains itself if its environment variable is not set.
+        idle_ranks: Whether a rank may receive no row. In earlier versions such a rank aborts in combine.
+        flags_overflow: Whether a dispatch can do without a host sync and then say on the device if it dropped rows.
     """
 
     chunks: tuple[int, int]
@@ -64,19 +66,19 @@ class Rules:
     flags_overflow: bool
 
     def row_multiple(self, domain: int) -> int:
-        """Of the rows per rank, where so many ranks share an NVLink domain."""
+        """Return the multiple of the rows per rank if ``domain`` ranks share an NVLink domain."""
         if self.ragged:
             return 1
         return 4 // gcd(4, domain) if self.pads_capacity else lcm(*self.chunks)
 
     @property
     def most_rows(self) -> int:
-        """Rows per rank across domains: the largest multiple of the combine chunk whose messages fit the queue."""
+        """Most rows per rank across domains: the largest multiple of the combine chunk whose messages fit the queue."""
         chunk = self.chunks[1]
         return (_MOST_MESSAGES - 1) // 3 // chunk * chunk
 
 
-# Of pull request 744, the newest release that is supported: for tables on machines without the library.
+# The rules of pull request 744, the newest release that is supported. Tables on machines without the library show them.
 NEWEST = Rules(
     chunks=(_CHUNK, _CHUNK),
     pads_capacity=True,
@@ -91,14 +93,14 @@ NEWEST = Rules(
 
 
 def buffer_class(library: Library) -> type[Any] | None:
-    """The class, under the name it has; None where the library is another variant."""
+    """Return the buffer class, whose name differs between versions; None if the library is another variant."""
     module = library.module
     found: type[Any] | None = getattr(module, "HybridEPBuffer", None) or getattr(module, "HybridEpBuffer", None)
     return found
 
 
 def rules(cls: type[Any], environment: Mapping[str, str] | None = None) -> Rules:
-    """The rules of a version of the class, told by what its methods take, and by the variables it reads."""
+    """Return the rules of a version, from the parameters of its methods and from the environment variables it reads."""
     environment = os.environ if environment is None else environment
     dispatch, construct = parameters(cls.dispatch_with_permute), inspect.signature(cls.__init__).parameters
     fuses = "fuse_permute_dispatch" in dispatch
@@ -106,16 +108,16 @@ def rules(cls: type[Any], environment: Mapping[str, str] | None = None) -> Rules
     first, second = (_number(environment, name, _CHUNK if fuses else _OLD_CHUNK) for name in _CHUNK_VARIABLES)
     return Rules(
         chunks=(first, second),
-        # 94a9f8f switched the default off, two commits after capacities were padded (4214430, #638).
+        # 94a9f8f changed the default to False, two commits after 4214430 (#638), the first that pads capacities.
         pads_capacity=fuses and gathers_itself is not None and gathers_itself.default is False,
         ragged="num_of_tokens_per_rank" in dispatch,
         hidden_multiple=16 if "non_blocking" in dispatch else 512,  # relaxed with 83e0d15 (2025-12-03)
         least_ranks=1 if fuses else 2,
-        # The first had none of it (0ed15b5); the next took only full buffers across domains (1dddd19).
+        # The first version could not span domains (0ed15b5). The next took only full buffers across them (1dddd19).
         spans_domains=not {"nvlink_domain_size", "ib_dev_name_list"} & construct.keys(),
         detects_domain=fuses,
-        idle_ranks=fuses,  # 34152ae (2026-04-09), the first with these signatures but one
-        flags_overflow=fuses,  # since a484936 (2026-01-20), but what was before these signatures has not been read
+        idle_ranks=fuses,  # 34152ae (2026-04-09), the second version with these signatures
+        flags_overflow=fuses,  # since a484936 (2026-01-20); but versions before these signatures were not studied
     )
 
 
@@ -127,22 +129,23 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
 
 
 def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse_permute: bool = False) -> Constraints:
-    """Needs of a version for a group whose NVLink domains hold ``domain`` consecutive ranks each.
+    """Return the constraints of a version for a group whose NVLink domains hold ``domain`` consecutive ranks each.
 
     Raises:
-        ConfigError: the group has several domains, which this version cannot serve; or its fused kernels would drop.
+        ConfigError: The group has several domains and this version serves only one; or ``fuse_permute`` is combined
+            with a capacity that may drop rows.
     """
     if fuse_permute and shape.capacity_factor != "worst":
         raise ConfigError(
-            "Backend 'hybridep': with fuse_permute, capacity_factor must be \"worst\", because its fused combine waits "
-            f"for ever where all rows of a token were dropped, got {shape.capacity_factor}. Leave fuse_permute out, or "
-            'use "worst".'
+            "Backend 'hybridep': with fuse_permute, capacity_factor must be \"worst\", because the fused combine hangs "
+            f"if all rows of a token were dropped, got {shape.capacity_factor}. Leave fuse_permute out, or use "
+            '"worst".'
         )
     several = domain < shape.ep_size
     if several and not found.spans_domains:
         raise ConfigError(
             f"Backend 'hybridep': the installed version serves groups within one NVLink domain, got {shape.ep_size} "
-            f"ranks, {domain} to a domain. Install a later one, or use smaller groups."
+            f"ranks, {domain} per domain. Install a later version, or use smaller groups."
         )
     sizes = (
         range(domain, shape.ep_size + 1, domain) if several else range(found.least_ranks, _MOST_RANKS_PER_DOMAIN + 1)
@@ -154,7 +157,7 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
         group_max=True,
         max_rows=found.most_rows if several else None,
         hidden_multiple=found.hidden_multiple,
-        # Beyond these two its kernels ask for more shared memory than there is, and do not run.
+        # Beyond max_hidden or max_local_experts a kernel needs more shared memory than there is, and does not run.
         max_hidden=None if found.detects_domain else 8192,
         max_local_experts=768 if found.pads_capacity else 224,
         dtypes=frozenset({torch.bfloat16}),
@@ -166,14 +169,14 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
         wire_dtypes=frozenset({"bfloat16"}),
         graph_safe=found.flags_overflow,
         graph_safe_reason=(
-            "the installed version reads its counts on the host, which one of 2026-04 (34152ae) or later need not"
+            "the installed version reads its counts on the host; versions of 2026-04 (34152ae) or later need not"
         ),
         drop_order=None if fuse_permute else "position",
     )
 
 
 def domain_of(shape: MoEShape, configured: int | None, environment: Mapping[str, str] | None = None) -> int:
-    """Ranks per NVLink domain: as configured, as its variable says, or those that share a host."""
+    """Return the ranks per NVLink domain: the option, else the library's variable, else the ranks that share a host."""
     environment = os.environ if environment is None else environment
     found = configured or shape.ranks_per_node or shape.ep_size
     if configured is None and _DOMAIN_VARIABLE in environment:
@@ -187,12 +190,12 @@ class ExpertMajorRows:
     """The rows that one dispatch brought to the experts of this rank.
 
     Attributes:
-        rows_RD: bfloat16, expert-major; each expert's rows by source rank, then row, then its zero padding.
-        probs_R: float32, bit for bit what was sent; +0.0 on padding.
-        padded_L: int64, rows per local expert with padding and without those that were dropped: on the CPU, or with
-            ``room`` on the device, where rows and probabilities behind them hold anything.
-        handle: of this dispatch, for combine and the backwards.
-        overflowed: bool (), on the device, whether rows were dropped; None without ``room``.
+        rows_RD: bfloat16 (R, D), expert-major: the rows of each expert by source rank, then by row, then zero padding.
+        probs_R: float32 (R,), exactly the bits that were sent; +0.0 on padding.
+        padded_L: int64 (L,), number of rows of each local expert, with padding and without dropped rows. It is on the
+            CPU; with ``room`` it is on the device, and rows and probabilities behind the last expert may hold anything.
+        handle: Handle of this dispatch, for combine and the backwards.
+        overflowed: bool (), on the device: whether rows were dropped. None without ``room``.
     """
 
     rows_RD: Tensor
@@ -204,10 +207,10 @@ class ExpertMajorRows:
 
 @final
 class HybridDriver:
-    """Buffers for a number of rows per rank. Raw: nothing here is differentiable.
+    """The driver of HybridEP. Its buffers are made for a number of rows per rank. No method is differentiable.
 
-    Cost: one host sync per ``send``, in which the library waits for the counts, or with ``room`` none; none in what
-    follows it.
+    Cost: one host sync per ``send``, in which the library waits for the counts; none with ``room``. The other methods
+    have none, except ``close``.
     """
 
     def __init__(
@@ -229,10 +232,11 @@ class HybridDriver:
         self._ragged = found.ragged
         self._communicator = context.communicator
         self._domain = domain
-        # A version that detects its domains may know more than host names tell; a variable beyond the group stops it.
-        self._names_domain = domain_is_configured or not found.detects_domain or _DOMAIN_VARIABLE in os.environ
+        # A version that detects its domains may know more than host names tell, so it is not told the domain. But if
+        # the variable is set already, it is set anew: the library fails if the variable is larger than the group.
+        self._sets_domain = domain_is_configured or not found.detects_domain or _DOMAIN_VARIABLE in os.environ
         self._arguments = self._constructor_arguments(knobs)
-        # Always given: the default of early versions is 0, by which their kernel divides.
+        # Always given: the default of early versions is 0, and their kernel divides by it.
         self._dispatch_arguments: dict[str, Any] = {"pad_multiple": shape.pad_multiple}
         self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
         if shape.graph_safe:
@@ -255,41 +259,41 @@ class HybridDriver:
         unknown = sorted(set(wanted) - known)
         if unknown:
             raise ConfigError(
-                f"Backend 'hybridep': the installed {self._cls.__name__} must know {', '.join(unknown)}, got a version "
-                "that does not. Leave the option out, or install a later one."
+                f"Backend 'hybridep': the installed {self._cls.__name__} must have {', '.join(unknown)}, got a version "
+                "without. Leave the option out, or install a later version."
             )
 
     def _make(self, rows: int) -> Any:
-        # What it calls the parameter is deprecated and never read: only its variable tells it the domain.
-        with _domain_variable.at(str(self._domain)) if self._names_domain else nullcontext():
+        # The constructor's parameter for the domain is deprecated and never read. Only the variable sets the domain.
+        with _domain_variable.at(str(self._domain)) if self._sets_domain else nullcontext():
             buffer = self._cls(group=self._communicator.group, max_num_of_tokens_per_rank=rows, **self._arguments)
         taken = getattr(buffer, "num_of_hybrid_ep_ranks_per_nvlink_domain", self._domain)
         if taken != self._domain:
             raise ConfigError(
-                f"Backend 'hybridep': the library found {taken} ranks per NVLink domain, constraints were taken for "
+                f"Backend 'hybridep': the library found {taken} ranks per NVLink domain, but the constraints are for "
                 f"{self._domain}. Set the option ranks_per_domain={taken}."
             )
         return buffer
 
     def reserve(self, rows: int) -> None:
-        """Have room for so many rows per rank; the same number on all ranks."""
+        """Make room for ``rows`` rows per rank. All ranks pass the same number."""
         self._pool.reserve(max(rows, 1))
 
     def send(
         self, rows_TD: Tensor, map_TE: Tensor, probs_TE: Tensor, *, group_max_rows: int | None, room: int | None = None
     ) -> ExpertMajorRows:
-        """Each row once to each NVLink domain and rank that needs it, and there to its experts.
+        """Send each row once to each NVLink domain and rank that needs it, and copy it there to its experts.
 
         Args:
-            rows_TD: bfloat16.
-            map_TE: bool, which rows go to which expert of the group.
-            probs_TE: float32, 0 elsewhere.
-            group_max_rows: the most rows that any rank brings, for versions in which ranks share slots.
-            room: graph-safe: R, a multiple of ``pad_multiple``. Of more rows the last are dropped, so the highest
-                experts lose theirs first.
+            rows_TD: bfloat16 (T, D).
+            map_TE: bool (T, E), True if the row goes to the expert.
+            probs_TE: float32 (T, E), the weights of these pairs, 0 elsewhere.
+            group_max_rows: Largest number of rows that any rank brings. Only ragged versions need it.
+            room: R in graph-safe mode, a multiple of ``pad_multiple``; None in eager mode. If more rows are needed, the
+                last expert-major rows are dropped, so the experts with the highest ids lose rows first.
         """
         pooled = self._pool.current
-        sizes = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SLOT_MULTIPLE)} if self._ragged else {}
+        sizes = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SHARED_ROWS_MULTIPLE)} if self._ragged else {}
         if room is not None:
             sizes["num_permuted_tokens"] = room
         rows_RD, probs_R, _, padded_L, handle = pooled.buffer.dispatch_with_permute(
@@ -298,7 +302,7 @@ class HybridDriver:
         if rows_RD is None:
             raise StateError(
                 f"Backend 'hybridep': every rank must receive a row, got none on rank {self._communicator.rank}. The "
-                "installed version cannot combine then: install one of 2026-04 (34152ae) or later."
+                "installed version cannot combine without rows. Install a version of 2026-04 (34152ae) or later."
             )
         return ExpertMajorRows(
             rows_RD=rows_RD,
@@ -309,21 +313,33 @@ class HybridDriver:
         )
 
     def send_again(self, rows_TD: Tensor, num_grouped: int, handle: Handle) -> Tensor:
-        """Other rows the same way: (R, D), R as before, without a host sync."""
+        """Send other rows the way of an earlier dispatch: (R, D), with the R of that dispatch. No host sync."""
         rows_RD: Tensor = handle.buffer.dispatch_with_permute(
             hidden=rows_TD, handle=handle.raw, num_permuted_tokens=num_grouped, **self._dispatch_arguments
         )[0]
         return rows_RD
 
     def combine(self, rows_RD: Tensor, probs_R: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        """bfloat16 (R, D), unweighted, back and summed: (T, D); and float32 (R,), one per expert row: (T, E)."""
+        """Send expert rows back and add them, without weights.
+
+        Args:
+            rows_RD: bfloat16 (R, D).
+            probs_R: float32 (R,), one value per expert row, sent back with the rows; None for no values.
+            handle: Handle of the dispatch.
+
+        Returns:
+            The summed rows, (T, D), and the values, (T, E), or None.
+        """
         summed: tuple[Tensor, Tensor | None] = handle.buffer.combine_with_unpermute(
             hidden=rows_RD, probs=probs_R, handle=handle.raw, **self._combine_arguments
         )
         return summed
 
     def close(self) -> None:
-        """Release the buffers once no rank's kernels use another rank's memory. Collective; the second time nothing."""
+        """Release the buffers when no kernel uses the memory of another rank any more.
+
+        Collective. A second call does nothing.
+        """
         if self._pool.closed:
             return
         if torch.cuda.is_initialized():
@@ -333,7 +349,11 @@ class HybridDriver:
 
 
 def _overflow_flag(handle: tuple[Any, ...]) -> Tensor:
-    """bool (): its last tensor, in every version that has one; written only where the dispatch did not block."""
+    """Return whether a dispatch dropped rows, bool ().
+
+    In every version with such a flag, it is the last tensor of the handle. Only a dispatch without a host sync writes
+    it.
+    """
     flag: Tensor = [part for part in handle if isinstance(part, Tensor)][-1]
     return flag.view(()) != 0
 
@@ -344,7 +364,7 @@ def _check_chunks_for_fusion(found: Rules) -> None:
         raise ConfigError(
             "Backend 'hybridep': fuse_permute needs equal chunks in all kernels, got "
             f"{found.chunks[0]} (dispatch), {found.chunks[1]} (combine) and {preprocessing} (preprocessing). Set "
-            f"{', '.join((*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE))} alike."
+            f"{', '.join((*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE))} to one number."
         )
 
 

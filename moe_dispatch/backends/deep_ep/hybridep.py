@@ -1,4 +1,4 @@
-"""``hybridep``: NVIDIA's HybridEP moves rows and groups them by expert, padded, in its own kernels."""
+"""``hybridep``: the kernels of NVIDIA's HybridEP move rows, group them by expert and pad them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _Count = Annotated[int, Field(ge=1)]
 
 @final
 class HybridEPOptions(BackendOptions):
-    """Options of ``hybridep``; None is the library's default.
+    """Options of ``hybridep``. None stands for the library's default.
 
     Attributes:
-        num_sms_dispatch: streaming multiprocessors of its dispatch kernel.
-        num_sms_combine: of its combine kernel.
-        num_blocks_permute: blocks of its permute kernel.
-        num_blocks_unpermute: of its unpermute kernel.
-        fuse_permute: permute inside the dispatch kernel, and back inside the combine kernel.
-        ranks_per_domain: consecutive ranks of the group in one NVLink domain; None takes what its environment variable
-            says, else the ranks that share a host.
-        emulate: run on the emulation of ``deep_ep``, on CPU tensors: True for the newest release, or
-            the name of one.
+        num_sms_dispatch: Number of streaming multiprocessors for the dispatch kernel.
+        num_sms_combine: Number of streaming multiprocessors for the combine kernel.
+        num_blocks_permute: Number of blocks of the permute kernel.
+        num_blocks_unpermute: Number of blocks of the unpermute kernel.
+        fuse_permute: Whether to permute inside the dispatch kernel, and back inside the combine kernel.
+        ranks_per_domain: Number of consecutive ranks of the group in one NVLink domain. None takes the number from the
+            library's environment variable if it is set, else the number of ranks that share a host.
+        emulate: Whether to run on the emulation of ``deep_ep``, on CPU tensors. True emulates the newest release; the
+            name of a release emulates that release.
     """
 
     name = "hybridep"
@@ -62,12 +62,12 @@ class HybridEPOptions(BackendOptions):
 
     @property
     def release(self) -> str | None:
-        """What to emulate; None for the installed library."""
+        """Name of the release to emulate; None for the installed library."""
         return _NEWEST if self.emulate is True else self.emulate or None
 
     @property
     def knobs(self) -> dict[str, int]:
-        """The numbers that are set, by the library's names."""
+        """The numbers that are set, by the names of the library's parameters."""
         given = {
             "num_sms_dispatch_api": self.num_sms_dispatch,
             "num_sms_combine_api": self.num_sms_combine,
@@ -89,7 +89,7 @@ class HybridEPOptions(BackendOptions):
 
     def constraints(self, shape: MoEShape) -> Constraints:
         library, domain = self._library(), hybrid.domain_of(shape, self.ranks_per_domain)
-        if isinstance(library, Rejected):  # for tables: where it is to be used, probe has refused it
+        if isinstance(library, Rejected):  # only for tables: before any other use, ``probe`` refuses
             return hybrid.constraints(hybrid.NEWEST, "cuda", shape, domain, fuse_permute=self.fuse_permute)
         found = hybrid.rules(_buffer_class(library))
         return hybrid.constraints(found, library.device, shape, domain, fuse_permute=self.fuse_permute)
@@ -126,16 +126,16 @@ class HybridEPOptions(BackendOptions):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HybridRoute(Route):
-    """The route of one dispatch through the library, which is called in two ways.
+    """The route of one dispatch through HybridEP.
 
-    ``send`` and ``combine_backward`` are a dispatch with the saved handle; ``combine`` and ``dispatch_backward`` are
-    its combine.
+    ``send`` and ``combine_backward`` call the library's dispatch with the saved handle. ``combine`` and
+    ``dispatch_backward`` call its combine.
 
     Attributes:
-        driver: of the open library.
-        handle: the library's own, opaque whatever its length.
-        ids_TK: int64, which entry of a dense gradient is whose.
-        is_real_R: bool, False on padding; behind the last expert's rows anything.
+        driver: Driver of the open library.
+        handle: Opaque handle of the library, whose length differs between versions.
+        ids_TK: int64 (T, K), the expert id of each slot. It finds the gradient of a slot in the library's (T, E).
+        is_real_R: bool (R,), False on padding. Behind the last expert's rows it may hold anything.
     """
 
     driver: HybridDriver
@@ -166,12 +166,15 @@ class HybridRoute(Route):
         wide, dots_R = accumulation_dtype(grad_TD.dtype), None
         grad_RD = grad_RD.to(wide)
         if rows_RD is not None:
-            # Padding of the outputs may hold NaN: it is left out, not multiplied by 0.
+            # Padding of the outputs may hold NaN, so its products are replaced by 0, not multiplied by 0.
             dots_R = torch.where(self.is_real_R, torch.linalg.vecdot(grad_RD, rows_RD.to(wide)), 0).to(weights_R.dtype)
         return (grad_RD * weights_R.to(wide).unsqueeze(1)).to(grad_TD.dtype), dots_R
 
     def _sum(self, rows_RD: Tensor, values_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows back and summed: (T, D); one value per expert row: (T, K), 0 where a slot goes nowhere."""
+        """Send expert rows back and add them: (T, D). Send one value per expert row back to its slot: (T, K).
+
+        Slots that go nowhere get 0.
+        """
         values = None if values_R is None else values_R.float().contiguous()
         rows_TD, values_TE = self.driver.combine(rows_RD.bfloat16().contiguous(), values, self.handle)
         if values_R is None or values_TE is None:
@@ -182,16 +185,20 @@ class HybridRoute(Route):
 
 @final
 class HybridEP(Backend):
-    """HybridEP (``HybridEPBuffer``): it permutes and pads per expert on the device.
+    """HybridEP (``HybridEPBuffer``). It groups rows by expert and pads them on the device.
 
-    Rows travel in bfloat16, weights as dense float32 probabilities; outputs are weighted here, in float32, before its
-    combine, which only sums. Cost: one host sync per dispatch (the counts), none in ``again=``, combine or a backward;
-    in graph-safe mode, where it does not block, none at all.
+    Rows travel in bfloat16, and weights as dense float32 probabilities. The library's combine only adds, so this class
+    multiplies the outputs by their weights before, in float32.
+
+    In graph-safe mode the capacity sets the size of the library's buffer, padding included. Rows are dropped only if
+    the padded rows do not fit. So with little padding, a few more rows than ``capacity.rows`` may arrive. The library
+    reports that it dropped rows, but not how many. After a drop, the reported demand is therefore the smallest that is
+    possible, and several rounds of ``grow`` may be needed.
+
+    Cost: one host sync per dispatch (the counts), none in ``again=``, combine or a backward. In graph-safe mode none at
+    all.
+
     Source: DeepEP branch hybrid-ep, 0ed15b5 to 94a9f8f, and pull request 744.
-
-    In graph-safe mode a capacity bounds its buffer, padding included, so rows are dropped only where the padded ones do
-    not fit: with little padding a few more than asked for may arrive. It tells that it dropped rows, not how many: what
-    it reports to have needed is then the least that it can have been, and ``grow`` may take several turns.
     """
 
     collective_close = True
@@ -233,16 +240,21 @@ class HybridEP(Backend):
 
 
 def _marked(weights_TK: Tensor) -> Tensor:
-    """float32 weights without +0.0, so that real rows differ from padding, whose probability the library leaves +0.0.
+    """Return float32 weights in which +0.0 became -0.0, so that the receiver can tell real rows from padding.
 
-    It hands on probabilities bit for bit; how many rows of an expert are real is known from nothing else on this rank.
+    The library delivers the bits of probabilities unchanged, and +0.0 on padding. Nothing else tells the receiver how
+    many rows of an expert are real. For example, the weights [0.7, 0.0] are sent as [0.7, -0.0].
     """
     weights_TK = weights_TK.float()
     return torch.where(weights_TK == 0, -0.0, weights_TK)
 
 
 def _dense(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """bool (T, E) and float32 (T, E): the map and the probabilities that the library takes. No slot is named twice."""
+    """Return the map, bool (T, E), and the probabilities, float32 (T, E), that the library takes.
+
+    A row must not name an expert twice. With 3 experts, the ids [2, -1] and weights [0.5, 0.1] of a row become the map
+    [False, False, True] and the probabilities [0, 0, 0.5].
+    """
     columns_TK = torch.where(ids_TK < 0, num_experts, ids_TK)
     probs = weights_TK.new_zeros(len(ids_TK), num_experts + 1).scatter_(1, columns_TK, weights_TK)
     chosen = torch.zeros(probs.shape, dtype=torch.bool, device=ids_TK.device).scatter_(1, columns_TK, True)
@@ -250,14 +262,14 @@ def _dense(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tuple[Tensor
 
 
 def _real_counts(is_real_R: Tensor, padded_L: Tensor) -> Tensor:
-    """int64 (L,), how many rows of each expert's part are real. No host sync."""
+    """Return the number of real rows of each expert, int64 (L,). No host sync."""
     return running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
 
 
 def _demand(real_L: Tensor, overflowed: Tensor | None, capacity: Capacity) -> Tensor:
-    """int64 (2,): more than ``capacity.rows`` exactly where rows were dropped; see ``Arrived.demand``.
+    """Return the demand of ``Arrived.demand``, int64 (2,). It exceeds ``capacity.rows`` exactly if rows were dropped.
 
-    The library counts only rows that fitted. Of those that did not there was at least one.
+    The library counts only the rows that fitted. If rows were dropped, there was at least one more.
     """
     assert overflowed is not None
     arrived = real_L.sum()

@@ -1,7 +1,7 @@
-"""Finding ``deep_ep``: the installed one, or on request the emulation. The one module that imports either.
+"""The search for ``deep_ep``: the installed package, or on request the emulation. The one module that imports either.
 
-Three variants install the import name ``deep_ep``: v1 has ``Buffer`` only, v2 ``ElasticBuffer`` too, the branch
-hybrid-ep ``HybridEPBuffer``. They are told apart by these attributes, never by a version string.
+Three variants of the library have the import name ``deep_ep``. v1 has ``Buffer``, v2 also has ``ElasticBuffer``, and
+the branch hybrid-ep has ``HybridEPBuffer``. The variants are told apart by these attributes, never by a version string.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ CAPABILITY = (9, 0)
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Library:
-    """A ``deep_ep`` that can be driven.
+    """A variant of ``deep_ep`` that a driver can call.
 
     Attributes:
-        module: the package.
-        version: as it says of itself, or the name of the emulated release.
-        emulated: it is the emulation, on CPU tensors.
+        module: The imported package.
+        version: Version of the package, or name of the emulated release.
+        emulated: Whether it is the emulation, which takes CPU tensors.
     """
 
     module: ModuleType
@@ -48,18 +48,18 @@ class Library:
 
     @property
     def device(self) -> str:
-        """The device type of the tensors it takes."""
+        """Device type of the tensors that the library takes."""
         return "cpu" if self.emulated else "cuda"
 
 
 def find_library(release: str | None) -> Library | Rejected:
-    """The emulation of ``release``, or for None the installed library, or why there is none to use. Never raises."""
+    """Return the emulation of ``release``, or the installed library for None, or why it is unusable. Never raises."""
     return _installed() if release is None else _emulated(release)
 
 
 @cache
 def _emulated(release: str) -> Library:
-    # Imported on use: the emulation is of no concern to anyone who does not ask for it.
+    # Imported on use, so that only those who ask for the emulation load it.
     emulation = import_module("moe_dispatch.testing.emulation")
     return Library(module=emulation.emulated_deep_ep(release), version=release, emulated=True)
 
@@ -76,7 +76,7 @@ def _installed() -> Library | Rejected:
         )
     try:
         module = import_whole(PACKAGE, PACKAGE)
-    except (Exception, SystemExit) as error:  # v2 asserts on what it finds of NCCL and CUDA while it is imported
+    except (Exception, SystemExit) as error:  # while it is imported, v2 checks NCCL and CUDA by assertions
         return Rejected(f"importing {PACKAGE!r} raised {type(error).__name__}: {str(error).strip() or 'no text'}")
     return Library(module=module, version=_version(module), emulated=False)
 
@@ -93,19 +93,19 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def openable(backend: str, found: Library | Rejected, communicator: Communicator) -> Library:
-    """The library that ``probe`` found usable, if it can be opened for these ranks.
+    """Return the library that ``probe`` found usable, or refuse to open it for these ranks.
 
     Raises:
-        ConfigError: a real one takes no single rank without a process group.
+        ConfigError: There is no process group, and the library is not the emulation.
     """
     assert isinstance(found, Library)
     if communicator.group is None and not found.emulated:
-        raise ConfigError(f"Backend {backend!r}: it needs a process group, also for one rank, got None. Pass group=.")
+        raise ConfigError(f"Backend {backend!r} needs a process group, even for one rank, got None. Pass group=.")
     return found
 
 
 def report_open(backend: str, library: Library, communicator: Communicator, details: str) -> None:
-    """Log what a channel was opened with; an emulation is announced once per process, by the first rank."""
+    """Log the library and details of an open channel. Rank 0 logs; it warns once per process about an emulation."""
     if communicator.rank:
         return
     if library.emulated:
@@ -119,15 +119,18 @@ def _announce(backend: str, release: str) -> None:
 
 
 def probed(probe: Callable[[], Usable | Rejected]) -> Usable | Rejected:
-    """What a probe finds; rejected where it stumbles: a malformed variable, a class that lacks a method."""
+    """Call a probe and return its verdict. An exception becomes a rejection.
+
+    A probe raises, for example, if an environment variable is malformed or a class lacks a method.
+    """
     try:
         return probe()
     except ConfigError as error:
         return Rejected(str(error).rstrip("."))
     except Exception as error:
-        return Rejected(f"asking deep_ep what it needs raised {type(error).__name__}: {error}".rstrip("."))
+        return Rejected(f"reading the constraints of deep_ep raised {type(error).__name__}: {error}".rstrip("."))
 
 
 def parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of a function's parameters: what an installed version understands."""
+    """Return the names of a function's parameters. They tell what an installed version can do."""
     return frozenset(inspect.signature(function).parameters)

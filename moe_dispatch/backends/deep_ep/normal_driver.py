@@ -1,4 +1,7 @@
-"""``deep_ep.Buffer`` of v1 in normal mode. Source: DeepEP v1.2.1, deep_ep/buffer.py and csrc."""
+"""The driver of ``deep_ep.Buffer``, the buffer class of v1, in normal mode.
+
+Source: DeepEP v1.2.1, deep_ep/buffer.py and csrc.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +19,40 @@ from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.probing import Rejected
 
-_configuring = threading.Lock()  # the number of multiprocessors is an attribute of the class
-_RANKS_PER_NODE = 8  # NUM_MAX_NVL_PEERS: a larger group is one of nodes with eight ranks each
+_configuring = threading.Lock()  # guards ``num_sms``, an attribute of the class ``Buffer``
+_RANKS_PER_NODE = 8  # NUM_MAX_NVL_PEERS: the library takes a larger group for nodes of eight ranks each
 _IN_NODE = frozenset({2, 4, 8})
-# Those with a default configuration, of which the kernels are built for 2, 4, 8, 16, 18 and 20 nodes.
+# Group sizes that have a default configuration. They are 2, 4, 8, 16, 18 and 20 nodes, for which kernels are built.
 _ACROSS_NODES = frozenset({16, 32, 64, 128, 144, 160})
 
 
 def lacking(library: Library) -> Rejected | None:
-    """What an older v1 has not got, if anything."""
+    """Return why a v1 is too old, or None if it has all parameters that the driver needs."""
     missing = {"explicitly_destroy"} - parameters(library.module.Buffer.__init__)
     missing |= {"num_worst_tokens"} - parameters(library.module.Buffer.dispatch)
     if missing:
-        return Rejected(f"Buffer of deep_ep {library.version} has no {', '.join(sorted(missing))}; v1.2.1 or later has")
+        return Rejected(
+            f"Buffer of deep_ep {library.version} lacks {', '.join(sorted(missing))}; install v1.2.1 or later"
+        )
     return None
 
 
 def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraints:
-    """Needs of v1.2.1 for bfloat16 rows, as its kernels check or assume them.
+    """Return the constraints of v1.2.1 for bfloat16 rows, as its kernels check or assume them.
 
     Raises:
-        ConfigError: it has no kernels for groups that lie so on their nodes.
+        ConfigError: The library has no kernels for a group with this number of ranks per node.
     """
     needed = min(shape.ep_size, _RANKS_PER_NODE)
     if ranks_per_node % needed:
         raise ConfigError(
-            f"Backend 'deepep': {shape.ep_size} ranks must lie {needed} to a node, got {ranks_per_node} per node. Use "
-            "groups that do, or set the option ranks_per_node if this is not what the nodes are."
+            f"Backend 'deepep': a group of {shape.ep_size} ranks must have {needed} ranks per node, got "
+            f"{ranks_per_node} per node. Use such groups, or set the option ranks_per_node if the number is wrong."
         )
     return Constraints(
-        # Hidden sizes that are no multiple of 256 lose the tail of a row in combine until commit abba6ad (2025-09-17).
+        # Before commit abba6ad (2025-09-17), combine loses the tail of a row whose size is not a multiple of 256.
         hidden_multiple=256,
-        max_hidden=8191,  # half a row and 8 bytes must fit 8192 bytes
+        max_hidden=8191,  # half a row and 8 bytes must fit into 8192 bytes
         dtypes=frozenset({torch.bfloat16}),
         devices=frozenset({device}),
         max_top_k=32,
@@ -56,17 +61,17 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraint
         wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
         graph_safe=shape.ep_size <= _RANKS_PER_NODE,
         graph_safe_reason=(
-            f"v1 goes without a host sync within a node only, that is up to {_RANKS_PER_NODE} ranks, got "
-            f"{shape.ep_size}; v2 does across nodes too"
+            f"v1 avoids host syncs only within a node, that is with up to {_RANKS_PER_NODE} ranks, got "
+            f"{shape.ep_size}; v2 avoids them across nodes too"
         ),
     )
 
 
 @final
 class NormalDriver(RankMajorDriver):
-    """One buffer, whose size depends on hidden size and ranks only.
+    """The driver of v1. It has one buffer, whose size depends only on the hidden size and the number of ranks.
 
-    Cost of ``send``: one host sync, for the counts, or with ``worst_rows`` none.
+    Cost of ``send``: one host sync, for the counts; none with ``worst_rows``.
     """
 
     def __init__(self, library: Library, context: BackendContext, *, num_sms: int | None, on_its_stream: bool) -> None:
@@ -84,10 +89,13 @@ class NormalDriver(RankMajorDriver):
         return f"{self.nvl_bytes} bytes of NVLink and {self.rdma_bytes} of RDMA buffer per rank"
 
     def reserve(self, rows: int) -> None:
-        """Nothing: its buffer takes any number of rows."""
+        """Do nothing: the buffer takes any number of rows."""
 
     def _configs(self, num_sms: int | None) -> tuple[Any, Any]:
-        """Those for this group. The number of SMs is a class attribute there, read while a config is made."""
+        """Return the library's configurations of dispatch and combine for this group.
+
+        The library reads the number of SMs from a class attribute when it makes a configuration.
+        """
         size = self._shape.ep_size
         with _configuring:
             before = self._cls.num_sms
@@ -98,7 +106,7 @@ class NormalDriver(RankMajorDriver):
                 self._cls.set_num_sms(before)
 
     def _buffer_bytes(self) -> tuple[int, int]:
-        """Bytes of the NVLink and of the RDMA buffer: the vendor's hints, and no RDMA buffer within one node."""
+        """Return the bytes of the NVLink and of the RDMA buffer: the library's hints, and 0 for RDMA within a node."""
         row_bytes, size = self._shape.hidden_size * torch.bfloat16.itemsize, self._shape.ep_size
         configs = (self._dispatch_config, self._combine_config)
         nvl = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
@@ -107,7 +115,7 @@ class NormalDriver(RankMajorDriver):
         return nvl, max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
 
     def _make(self, communicator: Communicator) -> Any:
-        # Across nodes a kernel needs a queue pair for every multiprocessor; 24 are the library's default.
+        # Across nodes a kernel needs one queue pair per multiprocessor. The library's default is 24.
         queues = {"num_qps_per_rank": max(24, self._num_sms or 0)} if self.rdma_bytes else {}
         return self._cls(communicator.group, self.nvl_bytes, self.rdma_bytes, explicitly_destroy=True, **queues)
 
@@ -131,10 +139,10 @@ class NormalDriver(RankMajorDriver):
             num_tokens_per_expert=per_expert,
             topk_idx=ids_TK,
             topk_weights=weights_TK,
-            num_worst_tokens=worst_rows or 0,  # ids behind the rows that arrive are -1 then
+            num_worst_tokens=worst_rows or 0,  # if not 0, ids behind the rows that arrive are -1
             config=self._dispatch_config,
             async_finish=asynchronously,
-            # Tensors of its stream need the event that orders this stream before it.
+            # Tensors allocated on the library's stream need an event that orders the current stream before it.
             previous_event=buffer.capture() if asynchronously and self._on_its_stream else None,
             allocate_on_comm_stream=asynchronously and self._on_its_stream,
         )

@@ -1,4 +1,4 @@
-"""Buffers of a vendor library that is sized for a number of rows: they grow when ranks agree on more."""
+"""Buffers of a vendor library that are made for a number of rows, and replaced when ranks agree on more rows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, final
 from moe_dispatch.errors import StateError
 from moe_dispatch.permutation import round_up
 
-# The smallest buffer: these libraries round anything less up to this.
+# Number of rows of the smallest buffer. The libraries round smaller numbers up to this.
 _SMALLEST_ROWS = 512
 
 
 @final
 class PooledBuffer:
-    """One buffer of a pool, for those that must not use it once the pool is closed."""
+    """One buffer of a pool. It cannot be used any more after the pool is closed."""
 
     def __init__(self, name: str, buffer: Any) -> None:
         self._name = name
@@ -26,7 +26,7 @@ class PooledBuffer:
         """The buffer.
 
         Raises:
-            StateError: the pool is closed, for a backward that came too late.
+            StateError: The pool is closed, so this call (often a backward) came too late.
         """
         if self._buffer is None:
             raise StateError(
@@ -36,7 +36,7 @@ class PooledBuffer:
         return self._buffer
 
     def clear(self) -> None:
-        """Let go of the buffer, and destroy it where it has to be told."""
+        """Drop the buffer, and call its ``destroy`` if it has one."""
         buffer, self._buffer = self._buffer, None
         if hasattr(buffer, "destroy"):
             buffer.destroy()
@@ -44,17 +44,17 @@ class PooledBuffer:
 
 @final
 class BufferPool:
-    """The buffers of one channel; the last one is the largest and in use.
+    """The buffers of one channel. The last buffer is the largest, and the only one that new calls use.
 
-    Making and destroying a buffer are collective, so both happen only by decisions that all ranks share: ``reserve`` is
-    told what they agreed on, and ``close`` is called on all of them. Outgrown buffers stay until then, because
-    dispatches under way refer to them; sizes are powers of two, so they are less than what the last one takes.
+    To make or destroy a buffer is collective, so all ranks must do it together: ``reserve`` gets a number of rows that
+    all ranks agreed on, and ``close`` is called on all ranks. Earlier buffers stay until ``close``, because dispatches
+    under way refer to them. Sizes are powers of two, so all earlier buffers together are smaller than the last one.
 
     Args:
-        name: of the backend, for errors.
-        make: a buffer for so many rows per rank.
-        most_rows: what a rank can bring at most; no buffer is larger.
-        multiple: sizes are multiples of this.
+        name: Name of the backend, for errors.
+        make: Function that makes a buffer for a number of rows per rank.
+        most_rows: Largest number of rows that a rank can bring, if there is one. No buffer is made for more.
+        multiple: Number of which all sizes are multiples.
     """
 
     def __init__(self, name: str, make: Callable[[int], Any], *, most_rows: int | None, multiple: int = 1) -> None:
@@ -67,7 +67,7 @@ class BufferPool:
         self.closed = False
 
     def reserve(self, rows: int) -> None:
-        """Have a buffer for so many rows per rank. Collective where it grows."""
+        """Make a larger buffer if the last one has no room for ``rows`` rows per rank. Collective if it does."""
         if rows > self._rows:
             bucket = max(_SMALLEST_ROWS, 1 << (rows - 1).bit_length())
             if self._most_rows is not None:
@@ -78,16 +78,16 @@ class BufferPool:
 
     @property
     def rows(self) -> int:
-        """Rows per rank that the buffer in use takes."""
+        """Number of rows per rank that the last buffer has room for."""
         return self._rows
 
     @property
     def current(self) -> PooledBuffer:
-        """The buffer in use."""
+        """The last buffer, which new calls use."""
         return self._buffers[-1]
 
     def close(self) -> None:
-        """Destroy all buffers, also if one refuses; the second time does nothing. Collective."""
+        """Destroy all buffers, even if destroying one of them raises. Collective. A second call does nothing."""
         self.closed = True
         with ExitStack() as stack:
             for pooled in self._buffers:

@@ -1,4 +1,4 @@
-"""A setting of the whole process that is another one while a library is called."""
+"""A setting of the whole process that is changed while a library is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from moe_dispatch.errors import ConfigError
 
 @final
 class ProcessSwitch:
-    """Ranks that are threads share the setting: the first to enter changes it, the last to leave restores it."""
+    """A setting that all threads of a process share.
+
+    Ranks may be threads. The first thread that enters ``at`` changes the setting; the last that leaves restores it.
+    """
 
     def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self._name, self._read, self._write = name, read, write
@@ -23,10 +26,10 @@ class ProcessSwitch:
 
     @contextmanager
     def at(self, value: Any) -> Iterator[None]:
-        """The setting at a value inside the block.
+        """Give the setting a value inside the ``with`` block.
 
         Raises:
-            ConfigError: another thread is inside with another value.
+            ConfigError: Another thread is inside such a block with another value.
         """
         with self._lock:
             if not self._inside:
@@ -34,8 +37,8 @@ class ProcessSwitch:
                 self._write(value)
             elif value != self._value:
                 raise ConfigError(
-                    f"{self._name} must be one value in all threads, got {value!r} while it is {self._value!r}. Open "
-                    "one after the other."
+                    f"{self._name} must have one value in all threads, got {value!r} while it is {self._value!r}. "
+                    "Open these dispatchers one after the other."
                 )
             self._inside += 1
         try:

@@ -164,7 +164,7 @@ def test_everything_is_plain_data() -> None:
 
 REFUSED = [
     ("local", {}, 4, r"Backend 'local': ep_size must be one of 1, got 4\."),
-    ("deepep", {"hidden_size": 7168}, 12, r"Backend 'deepep': 12 ranks must lie 8 to a node, got 4 per node\."),
+    ("deepep", {"hidden_size": 7168}, 12, r"Backend 'deepep': a group of 12 ranks must have 8 ranks per node, got 4"),
     ("hybridep", {"hidden_size": 100}, 4, r"Backend 'hybridep': hidden_size must be a multiple of 16, got 100\."),
     (
         "allgather",
