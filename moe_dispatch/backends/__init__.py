@@ -1,8 +1,9 @@
-"""Backends: one file or folder each behind the contract of ``base``; the registry finds them by name.
+"""Backends. Each is one file or folder and fulfils the contract of ``base``. The registry finds them by name.
 
-To add one, subclass ``BackendOptions`` (``name``, ``constraints``, ``open``), ``Backend`` (``dispatch``) and ``Route``
-(four methods). Where rows arrive by source rank, ``rank_major.RankMajorRoute`` needs two methods only. Then list it in
-``registry``, or declare an entry point. ``local`` is the smallest example.
+To add a backend, subclass ``BackendOptions`` (``name``, ``constraints``, ``open``), ``Backend`` (``dispatch``) and
+``Route`` (four methods). If rows arrive ordered by source rank, subclass ``rank_major.RankMajorRoute`` instead of
+``Route``, which needs only two methods. Then list the backend in ``registry``, or declare an entry point. ``local`` is
+the smallest example.
 """
 
 from moe_dispatch.backends.base import (

@@ -1,4 +1,4 @@
-"""``allgather``: every rank sees every row, keeps what its experts need, and partial sums are reduce-scattered."""
+"""``allgather``: every rank gets every row and keeps the rows of its experts; a reduce-scatter adds their outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AllGatherOptions(BackendOptions):
     auto_reason = "sends more bytes"
 
     def constraints(self, shape: MoEShape) -> Constraints:
-        # A reduce-scatter adds on the way: a narrow wire would round at every hop, so no wire_dtype is offered.
+        # No wire_dtype is offered: a reduce-scatter adds on the way, so a narrow dtype would round at every hop.
         return Constraints(
             equal_rows=True, min_rows=int(shape.graph_safe), graph_safe=True, drop_order="weight", compilable=True
         )
@@ -67,7 +67,7 @@ class AllGatherOptions(BackendOptions):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllGatherRoute(RankMajorRoute):
-    """Out by all-gather, back by a reduce-scatter in ``max(float32, dtype)``, rounded once at the end."""
+    """A route out by all-gather, and back by a reduce-scatter in ``max(float32, dtype)``, rounded once at the end."""
 
     context: BackendContext
     permutation: Permutation
@@ -109,7 +109,7 @@ class AllGatherRoute(RankMajorRoute):
 
 @final
 class AllGather(Backend):
-    """Simple and regular: P times the bytes, but no message size depends on the routing.
+    """All rows go to all ranks. This is P times the bytes, but no message size depends on the routing.
 
     Cost: one all-gather and one host sync (the counts) per dispatch, one reduce-scatter per combine.
     """

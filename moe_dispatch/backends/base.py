@@ -1,4 +1,4 @@
-"""The contract every backend stands behind (``PROTOCOL = 1``)."""
+"""The contract that every backend fulfils (``PROTOCOL = 1``)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ DropOrder = Literal["weight", "position"]
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What the ranks agreed on for one dispatch, or for all of a forward.
+    """The sizes that the ranks agreed on, for one dispatch or for all dispatches of a forward.
 
     Attributes:
-        padded_rows: rows that every rank brings; None where each brings its own count.
-        group_max_rows: the most rows that any rank brings, padded; None where nobody asked.
-        capacity: room of a graph-safe dispatch; None where sizes follow the routing.
+        padded_rows: Number of rows that every rank brings; None if each rank brings its own number.
+        group_max_rows: Largest number of rows that any rank brings, padding included. None if it is not needed.
+        capacity: Capacity of a graph-safe dispatch; None if sizes follow the routing.
     """
 
     padded_rows: int | None = None
@@ -55,32 +55,38 @@ class Sizes:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraints:
-    """What a backend needs, as data; the dispatcher meets the needs or refuses.
+    """The needs of a backend, as data. The dispatcher meets them or refuses.
 
     Attributes:
-        row_multiple: rows per rank are padded up to a multiple of this.
-        equal_rows: every rank must bring the same number of rows.
-        group_max: ranks agree on the largest number of rows that any of them brings, even where each brings its own.
-        min_rows: fewest rows per rank; fewer are padded up to it.
-        max_rows: most rows per rank, None for no limit.
-        hidden_multiple: hidden size must be a multiple of this.
-        max_hidden: largest hidden size, None for no limit.
-        dtypes: dtypes of rows it carries, None for any floating dtype.
-        devices: device types of rows, None for any.
-        max_top_k: largest top_k, None for no limit.
-        group_sizes: allowed ep sizes, None for any; ``group_sizes_hint`` says what to do about another one.
-        local_experts_multiple: experts per rank must be a multiple of this.
-        max_local_experts: most experts per rank, None for no limit.
-        idle_ranks: a rank may receive no row at all; where it may not, the backend raises.
-        pads_experts: its library rounds rows per expert up to ``pad_multiple``; elsewhere our permutation does.
-        exchanges_counts: ranks exchange counts in every dispatch, so a refusing rank can mark it (``refuse``).
-        wire_dtypes: the ``wire_dtype`` values it can honour besides None.
-        graph_safe: it has a path without host syncs or data-dependent shapes; ``graph_safe_reason`` says why not.
-        drop_order: in which order it drops rows beyond a capacity: "weight" (the lightest slots first; of equal ones
-            the last by source rank, token, slot), or "position" (the last of its expert-major rows, that is the
-            highest experts first); None where it can only have room for the worst case.
-        compilable: it can be traced by torch.compile with ``fullgraph=True``.
-        differentiable: both verbs have a backward; else the dispatcher refuses tensors that require grad.
+        row_multiple: The rows of a rank are padded to a multiple of this number.
+        equal_rows: Whether every rank must bring the same number of rows.
+        group_max: Whether ranks must agree on the largest number of rows that any rank brings, even if each rank
+            brings its own number.
+        min_rows: Fewest rows per rank. The rows of a rank with fewer are padded to this number.
+        max_rows: Most rows per rank; None for no limit.
+        hidden_multiple: The hidden size must be a multiple of this number.
+        max_hidden: Largest hidden size; None for no limit.
+        dtypes: Dtypes that rows may have; None for any floating dtype.
+        devices: Types of devices that rows may be on; None for any.
+        max_top_k: Largest top_k; None for no limit.
+        group_sizes: Allowed values of ep_size; None for any.
+        group_sizes_hint: What to do about another ep_size, for the error message.
+        local_experts_multiple: The number of experts per rank must be a multiple of this number.
+        max_local_experts: Most experts per rank; None for no limit.
+        idle_ranks: Whether a rank may receive no row at all. If not, the backend raises when it happens.
+        pads_experts: Whether the library behind the backend rounds the rows per expert up to ``pad_multiple``. If not,
+            our permutation does.
+        exchanges_counts: Whether ranks exchange counts in every dispatch, so that a rank can refuse a call by a mark
+            among its counts (``Backend.refuse``).
+        wire_dtypes: Supported values of ``wire_dtype`` besides None.
+        graph_safe: Whether the backend can work without host syncs and data-dependent shapes.
+        graph_safe_reason: Why it cannot, for the error message.
+        drop_order: Order in which the backend drops rows beyond the capacity. "weight" drops the slots with the
+            smallest weights first, and of equal weights the last by source rank, token and slot. "position" drops the
+            last of its expert-major rows first, so the experts with the highest ids lose rows first. None means that it
+            cannot drop rows, and supports only the capacity for the worst case.
+        compilable: Whether torch.compile can trace the backend with ``fullgraph=True``.
+        differentiable: Whether both verbs have a backward. If not, the dispatcher refuses tensors that require grad.
     """
 
     row_multiple: int = 1
@@ -109,25 +115,25 @@ class Constraints:
 
     @property
     def most_rows(self) -> int | None:
-        """The most rows that a rank may bring, padded; None for no limit."""
+        """Most rows that a rank may bring, padding included; None for no limit."""
         return None if self.max_rows is None else self.max_rows // self.row_multiple * self.row_multiple
 
     def padded(self, rows: int) -> int:
-        """The rows that a rank with ``rows`` rows brings."""
+        """Return the number of rows that a rank with ``rows`` rows brings, padding included."""
         return -(-max(rows, self.min_rows) // self.row_multiple) * self.row_multiple
 
     def brought(self, rows: int, sizes: Sizes) -> int:
-        """The rows that a rank with ``rows`` rows brings to a call: as ranks agreed, else its own rows, padded."""
+        """Return the rows that a rank with ``rows`` rows brings to a call: the agreed number, or its own, padded."""
         return self.padded(rows) if sizes.padded_rows is None else sizes.padded_rows
 
     def sizes(self, largest: int) -> Sizes:
-        """What follows from the largest count of any rank."""
+        """Return the sizes of a call in which ``largest`` is the largest number of rows of any rank."""
         padded = self.padded(largest)
         return Sizes(padded_rows=padded if self.equal_rows else None, group_max_rows=padded)
 
 
 def listed_sizes(sizes: frozenset[int]) -> str:
-    """Group sizes for a text: "2, 4, 8", or "2 to 72"."""
+    """Write group sizes for a message: "2, 4, 8", or "2 to 72"."""
     ordered = sorted(sizes)
     if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1)):
         return f"{ordered[0]} to {ordered[-1]}"
@@ -137,19 +143,21 @@ def listed_sizes(sizes: frozenset[int]) -> str:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEShape:
-    """What a backend's constraints may depend on.
+    """The sizes and settings on which the constraints of a backend may depend.
 
     Attributes:
         num_experts: E.
         top_k: K.
         hidden_size: D.
         ep_size: P.
-        pad_multiple: rows per expert are rounded up to this.
-        wire_dtype: what rows travel in; None is their own dtype.
-        max_tokens_per_rank: the most rows a rank brings, where the config says.
-        ranks_per_node: how many consecutive ranks share a host, detected when the dispatcher is built; None before.
-        graph_safe: neither verb may wait for the device or have a shape that depends on the routing.
-        capacity_factor: graph-safe room for a rank's experts, over the balanced load, or for the worst case.
+        pad_multiple: The number of rows per expert is rounded up to a multiple of this.
+        wire_dtype: Dtype in which rows travel; None for their own dtype.
+        max_tokens_per_rank: Most rows that a rank brings, if the config states it.
+        ranks_per_node: Number of consecutive ranks that share a host. It is detected when the dispatcher is built, and
+            None before.
+        graph_safe: Whether both verbs must neither wait for the device nor have a shape that depends on the routing.
+        capacity_factor: Capacity of graph-safe mode for the experts of one rank, as a multiple of the balanced load, or
+            "worst" for the worst case.
     """
 
     num_experts: int
@@ -165,19 +173,19 @@ class MoEShape:
 
     @property
     def num_local_experts(self) -> int:
-        """L, experts on each rank."""
+        """L, the number of experts on each rank."""
         return self.num_experts // self.ep_size
 
 
 class BackendOptions(BaseModel, ABC):
-    """The options of a backend, and all that can be said of it before it is open.
+    """The options of a backend, and everything that is known about it before it is open.
 
-    A config's ``backend`` is parsed into one of these. Fields are frozen and strict; unknown ones are refused.
+    The ``backend`` of a config is parsed into such an object. Fields are frozen and strict; unknown fields are refused.
 
     Attributes:
-        name: what a config writes.
-        protocol: the version of this contract that the backend was written for.
-        auto_reason: why ``backend="auto"`` does not choose this backend, for the log.
+        name: Name of the backend in a config.
+        protocol: Version of this contract that the backend was written for.
+        auto_reason: Why ``backend="auto"`` does not choose this backend, for the log.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -187,58 +195,66 @@ class BackendOptions(BaseModel, ABC):
     auto_reason: ClassVar[str] = "must be chosen by name"
 
     def probe(self) -> Usable | Rejected:
-        """Whether it can run on this machine with these options. Never raises, imports nothing that is missing."""
+        """Return whether the backend can run on this machine with these options. Never raises.
+
+        A package that is not installed must not be imported.
+        """
         return Usable(version=torch.__version__)
 
     @abstractmethod
     def constraints(self, shape: MoEShape) -> Constraints:
-        """What the installed version needs for this shape."""
+        """Return what the installed version needs for this shape."""
 
     @property
     def capacity_bounds(self) -> dict[str, CapacityFactor]:
-        """Options that bound the rows of a graph-safe dispatch, by name; "worst" bounds nothing."""
+        """Values of the options that limit the rows of a graph-safe dispatch, by name; "worst" is no limit."""
         return {}
 
     def capacity(self, shape: MoEShape) -> Capacity:
-        """Room of a graph-safe dispatch, from the config's factors. Asked only where ``shape.graph_safe``."""
+        """Compute the capacity of a dispatch from the config's factors. Called only if ``shape.graph_safe``."""
         return capacity_of(shape)
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
-        """Bytes that ranks send each other in one dispatch, one combine and their backwards. Nothing is exchanged.
+        """Compute the bytes that ranks send each other in one dispatch, one combine and their backwards.
+
+        No rank sends anything for this.
 
         Args:
-            shape: graph-safe or eager.
-            volume: rows and slots that ranks exchange.
-            dtype: of the rows, and of what experts give back.
+            shape: Shape of the dispatch, in graph-safe or eager mode.
+            volume: Rows and slots that ranks exchange.
+            dtype: Dtype of the rows, and of the outputs of the experts.
 
         Returns:
-            Bytes; None where the backend does not tell.
+            The bytes; None if the backend cannot tell.
         """
         return None
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        """Bytes that one graph-safe dispatch allocates, by purpose: what ``Plan.bytes`` tells.
+        """Compute the bytes that one graph-safe dispatch allocates, by purpose, for ``Plan.bytes``.
 
         Args:
-            shape: graph-safe.
-            sizes: of the dispatch, with a capacity.
-            rows: Tp, the rows that a rank brings.
-            dtype: of the rows.
+            shape: Shape of the dispatch, in graph-safe mode.
+            sizes: Sizes of the dispatch, with a capacity.
+            rows: Tp, the number of rows that a rank brings.
+            dtype: Dtype of the rows.
         """
         return grouped_bytes(shape, sizes, dtype)
 
     @abstractmethod
     def open(self, context: BackendContext) -> Backend:
-        """The open backend, with its buffers. Collective, in the same order on all ranks."""
+        """Open the backend and make its buffers. Collective: all ranks open their backends in the same order."""
 
 
 def grouped_bytes(
     shape: MoEShape, sizes: Sizes, dtype: torch.dtype, *, arrived_rows: int | None = None
 ) -> dict[str, int]:
-    """Bytes of what experts are given in graph-safe mode; with ``arrived_rows``, S, also of the index behind it."""
+    """Compute the bytes of the rows and weights that experts get in graph-safe mode.
+
+    With ``arrived_rows`` (S), the bytes of the index that groups these rows are counted too.
+    """
     capacity, wide = sizes.capacity, accumulation_dtype(dtype).itemsize
     assert capacity is not None
-    # A buffer that our permutation fills has one row more than it gives out, for slots without a place.
+    # A buffer that our permutation fills has one spare row, for slots without a place.
     grouped = capacity.buffer_rows if arrived_rows is None else capacity.buffer_rows + 1
     found = {"rows": grouped * shape.hidden_size * dtype.itemsize, "weights": grouped * wide}
     if arrived_rows is not None:
@@ -255,14 +271,14 @@ def grouped_bytes(
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BackendContext:
-    """What a backend is built with, once per channel.
+    """The objects that a backend is built with, once per channel.
 
     Attributes:
-        shape: the sizes.
-        communicator: the group, and the one way to its collectives.
-        needs: its constraints, with what the config overrides.
-        permutation: the one-rank reorder asked for; ``permutation_on`` gives it.
-        workspace: reused memory.
+        shape: Sizes and settings.
+        communicator: The group. All collectives of the backend go through it.
+        needs: Constraints of the backend, after the overrides of the config.
+        permutation: Name of the configured one-rank reorder; ``permutation_on`` returns the reorder itself.
+        workspace: Memory that calls reuse.
     """
 
     shape: MoEShape
@@ -273,13 +289,13 @@ class BackendContext:
 
     @property
     def most_rows(self) -> int | None:
-        """The most rows that a rank will ever bring, padded; None where nothing bounds them."""
+        """Most rows that a rank will ever bring, padding included; None if there is no limit."""
         known = self.shape.max_tokens_per_rank
         bounds = [self.needs.most_rows, None if known is None else self.needs.padded(known)]
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def permutation_on(self, device: torch.device) -> Permutation:
-        """The implementation that reorders rows on a device: as named, or for "auto" the best at hand there."""
+        """Return the permutation for a device: the one that is named, or for "auto" the best that runs there."""
         chosen = choose_permutation(self.permutation, device.type)
         if chosen.name != "torch":
             return chosen
@@ -293,13 +309,13 @@ class BackendContext:
         *,
         counts: Sequence[int] = (),
     ) -> SlotIndex:
-        """Group slots by this rank's experts, 0 to L-1; slots with another id belong to no expert here.
+        """Make the index that groups slots by the experts of this rank, 0 to L-1.
 
         Args:
-            local_ids_SK: integer (S, K).
-            weights_SK: floating (S, K); with a ``capacity`` that may be too small the lightest slots are dropped.
-            capacity: room of a graph-safe dispatch; None where the index has as many rows as the routing needs.
-            counts: slots per local expert, on the host; only without a capacity.
+            local_ids_SK: integer (S, K). A slot with another id belongs to no expert of this rank.
+            weights_SK: floating (S, K). If the capacity is too small, the slots with the smallest weights are dropped.
+            capacity: Capacity of a graph-safe dispatch; None for an index with as many rows as the routing needs.
+            counts: Number of slots of each local expert, on the host; needed only without a capacity.
         """
         shape = self.shape
         if capacity is None:
@@ -314,20 +330,20 @@ class BackendContext:
         )
 
     def index_from(self, tensors: Sequence[Tensor]) -> SlotIndex:
-        """The index of a dispatch, whose ``tensors()`` these are."""
+        """Rebuild the index of a dispatch from its ``tensors()``."""
         shape = self.shape
         return SlotIndex.from_tensors(tensors, shape.top_k, shape.pad_multiple, fixed_size=shape.graph_safe)
 
     def blank_index(
         self, rows: int | None, new_size: Callable[[], int], *, capacity: Capacity | None, device: torch.device
     ) -> SlotIndex:
-        """The index of a dispatch that delivers ``rows`` rows, without values, for tracing.
+        """Make the index, without values, of a dispatch that delivers ``rows`` rows, for tracing.
 
         Args:
-            rows: S; None where only running tells.
-            new_size: makes a symbol for a size that only running tells.
-            capacity: of a graph-safe dispatch, whose sizes are all known.
-            device: of the tables.
+            rows: S; None if S is known only at run time.
+            new_size: Function that returns a symbol for a size that is known only at run time.
+            capacity: Capacity of a graph-safe dispatch, whose sizes are all known; None in eager mode.
+            device: Device of the tables.
         """
         return SlotIndex.blank(
             rows,
@@ -341,64 +357,68 @@ class BackendContext:
 
 
 class Route(ABC):
-    """The way that the rows of one dispatch took, frozen: all that ``combine`` and the backwards need.
+    """A frozen record of how the rows of one dispatch travelled. ``combine`` and the backwards follow it.
 
-    The methods are raw: they are called with gradients off, and autograd is the dispatcher's. All of them but
-    ``tensors`` are collective. Padding is never read: expert rows and gradients may hold anything there, NaN included.
+    The dispatcher does autograd, and calls all methods with gradients off. All methods except ``tensors`` are
+    collective. Padding of expert rows and of their gradients is never read; it may hold anything, NaN included.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def send(self, rows_TD: Tensor) -> Tensor:
-        """Send other rows the same way, without exchanging counts: (Tp, D) to expert-major rows (R, D)."""
+        """Send other rows, (Tp, D), the way of the dispatch: expert-major rows (R, D). No counts are exchanged."""
 
     @abstractmethod
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-        """Bring expert rows back, summed over top_k.
+        """Bring expert rows back to their ranks, and sum them over top_k.
 
         Args:
-            rows_RD: (R, D).
-            weights_R: multiply each row by its weight, in ``max(float32, dtype)``; None for a plain sum.
+            rows_RD: The expert rows, (R, D).
+            weights_R: The weight by which each row is multiplied in ``max(float32, dtype)``; None for a plain sum.
 
         Returns:
-            (Tp, D) in the dtype of ``rows_RD``.
+            The sums, (Tp, D), in the dtype of ``rows_RD``.
         """
 
     @abstractmethod
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the dispatched rows, (Tp, D), and of their weights, (Tp, K), where ``grad_R`` is given.
+        """Compute the gradients of what was dispatched: the rows, (Tp, D), and their weights, (Tp, K).
 
-        What a rank passes for ``grad_R``, a tensor or None, is alike on all ranks.
+        Args:
+            grad_RD: (R, D), the gradient of the expert-major rows.
+            grad_R: (R,), the gradient of their weights; None if the second result is not wanted. Either all ranks pass
+                a tensor, or all pass None.
         """
 
     @abstractmethod
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the expert rows, (R, D), and of their weights, (R,), where ``rows_RD`` is given.
+        """Compute the gradients of what was combined: the expert rows, (R, D), and their weights, (R,).
 
         Args:
-            grad_TD: (Tp, D), the gradient of what ``combine`` gave.
-            rows_RD: the rows that were combined; None where no gradient of the weights is wanted. Ranks may differ.
-            weights_R: as ``combine`` was given them.
+            grad_TD: (Tp, D), the gradient of the result of ``combine``.
+            rows_RD: The rows that ``combine`` was given; None if the gradient of the weights is not wanted. One rank
+                may pass rows and another None.
+            weights_R: The weights that ``combine`` was given.
         """
 
     @property
     def num_rows(self) -> int:
-        """Tp, the rows that this rank brought. Only where ``Constraints.compilable``."""
+        """Tp, the number of rows that this rank brought. Needed only if ``Constraints.compilable``."""
         raise _not_compilable(self)
 
     @property
     def num_grouped(self) -> int:
-        """R, the expert-major rows. Only where ``Constraints.compilable``."""
+        """R, the number of expert-major rows. Needed only if ``Constraints.compilable``."""
         raise _not_compilable(self)
 
     def tensors(self) -> list[Tensor]:
-        """The route as tensors, for ``Backend.restore``. Only where ``Constraints.compilable``.
+        """Return the route as tensors, for ``Backend.restore``. Needed only if ``Constraints.compilable``.
 
-        No tensor shares memory with another one or with what was dispatched. What lives on the host, such as the sizes
-        of messages, becomes an int64 tensor on the CPU.
+        No tensor shares memory with another, or with the arguments of the dispatch. Numbers that are on the host, such
+        as the sizes of messages, become an int64 tensor on the CPU.
         """
         raise _not_compilable(self)
 
@@ -406,20 +426,21 @@ class Route(ABC):
 def _not_compilable(owner: object) -> StateError:
     return StateError(
         f"{type(owner).__qualname__}: a backend that declares compilable must turn its routes into tensors and back, "
-        "got one that does not. Define tensors, num_rows and num_grouped of the route, restore and blank_route of the "
-        "backend, or declare compilable=False."
+        "got one that does not. Define tensors, num_rows and num_grouped of the route, and restore and blank_route of "
+        "the backend; or declare compilable=False."
     )
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Arrived:
-    """What a backend's dispatch gives back; fields as in ``Dispatched``.
+    """The result of a backend's dispatch. The fields that are not described here are fields of ``Dispatched``.
 
     Attributes:
-        route: the backend's own, frozen: for combine and the backwards.
-        demand: graph-safe: int64 (2,) on the device, the real rows that this rank's experts needed room for, dropped
-            ones included, and the rows that this rank had for its busiest pair, 0 where pairs have no bound.
+        route: Route of this dispatch, for combine and the backwards.
+        demand: int64 (2,) on the device, in graph-safe mode; else None. The first entry is the number of real rows that
+            this rank's experts needed room for, dropped rows included. The second is the largest number of rows that
+            this rank had for any one rank, or 0 if the backend has no ``pair_rows``.
     """
 
     rows: Tensor
@@ -432,14 +453,14 @@ class Arrived:
 
 
 class Backend(ABC):
-    """An open backend: moves aligned rows between ranks; knows nothing of models, layouts or padding of tokens.
+    """An open backend. It moves aligned rows between ranks, and knows nothing of models, layouts or padding of tokens.
 
-    Attributes are set only in ``__init__`` and ``close``; what a call leaves behind lives in its ``Route``. All methods
-    are called with gradients off.
+    Attributes are set only in ``__init__`` and ``close``. The state of a call is kept in its ``Route``. All methods are
+    called with gradients off.
 
     Attributes:
-        collective_close: whether ``close`` waits for the peers. A dispatcher that is merely collected then leaves the
-            backend open.
+        collective_close: Whether ``close`` waits for the peers. If so, the backend stays open when a dispatcher is
+            garbage-collected without a call of ``close``.
     """
 
     collective_close: ClassVar[bool] = False
@@ -448,25 +469,26 @@ class Backend(ABC):
         self.context = context
 
     def reserve(self, sizes: Sizes) -> None:  # noqa: B027 - most backends hold nothing
-        """Have room for dispatches of these sizes; called whenever sizes are settled, with the same ones on all ranks.
+        """Make room for dispatches of these sizes. Called whenever ranks have agreed on sizes, with the same on all.
 
-        Buffers grow here and never inside ``dispatch``, so that no rank decides to on its own.
+        Buffers grow here and never inside ``dispatch``, so that no rank decides alone that its buffers grow.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Release buffers; safe to call twice."""
+        """Release buffers. It is safe to call this twice."""
 
     @abstractmethod
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        """Bring every row to the experts it names.
+        """Send every row to the experts that it names.
+
+        In graph-safe mode this method must not read a device or have a shape that depends on the routing. Rows behind
+        the first ``sum(tokens_per_expert)`` may then hold anything.
 
         Args:
-            rows_TD: (Tp, D), as many rows as the constraints ask for.
-            ids_TK: int64 (Tp, K), global expert ids, no expert twice in a row, -1 for none.
-            weights_TK: float32 or float64 (Tp, K), 0 or anything where the id is -1.
-            sizes: what the ranks agreed on; with a ``capacity`` in graph-safe mode, where nothing here may read a
-                device or have a shape that depends on the routing. Rows beyond ``sum(tokens_per_expert)`` then hold
-                anything.
+            rows_TD: (Tp, D). The number of rows meets the constraints.
+            ids_TK: int64 (Tp, K), global expert ids; -1 for no expert. A row does not name an expert twice.
+            weights_TK: float32 or float64 (Tp, K). A weight may be anything where the id is -1.
+            sizes: Sizes that the ranks agreed on, with a ``capacity`` in graph-safe mode.
         """
 
     def dispatch_async(
@@ -496,19 +518,20 @@ class Backend(ABC):
         """
 
     def restore(self, tensors: Sequence[Tensor]) -> Route:
-        """The route whose ``tensors()`` these are; no device is read. Only where ``Constraints.compilable``."""
+        """Rebuild a route from its ``tensors()``. Reads no device. Needed only if ``Constraints.compilable``."""
         raise _not_compilable(self)
 
     def blank_route(
         self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
     ) -> Route:
-        """The route of a dispatch, its tensors without values, for fake kernels. Only where ``Constraints.compilable``.
+        """Make a route with tensors without values, for fake kernels. Needed only if ``Constraints.compilable``.
 
         Args:
-            num_rows: Tp; None where only running tells.
-            weights_TK: for its dtype and device; it may be wrong in all else, which running it refuses.
-            new_size: makes a symbol for a size that only running tells. Each must be the length of some tensor of the
-                route; sizes that are static need none.
-            capacity: of a graph-safe dispatch, whose sizes are all static.
+            num_rows: Tp; None if Tp is known only at run time.
+            weights_TK: Tensor with the dtype and the device of the weights. Its shape may be wrong, in which case the
+                real kernel will refuse the call.
+            new_size: Function that returns a symbol for a size that is known only at run time. Each symbol must be the
+                length of a tensor of the route. Static sizes need no symbol.
+            capacity: Capacity of a graph-safe dispatch, whose sizes are all static; None in eager mode.
         """
         raise _not_compilable(self)

@@ -1,4 +1,4 @@
-"""``local``: one rank holds all experts; nothing travels."""
+"""``local``: one rank holds all experts, and no row travels."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class LocalOptions(BackendOptions):
     """Options of ``local``.
 
     Attributes:
-        reduction: as on ``alltoall``. Without a ``wire_dtype`` the two are the same here; with one, "exact" rounds
-            every expert row to it, "fast" their sum.
+        reduction: As for ``alltoall``. With a ``wire_dtype``, "exact" rounds every expert row to this dtype, and "fast"
+            rounds only their sum. Without a ``wire_dtype``, both give the same result here.
     """
 
     name = "local"
@@ -48,7 +48,7 @@ class LocalOptions(BackendOptions):
             group_sizes=frozenset({1}),
             group_sizes_hint='Use "alltoall", or pass group=None.',
             wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
-            min_rows=int(shape.graph_safe),  # a buffer of fixed size is filled from some row
+            min_rows=int(shape.graph_safe),  # the padding of a fixed-size buffer is copied from row 0
             graph_safe=True,
             drop_order="weight",
             compilable=True,
@@ -67,7 +67,10 @@ class LocalOptions(BackendOptions):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalRoute(RankMajorRoute):
-    """Rows stay where they are; a ``wire_dtype`` still rounds, so that one rank has the numbers of a large run."""
+    """A route on which rows stay where they are.
+
+    A ``wire_dtype`` still rounds the rows, so that one rank computes the same numbers as a large run.
+    """
 
     permutation: Permutation
     index: SlotIndex
@@ -97,7 +100,7 @@ class LocalRoute(RankMajorRoute):
 
 @final
 class Local(Backend):
-    """All experts on this rank. Cost: one host sync per dispatch (the counts), no collective."""
+    """The backend of one rank, which holds all experts. Cost: one host sync per dispatch (the counts)."""
 
     def __init__(self, context: BackendContext, *, exact: bool) -> None:
         super().__init__(context)
@@ -129,6 +132,6 @@ class Local(Backend):
 
 
 def count_experts(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """int64 (E,): how many slots name each expert; -1 is not counted. No host sync, integer sums only."""
+    """Count how many slots name each expert: int64 (E,). Ids of -1 are not counted. No host sync, integer sums only."""
     flat = (ids_TK + 1).reshape(-1)
     return count_values(flat, num_experts + 1)[1:]

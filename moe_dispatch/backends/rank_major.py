@@ -1,9 +1,9 @@
-"""The route of every backend whose exchange delivers rows in the order of their source rank.
+"""The base of the route of every backend that delivers rows ordered by source rank.
 
-Such a backend only says how rows travel from the ranks that have them to the ranks that need them (``spread``), and how
-sums travel back (``collect``). Copying rows to their experts, weighting and padding are written here, once. The two
-directions are each other's backward: the gradient of dispatch is collected as in combine, the gradient of combine is
-spread as in dispatch.
+Such a backend defines how rows travel from the ranks that have them to the ranks that need them (``spread``), and how
+sums travel back (``collect``). This module does the rest for all of them: it copies rows to their experts, pads them
+and applies weights. Each direction is the backward of the other: gradients of dispatch travel as in combine
+(``collect``), and gradients of combine travel as in dispatch (``spread``).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moe_dispatch.permutation import Permutation, SlotIndex
 
 
 class RankMajorRoute(Route):
-    """A route over a ``SlotIndex``: which of the S rows that arrived here goes to which expert.
+    """A route with a ``SlotIndex``, which says which of the S rows that arrived here go to which expert.
 
     Attributes:
-        permutation: what copies rows to their experts and sums them.
-        index: where each (row, slot) pair stands among the expert-major rows.
-        wire_dtype: what rows travel in; None is their own dtype.
+        permutation: Implementation that copies rows to their experts and sums them.
+        index: Positions of all slots among the expert-major rows.
+        wire_dtype: Dtype in which rows travel; None for their own dtype.
     """
 
     __slots__ = ()
@@ -35,15 +35,19 @@ class RankMajorRoute(Route):
 
     @abstractmethod
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> AbstractContextManager[Tensor]:
-        """Send rows out as ``wire``; gives (S, D) in the wire's or the rows' dtype, valid inside the block."""
+        """Send rows out in the dtype ``wire``. The result of the ``with`` statement is the rows that arrived, (S, D).
+
+        They have the dtype of the wire or of ``rows_TD``, and are valid inside the block.
+        """
 
     @abstractmethod
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
-        """Bring expert rows back, weighted and summed: (T, D); and one value per slot along with them: (T, K).
+        """Bring expert rows back, multiplied by their weights and summed: (T, D).
 
-        Rows and values on padding are never read.
+        With ``values_R``, also bring one value per expert row back to its slot: (T, K). Rows and values on padding are
+        never read.
         """
 
     @property
@@ -72,7 +76,7 @@ class RankMajorRoute(Route):
 
 
 def back_wire(wire: WireDtype | None) -> WireDtype | None:
-    """What combined rows and gradients travel in, where rows are sent as ``wire``: never narrower than bfloat16."""
+    """Return the wire dtype of combined rows and gradients if rows are sent as ``wire``: at least bfloat16."""
     return None if wire is None else "bfloat16"
 
 
@@ -88,12 +92,14 @@ def arrive(
     """Copy the rows that arrived to their experts.
 
     Args:
-        route: with the index that was just made: its counts are on the host, or in graph-safe mode on the device.
-        rows_SD: rows by source rank.
-        weights_SK: of their slots.
-        dtype: of the rows that were sent.
-        needed: int64 (), graph-safe: the rows that this rank's experts needed room for, where more than arrived here.
-        busiest_pair: int64 (), graph-safe: the most rows that this rank had for one rank; None where that has no bound.
+        route: Route with a new index, which knows its counts on the host, or on the device in graph-safe mode.
+        rows_SD: The rows, ordered by source rank.
+        weights_SK: Weights of their slots.
+        dtype: Dtype of the rows that were sent.
+        needed: int64 (), in graph-safe mode: number of rows that this rank's experts needed room for. None if all of
+            them arrived here, so that the index knows the number.
+        busiest_pair: int64 (), in graph-safe mode: largest number of rows that this rank had for any one rank. None if
+            the backend has no ``pair_rows``.
     """
     index = route.index
     needed = index.needed if needed is None else needed

@@ -1,4 +1,4 @@
-"""``alltoall``: each row goes once to each rank that owns one of its experts, and comes back once, already summed."""
+"""``alltoall``: each row goes once to each rank that owns one of its experts, and one sum comes back from each."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ class AllToAllOptions(BackendOptions):
     """Options of ``alltoall``.
 
     Attributes:
-        reduction: "fast" sums a row's experts on each rank, in float32, before it comes back: the fewest bytes. "exact"
-            brings every (row, expert) result back and sums them in slot order on the rank that sent the row:
-            bit-identical for every ep_size, at up to top_k times the bytes on the way back.
-        pair_rows: graph-safe: rows that each rank sends to each, over the rows expected when every token chooses its
-            experts evenly, ``T * (1 - C(E-L, K) / C(E, K))``; "worst" is ``max_tokens_per_rank``.
+        reduction: Where the outputs of a row's experts are summed. "fast" sums them in float32 on the rank of the
+            experts, and sends one row back, which takes the fewest bytes. "exact" sends the output of every (row,
+            expert) pair back and sums in slot order on the rank that sent the row. So the bits of the result are the
+            same for every ep_size, but up to top_k times as many bytes travel back.
+        pair_rows: In graph-safe mode, the number of rows that each rank sends to each rank. It is a multiple of the
+            number that is expected if every token chooses its experts evenly, ``T * (1 - C(E-L, K) / C(E, K))``.
+            "worst" stands for ``max_tokens_per_rank`` rows.
     """
 
     name = "alltoall"
@@ -106,14 +108,16 @@ class AllToAllOptions(BackendOptions):
 
 @final
 class AllToAll(Backend):
-    """Cost: one host sync and two collectives (counts, data) per dispatch, one per combine, one per backward of either.
+    """The backend over ``torch.distributed`` all-to-all.
 
-    While counts travel, rows are packed, and on the CPU also put in order of destination; while rows travel, the order
-    in which they will be summed is sorted.
+    While counts travel, rows are packed, and on the CPU they are also ordered by destination. While rows travel, the
+    order in which they will be summed is computed by a sort.
 
-    Bytes to other ranks: in dispatch, per distinct (row, other rank), the row and 6 bytes per top_k slot; in combine
-    the row; in the backwards the row, and 4 bytes per slot for the gradient of the weights. Source: the de-duplication
-    is that of DeepEP's normal mode (v1.2.1).
+    Cost: one host sync and two collectives (counts, data) per dispatch; one collective per combine, and one per
+    backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
+    per top_k slot; in combine, the row; in a backward, the row, and 4 bytes per slot for the gradient of the weights.
+
+    Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
     """
 
     def __init__(self, context: BackendContext, *, exact: bool) -> None:
@@ -130,14 +134,14 @@ class AllToAll(Backend):
         if sizes.capacity is not None:
             return self._dispatch_fixed(rows_TD, ids_TK, weights_TK, sizes.capacity)
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
-        dtype = rows_TD.dtype  # so that what is in flight does not hold the rows
+        dtype = rows_TD.dtype  # ``complete`` needs only the dtype, so it does not keep the rows alive
         shifted_TK = ids_TK + shape.num_local_experts
         owner_TK = shifted_TK.div(shape.num_local_experts, rounding_mode="floor")
         members_PT = rank_members(owner_TK, comm.size)
         counts, counts_in, counting = self._send_counts(shifted_TK + owner_TK, members_PT, mark)
         form = _form(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
-        # While the counts travel; but how many rows leave a GPU is read together with them.
+        # On the CPU, order the rows while the counts travel. On a GPU, the number of rows is known after the host read.
         in_order = self._outgoing(packets, members_PT) if packets.is_cpu else None
         if counting is not None:
             counting.wait()
@@ -145,7 +149,7 @@ class AllToAll(Backend):
         source_S, outgoing = in_order or self._outgoing(packets, members_PT, sum(splits.rows_out))
         received = space.take((sum(splits.rows_in), form.stride), rows_TD.device)
         work = comm.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label="dispatch")
-        # While the rows travel.
+        # While the rows travel, compute the order of the sums.
         by_row = source_S.sort(stable=True)
         cu_T = torch.searchsorted(by_row.values, torch.arange(rows_TD.shape[0] + 1, device=rows_TD.device))
         slots_by_rank = group_slots(owner_TK - 1, splits.slots_out) if self._exact else None
@@ -206,7 +210,7 @@ class AllToAll(Backend):
         return complete
 
     def _outgoing(self, packets: Tensor, members_PT: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """Which rows are sent, int64 (count,), and their packets. ``count`` may be None on the CPU."""
+        """Return which rows are sent, int64 (count,), and their packets. ``count`` may be None on the CPU."""
         source_S = true_places(members_PT, count).select(1, 1).contiguous()
         outgoing = self.context.workspace.take((source_S.shape[0], packets.shape[1]), packets.device)
         self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
@@ -215,7 +219,10 @@ class AllToAll(Backend):
     def _land(
         self, work: dist.Work | None, form: Packet, outgoing: Tensor, received: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for packets: rows, weights, and the experts of their slots, 0 to L-1 where they are this rank's."""
+        """Wait for packets. Return their rows, weights and local expert ids.
+
+        Ids 0 to L-1 are experts of this rank. Other ids, which may be negative, are not.
+        """
         if work is not None:
             work.wait()
         self.context.workspace.give(outgoing)
@@ -325,7 +332,7 @@ class AllToAll(Backend):
         return counts, received, self.context.communicator.all_to_all(received, outgoing, ones, ones, label="counts")
 
     def _read_counts(self, counts: Tensor, received: Tensor) -> Splits:
-        """Sum what came in, and read both sides at once."""
+        """Sum the counts that came in, and read all counts on the host at once."""
         size, slots = self.context.communicator.size, self.context.shape.num_local_experts
         torch.sum(received, 0, out=counts[: 1 + slots])
         host = read_host(counts)
@@ -350,10 +357,10 @@ def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *,
 
 
 def rank_members(owner_TK: Tensor, ep_size: int) -> Tensor:
-    """bool (P, T): which ranks own at least one expert of which row.
+    """Return bool (P, T), True if the rank owns at least one expert of the row.
 
     Args:
-        owner_TK: int64, 1 + the rank of each slot's expert, 0 for slots that go nowhere.
+        owner_TK: int64 (T, K), 1 + the rank of each slot's expert; 0 for slots that go nowhere.
         ep_size: P.
     """
     members = torch.zeros(ep_size + 1, owner_TK.shape[0], dtype=torch.bool, device=owner_TK.device)

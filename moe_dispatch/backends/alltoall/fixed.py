@@ -1,8 +1,8 @@
-"""Graph-safe ``alltoall``: every rank sends every rank the same number of rows, whatever the routing.
+"""Graph-safe ``alltoall``: every rank sends ``pair_rows`` rows to every rank, whatever the routing.
 
-Rows that a pair of ranks does not need travel with ids of -1. Counts travel in the same buffers, so the host never
-reads one: the first row of each pair carries a note, the number of slots its sender had for that rank, including those
-for which there was no room.
+If a rank has fewer rows for another rank, the unused rows travel with ids of -1. Counts travel inside the packets, so
+the host never reads one: the first packet from each rank to each rank has a note. The note is the number of slots that
+the sender had for the receiver, including slots for which there was no room.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ from moe_dispatch.permutation import Permutation, front, running_total
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SendTable:
-    """Which rows stand in which of the P * pair_rows places of a send buffer.
+    """The rows in the S = P * pair_rows places of a send buffer. The first pair_rows places go to rank 0, and so on.
+
+    For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. With P = 2 and pair_rows = 2,
+    ``source_S`` is [1, 0, 0, 1], ``is_used_S`` is [True, False, True, True], ``member_N`` is [2, 0, 3, 0] and ``cu_T``
+    is [0, 1, 3].
 
     Attributes:
-        source_S: int64, the row that stands in each place, by destination rank, then row; row 0 where there is none.
-        is_used_S: bool.
-        member_N: int64 (P * T,), the used places in the order of their rows, then anything.
+        source_S: int64 (S,), the row in each place, ascending for each destination rank; 0 in unused places.
+        is_used_S: bool (S,).
+        member_N: int64 (P * T,), the used places, ordered by their row and then by place. Entries from ``cu_T[-1]`` on
+            may be anything.
         cu_T: int64 (T+1,), where the places of each row begin in ``member_N``.
-        busiest: int64 (), the most rows that this rank had for one rank.
-        wanted_P: int64, the slots that this rank had for each.
+        busiest: int64 (), the largest number of rows that this rank had for any one rank.
+        wanted_P: int64 (P,), the number of slots that this rank had for each rank.
     """
 
     source_S: Tensor
@@ -39,7 +44,7 @@ class SendTable:
     wanted_P: Tensor
 
     def fill(self, outgoing: Tensor, packets: Tensor, form: Packet, permutation: Permutation) -> None:
-        """Put packets, uint8 (T, stride) with T at least 1, into their places, (P * pair_rows, stride)."""
+        """Copy packets, uint8 (T, stride) with T at least 1, to their places in ``outgoing``, (S, stride)."""
         permutation.gather(packets, self.source_S, outgoing)
         form.ids(outgoing).masked_fill_(~self.is_used_S.unsqueeze(1), -1)
         pair_rows = len(self.source_S) // len(self.wanted_P)
@@ -47,24 +52,25 @@ class SendTable:
 
 
 def wanted_here(received: Tensor, form: Packet, pair_rows: int) -> Tensor:
-    """int64 (): slots that all senders had for this rank, with those they had no room for."""
+    """Return the number of slots that all senders had for this rank, int64 (). Slots without room are counted."""
     return form.notes(received)[::pair_rows, 0].sum()
 
 
 def send_table(
     members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: bool
 ) -> SendTable:
-    """Give each (row, destination) pair a place.
+    """Give each pair of a row and a destination rank a place in the send buffer.
 
     Args:
-        members_PT: bool, which ranks own at least one expert of which row.
-        owner_TK: int64, 1 + the rank of each slot's expert, 0 for slots that go nowhere.
-        weights_TK: floating.
-        pair_rows: places to each rank. Of more rows, those of the least weight there (the largest of a row's slots)
-            stay behind; of equal ones the last.
-        may_overflow: whether there can be more.
+        members_PT: bool (P, T), True if the rank owns at least one expert of the row.
+        owner_TK: int64 (T, K), 1 + the rank of each slot's expert; 0 for slots that go nowhere.
+        weights_TK: floating (T, K).
+        pair_rows: Number of places for each destination rank. If a rank has more rows for a destination, the rows of
+            the smallest weights stay behind, and of equal weights the last rows. The weight of a row is the largest of
+            its slots' weights at that destination.
+        may_overflow: Whether a destination can have more rows than places.
 
-    Cost: single passes over P * T, a stable sort of P * T with ``may_overflow``; no host sync.
+    Cost: single passes over P * T, and a stable sort of P * T with ``may_overflow``; no host sync.
     """
     size, count = members_PT.shape
     kept_PT = _heaviest(members_PT, owner_TK, weights_TK, pair_rows) if may_overflow else members_PT
@@ -88,15 +94,16 @@ def send_table(
 
 
 def _heaviest(members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_rows: int) -> Tensor:
+    """Mark at most ``pair_rows`` members of each rank, the rows of the largest weights: bool (P, T)."""
     size, count = members_PT.shape
     heaviest_TP = weights_TK.new_full((count, size + 1), float("-inf"))
-    known_TK = torch.where(weights_TK.isnan(), float("inf"), weights_TK)  # a NaN is to be seen, not dropped
+    known_TK = torch.where(weights_TK.isnan(), float("inf"), weights_TK)  # a NaN must arrive, not be dropped
     heaviest_TP.scatter_reduce_(1, owner_TK, known_TK, "amax")
-    lightness_PT = torch.where(members_PT, -heaviest_TP[:, 1:].t(), float("nan"))  # what is no member sorts last
+    lightness_PT = torch.where(members_PT, -heaviest_TP[:, 1:].t(), float("nan"))  # rows that are no members sort last
     order = lightness_PT.sort(dim=1, stable=True).indices[:, :pair_rows]
     return torch.zeros_like(members_PT).scatter_(1, order, True) & members_PT
 
 
 def send_table_bytes(size: int, rows: int, pair_rows: int) -> int:
-    """Bytes of the tables of a ``SendTable`` that live until the backward: source_S, member_N and cu_T."""
+    """Return the bytes of the tables of a ``SendTable`` that live until the backward: source_S, member_N and cu_T."""
     return 8 * (size * pair_rows + (size * rows + 1) + rows + 1)

@@ -1,4 +1,4 @@
-"""The route of ``alltoall``: which rows go to which rank, and back."""
+"""The route of ``alltoall``: it stores which rows go to which rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from moe_dispatch.permutation import Permutation, SlotIndex
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Splits:
-    """Host counts of one dispatch: rows to and from each rank, slots too where exact, and slots per local expert."""
+    """The counts of one dispatch, on the host.
+
+    Attributes:
+        rows_out: Number of rows that go to each rank.
+        rows_in: Number of rows that come from each rank.
+        slots_out: Number of slots that go to each rank; empty unless ``reduction="exact"``.
+        slots_in: Number of slots that come from each rank; empty unless ``reduction="exact"``.
+        tokens_per_expert: Number of slots of each local expert.
+    """
 
     rows_out: list[int]
     rows_in: list[int]
@@ -30,13 +38,13 @@ class Splits:
     tokens_per_expert: list[int]
 
     def tensor(self) -> Tensor:
-        """All counts in one int64 tensor on the CPU; ``splits_from`` reads them again."""
+        """Return all counts as one int64 tensor on the CPU, which ``splits_from`` reads."""
         parts = (self.rows_out, self.rows_in, self.slots_out, self.slots_in, self.tokens_per_expert)
         return torch.tensor([count for part in parts for count in part], dtype=torch.int64, device="cpu")
 
 
 def splits_from(counts: Tensor, ep_size: int, *, exact: bool) -> Splits:
-    """The splits whose ``tensor()`` this is. It is on the host, so reading it waits for nothing."""
+    """Rebuild splits from their ``tensor()``. The tensor is on the host, so there is no host sync."""
     values = iter(read_host(counts))
 
     def part(length: int) -> list[int]:
@@ -53,7 +61,7 @@ def splits_from(counts: Tensor, ep_size: int, *, exact: bool) -> Splits:
 
 
 def even_splits(pair_rows: int, ep_size: int) -> Splits:
-    """The same number of rows from each rank to each: all that a graph-safe exchange needs to know."""
+    """Return the splits of a graph-safe exchange, in which each rank sends ``pair_rows`` rows to each rank."""
     rows = [pair_rows] * ep_size
     return Splits(rows_out=rows, rows_in=rows, slots_out=[], slots_in=[], tokens_per_expert=[])
 
@@ -61,14 +69,18 @@ def even_splits(pair_rows: int, ep_size: int) -> Splits:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllToAllRoute(RankMajorRoute):
-    """One data collective each way.
+    """A route with one data collective in each direction.
+
+    For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. Then ``source_S`` is [1, 0, 1],
+    ``member_S`` is [1, 0, 2] and ``cu_T`` is [0, 1, 3].
 
     Attributes:
-        source_S: int64, which of this rank's rows is sent, by destination rank, then row.
-        member_S: int64, the sent rows in the order of the rows they are copies of; ``cu_T`` int64 (T+1,) where the
-            copies of each row begin.
-        slots_by_rank: for ``reduction="exact"``, the slots grouped by destination rank, and ``weights_TK``, which are
-            applied on the rank that sent the rows; else both None.
+        source_S: int64 (S,), the row of this rank that each sent row is a copy of. Sent rows are ordered by
+            destination rank, then by row.
+        member_S: int64 (S,), the numbers of the sent rows, ordered by the row that they are copies of.
+        cu_T: int64 (T+1,), where the copies of each row begin in ``member_S``.
+        slots_by_rank: The slots grouped by destination rank if ``reduction="exact"``, else None.
+        weights_TK: The weights if ``reduction="exact"``, which applies them on the rank that sent the rows; else None.
     """
 
     context: BackendContext
@@ -92,7 +104,7 @@ class AllToAllRoute(RankMajorRoute):
     def _exchange(
         self, rows: Tensor, source: Tensor, splits_out: Sequence[int], splits_in: Sequence[int], label: str
     ) -> Tensor:
-        """Send ``rows[source]``, uint8; the rows that arrive, in memory of the workspace."""
+        """Send ``rows[source]``, uint8. Return the rows that arrive, in memory of the workspace."""
         space, width = self.context.workspace, rows.shape[1]
         received = space.take((sum(splits_in), width), rows.device)
         outgoing = space.take((source.shape[0], width), rows.device)
@@ -122,10 +134,11 @@ class AllToAllRoute(RankMajorRoute):
             form.weights(outgoing).copy_(self.index.to_slots(values_R))
         splits = self.splits
         work = self.context.communicator.all_to_all(received, outgoing, splits.rows_out, splits.rows_in, label=label)
-        # Made while the rows travel.
+        # The results are allocated while the rows travel.
         out = space.lend(self.num_rows, form.row.hidden, dtype=rows_RD.dtype, device=device)
         values = None if values_R is None else values_R.new_empty(self.num_rows, form.top_k)
-        # The whole packets are summed, as numbers of the row's dtype: sums over what is behind the row are not kept.
+        # Sum whole packets as if they held only numbers of the row's dtype. ``sum_bags`` ignores the columns behind the
+        # row.
         packets = received.view(form.row.wire_dtype)
         if work is not None:
             work.wait()
