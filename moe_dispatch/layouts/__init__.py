@@ -1,7 +1,7 @@
 """How a model's tensor holds tokens, and which of its rows are real.
 
-A layout is a frozen value: ``BSHD``, ``SBHD``, ``THD``, ``Rows`` or ``Masked``, or a ``Shard`` of one. The functions
-beside them work on lengths and rows without a process group, except ``broadcast_layout``.
+A layout is a frozen value: ``BSHD``, ``SBHD``, ``THD``, ``Rows`` or ``Masked``, or a ``Shard`` of a layout. The
+functions of this package need no process group, except ``broadcast_layout``.
 """
 
 from moe_dispatch.layouts.base import Layout, ShardKind

@@ -1,4 +1,4 @@
-"""What every layout offers a dispatcher, and the hooks that a layout class defines for it.
+"""The base of all layouts: the methods that a dispatcher calls, and the hooks that a layout class defines.
 
 Dimensions: ``T`` rows of this rank, ``D`` hidden size, ``B`` sequences, ``S`` positions of each sequence.
 """
@@ -22,13 +22,14 @@ ShardKind = Literal["contiguous", "zigzag"]
 
 
 class Layout(ABC):
-    """How a model's tensor holds tokens: its rows, and which of them are real.
+    """A description of how a model's tensor ``x`` holds tokens: its rows, and which of them are real.
 
     A layout is a frozen value. Its methods never synchronise with a device unless their docstring says so. Dispatchers
-    call the final methods. A concrete layout defines the abstract methods, and the optional ones if it knows more.
+    call the final methods. A concrete layout defines the abstract methods. It also defines the optional hooks that it
+    can answer, such as ``known_rows``.
 
     Attributes:
-        shard_kinds: The ways in which this layout can be divided.
+        shard_kinds: Ways in which this layout can be divided.
     """
 
     __slots__ = ()
@@ -37,7 +38,7 @@ class Layout(ABC):
 
     @final
     def flatten(self, x: Tensor) -> Tensor:
-        """Return the rows of ``x``, (T, D): a view where the strides of ``x`` allow one.
+        """Return the rows of ``x``, (T, D), as a view if the strides of ``x`` allow one.
 
         Raises:
             LayoutError: The shape of ``x`` does not fit the layout, or the layout describes another number of rows.
@@ -45,9 +46,10 @@ class Layout(ABC):
         num_rows = self.rows_of(x.shape)
         known = self.known_rows() if self.metadata else None
         if known is not None:
-            if torch.compiler.is_compiling():  # both counts may be symbols, which are compared when the graph runs
+            if torch.compiler.is_compiling():  # the counts may be symbols, which are compared at run time
                 torch._check(
-                    known == num_rows, lambda: "Layout.flatten: the layout must describe all rows of x. Use x's own."
+                    known == num_rows,
+                    lambda: "Layout.flatten: the layout must describe all rows of x. Use the layout of x.",
                 )
             elif known != num_rows:
                 self.check(num_rows)
@@ -58,7 +60,7 @@ class Layout(ABC):
         """Put rows (T, any width) back into the shape of ``like``, the tensor that ``flatten`` was given or its shape.
 
         Raises:
-            LayoutError: ``y_TD`` is not 2-D, or its number of rows is not that of ``like``.
+            LayoutError: ``y_TD`` is not 2-D, or its number of rows differs from that of ``like``.
         """
         shape = like.shape if isinstance(like, Tensor) else like
         rows = self.rows_of(shape)
@@ -71,7 +73,7 @@ class Layout(ABC):
 
     @final
     def num_rows(self, shape: Sequence[int] | None = None) -> int | None:
-        """Return T: from the shape of ``x`` if given, else from the layout; None if the host cannot know it."""
+        """Return T, from the shape of ``x`` if it is given, else from the layout. None if the host cannot know T."""
         return self.known_rows() if shape is None else self.rows_of(shape)
 
     @property
@@ -82,7 +84,7 @@ class Layout(ABC):
 
     @final
     def num_real(self, num_rows: int | None) -> int | None:
-        """Return how many rows are real, or None if the host does not know. ``num_rows`` is T where it is known."""
+        """Return the number of real rows, or None if the host does not know it. ``num_rows`` is T if T is known."""
         rows = self.known_rows() if num_rows is None else num_rows
         if self.all_real:
             return rows
@@ -100,7 +102,8 @@ class Layout(ABC):
         if self.all_real:
             return None
         mask = self.mask(num_rows)
-        # A copy from the host is staged before the call returns, so it may be asynchronous. A copy to the host may not.
+        # A copy from the host may be asynchronous, because it is staged before the call returns. A copy to the host may
+        # not, because its result would be read too early.
         return mask if device is None else mask.to(device, non_blocking=is_host(mask))
 
     @final
@@ -108,7 +111,7 @@ class Layout(ABC):
         """Return the indices of the real rows, int64 (num_real,) on the CPU, ascending; None if every row is real.
 
         Raises:
-            LayoutError: Only a device knows which rows are real; ask ``on_host`` first.
+            LayoutError: Only a device knows which rows are real. Read ``on_host`` first.
         """
         if self.all_real:
             return None
@@ -124,7 +127,7 @@ class Layout(ABC):
     def check(self, num_rows: int, *, values: bool = False) -> None:
         """Raise LayoutError if the layout is malformed or does not describe ``num_rows`` rows.
 
-        With ``values``, also check values that are on a device, which is a host sync.
+        With ``values``, also check values that are on a device. This is a host sync.
         """
         if self.all_real and not self.metadata:
             return  # nothing describes the rows, so any number of them fits
@@ -138,10 +141,10 @@ class Layout(ABC):
 
         Args:
             index: The rank in its sequence- or context-parallel group.
-            size: The number of ranks in that group; with 1 the layout itself is returned.
-            kind: ``"contiguous"`` (sequence parallelism, contiguous context parallelism) or ``"zigzag"``
-                (context parallelism that balances causal attention: chunks ``index`` and ``2*size-1-index`` of each
-                sequence).
+            size: The number of ranks in that group. If it is 1, the layout itself is returned.
+            kind: ``"contiguous"`` for sequence parallelism and contiguous context parallelism. ``"zigzag"`` for context
+                parallelism that balances causal attention: the rank holds the chunks ``index`` and ``2*size-1-index``
+                of the ``2*size`` chunks of each sequence.
 
         Raises:
             ConfigError: ``index``, ``size`` or ``kind`` is out of range, or this layout cannot be divided that way.
@@ -155,7 +158,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def metadata(self) -> tuple[Tensor, ...]:
-        """The tensors that describe rows; empty if integers describe them, or if nothing does."""
+        """The tensors that describe the rows; empty if integers describe the rows, or if nothing describes them."""
 
     @property
     @abstractmethod
@@ -167,11 +170,11 @@ class Layout(ABC):
         """Return T for an ``x`` of this shape, or raise LayoutError if the shape does not fit."""
 
     def known_rows(self) -> int | None:
-        """Return T if the metadata tells it and is on the host, else None."""
+        """Return T if it follows from metadata on the host, else None."""
         return None
 
     def known_real(self) -> int | None:
-        """Return the number of real rows if it follows without T, else None; called only if ``on_host``."""
+        """Return the number of real rows if it does not depend on T, else None. Called only if ``on_host``."""
         return None
 
     @abstractmethod
@@ -187,23 +190,23 @@ class Layout(ABC):
 
     @abstractmethod
     def mask(self, num_rows: int) -> Tensor:
-        """Return ``valid_T`` on the device of the metadata, without a host sync; not called if all rows are real."""
+        """Return ``valid_T`` on the device of the metadata, without a host sync. Not called if all rows are real."""
 
     def check_counts(self, num_rows: int) -> None:  # noqa: B027 - optional
         """Raise LayoutError if ``num_rows`` rows cannot fit the shapes of the metadata."""
 
     def check_values(self, num_rows: int) -> None:  # noqa: B027 - optional
-        """Raise LayoutError if the values of the metadata are malformed or do not fit ``num_rows``; reads them."""
+        """Read the values of the metadata. Raise LayoutError if they are malformed or do not fit ``num_rows`` rows."""
 
     @abstractmethod
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
-        """Raise LayoutError if ``num_rows`` rows cannot be divided; reads the metadata only if ``values``."""
+        """Raise LayoutError if ``num_rows`` rows cannot be divided. Read the metadata only if ``values``."""
 
     @abstractmethod
     def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
-        """Return which rows of a whole with leading dimensions ``grid`` a shard holds, int64, in the shard's order.
+        """Return the rows that a shard holds, int64, in the order of the shard. No host sync.
 
-        No host sync. Raises LayoutError if the sizes do not divide.
+        They are rows of a whole tensor with leading dimensions ``grid``. Raises LayoutError if the sizes do not divide.
         """
 
     def __str__(self) -> str:
@@ -212,7 +215,7 @@ class Layout(ABC):
 
 
 def is_host(tensor: Tensor) -> bool:
-    """Whether the values can be read without a device synchronisation."""
+    """Return whether the values can be read without a host sync."""
     return tensor.device.type == "cpu"
 
 

@@ -1,7 +1,7 @@
-"""Bringing one rank's layout to every rank of a group.
+"""The broadcast of one rank's layout to every rank of a group.
 
-Tensor-parallel ranks above 0, on the first, the middle and the last pipeline stage alike, need the packed metadata of
-their micro-batch though only one rank's data loader made it.
+Every tensor-parallel rank, on every pipeline stage, needs the packed metadata of its micro-batch. But only one rank has
+a data loader that makes the metadata.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ _ABSENT, _PRESENT, _FOREIGN = 0, 1, 2
 
 
 def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int = 0) -> Layout:
-    """The layout of rank ``src``, on every rank of the group.
+    """Send the layout of rank ``src`` to every rank of the group, and return it there.
 
-    Everything in it arrives: lengths, both ``cu_seqlens``, ``max_seqlen``, what a ``Shard`` is of. Tensors keep dtype
-    and values; they may be strided at the source. CPU tensors arrive on the CPU, others on the receiver's accelerator.
+    The whole layout arrives: lengths, both ``cu_seqlens``, ``max_seqlen``, and the base of a ``Shard``. Tensors keep
+    their dtype and values, and may be strided at the source. CPU tensors arrive on the CPU; other tensors arrive on the
+    accelerator of the receiver.
 
     Args:
-        layout: what ``src`` holds; None on every other rank.
-        group: all ranks that need it; each must call.
-        src: rank in the group.
+        layout: The layout on rank ``src``; None on every other rank.
+        group: All ranks that need the layout. Each of them must call this function.
+        src: Rank in the group that has the layout.
 
     Raises:
         ConfigError: ``src`` is not a rank of the group.
-        LayoutError: ``src`` holds none, or one of a class unknown here, or another rank gives one too; or what arrived
-            on some ranks is not what was sent. Alike on every rank, and names the ranks.
+        LayoutError: Rank ``src`` gives no layout or a layout of an unknown class, another rank gives a layout too, or
+            the layout that arrived on some rank is not the layout that was sent. All ranks raise the same error, which
+            names the ranks at fault.
 
-    Cost: an all-gather of 2 integers, a broadcast, an all-gather of 4 integers; host syncs where the group is NCCL or
-    the tensors are on a device. Call it once per micro-batch, not per layer.
+    Cost: an all-gather of 2 integers, a broadcast, and an all-gather of 4 integers. There are host syncs if the group
+    is NCCL or the tensors are on a device. Call this once per micro-batch, not per layer.
     """
     if not 0 <= src < group.size():
         raise ConfigError(
@@ -56,7 +58,7 @@ def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int =
 
 
 def _check_givers(layout: Layout | None, message: Tensor, communicator: Communicator, src: int) -> int:
-    """The length of the message. Every rank sees the same states, so all ranks raise alike."""
+    """Return the length of the message. All ranks see the same states, so all ranks raise the same error."""
     state = _ABSENT if layout is None else _PRESENT if encodable(layout) else _FOREIGN
     states = communicator.gather_integers([state, len(message)], label="layout")
     givers = [rank for rank, (state, _) in enumerate(states) if state != _ABSENT]
@@ -68,7 +70,7 @@ def _check_givers(layout: Layout | None, message: Tensor, communicator: Communic
     if states[src][0] == _FOREIGN:
         raise LayoutError(
             f"broadcast_layout: the layout must be BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class "
-            f"on rank {src}. Broadcast what it is made from."
+            f"on rank {src}. Broadcast a layout of these classes, and build the other layout from it."
         )
     return states[src][1]
 

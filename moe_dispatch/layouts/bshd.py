@@ -17,10 +17,10 @@ from moe_dispatch.layouts.shard import check_divisible, split_positions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedBatch(Layout):
-    """Sequences padded at their end to a common length ``S``; the base of the two dimension orders.
+    """Base of the two dimension orders of a batch whose sequences are padded at their end to a common length ``S``.
 
     Attributes:
-        lengths: int32 or int64 (B,), the number of real positions of each sequence, 0 to S; a list becomes a CPU
+        lengths: int32 or int64 (B,), the number of real positions of each sequence, 0 to S. A list becomes a CPU
             tensor. None if every position is real.
     """
 
@@ -72,7 +72,7 @@ class PaddedBatch(Layout):
         return 1 - self.batch_dim
 
     def mask(self, num_rows: int) -> Tensor:
-        """Mark the positions below their sequence's length."""
+        """Mark the positions before the end of their sequence."""
         lengths_B = self.metadata[0]
         positions_S = torch.arange(self._length(num_rows), device=lengths_B.device)
         if self.batch_dim == 0:
@@ -115,7 +115,7 @@ class PaddedBatch(Layout):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class BSHD(PaddedBatch):
-    """``x`` is [B, S, D]; row ``b * S + s``."""
+    """``x`` is [B, S, D]. Row ``b * S + s`` is position s of sequence b."""
 
     dims: ClassVar[str] = "[B, S, D]"
     batch_dim: ClassVar[int] = 0
@@ -124,7 +124,7 @@ class BSHD(PaddedBatch):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class SBHD(PaddedBatch):
-    """``x`` is [S, B, D], as Megatron-LM has it; row ``s * B + b``."""
+    """``x`` is [S, B, D], the order of Megatron-LM. Row ``s * B + b`` is position s of sequence b."""
 
     dims: ClassVar[str] = "[S, B, D]"
     batch_dim: ClassVar[int] = 1

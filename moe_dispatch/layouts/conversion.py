@@ -1,4 +1,4 @@
-"""Tensors in another form: divided among context-parallel ranks and joined again, packed as a padded batch and back."""
+"""Conversions of tensors: whole to context-parallel parts and back, packed sequences to a padded batch and back."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ CuSeqlens = Tensor | Sequence[int]
 
 
 def shard_for_context_parallel(x: Tensor, layout: Layout, index: int, size: int, kind: ShardKind = "zigzag") -> Tensor:
-    """Return the part of ``x`` that one context-parallel rank works on, of layout ``layout.shard(index, size, kind)``.
+    """Return the part of ``x`` that one context-parallel rank works on. Its layout is ``layout.shard(...)``.
 
     Args:
         x: A tensor of whole sequences.
         layout: The layout of ``x``.
-        index: This rank in the context-parallel group.
-        size: The number of ranks in that group.
+        index: Number of this rank in the context-parallel group.
+        size: Number of ranks in that group.
         kind: ``"zigzag"`` or ``"contiguous"``.
 
     Returns:
-        ``x`` with its sequence dimension divided by ``size``; rows of other ranks get zero gradient.
+        ``x`` with its sequence dimension divided by ``size``. Rows of other ranks get zero gradient.
 
     Raises:
-        ConfigError: As ``Layout.shard``.
-        LayoutError: ``x`` does not fit the layout, or a length does not divide; the error names both numbers.
+        ConfigError: The layout cannot be divided that way; see ``Layout.shard``.
+        LayoutError: ``x`` does not fit the layout, or a length does not divide. The error names both numbers.
 
     Cost: one gather in each direction; no host sync.
     """
@@ -46,10 +46,10 @@ def shard_for_context_parallel(x: Tensor, layout: Layout, index: int, size: int,
 
 
 def unshard_from_context_parallel(shards: Sequence[Tensor], layout: Layout, kind: ShardKind = "zigzag") -> Tensor:
-    """Join the parts of all ranks to the whole tensor, the inverse of ``shard_for_context_parallel``.
+    """Join the parts of all ranks to the whole tensor. This is the inverse of ``shard_for_context_parallel``.
 
     Args:
-        shards: One tensor per rank, in rank order, all of one shape.
+        shards: One tensor per rank, in rank order, all of the same shape.
         layout: The layout of the whole.
         kind: How the parts were made.
 
@@ -81,16 +81,18 @@ def thd_to_bshd(
 
     Args:
         x: (T, ...), sequences one after another.
-        cu_seqlens: int32 or int64 (B+1,), or a list: where sequences begin and end.
-        max_seqlen: S of the result; by default the longest sequence, which needs ``cu_seqlens`` on the host.
-        cu_seqlens_padded: Where sequences begin and end with their padding, if there is any; padding is dropped.
+        cu_seqlens: int32 or int64 (B+1,), or a list: the positions at which sequences begin and end.
+        max_seqlen: S of the result. By default the longest sequence; then ``cu_seqlens`` must be on the host.
+        cu_seqlens_padded: The positions at which sequences with their padding begin and end, if there is padding. The
+            padding is dropped.
 
     Returns:
-        (B, S, ...), differentiable. Its layout is ``BSHD(lengths)`` with the differences of ``cu_seqlens``.
+        (B, S, ...), differentiable. Its layout is ``BSHD(lengths)``, where the lengths are the differences of
+        ``cu_seqlens``.
 
     Raises:
-        LayoutError: ``cu_seqlens`` are malformed or do not fit, or ``max_seqlen`` is missing and only a device knows
-            it. Values on a device are not checked.
+        LayoutError: ``cu_seqlens`` are malformed or do not fit, or ``max_seqlen`` is missing and ``cu_seqlens`` are on
+            a device. Values on a device are not checked.
 
     Cost: one gather in each direction; no host sync.
     """
@@ -112,20 +114,20 @@ def thd_to_bshd(
 def bshd_to_thd(
     x: Tensor, cu_seqlens: CuSeqlens, *, num_rows: int | None = None, cu_seqlens_padded: CuSeqlens | None = None
 ) -> Tensor:
-    """Pack the real positions of a padded batch, one sequence after another: the inverse of ``thd_to_bshd``.
+    """Pack the real positions of a padded batch, one sequence after another. This is the inverse of ``thd_to_bshd``.
 
     Args:
-        x: (B, S, ...); positions past the end of a sequence are dropped and may hold anything.
-        cu_seqlens: int32 or int64 (B+1,), or a list.
-        num_rows: T of the result; by default the last of the cu_seqlens, which needs them on the host.
-        cu_seqlens_padded: As ``thd_to_bshd`` takes it; padding becomes zero.
+        x: (B, S, ...). Positions past the end of a sequence are dropped and may hold anything.
+        cu_seqlens: int32 or int64 (B+1,), or a list, as in ``thd_to_bshd``.
+        num_rows: T of the result. By default the last of the cu_seqlens; then they must be on the host.
+        cu_seqlens_padded: As in ``thd_to_bshd``. Padding becomes zero.
 
     Returns:
         (T, ...), differentiable.
 
     Raises:
-        LayoutError: ``cu_seqlens`` are malformed or do not fit, or ``num_rows`` is missing and only a device knows it.
-            Values on a device are not checked.
+        LayoutError: ``cu_seqlens`` are malformed or do not fit, or ``num_rows`` is missing and ``cu_seqlens`` are on a
+            device. Values on a device are not checked.
 
     Cost: one gather in each direction; no host sync.
     """
@@ -140,8 +142,8 @@ def bshd_to_thd(
         )
     if len(layout.real) != len(x) + 1:
         raise LayoutError(
-            f"bshd_to_thd: cu_seqlens must have B+1 entries, got {len(layout.real)} for B = {len(x)}. Pass those of "
-            "this batch."
+            f"bshd_to_thd: cu_seqlens must have B+1 entries, got {len(layout.real)} for B = {len(x)}. Pass the "
+            "cu_seqlens of this batch."
         )
     layout.check(rows)
     sequence_T, offset_T = locate(layout.owned, torch.arange(rows, device=layout.owned.device))
@@ -150,7 +152,10 @@ def bshd_to_thd(
 
 
 def _inverse(index: Tensor, num_rows: int) -> Tensor:
-    """Return where ``index`` names each of ``num_rows`` rows, or -1 if nowhere; entries of -1 name no row."""
+    """Return the position of each of ``num_rows`` rows in ``index``, or -1 for rows that are not in it.
+
+    Entries of -1 name no row. With 4 rows, the inverse of [2, -1, 0] is [2, -1, 0, -1].
+    """
     inverse = torch.full((num_rows + 1,), -1, device=index.device)  # entries of -1 write to the last place
     return inverse.scatter_(0, index.where(index >= 0, num_rows), torch.arange(len(index), device=index.device))[:-1]
 
@@ -158,8 +163,9 @@ def _inverse(index: Tensor, num_rows: int) -> Tensor:
 def _gather(x: Tensor, index: Tensor) -> Tensor:
     """Gather rows of ``x``, each at most once: row ``i`` is ``x[index[i]]``, or zero if ``index[i]`` is -1.
 
-    Differentiable any number of times. The backward is a gather too, without atomics. Rows that were not gathered get
-    zero gradient. Neither these rows nor gradients of zero rows are ever multiplied, so they may hold NaN.
+    The result is differentiable any number of times. The backward is a gather too, without atomics. Rows of ``x`` that
+    were not gathered get zero gradient. These rows, and the gradients of zero rows, are never multiplied, so they may
+    hold NaN.
     """
     index = index.to(x.device, non_blocking=True)
     gathered: Tensor = _Gather.apply(x, index, _inverse(index, len(x)))  # type: ignore[no-untyped-call]

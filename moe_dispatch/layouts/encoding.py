@@ -1,4 +1,4 @@
-"""A layout as one vector of integers, and back."""
+"""The conversion of a layout to one vector of integers, and back."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from moe_dispatch.layouts.rows import Masked, Rows
 from moe_dispatch.layouts.shard import Shard
 from moe_dispatch.layouts.thd import THD
 
-# The position in these tables is the code of a class, dtype or kind, so they only ever grow at the end.
+# The position in these tables is the code of a class, dtype or kind, so new entries must be added at the end.
 _CLASSES: tuple[type[Any], ...] = (BSHD, SBHD, THD, Rows, Shard, Masked)
 _DTYPES = (*INTEGER_DTYPES, torch.bool)
 _KINDS = ("contiguous", "zigzag")
-# The tag before each field.
+# The tag before each field tells its type.
 _NONE, _INTEGER, _TENSOR, _LAYOUT, _KIND = range(5)
 
 
 def encodable(layout: Layout) -> bool:
-    """Whether ``encode`` knows the class, and the class of every layout inside."""
+    """Return whether ``encode`` knows the class of the layout, and of the layouts inside a ``Shard``."""
     return encodable(layout.base) if isinstance(layout, Shard) else type(layout) in _CLASSES
 
 
 def encode(layout: Layout) -> Tensor:
-    """Return the class and the fields of a layout, int64 on the CPU.
+    """Return the class and the fields of a layout as int64 on the CPU.
+
+    ``Rows(5)`` becomes [3, 1, 5]: class 3, then the tag of an integer, then the integer.
 
     Cost: a host sync if the layout's tensors are on a device.
     """
@@ -39,17 +41,21 @@ def encode(layout: Layout) -> Tensor:
 
 
 def decode(message: Tensor) -> Layout:
-    """Return the layout that ``encode`` was given; tensors of a device are put on this process's accelerator."""
+    """Return the layout that ``encode`` was given. Tensors that were on a device go to this process's accelerator."""
     return _decode_layout(iter(message.tolist()))
 
 
 def arguments(layout: Layout) -> list[Any]:
-    """Return the arguments with which the layout's class makes it again."""
+    """Return the arguments from which the class of the layout makes an equal layout."""
     return [getattr(layout, item.name) for item in fields(layout) if item.init]  # type: ignore[arg-type]
 
 
 def _integers(value: Any) -> list[int]:
-    """Return a tag and what it announces: nothing, one number, a tensor's head and entries, or class and fields."""
+    """Return a tag and the integers that follow it.
+
+    Nothing follows the tag of None. Other tags are followed by one number, by the dtype, device, shape and entries of a
+    tensor, or by the class and the fields of a layout.
+    """
     if value is None:
         return [_NONE]
     if isinstance(value, Layout):

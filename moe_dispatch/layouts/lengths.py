@@ -6,7 +6,8 @@ from math import gcd, lcm
 
 from moe_dispatch.errors import ConfigError, LayoutError
 
-# The rows of a GEMM operand in fp8 must be a multiple of this: transformer-engine, delayed and current scaling.
+# The number of rows of an fp8 GEMM operand must be a multiple of this, for delayed and current scaling of
+# transformer-engine.
 FP8_ROWS = 16
 
 
@@ -19,20 +20,22 @@ def sequence_multiple(
     fp8: bool = False,
     row_multiple: int = 1,
 ) -> int:
-    """Return what the length of a sequence must be a multiple of: the lcm of all needs below.
+    """Return the number of which the length of a sequence must be a multiple.
+
+    It is the least common multiple of the needs of all arguments.
 
     Args:
-        batch_size: The number of sequences in a micro-batch, all of one padded length.
-        tp: The number of tensor-parallel ranks.
-        cp: The number of context-parallel ranks.
+        batch_size: Number of sequences in a micro-batch, all with the same padded length.
+        tp: Number of tensor-parallel ranks.
+        cp: Number of context-parallel ranks.
         sequence_parallel: Whether activations are divided among the tensor-parallel ranks.
         fp8: Whether linear layers run in fp8.
-        row_multiple: What a dispatch backend needs the rows of one rank to be a multiple of, if it does not pad them
-            itself: 64 or 128 for early versions of HybridEP.
+        row_multiple: Number of which the rows of one rank must be a multiple, for a dispatch backend that does not pad
+            rows itself: 64 or 128 for early versions of HybridEP.
 
     Returns:
-        The multiple. If cp > 1 and tp is even, it is up to twice the exact need, ``lcm(2*cp, cp*tp)``: Megatron's data
-        pipelines use this number, so both pad alike.
+        The multiple. If cp > 1 and tp is even, it is up to twice the exact need, ``lcm(2*cp, cp*tp)``. Megatron's data
+        pipelines use this larger number too, so the padding is the same in both.
 
     Source: NVIDIA-NeMo/Megatron-Bridge#3294, 2026.
     """
@@ -52,9 +55,9 @@ def padded_length(length: int, multiple: int, seq_length: int | None = None) -> 
     """Return the length to which a sequence is padded.
 
     Args:
-        length: The number of real tokens.
-        multiple: From ``sequence_multiple``.
-        seq_length: The fixed length that a pipeline asks for, if any; it is rounded up to the multiple too.
+        length: Number of real tokens.
+        multiple: Result of ``sequence_multiple``.
+        seq_length: Fixed length that a pipeline asks for, if any. It is rounded up to the multiple too.
     """
     if multiple < 1:
         raise ConfigError(f"padded_length: multiple must be 1 or more, got {multiple}. Pass sequence_multiple(...).")

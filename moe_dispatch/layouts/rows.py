@@ -1,4 +1,4 @@
-"""Layouts without sequences: the first rows are real (``Rows``), or a mask says which (``Masked``)."""
+"""Layouts without sequences: the first rows are real (``Rows``), or a mask marks the real rows (``Masked``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from moe_dispatch.layouts.shard import check_divisible, split_positions
 
 
 class PlainRows(Layout, ABC):
-    """``x`` is [..., D]; each position of its leading dimensions is a row, in order. Only contiguous parts exist."""
+    """Base of layouts in which ``x`` is [..., D], and each position of its leading dimensions is a row, in order.
+
+    Such layouts can only be divided into contiguous parts.
+    """
 
     __slots__ = ()
 
@@ -52,7 +55,7 @@ class Rows(PlainRows):
     """``x`` is [..., D]; each position of its leading dimensions is a row, in order.
 
     Attributes:
-        count: The number of real rows, which are the first ones; None if every row is real.
+        count: Number of real rows, which are the first rows; None if every row is real.
     """
 
     count: int | Tensor | None
@@ -94,13 +97,13 @@ class Rows(PlainRows):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Masked(PlainRows):
-    """``x`` is [..., D]; each position of its leading dimensions is a row, in order, and ``valid`` says if it is real.
+    """``x`` is [..., D]; each position of its leading dimensions is a row, in order, and ``valid`` marks the real rows.
 
-    For padding that lengths do not describe, such as padding on the left or between tokens. If padding is at the end
-    only, ``BSHD`` and ``THD`` need less memory.
+    This layout is for padding that lengths do not describe, such as padding on the left or between tokens. If padding
+    is only at the end of sequences, ``BSHD`` and ``THD`` need less memory.
 
     Attributes:
-        valid: bool (T,).
+        valid: bool (T,), True where a row is real.
     """
 
     valid: Tensor
@@ -117,7 +120,7 @@ class Masked(PlainRows):
 
     @property
     def all_real(self) -> bool:
-        """False: it depends on the values of the mask."""
+        """False, because the values of the mask may mark padding."""
         return False
 
     def known_rows(self) -> int | None:

@@ -23,9 +23,9 @@ class Shard(Layout):
 
     Attributes:
         base: The layout of the whole, or of the part that is divided further.
-        index: Which part this is, 0 to ``size - 1``.
-        size: The number of parts.
-        kind: How the rows are divided; ``"zigzag"`` only as the first division.
+        index: Number of this part, 0 to ``size - 1``.
+        size: Number of parts.
+        kind: How the rows are divided. ``"zigzag"`` is possible only as the first division.
     """
 
     shard_kinds: ClassVar[tuple[ShardKind, ...]] = ("contiguous",)
@@ -59,7 +59,7 @@ class Shard(Layout):
         return self.base.all_real
 
     def rows_of(self, shape: Sequence[int]) -> int:
-        """Count this rank's rows; a zigzag part is two chunks of one length."""
+        """Count this rank's rows. A zigzag part must be two chunks of the same length."""
         rows = self.base.rows_of(shape)
         length = shape[self.sequence_dim(shape)]
         if self.kind == "zigzag" and length % 2:
@@ -70,7 +70,7 @@ class Shard(Layout):
         return rows
 
     def known_rows(self) -> int | None:
-        """Divide the rows of the whole, if the whole knows them."""
+        """Divide the number of rows of the whole, if it is known."""
         rows = self.base.known_rows()
         if rows is None:
             return None
@@ -111,12 +111,12 @@ class Shard(Layout):
 
 
 def split_multiple(size: int, kind: ShardKind) -> int:
-    """Return what a length must be a multiple of to be divided among ``size`` ranks."""
+    """Return the number of which a length must be a multiple to be divided among ``size`` ranks."""
     return size if kind == "contiguous" or size == 1 else 2 * size
 
 
 def check_divisible(what: str, length: int, size: int, kind: ShardKind) -> None:
-    """Raise LayoutError unless ``length``, which the error calls ``what``, can be divided."""
+    """Raise LayoutError unless ``length`` can be divided. ``what`` names the length in the error."""
     multiple = split_multiple(size, kind)
     if length % multiple:
         raise LayoutError(
@@ -126,11 +126,11 @@ def check_divisible(what: str, length: int, size: int, kind: ShardKind) -> None:
 
 
 def split_positions(offset: Tensor, length: Tensor | int, index: int, size: int, kind: ShardKind) -> Tensor:
-    """Return where each offset in the part of rank ``index`` of ``size`` lies in the whole sequence, int64.
+    """Return the positions in a whole sequence, int64, of the given offsets in the part of rank ``index`` of ``size``.
 
-    Of 8 positions on 2 ranks, rank 0 holds 0 1 2 3 (contiguous) or 0 1 6 7 (zigzag): the first half of a zigzag part is
-    chunk ``index`` of ``2 * size``, and the second half is the chunk as far from the end. ``length`` is that of the
-    whole sequence, one for all offsets or one per offset.
+    Of 8 positions on 2 ranks, rank 0 holds 0 1 2 3 (contiguous) or 0 1 6 7 (zigzag). Zigzag cuts the sequence into ``2
+    * size`` chunks. The first half of a part is chunk ``index`` from the start, the second half is chunk ``index`` from
+    the end. ``length`` is the length of the whole sequence: one number for all offsets, or one per offset.
 
     Source: the chunk order of Megatron-LM core 0.16, ``get_batch_on_this_cp_rank``, for zigzag.
     """

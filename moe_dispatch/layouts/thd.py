@@ -24,8 +24,8 @@ class THD(Layout):
     to ``cu_seqlens_padded[i+1]``, of which the first ``cu_seqlens[i+1] - cu_seqlens[i]`` are real.
 
     Attributes:
-        cu_seqlens: int32 or int64 (n+1,), the running sums of the lengths: 0 first, equal neighbours for an empty
-            sequence. A list becomes a CPU tensor.
+        cu_seqlens: int32 or int64 (n+1,), the running sums of the lengths, with a leading 0. Lengths 3, 0 and 2 give
+            [0, 3, 3, 5]. A list becomes a CPU tensor.
         cu_seqlens_padded: The running sums of the padded lengths, or None if there is no padding.
         max_seqlen: The length of the longest sequence or a bound on it, for attention kernels.
     """
@@ -34,7 +34,7 @@ class THD(Layout):
     cu_seqlens_padded: Tensor | Sequence[int] | None = None
     max_seqlen: int | None = None
     metadata: tuple[Tensor, ...] = field(init=False, repr=False, default=())
-    # Read once, so that layers neither read a tensor per call nor break a compiled graph.
+    # Read once here: a read per call would take time in every layer, and would break a compiled graph.
     _known_rows: int | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class THD(Layout):
         return 1 if len(shape) == 3 and shape[0] == 1 else 0
 
     def mask(self, num_rows: int) -> Tensor:
-        """Mark the rows before the real end of the sequence that owns them."""
+        """Mark the real rows, which are the first rows of each sequence."""
         sequence_T, offset_T = locate(self.owned, torch.arange(num_rows, device=self.owned.device))
         return offset_T < self.real.diff()[sequence_T]
 
@@ -156,10 +156,10 @@ class THD(Layout):
 
 
 def locate(cu: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the sequence that owns each row, and the row's offset in it: int64, in the shape of ``rows``.
+    """Find the sequence that owns each row, and the row's offset in it: int64, in the shape of ``rows``. No host sync.
 
-    Rows past the end count to the last sequence: values on a device are not checked, so no later index may be out of
-    bounds. No host sync.
+    Rows past the end are given to the last sequence. Values on a device are not checked, so without this rule a wrong
+    value would lead to an index out of bounds.
     """
     ends = cu[1:].to(torch.int64).contiguous()
     sequence = torch.searchsorted(ends, rows, right=True).clamp_(max=len(ends) - 1)
@@ -167,6 +167,6 @@ def locate(cu: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _describe(values: Tensor) -> str:
-    """Write the first values for an error message, which reads them."""
+    """Write the first values for an error message. This reads them, which may be a host sync."""
     head = ", ".join(str(value) for value in values[:8].tolist())
     return f"[{head}{', ...' if len(values) > 8 else ''}]"
