@@ -203,7 +203,7 @@ class BackendOptions(BaseModel, ABC):
 
     @abstractmethod
     def constraints(self, shape: MoEShape) -> Constraints:
-        """Return what the installed version needs for this shape."""
+        """Return the needs of the installed version for this shape."""
 
     @property
     def capacity_bounds(self) -> dict[str, CapacityFactor]:
@@ -383,7 +383,7 @@ class Route(ABC):
 
     @abstractmethod
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients of what was dispatched: the rows, (Tp, D), and their weights, (Tp, K).
+        """Compute the gradients of the dispatched rows, (Tp, D), and of their weights, (Tp, K).
 
         Args:
             grad_RD: (R, D), the gradient of the expert-major rows.
@@ -395,7 +395,7 @@ class Route(ABC):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients of what was combined: the expert rows, (R, D), and their weights, (R,).
+        """Compute the gradients of the expert rows, (R, D), and of their weights, (R,).
 
         Args:
             grad_TD: (Tp, D), the gradient of the result of ``combine``.

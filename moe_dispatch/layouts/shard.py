@@ -18,7 +18,7 @@ from moe_dispatch.layouts.base import Layout, ShardKind, integer
 class Shard(Layout):
     """The rows of ``base`` that one rank holds; ``x`` is that rank's tensor, in the dimension order of ``base``.
 
-    Lengths and ``cu_seqlens`` stay those of the whole sequences. Shards nest: context parallelism divides the batch,
+    Lengths and ``cu_seqlens`` still describe the whole sequences. Shards nest: context parallelism divides the batch,
     then sequence parallelism divides the part of each context-parallel rank.
 
     Attributes:

@@ -311,16 +311,20 @@ class AllToAll(Backend):
     ) -> tuple[Tensor, Tensor, dist.Work | None]:
         """Start to tell every rank how many slots come for each of its experts, and how many rows.
 
+        The counts stand in a table of L + 1 columns: the number of slots of each of L experts, then the number of rows.
+        Row 0 is for the sums of all counts that come in. Rows 1 to P are the counts that go to ranks 0 to P-1. Rows P+1
+        to 2P are the counts that come from ranks 0 to P-1.
+
         Args:
-            places_TK: int64 (T, K), where a slot is counted: for local expert e of rank r at e + (r + 1) (L + 1), for
-                none in the first row, which is overwritten.
+            places_TK: int64 (T, K), the entry of the flat table that counts the slot. It is (r + 1) * (L + 1) + e for
+                local expert e of rank r. Slots without an expert are counted in row 0, which is overwritten later.
             members_PT: as of ``rank_members``.
             mark: of this rank, in the upper bits of each number of rows, ``rows + mark * 2**40``. So the mark -1 makes
                 it negative.
 
         Returns:
-            A table of int64, flat, whose rows are L counts of slots, by expert, and one of rows: one row for sums of
-            what comes in, P of what goes to each rank, P of what comes; and those last rows, (P, L + 1).
+            The table, int64 and flat; its last P rows, (P, L + 1), which the exchange fills; and the exchange under
+            way, or None if it is complete.
         """
         size, width = self.context.communicator.size, 1 + self.context.shape.num_local_experts
         counts = count_values(places_TK.reshape(-1), (1 + 2 * size) * width)

@@ -297,7 +297,7 @@ def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
 
 
 def unpack(payload: Payload, dtype: torch.dtype) -> Tensor:
-    """Convert what the library delivered to rows: bfloat16 stays, float8 becomes ``dtype``."""
+    """Return the rows that the library delivered: bfloat16 rows as they are, float8 rows in ``dtype``."""
     return payload if isinstance(payload, Tensor) else from_float8(*payload, dtype)
 
 

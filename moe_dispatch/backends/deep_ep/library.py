@@ -59,7 +59,7 @@ def find_library(release: str | None) -> Library | Rejected:
 
 @cache
 def _emulated(release: str) -> Library:
-    # Imported on use, so that only those who ask for the emulation load it.
+    # Imported on use, so that only users of the emulation load it.
     emulation = import_module("moe_dispatch.testing.emulation")
     return Library(module=emulation.emulated_deep_ep(release), version=release, emulated=True)
 
