@@ -494,27 +494,26 @@ class Backend(ABC):
     def dispatch_async(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Callable[[], Arrived]:
-        """Start ``dispatch``; the returned function completes it. A backend that cannot overlap completes at once.
+        """Start ``dispatch``, and return a function that completes it. A backend without overlap completes at once.
 
         Args:
-            rows_TD: as in ``dispatch``.
-            ids_TK: as in ``dispatch``.
-            weights_TK: as in ``dispatch``.
-            sizes: as in ``dispatch``.
-            mark: only where ``constraints.exchanges_counts``: int64 () on the device, in -1..2**22-1, to be sent to
-                every rank with the counts.
+            rows_TD: As in ``dispatch``.
+            ids_TK: As in ``dispatch``.
+            weights_TK: As in ``dispatch``.
+            sizes: As in ``dispatch``.
+            mark: int64 () on the device, in -1..2**22-1. It is sent to every rank with the counts. Given only if
+                ``Constraints.exchanges_counts``.
 
         Raises:
-            PeerError: some rank has the mark -1, or the marks of the ranks differ; on every rank alike.
+            PeerError: The mark of some rank is -1, or the marks of the ranks differ. All ranks raise it.
         """
         arrived = self.dispatch(rows_TD, ids_TK, weights_TK, sizes)
         return lambda: arrived
 
     def refuse(self, device: torch.device) -> None:  # noqa: B027 - only where constraints.exchanges_counts
-        """Join the count exchange of a dispatch that this rank refuses, with the mark -1.
+        """Take part in the exchange of counts of a dispatch that this rank refuses, with the mark -1.
 
-        ``dispatch_async`` of the peers raises ``PeerError`` where it finds the mark; all ranks then hear the error's
-        text.
+        The peers' ``dispatch_async`` finds the mark and raises ``PeerError``. Then all ranks get the text of the error.
         """
 
     def restore(self, tensors: Sequence[Tensor]) -> Route:

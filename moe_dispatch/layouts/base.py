@@ -220,16 +220,16 @@ def is_host(tensor: Tensor) -> bool:
 
 
 def integer(where: str, value: Any) -> int:
-    """Return a Python integer as it is, and an integer of another library, such as numpy, as a Python integer.
+    """Return a Python integer as it is. Convert an integer of another library, such as numpy, to a Python integer.
 
     Raises:
-        LayoutError: ``value`` is no integer, is a bool or a tensor, or has more than 64 bits; the error begins with
+        LayoutError: ``value`` is not an integer, is a bool or a tensor, or has more than 64 bits. The error begins with
             ``where``.
     """
     number: int | None = None
     if isinstance(value, int):
         number = None if isinstance(value, bool) else value
-    elif not isinstance(value, Tensor):  # it may be on a device
+    elif not isinstance(value, Tensor):  # a tensor may be on a device
         with suppress(TypeError):
             number = operator.index(value)
     if number is None:
@@ -243,7 +243,7 @@ def integer_tensor(where: str, value: Tensor | Sequence[int]) -> Tensor:
     """Return lengths or offsets as a 1-D tensor: a list becomes int64 on the CPU, a tensor is returned as it is.
 
     Raises:
-        LayoutError: ``value`` does not hold integers, or is not 1-D int32 or int64; the error begins with ``where``.
+        LayoutError: ``value`` does not hold integers, or is not 1-D int32 or int64. The error begins with ``where``.
     """
     if not isinstance(value, Tensor):
         if not isinstance(value, Iterable):

@@ -30,7 +30,8 @@ from moe_dispatch.communication import read_host
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation import SlotIndex, accumulation_dtype, count_values, group_slots, true_places
 
-# A number of rows is below this. In the exchange of counts, the mark of the sending rank lies above it.
+# The exchange of counts sends ``rows + mark * _MARK``, where ``mark`` is the mark of the sending rank. Every number of
+# rows is smaller than ``_MARK``, so a floor division gives the mark, and the remainder is the number of rows.
 _MARK = 2**40
 
 
@@ -318,9 +319,9 @@ class AllToAll(Backend):
         Args:
             places_TK: int64 (T, K), the entry of the flat table that counts the slot. It is (r + 1) * (L + 1) + e for
                 local expert e of rank r. Slots without an expert are counted in row 0, which is overwritten later.
-            members_PT: as of ``rank_members``.
-            mark: of this rank, in the upper bits of each number of rows, ``rows + mark * 2**40``. So the mark -1 makes
-                it negative.
+            members_PT: Result of ``rank_members``.
+            mark: Mark of this rank, which is added to each number of rows as ``mark * _MARK``; None for no mark. The
+                mark -1 makes the number negative.
 
         Returns:
             The table, int64 and flat; its last P rows, (P, L + 1), which the exchange fills; and the exchange under
