@@ -9,14 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError
+from moe_dispatch.watchdog import Call, watch_of
+
+Options = TypeVar("Options")
+
+
+Started = dist.Work | Call  # a collective that can be waited for
 
 
 @final
@@ -29,6 +36,7 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self.watch = watch_of(group)
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self.bytes_sent: Counter[str] = Counter()
@@ -41,10 +49,23 @@ class Communicator:
     def _count(self, label: str, nbytes: int) -> None:
         self.calls[label] += 1
         self.bytes_sent[label] += nbytes
+        if self.watch is not None:
+            self.watch.enter(label, nbytes)
+
+    def _started(self, work: dist.Work, tensor: Tensor) -> Started:
+        """What to wait for after ``_count`` and the start of a collective on ``tensor``."""
+        return work if self.watch is None else self.watch.call.started(work, tensor)
+
+    def _options(self, kind: Callable[[], Options]) -> Options:
+        """Options of a collective, with the time limit of the watchdog."""
+        options = kind()
+        if self.watch is not None:
+            options.timeout = self.watch.timeout  # type: ignore[attr-defined]
+        return options
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str
-    ) -> dist.Work | None:
+    ) -> Started | None:
         """Send rows to the ranks; started, not awaited. None without a group.
 
         Args:
@@ -59,7 +80,8 @@ class Communicator:
         if self.group is None:
             received.copy_(sent)
             return None
-        return self.group.alltoall_base(received, sent, list(rows_in), list(rows_out))
+        options = self._options(dist.AllToAllOptions)
+        return self._started(self.group.alltoall_base(received, sent, list(rows_in), list(rows_out), options), sent)
 
     def all_gather(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """``inp`` of every rank, stacked along dim 0 of ``out`` by rank."""
@@ -67,7 +89,7 @@ class Communicator:
         if self.group is None:
             out.copy_(inp)
             return
-        self.group._allgather_base(out, inp).wait()
+        self._started(self.group._allgather_base(out, inp, self._options(AllgatherOptions)), inp).wait()
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Sum of ``inp`` over ranks, of which rank r gets the r-th part along dim 0."""
@@ -75,7 +97,8 @@ class Communicator:
         if self.group is None:
             out.copy_(inp)
             return
-        self.group._reduce_scatter_base(out, inp, dist.ReduceScatterOptions()).wait()
+        options = self._options(dist.ReduceScatterOptions)
+        self._started(self.group._reduce_scatter_base(out, inp, options), inp).wait()
 
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
         """Elementwise maximum over ranks of host integers. Cost: one all-reduce, and a host sync if on a GPU."""
@@ -83,15 +106,18 @@ class Communicator:
         if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device=control_device(self.group))
-        options = dist.AllreduceOptions()
+        options = self._options(dist.AllreduceOptions)
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self.group.allreduce([tensor], options).wait()
+        self._started(self.group.allreduce([tensor], options), tensor).wait()
         return read_host(tensor)
 
     def touch(self, device: torch.device) -> None:
         """A collective of one element, which makes the group's communicator for that device."""
         if self.group is not None:
-            self.group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+            tensor = torch.zeros(1, device=device)
+            if self.watch is not None:
+                self.watch.enter("build", 0)
+            self._started(self.group.allreduce([tensor], self._options(dist.AllreduceOptions)), tensor).wait()
 
     def gather_integers(self, values: Sequence[int], *, label: str) -> list[list[int]]:
         """The host integers of every rank, by rank; as many on each. Cost: one all-gather."""
@@ -128,9 +154,9 @@ class Communicator:
         device = control_device(self.group)
         inside = torch.empty(length, dtype=torch.int64, device=device) if values is None else values.to(device)
         self._count(label, inside.nbytes * (self.size - 1) if self.rank == source else 0)
-        options = dist.BroadcastOptions()
+        options = self._options(dist.BroadcastOptions)
         options.rootRank = source
-        self.group.broadcast([inside], options).wait()
+        self._started(self.group.broadcast([inside], options), inside).wait()
         return inside.cpu()
 
     def gather_bytes(self, payload: Tensor, *, label: str) -> list[Tensor] | None:
@@ -150,7 +176,8 @@ class Communicator:
         mine[: len(payload)] = payload
         everyone = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
         self._count(label, mine.nbytes if self.rank else 0)
-        self.group.gather([everyone] if everyone else [], [mine], dist.GatherOptions()).wait()
+        gathered = self.group.gather([everyone] if everyone else [], [mine], self._options(dist.GatherOptions))
+        self._started(gathered, mine).wait()
         return [part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)] if everyone else None
 
 

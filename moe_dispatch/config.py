@@ -107,6 +107,9 @@ class DispatcherConfig(BaseModel):
             (kernels of transformer-engine). A named one is used or refused. "auto" is "triton" on CUDA devices where
             Triton works, and "torch" elsewhere.
         device: "cpu" or "cuda" refuses tensors on other devices. None accepts all devices.
+        watchdog: Time limit of each collective of this library, in seconds. Where a collective fails or takes longer,
+            every waiting rank raises a ``LostPeerError`` that says where each rank is. None takes the variable
+            ``MOE_DISPATCH_WATCHDOG`` of the environment; without it only the time limit of the group holds.
         debug: Whether every plan and dispatch checks ids, weights and lengths, and tells all ranks if one refuses. This
             costs host syncs.
         constraints: Numbers that replace the constraints of the backend.
@@ -133,6 +136,7 @@ class DispatcherConfig(BaseModel):
     on_overflow: Literal["raise", "drop", "drop_by_position"] | None = None
     permutation: PermutationName = "auto"
     device: Literal["cpu", "cuda"] | None = None
+    watchdog: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     debug: bool = False
     constraints: ConstraintOverrides = ConstraintOverrides()
 

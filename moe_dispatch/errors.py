@@ -42,3 +42,7 @@ class CapacityError(MoEDispatchError, RuntimeError):
 
 class PeerError(MoEDispatchError, RuntimeError):
     """Another rank of the group refused the call, so this rank does not wait for it."""
+
+
+class LostPeerError(PeerError):
+    """Another rank of the group did not take part in a collective. The group cannot be used any more."""

@@ -31,13 +31,13 @@ LAYOUTS = """
 """
 DISPATCHERS = "Dispatcher Metrics RequiredCapacity build_dispatcher"
 ERRORS = (
-    "BackendUnavailableError CapacityError ConfigError InputError IntegrationError LayoutError MoEDispatchError "
-    "PeerError StateError TraceError"
+    "BackendUnavailableError CapacityError ConfigError InputError IntegrationError LayoutError LostPeerError "
+    "MoEDispatchError PeerError StateError TraceError"
 )
 
 CONFIG_FIELDS = """
     backend num_experts top_k hidden_size pad_multiple weights wire_dtype row_counts max_tokens_per_rank infer_layout
-    graph_safe capacity_factor on_overflow permutation device debug constraints
+    graph_safe capacity_factor on_overflow permutation device watchdog debug constraints
 """
 CONSTRAINTS = """
     row_multiple equal_rows group_max min_rows max_rows hidden_multiple max_hidden dtypes devices max_top_k
@@ -87,6 +87,7 @@ def test_errors_and_the_builtins_they_resemble() -> None:
         errors.TraceError: ValueError,
         errors.StateError: RuntimeError,
         errors.PeerError: RuntimeError,
+        errors.LostPeerError: errors.PeerError,
         errors.CapacityError: RuntimeError,
     }
     for kind, builtin in resembles.items():
@@ -145,6 +146,7 @@ def test_config_defaults() -> None:
         "on_overflow": None,
         "permutation": "auto",
         "device": None,
+        "watchdog": None,
         "debug": False,
         "constraints": dict.fromkeys(ConstraintOverrides.model_fields),
     }

@@ -19,7 +19,7 @@ from moe_dispatch.backends.base import Arrived, Route, Sizes
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.planning import facts_of_rows, number_of_rows, problem_of_ids, valid_ids
-from moe_dispatch.errors import PeerError, StateError
+from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 
 
@@ -131,6 +131,8 @@ def run_dispatch(
         is_invalid = HostCopy(invalid_TK.any())
     try:
         finish = channel.backend.dispatch_async(*sent, sizes, *([] if mark is None else [mark]))
+    except LostPeerError:
+        raise
     except PeerError:  # what the ranks exchange first has told that some rank refuses or makes another call
         problem, facts = problem_of_ids(given_TK, num_experts), facts_of_rows(rows_TD.dtype, recorded=recorded)
         raise_alike(channel.control, problem, facts=facts, of_call=True, label="refusal")
@@ -199,6 +201,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
         refuse_double_backward("dispatch")
+        ctx.state.lease.mark()
         # Always with the gradient of the weights: what travels must not depend on what one rank needs.
         return *run_dispatch_backward(ctx.state.route, ctx.state.selection, grad_RD, grad_R), None, None
 
@@ -220,6 +223,7 @@ class _Combine(torch.autograd.Function):
         weights_R, rows_RD = ctx.saved_tensors
         state: State = ctx.state
         assert state.route is not None
+        state.lease.mark()
         found = run_combine_backward(ctx.channel, grad_TD, (rows_RD, weights_R), state.route, state.selection)
         return *found, None, None
 

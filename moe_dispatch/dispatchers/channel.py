@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
+import torch.distributed as dist
 
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
@@ -54,6 +55,7 @@ class Channel:
         self.config = config
         self.communicator = communicator
         self.control = control
+        self._watches = [watch for watch in (communicator.watch, control.watch) if watch is not None]
         self.shape = shape
         self.needs = blueprint.needs
         self.options = options
@@ -86,6 +88,11 @@ class Channel:
         assert self.config.max_tokens_per_rank is not None  # graph_safe asks for it
         self.backend.reserve(self.sizes(self.config.max_tokens_per_rank))
 
+    def mark(self, name: str) -> None:
+        """Tell the watchdog, if there is one, the name of the dispatcher that makes the next collectives."""
+        for watch in self._watches:
+            watch.layer = name
+
     def prepare_counters(self, device: torch.device) -> None:
         """Have what graph-safe dispatches write to on a device.
 
@@ -112,17 +119,26 @@ class Lease:
     """One dispatcher's share of a channel, given back by ``release`` or when collected; the last one closes it.
 
     Autograd graphs of eager calls hold it too, so that a model may be dropped before its last backward.
+
+    Attributes:
+        name: Name of the dispatcher.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, name: str) -> None:
         with _lock:
             channel.users += 1
+        self.name = name
         self._channel = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # by then the process group is gone; the process takes everything with it
 
+    def mark(self) -> None:
+        """Tell the watchdog, if there is one, that this dispatcher makes the next collectives."""
+        self._channel.mark(self.name)
+
     def release(self) -> None:
         """Give the share back; the second time does nothing."""
+        self.mark()
         if self._collected.detach() is not None:
             _release(self._channel, by_hand=True)
 
@@ -133,12 +149,14 @@ class Lease:
         Raises:
             StateError: the share was given back.
         """
-        # A traced call does not ask: the operators do, each time they run.
-        if not torch.compiler.is_compiling() and not self._collected.alive:
+        if torch.compiler.is_compiling():  # the operators ask, each time they run
+            return self._channel
+        if not self._collected.alive:
             raise StateError(
                 f"Dispatcher: it must be open, got a closed one of backend {self._channel.backend_name!r} on channel "
                 f"{self._channel.name}. Build another with build_dispatcher. [MD10]"
             )
+        self.mark()
         return self._channel
 
     @property
@@ -156,7 +174,7 @@ class Lease:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
         """A copied model (an average of weights, say) shares the channel: process groups cannot be copied."""
-        return Lease(self.channel)
+        return Lease(self.channel, self.name)
 
 
 def _release(channel: Channel, *, by_hand: bool) -> None:
@@ -185,17 +203,22 @@ _by_name: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionar
 _abandoned: list[Channel] = []
 
 
-def find_channel(key: ChannelKey) -> Lease | None:
+def find_channel(key: ChannelKey, name: str) -> Lease | None:
     """A share of the open channel with this key, if there is one."""
     with _lock:
-        return Lease(_channels[key]) if key in _channels else None
+        return Lease(_channels[key], name) if key in _channels else None
 
 
-def keep_channel(key: ChannelKey, channel: Channel) -> Lease:
+def keep_channel(key: ChannelKey, channel: Channel, name: str) -> Lease:
     """The first share of a channel just opened. It holds its groups, so their ids stay theirs while it lives."""
     with _lock:
         _channels[key] = _by_name[channel.name] = channel
-        return Lease(channel)
+        return Lease(channel, name)
+
+
+def has_channel(group: dist.ProcessGroup) -> bool:
+    """Whether a channel is open on the group."""
+    return any(id(group) in key[:2] for key in _channels)
 
 
 def named_channel(name: str) -> Channel:
@@ -210,6 +233,7 @@ def named_channel(name: str) -> Channel:
             f"moe_dispatch operators: channel {name!r} must be open in this process, got none of that name. Keep the "
             "dispatcher open while what was compiled with it, or a backward of it, still runs."
         )
+    channel.mark("")  # which dispatcher calls is not known here
     return channel
 
 

@@ -85,7 +85,7 @@ class Dispatcher(nn.Module):
         self.name = name
         self._naming = _Naming(name)
         self._ddp_watch = DDPWatch()
-        self._lease = lease_channel(config, group, control_group)
+        self._lease = lease_channel(config, group, control_group, name)
 
     @property
     def _channel(self) -> Channel:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -15,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_dispatch.backends.base import Constraints
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.communication import Communicator, device_types, raise_alike
-from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.channel import Blueprint, Channel, ChannelKey, Lease, find_channel, keep_channel
+from moe_dispatch.config import ENVIRONMENT_PREFIX, DispatcherConfig
+from moe_dispatch.dispatchers.channel import Blueprint, Channel, Lease, find_channel, has_channel, keep_channel
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch.permutation import choose_permutation
+from moe_dispatch.watchdog import watch_group
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Result = TypeVar("Result")
@@ -27,8 +31,8 @@ Result = TypeVar("Result")
 logger = logging.getLogger("moe_dispatch")
 
 
-def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.ProcessGroup | None) -> Lease:
-    """Open, or share, the channel of a config on a group. Collective.
+def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.ProcessGroup | None, name: str) -> Lease:
+    """Open, or share, the channel of a config on a group, for the dispatcher of that name. Collective.
 
     Raises:
         ConfigError: a rule the config breaks on this group, or ranks with different configs, by field and rank.
@@ -39,15 +43,18 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     more where ranks do not agree.
     """
     process_group = _process_group(group)
+    seconds, problem = _attempt(lambda: _watch(config, filter(None, (process_group, control_group)), name))
     communicator = Communicator(process_group)
     control = communicator if control_group is None else Communicator(control_group)
-    _, problem = _attempt(lambda: _check_control(communicator, control))
+    if problem is None:
+        _, problem = _attempt(lambda: _check_control(communicator, control))
     if control.size != communicator.size:
         control = communicator
     key = (id(process_group), id(control_group), config.digest)
-    lease = find_channel(key)
+    lease = find_channel(key, name)
     # Where one rank has to open, because its last dispatcher was collected, say, all open: opening is collective.
-    (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=config.canonical, label="build")
+    facts = {**config.canonical, "watchdog": seconds}
+    (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=facts, label="build")
     if not opens:
         assert lease is not None
         return lease
@@ -55,17 +62,44 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     blueprint, problem = _attempt(lambda: _draw(config, communicator, nodes))
     raise_alike(control, problem, facts={} if blueprint is None else _facts(blueprint), label="build")
     assert blueprint is not None
-    lease, problem = _attempt(lambda: _open(key, config, communicator, control, blueprint))
-    raise_alike(control, problem, label="build")
-    assert lease is not None
-    return lease
-
-
-def _open(
-    key: ChannelKey, config: DispatcherConfig, communicator: Communicator, control: Communicator, blueprint: Blueprint
-) -> Lease:
     _announce(config, communicator, blueprint)
-    return keep_channel(key, Channel(config, communicator, control, blueprint))
+    opened, problem = _attempt(lambda: Channel(config, communicator, control, blueprint))
+    raise_alike(control, problem, label="build")
+    assert opened is not None
+    return keep_channel(key, opened, name)
+
+
+def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> float | None:
+    """Watch the groups of the dispatcher ``name`` if config or environment say so; the time limit in seconds."""
+    seconds = _time_limit(config)
+    if seconds is None:
+        return None
+    for group in groups:
+        watch = watch_group(group, seconds)
+        if watch.seconds != seconds and has_channel(group):
+            raise ConfigError(
+                f"watchdog must be the same for all open dispatchers of a group, got {seconds:g} after "
+                f"{watch.seconds:g}. Use one number of seconds."
+            )
+        watch.seconds, watch.layer = seconds, name
+    return seconds
+
+
+def _time_limit(config: DispatcherConfig) -> float | None:
+    """The time limit of collectives in seconds, or None.
+
+    Raises:
+        ConfigError: the environment variable is no positive number.
+    """
+    text = os.environ.get(f"{ENVIRONMENT_PREFIX}WATCHDOG", "")
+    if config.watchdog is not None or not text:
+        return config.watchdog
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise ConfigError(
+        f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds above 0, got {text!r}. Set it to 60, or unset it."
+    )
 
 
 def _facts(blueprint: Blueprint) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from moe_dispatch import build_dispatcher
 from moe_dispatch.backends.alltoall.backend import rank_members
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.communication import Communicator
+from moe_dispatch.communication import Communicator, Started
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.permutation import group_slots
 
@@ -142,7 +142,7 @@ def _silent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fake exchange of counts leaves in memory is not read: nobody sends to this rank."""
     original = Communicator.all_to_all
 
-    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> dist.Work | None:
+    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> Started | None:
         work = original(self, out, inp, *splits, label=label)
         if label == "counts":
             out.zero_()
@@ -162,7 +162,7 @@ def test_quadratic_metadata_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
     small = _send(64)
     original = Communicator.all_to_all
 
-    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> dist.Work | None:
+    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> Started | None:
         if label == "counts":
             inp.repeat(self.size, 1)
         return original(self, out, inp, *splits, label=label)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.communication import Communicator
+from moe_dispatch.communication import Communicator, Started
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
 ROWS = 6
@@ -22,7 +21,7 @@ original = Communicator.all_to_all
 class _Awaited:
     """Work that tells when it is waited for."""
 
-    def __init__(self, work: dist.Work, done: list[str]) -> None:
+    def __init__(self, work: Started, done: list[str]) -> None:
         self._work, self._done = work, done
 
     def wait(self) -> None:

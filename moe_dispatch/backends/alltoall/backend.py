@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.fixed import send_table, send_table_bytes, wanted_here
@@ -26,7 +25,7 @@ from moe_dispatch.backends.capacity import Capacity, CapacityFactor, Factor, cap
 from moe_dispatch.backends.rank_major import arrive, back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
-from moe_dispatch.communication import read_host
+from moe_dispatch.communication import Started, read_host
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation import SlotIndex, accumulation_dtype, count_values, group_slots, true_places
 
@@ -218,7 +217,7 @@ class AllToAll(Backend):
         return source_S, outgoing
 
     def _land(
-        self, work: dist.Work | None, form: Packet, outgoing: Tensor, received: Tensor
+        self, work: Started | None, form: Packet, outgoing: Tensor, received: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Wait for packets. Return their rows, weights and local expert ids.
 
@@ -309,7 +308,7 @@ class AllToAll(Backend):
 
     def _send_counts(
         self, places_TK: Tensor, members_PT: Tensor, mark: Tensor | None
-    ) -> tuple[Tensor, Tensor, dist.Work | None]:
+    ) -> tuple[Tensor, Tensor, Started | None]:
         """Start to tell every rank how many slots come for each of its experts, and how many rows.
 
         The counts stand in a table of L + 1 columns: the number of slots of each of L experts, then the number of rows.

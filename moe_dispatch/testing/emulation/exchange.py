@@ -14,8 +14,6 @@ from torch import Tensor
 from moe_dispatch.communication import Communicator
 from moe_dispatch.testing.emulation.refusals import EmulatedHang
 
-LABEL = "emulation"
-
 
 @final
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +39,7 @@ class Exchange:
         self._communicator = Communicator(group)
         self.rank = self._communicator.rank
         self.size = self._communicator.size
+        self._label = "emulation"
 
     @contextmanager
     def entrance(self, where: str) -> Iterator[Entry]:
@@ -53,6 +52,7 @@ class Exchange:
                 The peer itself raises its own error.
         """
         entry = Entry()
+        self._label = f"emulated {where}"
         try:
             yield entry
         except Exception as error:
@@ -63,7 +63,7 @@ class Exchange:
         entry.everyone = [one["told"] for one in met]
 
     def _meet(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        return self._communicator.gather_json(value, label=LABEL)
+        return self._communicator.gather_json(value, label=self._label)
 
     def rows(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Send ``parts[p]`` to rank p. Return by rank the rows that every rank sent here.
@@ -78,14 +78,14 @@ class Exchange:
         payload = torch.cat([_as_bytes(part) for part in parts])
         received = torch.empty(sum(out_splits), dtype=torch.uint8)
         in_splits = [part.shape[0] * row_bytes for part in parts]
-        work = self._communicator.all_to_all(received, payload, out_splits, in_splits, label=LABEL)
+        work = self._communicator.all_to_all(received, payload, out_splits, in_splits, label=self._label)
         if work is not None:
             work.wait()
         return [_from_bytes(piece, shape, dtype) for piece in received.split(out_splits)]
 
     def _counts(self, sent: list[int]) -> list[int]:
         everyone = torch.empty(self.size * self.size, dtype=torch.int64)
-        self._communicator.all_gather(everyone, torch.tensor(sent), label=LABEL)
+        self._communicator.all_gather(everyone, torch.tensor(sent), label=self._label)
         received: list[int] = everyone.view(self.size, self.size)[:, self.rank].tolist()
         return received
 

@@ -1,0 +1,391 @@
+"""The watchdog inside one process: its verdicts, its errors, and how its thread ends. tests/reliability kills ranks."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moe_dispatch import build_dispatcher
+from moe_dispatch.errors import ConfigError, LostPeerError
+from moe_dispatch.testing import run_processes, run_ranks
+from moe_dispatch.watchdog import Call, Report, Watch, _late, watch_group, watch_of
+from tests.dispatchers.layer import (
+    identity_round,
+    outcomes,
+    raises_everywhere,
+    random_routing,
+    random_rows,
+    small_config,
+)
+
+VARIABLE = "MOE_DISPATCH_WATCHDOG"
+THREAD = "moe_dispatch-watchdog"
+
+
+def report(**values: Any) -> Report:
+    defaults = {"host": "a", "beat": 1, "ended": False, "number": 7, "state": "in", "phase": "counts (call 7)"}
+    return Report(**{**defaults, "seconds": 1.0, "finished": 6, "finished_phase": "combine (call 6)", **values})
+
+
+def one_rank() -> dist.ProcessGroup:
+    return run_ranks(lambda group: group, 1)[0]
+
+
+HERE = report()
+ELSEWHERE = report(state="after", number=6, phase="combine (call 6)")
+SENDING = report(state="after starting", phase="dispatch (call 7)")
+
+
+@pytest.mark.parametrize(
+    ("reading", "late"),
+    [
+        ([(HERE, True), (HERE, True)], []),
+        ([(HERE, True), (HERE, False), (ELSEWHERE, True)], [1]),  # a rank that is gone keeps others elsewhere
+        ([(HERE, True), (None, False)], [1]),
+        ([(ELSEWHERE, True), (HERE, True)], [0]),
+        ([(HERE, True), (SENDING, True)], [1]),
+        ([(HERE, True), (report(state="after", ended=True), True), (ELSEWHERE, True)], [1]),
+        ([(HERE, True), (report(ended=True), True), (ELSEWHERE, True)], [2]),  # rank 1 failed in the call, too
+        ([(HERE, True), (HERE, True), (report(phase="combine (call 7)"), True)], [2]),
+        ([(HERE, True), (report(phase="counts of 'other' (call 7)"), True)], []),  # names may differ
+        ([(HERE, True), (report(number=8, phase="counts (call 8)"), True), (HERE, True)], [1]),
+    ],
+)
+def test_who_is_late(reading: list[tuple[Report | None, bool]], late: list[int]) -> None:
+    assert _late(reading) == late
+
+
+@pytest.mark.parametrize(
+    ("reading", "texts"),
+    [
+        (
+            [(HERE, True), (HERE, False)],
+            ["without rank 1 on a: rank 0 is in counts (call 7); rank 1 is without a sign"],
+        ),
+        ([(HERE, True), (report(number=5), False)], ["after taking part in combine (call 6). Look at rank 1 first"]),
+        ([(HERE, True), (report(number=0, state="after"), True)], ["rank 1 is before its first call"]),
+        (
+            [(HERE, True), (None, False)],
+            ["on an unknown host", "rank 1 is before its first dispatcher with a watchdog"],
+        ),
+        ([(HERE, True), (SENDING, True)], ["elsewhere for 1 s after starting dispatch (call 7)"]),
+        ([(HERE, True), (HERE, True)], ["got no end although ranks 0, 1 are in counts", "Look at the network"]),
+        (
+            [(HERE, True), (HERE, True), (report(phase="rows (call 7)"), True)],
+            ["in different orders: ranks 0, 1 are in"],
+        ),
+        ([], ["no answer from the store", "rank 0, or the agent of torchrun"]),
+    ],
+)
+def test_texts(reading: list[tuple[Report | None, bool]], texts: list[str]) -> None:
+    watch = watch_group(one_rank(), 5)
+    watch.layer = "layers.3"
+    told = watch._text(Call(watch, 7, "counts", 64), reading)
+    assert told.startswith(
+        "Watchdog: counts of 'layers.3' (call 7), 64 bytes from rank 0, must complete within 5 s, got"
+    )
+    for text in texts:
+        assert text in told
+
+
+def _skips_combine(group: dist.ProcessGroup) -> None:
+    rank = group.rank()
+    dispatcher = build_dispatcher(small_config(watchdog=1), group, name=f"layers.{rank}")
+    sent = dispatcher.dispatch(random_rows(4), random_routing(4))
+    if rank != 1:
+        dispatcher.combine(sent.rows, sent)
+    else:
+        time.sleep(3)
+
+
+def test_ranks_that_are_threads_name_the_one_that_stays_away() -> None:
+    results = outcomes(_skips_combine, 4)
+    assert results.pop(1) is None
+    raises_everywhere(
+        results,
+        LostPeerError,
+        "combine of 'layers.",
+        "without rank 1 on",
+        "rank 1 is elsewhere for",
+        "after dispatch of",
+    )
+
+
+def _early_failure(group: dist.ProcessGroup) -> tuple[float, str]:
+    """Rank 0 fails at once; the others have a time limit that is not over."""
+    watch = watch_group(group, 2)
+    begin = time.monotonic()
+    watch.enter("counts", 0)
+    if group.rank():
+        time.sleep(1.5)
+    return time.monotonic() - begin, watch.explain(watch.call)
+
+
+def test_ranks_that_fail_later_tell_what_the_first_one_read() -> None:
+    (_, first), (begun, second) = run_ranks(_early_failure, 2)
+    assert "although ranks 0, 1 are in counts" in first
+    assert second.split("got")[1] == first.split("got")[1]
+    assert begun < 2
+
+
+def test_a_group_without_a_store_is_refused() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        bare = dist.ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
+        gloo = group._get_backend(torch.device("cpu"))
+        bare._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        bare._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        build_dispatcher(small_config(watchdog=5), bare)
+
+    raises_everywhere(
+        outcomes(body, 2), ConfigError, "watchdog=5 needs a process group with a store that can be cloned"
+    )
+
+
+def test_a_store_that_cannot_be_cloned_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'got a group without one \(Tried to call .*clone"\)'):
+        watch_group(dist.ProcessGroup(FakeStore(), 0, 1), 5)
+
+
+def test_one_time_limit_for_the_open_dispatchers_of_a_group() -> None:
+    def body(group: dist.ProcessGroup) -> None:
+        first = build_dispatcher(small_config(watchdog=5), group)
+        with pytest.raises(ConfigError, match="for all open dispatchers of a group, got 6 after 5"):
+            build_dispatcher(small_config(watchdog=6), group)
+        identity_round(first)
+        first.close()
+        identity_round(build_dispatcher(small_config(watchdog=6), group))
+        watch = watch_of(group)
+        assert watch is not None
+        assert watch.seconds == 6
+
+    run_ranks(body, 2)
+
+
+def test_the_environment_sets_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "7.5")
+
+    def limit(group: dist.ProcessGroup) -> float:
+        identity_round(build_dispatcher(small_config(), group))
+        watch = watch_of(group)
+        assert watch is not None
+        return watch.seconds
+
+    assert run_ranks(limit, 2) == [7.5, 7.5]
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
+def test_an_environment_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    results = outcomes(lambda group: build_dispatcher(small_config(), group), 2)
+    raises_everywhere(results, ConfigError, f"{VARIABLE} must be a number of seconds above 0, got {text!r}")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_config_that_is_no_number_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="watchdog"):
+        small_config(watchdog=seconds)
+
+
+def test_ranks_with_other_limits_are_refused() -> None:
+    results = outcomes(lambda group: build_dispatcher(small_config(watchdog=5.0 + group.rank()), group), 2)
+    raises_everywhere(results, ConfigError, "Ranks disagree on watchdog: rank 0 has 5, rank 1 has 6")
+
+
+def test_without_a_watchdog_there_is_no_thread_and_no_note() -> None:
+    def body(group: dist.ProcessGroup) -> object:
+        dispatcher = build_dispatcher(small_config(), group)
+        identity_round(dispatcher)
+        return dispatcher._channel.communicator.watch
+
+    before = _threads()
+    assert run_ranks(body, 2) == [None, None]
+    assert _threads() <= before
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == THREAD}
+
+
+def _until(condition: Callable[[], bool], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_the_thread_ends_with_its_group() -> None:
+    before = _threads()
+
+    def body(group: dist.ProcessGroup) -> None:
+        dispatcher = build_dispatcher(small_config(watchdog=5), group)
+        identity_round(dispatcher)
+        dispatcher.close()
+
+        assert len(_threads() - before) >= 1
+
+    run_ranks(body, 2)
+    assert _until(lambda: _threads() <= before)
+
+
+def test_copies_share_the_watch_and_have_names() -> None:
+    def body(group: dist.ProcessGroup) -> list[str]:
+        dispatcher = build_dispatcher(small_config(watchdog=5), group, name="teacher")
+        other = build_dispatcher(small_config(watchdog=5), group, name="student")
+        watch = watch_of(group)
+        assert watch is not None
+        layers = []
+        for one in (copy.deepcopy(dispatcher), other):
+            identity_round(one)
+            layers.append(watch.call.layer)
+        return layers
+
+    assert run_ranks(body, 2) == [["teacher", "student"]] * 2
+
+
+def test_both_groups_are_watched_where_a_control_group_is_given() -> None:
+    def body(group: dist.ProcessGroup) -> list[str]:
+        control = _second(group)
+        config = small_config("allgather", watchdog=5)
+        identity_round(build_dispatcher(config, group, control_group=control, name="layers.0"))
+        watches = [watch_of(one) for one in (group, control)]
+        return [watch.call.label for watch in watches if watch is not None]
+
+    assert run_ranks(body, 2) == [["combine", "sizes"]] * 2
+
+
+def _second(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    store = dist.PrefixStore("control", group.get_group_store())
+    control = dist.ProcessGroup(store, group.rank(), group.size())
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), datetime.timedelta(seconds=10))
+    control._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    control._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return control
+
+
+class _Event:
+    """Stands in for a CUDA event that has or has not come."""
+
+    done = False
+    asked = 0
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        type(self).asked += 1
+        return self.done
+
+
+@pytest.fixture
+def gpu_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    _Event.done, _Event.asked = False, 0
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    group = one_rank()
+    watch = watch_group(group, 0.5)
+    for label in ("counts", "rows"):
+        watch.enter(label, 0)
+        watch.call.move("after")
+        watch.keep(watch.call)
+    yield watch
+    del group  # and with it ends the watch
+
+
+def test_a_collective_that_hangs_on_a_gpu_is_logged(gpu_watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "moe_dispatch"):
+        assert _until(lambda: bool(caplog.messages))
+        time.sleep(0.3)
+    (message,) = caplog.messages  # once, and by the first of the calls that hang
+    assert message.startswith("Watchdog: counts (call 1), 0 bytes from rank 0, must complete within 0.5 s, got no end")
+
+
+def test_collectives_that_a_gpu_ends_are_forgotten(gpu_watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    _Event.done = True
+    gpu_watch.keep(gpu_watch.call)
+    assert [call for _, call in gpu_watch._marks] == [gpu_watch.call]
+    assert gpu_watch.finished.label == "rows"
+    time.sleep(0.8)
+    assert not caplog.messages
+
+
+def test_nothing_asks_a_gpu_while_a_graph_is_captured(gpu_watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu_watch.keep(gpu_watch.call)
+    asked = _Event.asked
+    time.sleep(0.8)
+    assert _Event.asked == asked
+
+
+def _name_of_a_sub_group(rank: int) -> str:
+    group = dist.new_group([1, 2], backend="gloo")
+    if rank == 0:
+        return ""
+    watch = watch_group(group, 5)
+    return watch._text(Call(watch, 1, "counts", 0), [(HERE, True), (HERE, False)])
+
+
+@pytest.mark.slow
+def test_ranks_of_a_sub_group_have_both_numbers() -> None:
+    _, told, _ = run_processes(_name_of_a_sub_group, 3)
+    assert "0 bytes from rank 0 of the group (1 of the job)" in told
+    assert "Look at rank 1 of the group (2 of the job) first" in told
+
+
+ENDS = """
+import os, sys, time
+import torch, torch.distributed as dist
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+config = DispatcherConfig(backend="alltoall", num_experts=8, top_k=2, hidden_size=16, watchdog=2)
+dispatcher = build_dispatcher(config, dist.group.WORLD)
+sent = dispatcher.dispatch(torch.ones(4, 16), Routing(torch.tensor([[0, 7]] * 4), torch.ones(4, 2)))
+dispatcher.combine(sent.rows, sent)
+if how == "fork":
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    dispatcher.combine(sent.rows, sent)
+if how == "destroyed last":
+    time.sleep(2 * rank)
+    dist.destroy_process_group()
+elif how == "destroyed first":
+    dist.destroy_process_group()
+    time.sleep(2 * rank)
+else:
+    time.sleep(2 * rank)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["destroyed last", "destroyed first", "not destroyed", "fork"])
+def test_a_clean_run_prints_nothing_where_the_host_of_the_store_leaves_first(how: str) -> None:
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS, how],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for job in jobs:
+        assert (job.communicate(timeout=60)[0], job.returncode) == ("", 0)
