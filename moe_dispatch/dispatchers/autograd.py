@@ -1,8 +1,9 @@
-"""What both verbs and their backwards run, and their autograd: once for every backend, eager call and operator.
+"""The computation of both verbs and of their backwards, for all backends, and its attachment to autograd.
 
-The ``run_`` functions are raw: gradients are off. Rows that are no tokens are masked or cut, the others are padded and
-handed to the backend; on the way back padding is trimmed, and rows that were cut become zero. Eager calls attach them
-to autograd by the two functions here; operators bring the same backwards to ``torch.compile`` (``operators.py``).
+The ``run_`` functions do the work; call them with gradients off. Forward, they mask or cut out rows that are no tokens,
+pad the other rows, and hand them to the backend. Backward, they trim the padding and set rows that were cut out to
+zero. ``attach`` and ``combine`` make eager calls differentiable. ``operators.py`` makes operators for ``torch.compile``
+out of the same functions.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from moe_dispatch.layouts import Layout
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Selection:
-    """Which of the model's rows go to the backend: the real ones of T, then padding up to ``padded``.
+    """The rows that go to the backend: the selected rows of the model, then padding.
 
     Attributes:
-        num_rows: T.
-        real_rows: int64, the rows that go; None where all do.
-        padded: Tp; None in the ``State`` of a traced call, where the operator decides it.
+        num_rows: T, the number of the model's rows.
+        real_rows: int64, the indices of the selected rows; None selects all rows.
+        padded: Tp, the number of rows with padding; None in the ``State`` of a traced call, where the operator decides
+            it.
     """
 
     num_rows: int
@@ -40,11 +42,11 @@ class Selection:
 
     @property
     def count(self) -> int:
-        """The rows that go, without padding."""
+        """Number of selected rows, without padding."""
         return self.num_rows if self.real_rows is None else self.real_rows.shape[0]
 
     def take(self, tensor: Tensor, fill: float = 0) -> Tensor:
-        """(T, ...) -> (Tp, ...): what goes to the backend, with ``fill`` in the padding."""
+        """Turn (T, ...) into (Tp, ...): select rows, and append padding rows of ``fill``."""
         if self.real_rows is not None:
             tensor = tensor.index_select(0, self.real_rows)
         assert self.padded is not None
@@ -53,9 +55,9 @@ class Selection:
         return tensor if missing == 0 else torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=fill)
 
     def put(self, tensor: Tensor) -> Tensor:
-        """(Tp, ...) -> (T, ...): what comes back, with zeros for the rows that did not go.
+        """Turn (Tp, ...) into (T, ...): drop padding, and put zeros into the rows that were not selected.
 
-        Padding is cut off in place: a model may add to the result in place, which autograd forbids for a view.
+        The tensor is shortened in place. A slice would be a view, and autograd forbids that a model adds to it in place.
         """
         if self.real_rows is None:
             same = self.padded == self.num_rows
@@ -67,16 +69,16 @@ class Selection:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class State:
-    """What ties a ``Dispatched`` to its dispatcher, and what its combine needs.
+    """The private state of a ``Dispatched``: its dispatcher, and the values that ``combine`` needs.
 
     Attributes:
-        lease: of the dispatcher.
-        layout: of the x that was dispatched.
-        shape: of that x.
-        selection: of its rows.
-        wants_weights: whether the weights that the model gave require grad; what ``anchor`` made of them always does.
-        route: of the backend; None where an operator made the dispatch.
-        tensors: the route as tensors, where an operator made the dispatch.
+        lease: The dispatcher's share of its channel.
+        layout: Layout of the dispatched x.
+        shape: Shape of the dispatched x.
+        selection: The rows of x that went to the backend.
+        wants_weights: Whether the model's weights require grad. The weights that ``anchor`` returns always do.
+        route: Route of the backend; None if an operator made the dispatch.
+        tensors: The route as tensors, if an operator made the dispatch; otherwise empty.
     """
 
     lease: Lease
@@ -97,22 +99,23 @@ def run_dispatch(
     *,
     recorded: bool,
 ) -> Callable[[], Arrived]:
-    """Mask, cut, pad and send rows; the returned function waits for what arrives. Raw: gradients are off.
+    """Mask, cut, pad and send rows. The returned function waits until rows have arrived. Call both with gradients off.
 
-    Slots with an invalid id go nowhere. Graph-safe, ``check`` reports them. Else the call raises: before rows travel if
-    ranks exchange counts, so that the peers raise too; elsewhere after the rows have arrived, so that no peer waits.
+    Slots with an invalid id go nowhere. In graph-safe mode, ``check`` reports them. Otherwise the call raises. If the
+    ranks exchange counts, it raises before rows travel, and the peers raise too. Without such an exchange it raises
+    after the rows have arrived, so that no peer is left waiting.
 
     Args:
-        channel: of the dispatcher.
-        tensors: rows (T, D), ids and weights (T, K), as the model has them, without duplicate ids.
-        valid_T: bool, which rows are tokens, where others are not cut; None for all.
-        selection: which rows go.
-        sizes: settled.
-        recorded: whether the call records gradients.
+        channel: Channel of the dispatcher.
+        tensors: Rows (T, D), ids (T, K) and weights (T, K) of the model, without duplicate ids in a row.
+        valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
+        selection: The rows that go to the backend.
+        sizes: Sizes that the ranks have settled.
+        recorded: Whether the call records gradients.
 
     Raises:
-        InputError: an invalid id; or the ranks exchange counts, and another rank makes another call.
-        PeerError: the ranks exchange counts, and another rank refused its call.
+        InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
+        PeerError: The ranks exchange counts, and another rank refused its call.
     """
     (rows_TD, ids_TK, weights_TK), padded = tensors, selection.padded
     assert padded is not None
@@ -133,7 +136,7 @@ def run_dispatch(
         finish = channel.backend.dispatch_async(*sent, sizes, *([] if mark is None else [mark]))
     except LostPeerError:
         raise
-    except PeerError:  # what the ranks exchange first has told that some rank refuses or makes another call
+    except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
         problem, facts = problem_of_ids(given_TK, num_experts), facts_of_rows(rows_TD.dtype, recorded=recorded)
         raise_alike(channel.control, problem, facts=facts, of_call=True, label="refusal")
         raise
@@ -155,14 +158,14 @@ def run_dispatch(
 def run_dispatch_backward(
     route: Route, selection: Selection, grad_RD: Tensor, grad_R: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the model's rows, (T, D), and where ``grad_R`` is given of their weights, (T, K)."""
+    """Return the gradients of the model's rows, (T, D), and, if ``grad_R`` is given, of their weights, (T, K)."""
     with profiler_range("dispatch.backward"):
         grad_TD, grad_TK = route.dispatch_backward(grad_RD, grad_R)
     return selection.put(grad_TD), None if grad_TK is None else selection.put(grad_TK)
 
 
 def run_combine(channel: Channel, rows_RD: Tensor, weights_R: Tensor, route: Route, selection: Selection) -> Tensor:
-    """Bring expert rows back: (T, D), weighted where the config says so."""
+    """Bring expert rows back to (T, D), weighted if the config says so."""
     weights = weights_R if channel.config.weights == "combine" else None
     return selection.put(route.combine(rows_RD, weights))
 
@@ -170,14 +173,14 @@ def run_combine(channel: Channel, rows_RD: Tensor, weights_R: Tensor, route: Rou
 def run_combine_backward(
     channel: Channel, grad_TD: Tensor, saved: tuple[Tensor | None, Tensor], route: Route, selection: Selection
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the expert rows, (R, D), and of their weights, (R,), where the combined rows were saved.
+    """Return the gradients of the expert rows, (R, D), and, if the combined rows were saved, of their weights, (R,).
 
     Args:
-        channel: of the dispatcher.
-        grad_TD: gradient of what ``combine`` gave.
-        saved: the rows that were combined, or None, and their weights.
-        route: of the dispatch.
-        selection: of the dispatch.
+        channel: Channel of the dispatcher.
+        grad_TD: Gradient of the result of ``combine``.
+        saved: The combined rows, or None, and their weights.
+        route: Route of the dispatch.
+        selection: The rows that the dispatch sent.
     """
     rows_RD, weights_R = saved
     weights = weights_R if channel.config.weights == "combine" else None
@@ -186,9 +189,9 @@ def run_combine_backward(
 
 
 class _Dispatch(torch.autograd.Function):
-    """Attaches what has arrived to the rows and weights that were sent.
+    """Attach the arrived rows and weights to the sent ones in the autograd graph.
 
-    The context holds the lease, so that the channel stays open for the backward where the dispatcher is dropped before.
+    The context holds the lease, so the channel stays open for the backward even if the model is deleted before it.
     """
 
     @staticmethod
@@ -202,12 +205,15 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
         refuse_double_backward("dispatch")
         ctx.state.lease.mark()
-        # Always with the gradient of the weights: what travels must not depend on what one rank needs.
+        # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         return *run_dispatch_backward(ctx.state.route, ctx.state.selection, grad_RD, grad_R), None, None
 
 
 class _Combine(torch.autograd.Function):
-    """``weights_R`` leads on to the backward of dispatch even where no expert saw a row and the result is detached."""
+    """Combine as an autograd function of the expert rows and their weights.
+
+    The weights connect it to the backward of dispatch even if no expert got a row, or the expert rows are detached.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, state: State, channel: Channel) -> Tensor:
@@ -231,26 +237,27 @@ class _Combine(torch.autograd.Function):
 def attach(
     x_TD: Tensor, weights_TK: Tensor | None, state: State, arrived: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Any]:
-    """The arrived rows and weights, with the backward of dispatch behind them.
+    """Return the arrived rows and weights, connected to the backward of dispatch.
 
     Args:
-        x_TD: (T, D), what was sent.
-        weights_TK: their weights; None for rows that were sent the way of an earlier dispatch.
-        state: with the route.
-        arrived: rows and weights; a tuple, because autograd would make views of tensors that go in and come out.
+        x_TD: (T, D), the sent rows.
+        weights_TK: (T, K), the weights of the sent rows; None if the rows took the route of an earlier dispatch.
+        state: State of the dispatch, with its route.
+        arrived: The arrived rows and weights. They are passed in a tuple, because autograd turns a tensor that is both
+            an argument and a result into a view.
     """
     attached: tuple[Tensor, Any] = _Dispatch.apply(x_TD, weights_TK, state, arrived)  # type: ignore[no-untyped-call]
     return attached
 
 
 def combine(rows_RD: Tensor, weights_R: Tensor, state: State, channel: Channel) -> Tensor:
-    """``run_combine``, differentiable in rows and weights."""
+    """Run ``run_combine``, differentiable in rows and weights."""
     result: Tensor = _Combine.apply(rows_RD, weights_R, state, channel)  # type: ignore[no-untyped-call]
     return result
 
 
 def refuse_double_backward(verb: str) -> None:
-    """Raise where autograd records a backward, which ours does not support."""
+    """Raise a StateError if autograd records this backward, because the backwards here have no backward."""
     if torch.is_grad_enabled():
         raise StateError(
             f"Dispatcher.{verb}: double backward is not supported, got a backward with create_graph=True. "
@@ -262,11 +269,12 @@ _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
 
 
 def anchor(tensor: Tensor, channel: Channel) -> Tensor:
-    """``tensor``, requiring grad wherever gradients are recorded.
+    """Return ``tensor`` so that it requires grad if gradients are recorded.
 
-    Which of x, the weights and the experts require grad may differ between ranks. What goes through a verb always does,
-    so that every rank takes part in every backward: one that skipped it would leave its peers waiting. A rank alone has
-    no peers, and ranks that compile the same layer have the same backward anyway.
+    Ranks may differ in which of x, the weights and the experts require grad. But every rank must take part in every
+    backward, because a rank that skips one leaves its peers waiting. So a tensor that goes through a verb always
+    requires grad. Two cases need no anchor: a single rank has no peers, and ranks that compile the same layer have the
+    same backward.
     """
     if channel.communicator.size == 1 or tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
@@ -276,10 +284,11 @@ def anchor(tensor: Tensor, channel: Channel) -> Tensor:
 
 
 def tie(tensor: Tensor, other: Tensor) -> Tensor:
-    """``tensor``, behind which autograd also reaches where ``other`` came from, with no gradient for it.
+    """Return ``tensor``, connected in the autograd graph to the origin of ``other``, which gets no gradient.
 
-    Rows sent again come back by the weights of the first dispatch; untied, a rank whose experts detach would skip the
-    backward of the second.
+    An example is ``dispatch(again=...)``. Its rows are combined with the weights of the first dispatch. If a rank's
+    experts detach their outputs, only the weights connect ``combine`` to the second dispatch. Without the tie, this
+    rank would skip the backward of the second dispatch.
     """
     result: Tensor = _Tie.apply(tensor, other)  # type: ignore[no-untyped-call]
     return result
@@ -297,7 +306,7 @@ class _Tie(torch.autograd.Function):
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """A ``moe_dispatch::name`` range in profiles; costs nothing while no profiler runs."""
+    """Return a context that marks a ``moe_dispatch::name`` range in profiles. Without a profiler it does nothing."""
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(f"moe_dispatch::{name}")
     return _NO_RANGE

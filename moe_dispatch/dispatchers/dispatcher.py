@@ -1,4 +1,4 @@
-"""The Dispatcher: what a model calls. Its work is done in ``verbs``; see the package for who does what."""
+"""The class that a model calls. The module ``verbs`` does its work; the package's docstring lists all modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @final
 class _Naming:
-    """Adds the dispatcher's name to errors raised inside the block; costs nothing while there are none."""
+    """Add the dispatcher's name to errors that are raised inside the block."""
 
     def __init__(self, name: str) -> None:
         self._note = f"In the dispatcher {name!r}." if name else ""
@@ -44,27 +44,30 @@ class _Naming:
 
 
 class Dispatcher(nn.Module):
-    """Sends a model's rows to their experts and brings the results back in the shape that came in.
+    """Send a model's rows to their experts, and bring the results back in the shape of the input.
 
-    Use it as it is (``dispatch``, ``combine``), or subclass it and define ``run_experts``, and ``layout_of`` where a
-    model's tensors are neither BSHD nor rows; then calling it does the whole layer. It has no parameters, buffers or
-    state-dict keys of its own, so a subclass may have a submodule ``experts``. One per layer is light: what layers
-    share is opened once per config and group.
+    There are two ways to use a Dispatcher. Call ``dispatch`` and ``combine``, and run the experts in between. Or define
+    ``run_experts`` in a subclass, and call the module: it runs the whole layer. Such a subclass also overrides
+    ``layout_of`` if the model's tensors are neither BSHD nor rows.
+
+    A Dispatcher has no parameters, buffers or state-dict keys of its own, so a subclass may have a submodule
+    ``experts``. Build one for each layer: dispatchers with the same config and group share a backend and its buffers.
 
     Args:
-        config: what the model needs, and the backend.
-        group: the expert-parallel group, a one-dimensional DeviceMesh, or None for one rank without torch.distributed.
-        control_group: a CPU group of the same ranks for size agreement, so that it neither makes a GPU wait nor
-            interleaves with other collectives on ``group``.
-        name: where it sits in the model, as "stage 2, layers.7.mlp"; errors of its verbs say it. Ranks may differ.
+        config: The sizes of the model, and the backend.
+        group: The expert-parallel group, a one-dimensional DeviceMesh, or None for one rank without torch.distributed.
+        control_group: A CPU group of the same ranks, on which the ranks agree on sizes. The agreement then neither
+            makes a GPU wait nor mixes with other collectives on ``group``. By default ``group`` is used.
+        name: Place in the model, such as "stage 2, layers.7.mlp". Errors of the verbs contain it. It may differ
+            between ranks.
 
     Raises:
-        ConfigError: a rule the config breaks on this group, or ranks whose configs differ; on every rank alike.
-        BackendUnavailableError: the backend cannot run here.
-        PeerError: building failed on another rank.
+        ConfigError: The config breaks a rule on this group, or the configs of the ranks differ. Raised on every rank.
+        BackendUnavailableError: The backend cannot run here.
+        PeerError: Building failed on another rank.
 
-    Cost: building is collective: one small all-reduce on the control group; the first of its config and group takes two
-    more and an exchange of host names, and whatever the backend's buffers take.
+    Cost: building is collective, with one small all-reduce on the control group. The first dispatcher of a config and
+    group needs two more all-reduces, an exchange of host names, and the backend's buffers.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Dispatcher(nn.Module):
 
     @property
     def _channel(self) -> Channel:
-        """What this dispatcher shares with others; StateError once it is closed."""
+        """The channel of this dispatcher. Raises StateError if the dispatcher is closed."""
         return self._lease.channel
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -107,7 +110,7 @@ class Dispatcher(nn.Module):
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # nn.Module would store it, but reading the attribute would still find the method.
+        # nn.Module would store the value, but reading the attribute would still find the method.
         if isinstance(value, (nn.Module, nn.Parameter)) and (hasattr(Dispatcher, name) or name in ("config", "name")):
             raise InputError(
                 f"{type(self).__qualname__}.{name}: a submodule or parameter must have a name that Dispatcher does not "
@@ -117,7 +120,7 @@ class Dispatcher(nn.Module):
 
     @property
     def backend_name(self) -> str:
-        """The backend in use; what "auto" chose."""
+        """Name of the backend in use; with ``backend="auto"``, the backend that was chosen."""
         return self._channel.backend_name
 
     def forward(self, x: Tensor, routing: Routing, plan: Plan | Layout | None = None) -> Tensor:
@@ -126,31 +129,37 @@ class Dispatcher(nn.Module):
         return self.combine(self.run_experts(sent), sent)
 
     def run_experts(self, sent: Dispatched) -> Tensor:
-        """Apply this rank's experts to ``sent.rows``; (R, D). A subclass that is called defines it."""
+        """Apply this rank's experts to ``sent.rows``; (R, D). A subclass that is called must define this method."""
         raise StateError(
             f"{type(self).__qualname__}.forward: run_experts(sent) must be defined, got the base class's. "
             "Subclass Dispatcher and define it, or call dispatch and combine yourself."
         )
 
     def layout_of(self, x: Tensor) -> Layout:
-        """The layout of a tensor given without one: [B, S, D] is BSHD, [T, D] is rows; override for others."""
+        """Return the layout of a tensor that was given without one: BSHD for [B, S, D], rows for [T, D].
+
+        Override this method if the model's tensors have another layout.
+        """
         return BSHD() if x.dim() == 3 else Rows()
 
     @final
     def plan(self, layout: Layout | None = None, *, like: Tensor | None = None) -> Plan:
-        """Settle the sizes of one micro-batch forward, for every layer of it.
+        """Settle the sizes of one forward of a micro-batch. All MoE layers use the same plan.
 
         Args:
-            layout: how the hidden states hold tokens; by default ``layout_of(like)``.
-            like: any tensor shaped like the hidden states; needed where the layout does not know its row count and the
-                backend needs it.
+            layout: How the hidden states hold tokens; by default ``layout_of(like)``.
+            like: Any tensor shaped like the hidden states. It is needed if the backend needs the number of rows and
+                the layout does not know it.
 
         Raises:
-            LayoutError, InputError: what is given does not fit; PeerError: nor did it on another rank.
+            LayoutError: The layout is malformed, or does not fit ``like``.
+            InputError: There are too many rows, or an argument is missing. Under ``row_counts="check"``, also if the
+                numbers of rows differ between ranks.
+            PeerError: The call failed on another rank.
 
-        Cost: nothing, or where the backend needs equal rows or the largest count, under ``row_counts`` "agree" or
+        Cost: mostly nothing. If the backend needs equal rows or the largest row count, and ``row_counts`` is "agree" or
         "check", one all-reduce of five integers on the control group and one host sync. A backend with buffers may
-        grow them here, which is collective.
+        grow the buffers here, which is collective.
         """
         verbs.refuse_tracing("plan")
 
@@ -162,7 +171,7 @@ class Dispatcher(nn.Module):
             return draft_plan(channel, layout or self._inferred("plan", like), like)
 
         with self._naming:
-            _ = self._channel  # raises where closed
+            _ = self._channel  # raises if closed
             settled = settle(lambda: self._channel, check)
             assert settled is not None
             return settled
@@ -197,26 +206,33 @@ class Dispatcher(nn.Module):
         again: Dispatched | None = None,
         async_op: bool = False,
     ) -> Dispatched | InFlight:
-        """Send every row of x to the experts its routing names. Collective.
+        """Send every row of x to the experts that its routing names. Collective.
 
         Args:
-            x: the model's hidden states, any count of tokens, also none; floating, last dimension ``hidden_size``.
-            routing: ids and weights, one row per row of ``layout.flatten(x)``.
-            plan: from ``plan``; or a layout, or nothing (``layout_of(x)``): then sizes are settled here, in each call.
-            again: send x the way of an earlier dispatch, without routing, plan or an exchange of counts.
-            async_op: return while rows travel, once counts are exchanged and read; ``wait()`` on the result completes
-                it, called once, on the same stream and in the same grad mode. A backend that cannot overlap is done.
+            x: The model's hidden states: floating, last dimension ``hidden_size``, any number of tokens including 0.
+            routing: Ids and weights, one row for each row of ``layout.flatten(x)``.
+            plan: The result of ``plan``, a layout, or None for ``layout_of(x)``. Without a plan, each call settles the
+                sizes itself.
+            again: The result of an earlier dispatch. x is sent along its route, without routing, plan and an exchange
+                of counts.
+            async_op: Whether to return an ``InFlight`` while rows still travel. The counts have been exchanged and read
+                by then. Call ``wait()`` once on the result, on the same stream and in the same grad mode. If the
+                backend cannot overlap, the rows have already arrived.
 
         Returns:
-            Expert-major rows and their counts; see ``Dispatched``. On more than one rank they require grad wherever
-            gradients are recorded, whatever x does: every rank takes part in every backward.
+            Rows grouped by expert, and their counts; see ``Dispatched``. If gradients are recorded and the group has
+            more than one rank, the rows require grad even if x does not, because every rank takes part in every
+            backward.
 
         Raises:
-            InputError, LayoutError: the tensors do not fit, an id is outside -1..num_experts-1 (graph-safe: see
-            ``check``), or ranks that exchange something before rows travel differ in the dtype of x or in grad mode;
-            StateError: closed, or another dispatcher's plan or state; PeerError: another rank refused its call.
+            InputError: The tensors do not fit, or an id is outside -1..num_experts-1 (in graph-safe mode, ``check``
+                reports such ids). Also if the dtype of x or the grad mode differs between ranks, and the ranks exchange
+                something before rows travel.
+            LayoutError: The layout or the plan does not fit x, or both are missing under ``infer_layout=False``.
+            StateError: The dispatcher is closed, or the plan or ``again`` comes from another dispatcher.
+            PeerError: Another rank refused its call.
 
-        Cost: that of the backend, and of ``plan`` where none is given.
+        Cost: that of the backend, and without a plan also that of ``plan``.
         """
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
@@ -248,7 +264,7 @@ class Dispatcher(nn.Module):
             return verbs.dispatch_again(x, again)
 
     def _state(self, sent: Dispatched, verb: str) -> State:
-        channel = self._channel  # raises where closed
+        channel = self._channel  # raises if closed
         if not isinstance(sent, Dispatched):
             raise InputError(
                 f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. "
@@ -269,15 +285,17 @@ class Dispatcher(nn.Module):
         """Bring expert outputs back, weighted and summed over top_k. Collective.
 
         Args:
-            rows: (R, D), floating; where ``sent.rows`` is padding it may hold anything.
-            sent: of the dispatch these rows belong to; may be used more than once, in any order.
+            rows: (R, D), floating: one output for each row of ``sent.rows``. Outputs of padding may hold any value.
+            sent: The result of the dispatch that these rows belong to. One result can be combined several times, and
+                results can be combined in any order.
 
         Returns:
-            The shape of the x that was dispatched, in the dtype of ``rows``; zero where a row is no token or went
-            nowhere. Sums are accumulated in ``max(float32, dtype)`` and rounded once.
+            A tensor in the shape of the x that was dispatched and in the dtype of ``rows``. Rows that hold no token or
+            that no expert received are zero. Sums are accumulated in ``max(float32, dtype)`` and rounded once.
 
         Raises:
-            InputError: rows of another shape or device; StateError: closed, or a state of another dispatcher.
+            InputError: The shape, dtype or device of ``rows`` does not fit.
+            StateError: The dispatcher is closed, or ``sent`` comes from another dispatcher.
 
         Cost: that of the backend; no host sync.
         """
@@ -289,51 +307,68 @@ class Dispatcher(nn.Module):
             return verbs.combine(rows, sent)
 
     def metrics(self, *, gather: bool = False) -> Metrics:
-        """Totals of this dispatcher's channel: local, a host sync on a GPU; with ``gather`` collective, the group's."""
+        """Return totals of this dispatcher's channel. A host sync on a GPU.
+
+        Args:
+            gather: Whether to return totals of all ranks of the group, which is collective, or of this rank only.
+        """
         return read_metrics(self._channel, gather=gather)
 
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
-        """Send random rows through identity experts: x times the weight sum must come back, and so the gradients.
+        """Send random rows through identity experts, and compare the result and the gradients with the exact ones.
+
+        The exact result is x times the sum of its weights.
 
         Args:
-            device: where the rows are; by default the config's device, else the CPU, or what the group can carry.
-            dtype: of the rows; by default float32, or bfloat16 where the backend carries nothing else.
+            device: Device of the rows; by default the config's device, else the CPU. If the group cannot exchange
+                tensors of that device, a device that it supports is used.
+            dtype: Dtype of the rows; by default float32, or bfloat16 if the backend does not carry float32.
 
         Raises:
-            StateError: it does not on some rank; on every rank alike, with the difference.
+            StateError: The difference is too large on some rank. Raised on every rank, with the difference.
 
-        Cost: collective; one dispatch and combine of about 32 rows a rank, forward and backward. They count in metrics.
+        Cost: collective; one dispatch and combine of about 32 rows a rank, forward and backward. The metrics count
+        these calls.
         """
         preferred = torch.device(device or self.config.device or "cpu")
         run_self_test(self, device_of(self._channel.communicator.group, preferred), dtype)
 
     def check(self) -> RequiredCapacity:
-        """Hear of overflows and invalid ids of all dispatches of all ranks. Graph-safe; collective; a host sync.
+        """Report overflows and invalid ids of all ranks. Graph-safe mode only; collective; a host sync.
 
         Raises:
-            InputError: a dispatch was given ids outside -1..num_experts-1, whose slots went nowhere; on every rank
-                alike. It is raised once: the next call only tells of dispatches since then.
-            CapacityError: rows were dropped under ``on_overflow="raise"``; on every rank alike, with what would fit.
-            StateError: the config is not graph_safe.
+            InputError: A dispatch was given ids outside -1..num_experts-1; their slots went nowhere. Raised on every
+                rank. The next call reports only invalid ids of later dispatches.
+            CapacityError: Rows were dropped under ``on_overflow="raise"``. Raised on every rank, with a capacity that
+                would be enough.
+            StateError: The config is not graph_safe.
         """
         return overflow.check(self._channel)
 
     def required_capacity(self) -> RequiredCapacity:
-        """What would have been enough so far; never raises for an overflow. Graph-safe; collective; a host sync."""
+        """Return the capacity that would have been enough so far. Graph-safe mode only; collective; a host sync.
+
+        Raises:
+            StateError: The config is not graph_safe. An overflow raises nothing here.
+        """
         return overflow.required(self._channel)
 
     def grow(self, *, headroom: float = 1.125) -> RequiredCapacity:
-        """Make room for what was needed so far, times ``headroom`` where it was short, up to the worst case.
+        """Raise the capacity if a dispatch has overflowed. Graph-safe mode only; collective; a host sync.
 
-        Plans made before are refused from now on, and CUDA graphs captured before still have the old room: capture
-        them again. Not between a forward and a backward that recomputes it. Graph-safe; collective; a host sync. Where
-        ranks give other headrooms, the largest counts.
+        A bound that was too small becomes the need so far times ``headroom``, at most the worst case. After the capacity
+        has grown, make plans and capture CUDA graphs again: older plans are refused, and older graphs keep the old
+        capacity. Do not call this method between a forward and a backward that recomputes it.
+
+        Args:
+            headroom: Factor from 1 to 1024. If it differs between ranks, the largest one is used.
 
         Returns:
-            What was needed, and whether it had overflowed; without an overflow nothing changes.
+            The need so far, and whether a dispatch has overflowed. Without an overflow, the capacity stays as it is.
 
         Raises:
-            InputError: ``headroom`` outside 1..1024. StateError: the config is not graph_safe.
+            InputError: ``headroom`` is outside 1..1024.
+            StateError: The config is not graph_safe.
         """
         return overflow.grow(self._channel, headroom)
 
@@ -344,41 +379,49 @@ class Dispatcher(nn.Module):
         group: dist.ProcessGroup | None = None,
         headroom: float = 1.125,
     ) -> Result:
-        """Run a step, and again with more room as long as it overflowed.
+        """Run a step; after an overflow, grow the capacity and run it again. Graph-safe mode only; collective.
+
+        Do not use this method for replays of a CUDA graph: a graph keeps the capacity it was captured with.
 
         Args:
-            step: forward and backward of one micro-batch or batch, plans included. It may run several times, so it does
-                its own ``zero_grad`` and leaves the optimizer alone; the random number generators of the CPU and of
-                the current CUDA device are put back before each run. What it returns is returned.
-            *others: dispatchers of other configs or groups that it uses; those that share a channel need no naming.
-            group: all ranks that run the step together, where these are more than the expert-parallel group: with data
-                parallelism around it, an overflow in one expert-parallel group must rerun the step in all.
-            headroom: as for ``grow``.
+            step: Function that makes the plans and runs forward and backward of one micro-batch or batch. It may run
+                several times, so it must call ``zero_grad`` itself and must not step the optimizer. The random number
+                generators of the CPU and of the current CUDA device are restored before each run.
+            *others: Further dispatchers that the step uses, one of each other config or group.
+            group: All ranks that run the step together, if they are more than the expert-parallel group. With data
+                parallelism around expert parallelism, an overflow in one expert-parallel group must rerun the step in
+                all of them.
+            headroom: Factor for ``grow``.
 
         Returns:
-            The result of the run that had room from its start to its end: bit for bit that of a run with as much room
-            from the start.
+            The result of the last run, in which nothing overflowed. It is bit for bit the result of a run that had the
+            final capacity from the start.
 
         Raises:
-            InputError: invalid ids, as in ``check``; PeerError: on ranks of ``group`` only.
+            InputError: A dispatch was given invalid ids, as in ``check``; or ``headroom`` is outside 1..1024.
+            StateError: The config of a dispatcher is not graph_safe.
+            PeerError: Ranks of ``group`` outside the expert-parallel group were given invalid ids.
 
-        Cost: one all-reduce of four integers and one host sync a run, and one more of each with ``group``. Graph-safe;
-        collective. Not for replays of a CUDA graph: those keep the room they were captured with.
+        Cost: one all-reduce of four integers and one host sync a run and channel; with ``group``, one more of each a
+        run.
         """
         channels = {dispatcher._channel.name: dispatcher._channel for dispatcher in (self, *others)}
         everyone = None if group is None else Communicator(group)
         return overflow.retry_on_overflow(list(channels.values()), step, everyone=everyone, headroom=headroom)
 
     def extra_repr(self) -> str:
-        """Describe the dispatcher in ``repr``: backend, sizes and place in the group."""
-        if (lease := self.__dict__.get("_lease")) is None:  # an error of __init__ may show a half-built module
+        """Return the part of ``repr`` that names the backend, the sizes and the rank."""
+        if (lease := self.__dict__.get("_lease")) is None:  # an error in __init__ may show a half-built module
             return ""
         config = self.config
         sizes = f"num_experts={config.num_experts}, top_k={config.top_k}, hidden_size={config.hidden_size}"
         return ", ".join([lease.description, sizes] + [f"name={self.name!r}"] * bool(self.name))
 
     def close(self) -> None:
-        """Give up this dispatcher's share of the channel; the last one closes the backend. May be called twice."""
+        """Give back this dispatcher's share of the channel. The last share closes the backend.
+
+        A second call does nothing.
+        """
         self._lease.release()
 
 
@@ -389,5 +432,5 @@ def build_dispatcher(
     control_group: dist.ProcessGroup | None = None,
     name: str = "",
 ) -> Dispatcher:
-    """A Dispatcher to call ``dispatch`` and ``combine`` on; arguments and errors as for the class."""
+    """Return a Dispatcher to call ``dispatch`` and ``combine`` on. Arguments and errors are those of ``Dispatcher``."""
     return Dispatcher(config, group, control_group=control_group, name=name)

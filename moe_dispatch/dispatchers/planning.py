@@ -1,4 +1,4 @@
-"""What a rank checks of a call by itself, and how ranks settle the sizes of a micro-batch before rows move."""
+"""Check a call on each rank, and settle the sizes of a micro-batch between ranks before rows move."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.floa
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Draft:
-    """What a rank knows by itself: its layout, T, the rows it keeps, and how many it brings to the backend."""
+    """The part of a plan that a rank knows without the other ranks.
+
+    Attributes:
+        layout: How the model's tensor holds tokens.
+        num_rows: T, or None if not known yet.
+        real_rows: int64, the indices of the rows to send, if the other rows are cut out; otherwise None.
+        valid_T: bool (T,), whether each row is a token, if the host knows it and no rows are cut out; otherwise None.
+        count: Number of rows that this rank sends, before padding; None if not known yet.
+    """
 
     layout: Layout
     num_rows: int | None
@@ -35,11 +43,11 @@ class Draft:
 
 
 def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
-    """Everything about a plan that needs no other rank.
+    """Make the part of a plan that needs no other rank.
 
     Raises:
-        LayoutError: the layout is malformed or does not fit ``like``.
-        InputError: too many rows, or a layout that does not know how many where the backend needs it.
+        LayoutError: The layout is malformed or does not fit ``like``.
+        InputError: There are too many rows; or the backend needs the number of rows, and the layout does not know it.
     """
     count = num_rows = layout.num_rows(None if like is None else like.shape)
     if num_rows is not None:
@@ -49,7 +57,7 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
         count = layout.num_real(num_rows)
         real_rows = None if num_rows is None else layout.real_rows(num_rows)
     elif like is not None and num_rows is not None and layout.on_host:
-        # Here, because a copy from the host has no place in a captured graph.
+        # The mask is copied to the device here, because a captured graph cannot contain a copy from the host.
         valid_T = layout.valid_T(num_rows, like.device)
     _check_count(channel, layout, count)
     if like is not None and real_rows is not None:
@@ -58,16 +66,20 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
 
 
 def cuts_rows(channel: Channel, layout: Layout) -> bool:
-    """Whether rows that are no tokens are cut out: if there may be some, the host knows which, and shapes may vary."""
+    """Return whether rows that are no tokens are cut out.
+
+    They are if the layout may have such rows, the host knows them, and shapes may vary between calls.
+    """
     return not layout.all_real and layout.on_host and not channel.config.graph_safe
 
 
 def _settle_plan(channel: Channel, draft: Draft, facts: Facts | None) -> Plan:
-    """Agree on sizes; collective where ``agrees_on_rows``.
+    """Agree on sizes. Collective if ``agrees_on_rows``.
 
     Raises:
-        InputError: too many rows on some rank, other facts, or unequal rows under "check"; on every rank alike.
-        PeerError: another rank refused.
+        InputError: Some rank has too many rows, the facts of the ranks differ, or the numbers of rows differ under
+            ``row_counts="check"``. Raised on every rank.
+        PeerError: Another rank refused its call.
     """
     sizes = _agreed_sizes(channel, draft.count, facts)
     channel.backend.reserve(sizes)
@@ -92,8 +104,8 @@ def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> Non
     """Refuse a plan that is not for this call.
 
     Raises:
-        StateError: it was made by a dispatcher of another config or group.
-        LayoutError: it is for another number of tokens, or does not fit ``like``.
+        StateError: The plan was made by a dispatcher of another config or group, or for another capacity.
+        LayoutError: The plan is for another number of tokens, or does not fit ``like``.
     """
     check_owner(channel, plan)
     if plan.num_rows not in (None, num_rows):
@@ -101,12 +113,16 @@ def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> Non
             f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
             "Make a plan per micro-batch. [MD06]"
         )
-    if plan.num_rows is None:  # what the plan could not check without a tensor
+    if plan.num_rows is None:  # the plan was made without a tensor, so the layout is checked now
         draft_plan(channel, plan.layout, like)
 
 
 def check_owner(channel: Channel, plan: Plan) -> None:
-    """Refuse a plan of a dispatcher of another config or group, or of before it has grown, with a StateError."""
+    """Refuse a plan of another channel or of another capacity.
+
+    Raises:
+        StateError: The plan was made by a dispatcher of another config or group, or before the capacity has grown.
+    """
     if plan.owner != channel.name:
         raise StateError(
             "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
@@ -115,12 +131,12 @@ def check_owner(channel: Channel, plan: Plan) -> None:
     if plan.sizes.capacity != channel.capacity:
         raise StateError(
             f"Dispatcher.dispatch: the plan must be made for the capacity in force, got one for {plan.sizes.capacity} "
-            f"on {channel.capacity}: it has grown since. Make the plan again."
+            f"on {channel.capacity}: the capacity has grown since. Make the plan again."
         )
 
 
 def agrees_on_rows(channel: Channel) -> bool:
-    """Whether sizes are settled by a collective."""
+    """Return whether the ranks settle sizes with a collective."""
     return _needs_agreement(channel) and channel.config.row_counts_policy in ("agree", "check")
 
 
@@ -129,18 +145,18 @@ Facts = Mapping[str, str]
 
 @cache
 def facts_of_rows(dtype: torch.dtype | None, *, recorded: bool) -> Facts:
-    """What must be alike in a dispatch of all ranks, by name.
+    """Return the facts about rows that must be equal on all ranks of a dispatch, by name.
 
     Args:
-        dtype: of x.
-        recorded: whether gradients are recorded. A rank that does not record them takes part in no backward.
+        dtype: Dtype of x.
+        recorded: Whether gradients are recorded. A rank that does not record them takes part in no backward.
     """
     return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": "enabled" if recorded else "disabled"}
 
 
 @cache
 def number_of_rows(dtype: torch.dtype, *, recorded: bool) -> int:
-    """``facts_of_rows`` as a number of 22 bits, for an exchange that has no room for more."""
+    """Return ``facts_of_rows`` as a number of 22 bits, which fits into the exchange of counts."""
     return digest(facts_of_rows(dtype, recorded=recorded)) % 2**22
 
 
@@ -155,19 +171,19 @@ def settle(
     """Run this rank's checks of a call, tell the peers if one fails, and agree on sizes.
 
     Args:
-        find: gives the channel, or raises where it is closed.
-        check: what this rank checks by itself; its draft of the plan.
-        settled: a plan has settled the sizes before; nothing is agreed on here.
-        x: of a dispatch, whose peers may wait for this rank in an exchange of counts; None elsewhere.
-        recorded: whether the call records gradients.
+        find: Function that returns the channel, or raises if it is closed.
+        check: Function that checks the call on this rank, and returns a draft of the plan.
+        settled: Whether a plan has settled the sizes before. If so, the ranks do not agree on sizes here.
+        x: Hidden states of a dispatch, in which peers may wait for this rank's counts; None in a call of ``plan``.
+        recorded: Whether the call records gradients.
 
     Returns:
-        The plan; None where ``settled``.
+        The plan; None if ``settled``.
 
     Raises:
-        Exception: what ``check`` raised.
-        InputError: another rank makes another call, and ranks agree on sizes or have ``debug``; on every rank alike.
-        PeerError: the check failed on another rank, and ranks exchange something before rows travel.
+        Exception: ``find`` or ``check`` raised it on this rank.
+        InputError: The ranks make different calls, and they agree on sizes or have ``debug``. Raised on every rank.
+        PeerError: The check failed on another rank, and the ranks exchange something before rows travel.
     """
     try:
         channel = find()
@@ -178,13 +194,16 @@ def settle(
     debug, agrees, facts = channel.config.debug, agrees_on_rows(channel), None
     if debug or (agrees and not settled):
         facts = _facts_of_call(x, agrees=agrees, settled=settled, recorded=recorded)
-    if debug and (settled or not agrees):  # before settling, which may make buffers: a collective too
+    if debug and (settled or not agrees):  # first, because settling may make buffers, which is collective
         _agree_on_largest(channel, 0, facts=facts, label="debug")
     return None if settled or draft is None else _settle_plan(channel, draft, facts)
 
 
 def _facts_of_call(x: Tensor | None, *, agrees: bool, settled: bool, recorded: bool) -> Facts:
-    """What must be alike in a call of all ranks; only where the ranks agree on sizes must all have a plan or none."""
+    """Return the facts that must be equal on all ranks of a call.
+
+    If the ranks agree on sizes, either all of them must have a plan or none.
+    """
     if x is None:
         return {"the call": "plan"}
     how = "" if not agrees else " with a plan" if settled else " without a plan"
@@ -192,9 +211,9 @@ def _facts_of_call(x: Tensor | None, *, agrees: bool, settled: bool, recorded: b
 
 
 def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool, x: Tensor | None) -> None:
-    """Join the first exchange that the peers of this call enter, with a mark, so that they raise too.
+    """Enter the first exchange of this call with a mark that this rank refuses, so that the peers raise too.
 
-    The error gets a note where the peers could not be told.
+    If there is no such exchange, or the exchange fails, the error gets a note that the peers do not know of it.
     """
     try:
         channel = find()
@@ -214,7 +233,7 @@ def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool,
 
 
 def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
-    """The rules on this rank's rows that it can check alone."""
+    """Check this rank's number of rows, as far as no other rank is needed."""
     needs, maximum = channel.needs, channel.config.max_tokens_per_rank
     if count is None and _needs_agreement(channel) and channel.config.row_counts_policy != "static":
         raise InputError(
@@ -226,7 +245,7 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
             f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
             "Raise max_tokens_per_rank."
         )
-    # Where nothing is agreed on, nobody could tell the peers later.
+    # Ranks that agree on nothing later have no chance to refuse together, so each rank checks its own rows here.
     if not _needs_agreement(channel) or channel.config.row_counts_policy == "assume":
         check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
 
@@ -258,10 +277,10 @@ def _agree_on_largest(
     facts: Facts | None = None,
     label: str = "sizes",
 ) -> int:
-    """The largest count of rows of any rank, if all ranks make the same call.
+    """Return the largest row count of any rank, if all ranks make the same call.
 
-    Each count travels with its rank, so that an error can name both. The one exchange before a dispatch: with ``debug``
-    a rank that has a plan meets a rank that has none here, so it always has this form.
+    Each count travels with its rank, so that an error can name both. This exchange has the same form in all calls: with
+    ``debug``, a rank that has a plan and a rank that has none meet here.
     """
     size, rank = channel.control.size, channel.control.rank
     values = (count * size + rank, -count * size + rank)
@@ -277,7 +296,7 @@ def _agree_on_largest(
 
 
 def refuse_routing(routing: object) -> NoReturn:
-    """Raise the InputError of a call without a ``Routing``."""
+    """Raise the InputError for a routing that is no ``Routing``."""
     raise InputError(
         f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
         "Pass Routing(topk_ids, topk_weights), or again=sent."
@@ -285,10 +304,10 @@ def refuse_routing(routing: object) -> NoReturn:
 
 
 def check_tensors(x_TD: Tensor, routing: Routing | None, config: DispatcherConfig, needs: Constraints) -> None:
-    """Shapes, dtypes and devices of one call.
+    """Check shapes, dtypes and devices of one call.
 
     Raises:
-        InputError: naming the tensor, both values and the way out.
+        InputError: The shape, dtype or device of x or of the routing does not fit.
     """
     if not isinstance(routing, Routing):
         refuse_routing(routing)
@@ -338,18 +357,19 @@ def check_tensors(x_TD: Tensor, routing: Routing | None, config: DispatcherConfi
 def check_rows(
     where: str, what: str, rows: Tensor, config: DispatcherConfig, needs: Constraints, *, weights: Tensor | None = None
 ) -> None:
-    """Refuse rows that the backend cannot carry, and gradients that it would silently not give.
+    """Refuse rows that the backend cannot carry, and rows that require grad if the backend has no backward.
 
     Args:
-        where: name of the call, for the error.
-        what: name of the tensor, for the error.
-        rows: of any floating dtype where the config has a ``wire_dtype``, to which they are converted.
-        config: of the dispatcher.
-        needs: of the backend.
-        weights: that may require grad too.
+        where: Name of the call, for the error.
+        what: Name of the tensor, for the error.
+        rows: The rows to check. If the config has a ``wire_dtype``, any floating dtype is fine, because rows are
+            converted.
+        config: Config of the dispatcher.
+        needs: Constraints of the backend.
+        weights: Weights of the rows, which may require grad too.
 
     Raises:
-        InputError: naming both dtypes, or the backend, and the way out.
+        InputError: The backend does not carry the dtype; or a tensor requires grad, and the backend has no backward.
     """
     carried = ROW_DTYPES if needs.dtypes is None or config.wire_dtype is not None else needs.dtypes
     if rows.dtype not in carried:
@@ -369,10 +389,10 @@ def check_rows(
 
 
 def check_again(x_TD: Tensor, num_rows: int, device: torch.device, config: DispatcherConfig) -> None:
-    """Rows that are to go the way of an earlier dispatch.
+    """Check rows that are to take the route of an earlier dispatch.
 
     Raises:
-        InputError: they are not like those of that dispatch.
+        InputError: The rows differ in shape or device from the rows of that dispatch, or are not floating.
     """
     expected = (num_rows, config.hidden_size)
     if x_TD.shape != expected or x_TD.dtype not in ROW_DTYPES or x_TD.device != device:
@@ -383,10 +403,10 @@ def check_again(x_TD: Tensor, num_rows: int, device: torch.device, config: Dispa
 
 
 def check_combine(rows: Tensor, dispatched: Tensor, config: DispatcherConfig, needs: Constraints) -> None:
-    """Shape, dtype, device and gradients of expert outputs, beside the rows that were dispatched.
+    """Compare expert outputs with the rows that were dispatched: shape, dtype, device and gradients.
 
     Raises:
-        InputError: naming both values and the way out.
+        InputError: The outputs do not fit the dispatched rows, or the backend cannot carry them.
     """
     if rows.shape != dispatched.shape or rows.dtype not in ROW_DTYPES or rows.device != dispatched.device:
         raise InputError(
@@ -397,10 +417,10 @@ def check_combine(rows: Tensor, dispatched: Tensor, config: DispatcherConfig, ne
 
 
 def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> None:
-    """Ids in range and weights finite, in rows that are tokens. A host sync on a GPU; only with ``debug=True``.
+    """Check that ids are in range and weights are finite, in rows that are tokens. A host sync; for ``debug=True``.
 
     Raises:
-        InputError: with the offending value.
+        InputError: An id is outside -1..num_experts-1, or a weight is not finite.
     """
     ids, weights = routing.topk_ids, routing.topk_weights
     if valid_T is not None:
@@ -415,7 +435,7 @@ def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> 
 
 
 def problem_of_ids(ids: Tensor, num_experts: int) -> InputError | None:
-    """The error for ids that are invalid, with the lowest and the highest; None if all are valid. A host sync."""
+    """Return an error with the lowest and the highest id if some id is invalid, otherwise None. A host sync."""
     low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
     if -1 <= low <= high < num_experts:
         return None
@@ -425,10 +445,10 @@ def problem_of_ids(ids: Tensor, num_experts: int) -> InputError | None:
 
 
 def valid_ids(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Make ids safe before anything is indexed or narrowed by them. No host sync.
+    """Replace invalid ids, those outside -1..num_experts-1, so that the ids can serve as indices. No host sync.
 
     Returns:
-        The ids with -1 for each that is invalid, that is outside -1..num_experts-1; and a mask of the invalid ones.
+        The ids, with -1 for each invalid id; and a mask of the invalid ids.
     """
     nearest = ids.clamp(-1, num_experts - 1)
     invalid = nearest != ids

@@ -1,8 +1,8 @@
-"""Dispatch and combine: checked, prepared, run, and attached to autograd.
+"""Dispatch and combine: check and prepare a call, run it, and attach its result to autograd.
 
-An eager call runs the bodies itself. A call that ``torch.compile`` traces, or that selective checkpointing watches, is
-prepared in the same way and calls operators, which run the same bodies. Code for traced calls reads no device, counts
-nothing and talks to no other rank: operators do.
+An eager call runs the functions of ``autograd`` itself. A call that ``torch.compile`` traces, or that selective
+checkpointing records, calls operators instead, which run the same functions. Code for traced calls must not read a
+device, change a counter or exchange anything with other ranks: the operators do that when they run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 
 def uses_operators(lease: Lease) -> bool:
-    """Whether a verb calls operators rather than the backend, which is 20 to 50 us a call faster.
+    """Return whether a verb must call operators instead of the backend.
 
-    True while the call is traced, and in selective checkpointing, which can save only what operators return.
+    It must while the call is traced, and in selective checkpointing, which can save only results of operators. Other
+    calls go to the backend directly, which saves 20 to 50 us a call.
     """
     if torch.compiler.is_compiling():
         return True
@@ -49,7 +50,7 @@ def uses_operators(lease: Lease) -> bool:
         return False
     return lease.channel.needs.compilable and any(
         isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
-        # One of torch's own modes for tracing (fake tensors, proxies), not one that a user wrote.
+        # Only torch's own modes for tracing (fake tensors, proxies) have this key; modes of users have none.
         or getattr(mode, "_mode_key", None) is not None
         for mode in _get_current_dispatch_mode_stack()
     )
@@ -65,15 +66,15 @@ def dispatch(
     async_op: bool,
     name: str,
 ) -> Dispatched | InFlight:
-    """``Dispatcher.dispatch`` of an eager call.
+    """Run ``Dispatcher.dispatch`` in an eager call.
 
     Args:
-        lease: of the dispatcher.
-        x: as the model gave it.
-        routing: of its rows.
-        plan: settled before; or the layout of x, or None for the inferred one: then sizes are settled here.
-        infer: gives the layout of x where none is given.
-        async_op: return before the rows have arrived.
+        lease: The dispatcher's share of its channel.
+        x: Hidden states in the shape of the model.
+        routing: Ids and weights of the rows of x.
+        plan: A plan, a layout, or None for the inferred layout. Without a plan, this call settles the sizes.
+        infer: Function that returns the layout of x; called if ``plan`` is None.
+        async_op: Whether to return before the rows have arrived.
         name: Name of the dispatcher, stored in recorded traces.
     """
     given = plan if isinstance(plan, Plan) else None
@@ -99,7 +100,7 @@ def dispatch(
     selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
     with torch.no_grad():
         finish = run_dispatch(channel, (x_TD, ids_TK, weights_TK), valid_T, selection, settled.sizes, recorded=recorded)
-        if recorder is not None and note is not None:  # no rank refused: its peers keep this call too
+        if recorder is not None and note is not None:  # no rank refused, so the peers keep this call too
             recorder.keep(note)
         here = None if async_op else finish()
 
@@ -129,7 +130,7 @@ def dispatch(
 def _checked(
     channel: Channel, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, infer: Callable[[], Layout]
 ) -> tuple[Tensor, Draft | None]:
-    """What this rank checks of a dispatch by itself: the rows of x, and the draft of a plan where none is given."""
+    """Check a dispatch on this rank alone. Returns x as rows, and a draft of the plan unless a plan is given."""
     layout = layout_in(plan, infer)
     x_TD = layout.flatten(x)
     check_tensors(x_TD, routing, channel.config, channel.needs)
@@ -143,10 +144,10 @@ def _checked(
 
 
 def layout_in(plan: Plan | Layout | None, infer: Callable[[], Layout]) -> Layout:
-    """The layout of a dispatch: of its plan, as given, or inferred.
+    """Return the layout of a dispatch: the plan's layout, the given layout, or the inferred layout.
 
     Raises:
-        InputError: it is neither.
+        InputError: ``plan`` is no Plan, Layout or None.
     """
     if isinstance(plan, Plan):
         return plan.layout
@@ -160,7 +161,10 @@ def layout_in(plan: Plan | Layout | None, infer: Callable[[], Layout]) -> Layout
 
 
 def _real_rows(channel: Channel, plan: Plan, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Which rows are tokens: those to cut out, or a mask of (T,); both None where all rows are tokens."""
+    """Return the indices of the rows that are tokens, or a mask (T,) of them.
+
+    The indices are returned if the other rows are cut out. Both are None if all rows are tokens.
+    """
     layout, num_rows = plan.layout, x_TD.shape[0]
     real_rows = plan.real_rows
     if cuts_rows(channel, layout):
@@ -171,11 +175,11 @@ def _real_rows(channel: Channel, plan: Plan, x_TD: Tensor) -> tuple[Tensor | Non
 
 
 def _once(lease: Lease, complete: Callable[[], Dispatched]) -> Callable[[], Dispatched]:
-    """``complete``, once, and only while the dispatcher is open."""
-    waiting = [complete]  # emptied, so that an InFlight that is kept does not keep what was sent
+    """Return a function that calls ``complete`` once, and only while the dispatcher is open."""
+    waiting = [complete]  # emptied by the call, so that a kept InFlight does not hold the sent tensors
 
     def wait() -> Dispatched:
-        _ = lease.channel  # raises where closed
+        _ = lease.channel  # raises if closed
         if not waiting:
             raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
         return waiting.pop()()
@@ -184,7 +188,7 @@ def _once(lease: Lease, complete: Callable[[], Dispatched]) -> Callable[[], Disp
 
 
 def dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
-    """``Dispatcher.dispatch(again=...)``."""
+    """Run ``Dispatcher.dispatch(x, again=again)``."""
     state: State = again.state
     channel, x_TD = state.lease.channel, state.layout.flatten(x)
     if state.route is None:
@@ -206,7 +210,7 @@ def dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
 
 
 def _dispatched(counts: Arrived | Dispatched, rows: Tensor, weights: Tensor, state: State) -> Dispatched:
-    """Rows and weights with the counts of what arrived, or of an earlier dispatch."""
+    """Make a ``Dispatched`` from rows, weights, and the counts of what arrived or of an earlier dispatch."""
     return Dispatched(
         rows=rows,
         tokens_per_expert=counts.tokens_per_expert,
@@ -219,7 +223,7 @@ def _dispatched(counts: Arrived | Dispatched, rows: Tensor, weights: Tensor, sta
 
 
 def combine(rows: Tensor, sent: Dispatched) -> Tensor:
-    """``Dispatcher.combine``."""
+    """Run ``Dispatcher.combine``."""
     state: State = sent.state
     channel = state.lease.channel
     weights_R = anchor(sent.weights, channel)
@@ -236,19 +240,19 @@ def combine(rows: Tensor, sent: Dispatched) -> Tensor:
 def dispatch_by_operator(
     lease: Lease, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, infer: Callable[[], Layout]
 ) -> Dispatched:
-    """``Dispatcher.dispatch`` of a traced call: by an operator, which settles sizes where no plan did."""
+    """Run ``Dispatcher.dispatch`` in a traced call. The operator settles the sizes if there is no plan."""
     if not isinstance(routing, Routing):
         refuse_routing(routing)
     channel, layout = lease.channel, layout_in(plan, infer)
     x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
     num_rows = x_TD.shape[0]
-    if not torch.compiler.is_compiling():  # a compiled region sees symbols, and lengths may be on a device
+    if not torch.compiler.is_compiling():  # under tracing, the number of rows is a symbol, and lengths are unknown
         layout.check(num_rows, values=channel.config.debug)
     if isinstance(plan, Plan):
         _check_plan_by_shape(channel, plan, num_rows)
         sizes, valid_T = plan.sizes, plan.valid_T
         real_rows = None if plan.real_rows is None else plan.real_rows.to(x.device, non_blocking=True)
-    # Without a plan, rows that are no tokens are masked, not cut: how many they are would be read on the host.
+    # Without a plan, rows that are no tokens are masked. To cut them out, their number would have to be read here.
     if real_rows is None and valid_T is None:
         valid_T = layout.valid_T(num_rows, x.device)
     capacity = channel.capacity
@@ -286,13 +290,16 @@ def dispatch_by_operator(
 
 
 def _check_plan_by_shape(channel: Channel, plan: Plan, num_rows: int) -> None:
-    """``check_plan``, as far as it can be traced: the number of rows may be a symbol, compared when it runs."""
+    """Check a plan as ``check_plan`` does, as far as a traced call can.
+
+    The number of rows may be a symbol, so it is compared when the compiled code runs.
+    """
     check_owner(channel, plan)
     if plan.num_rows is not None:
         torch._check(
             plan.num_rows == num_rows, lambda: "Dispatcher.dispatch: the plan is for another number of tokens."
         )
-    elif plan.layout.on_host and not plan.layout.all_real:  # which rows to cut would be found out here, on the host
+    elif plan.layout.on_host and not plan.layout.all_real:  # the rows to cut would have to be found here, on the host
         raise StateError(
             f"Dispatcher.dispatch: in a compiled region a plan of {plan.layout} must know the rows of x, got one that "
             "was made without like. Make it with plan(layout, like=x)."
@@ -300,8 +307,8 @@ def _check_plan_by_shape(channel: Channel, plan: Plan, num_rows: int) -> None:
 
 
 def _fit(ids_TK: Tensor, weights_TK: Tensor) -> bool:
-    """Whether ids and weights fit each other; where they do not, the operator refuses them when it runs."""
-    # Imported here because it brings sympy, which an eager layer never needs.
+    """Return whether ids and weights fit each other. If they do not, the operator refuses them when it runs."""
+    # Imported here because this module imports sympy, which an eager layer never needs.
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # noqa: PLC0415
 
     fit = ids_TK.dim() == weights_TK.dim() == 2 and ids_TK.shape[1] == weights_TK.shape[1]
@@ -309,10 +316,10 @@ def _fit(ids_TK: Tensor, weights_TK: Tensor) -> bool:
 
 
 def refuse_tracing(verb: str) -> None:
-    """Refuse what only an eager call can do: settle a plan, or use a Dispatched that one made.
+    """Refuse a traced call of ``plan``, or a traced call that uses a Dispatched of an eager call.
 
     Raises:
-        StateError: the call is being traced.
+        StateError: The call is being traced.
     """
     if torch.compiler.is_compiling():
         raise StateError(
@@ -322,15 +329,16 @@ def refuse_tracing(verb: str) -> None:
 
 
 def merged_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
-    """Give an expert that a row names twice one slot with the sum of the weights; the gradient reaches each slot.
+    """Merge the slots of a row that name the same expert. The gradient reaches each slot.
 
-    The later slots become -1. Weights of -1 slots are never read.
+    The first of these slots gets the sum of the weights; the ids of the later ones become -1. For example, ids
+    [3, 5, 3] with weights [.2, .3, .5] become [3, 5, -1] with [.7, .3, 0]. Weights of slots with id -1 are never read.
 
     Args:
-        ids_TK: int64; ids that are invalid stay invalid.
-        weights_TK: floating, in the accumulation dtype.
-        asks: on the CPU, look first whether there are duplicates. Elsewhere that would be a host sync, so (T, K, K)
-            tables are always summed.
+        ids_TK: int64. Invalid ids stay invalid.
+        weights_TK: Floating, in the accumulation dtype.
+        asks: Whether to return early if there are no duplicates; this works on the CPU only. On a GPU the question
+            would be a host sync, so the (T, K, K) tables are always summed.
     """
     if ids_TK.shape[1] == 1:
         return ids_TK, weights_TK
@@ -338,7 +346,7 @@ def merged_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Ten
     if asks and ids_TK.is_cpu and not torch.compiler.is_compiling():
         if int(same_TKK.count_nonzero()) == ids_TK.numel():
             return ids_TK, weights_TK
-        real_TK = ids_TK >= 0  # slots that go nowhere are equal to each other
+        real_TK = ids_TK >= 0  # all slots that go nowhere have the same id
         if int((same_TKK & real_TK.unsqueeze(2)).count_nonzero()) == int(real_TK.count_nonzero()):
             return ids_TK, weights_TK
     slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)
