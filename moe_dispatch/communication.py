@@ -1,7 +1,7 @@
-"""Every torch.distributed collective of moe_dispatch, and the one way in which ranks raise together.
+"""All torch.distributed collectives of moe_dispatch, and ``raise_alike``, with which ranks raise together.
 
-The kernels of ``deep_ep`` exchange rows too: in ``send``, ``send_again`` and ``combine`` of the drivers in
-``moe_dispatch.backends.deep_ep``.
+One kind of exchange is elsewhere: the drivers in ``moe_dispatch.backends.deep_ep`` call kernels of ``deep_ep``, which
+exchange rows themselves.
 """
 
 from __future__ import annotations
@@ -28,10 +28,18 @@ Started = dist.Work | Call  # a collective that can be waited for
 
 @final
 class Communicator:
-    """A process group, or a single rank without one, and a count of the bytes sent to other ranks.
+    """Run collectives on a process group, or on a single rank without one, and count calls and sent bytes.
 
-    The ProcessGroup's own methods are called rather than the functions of torch.distributed: these add 20 to 50 us of
-    Python a call, and some are being renamed. ``bytes_sent`` counts by label, on the host, without a sync.
+    The methods call the ProcessGroup directly. The functions of torch.distributed would add 20 to 50 us of Python a
+    call, and some of them are being renamed.
+
+    Attributes:
+        group: The process group, or None for a single rank.
+        watch: Watchdog of the group, or None.
+        rank: This rank's number in the group.
+        size: Number of ranks.
+        bytes_sent: Bytes sent to other ranks, by label. Counted on the host, without a sync.
+        calls: Number of collectives, by label.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -43,7 +51,7 @@ class Communicator:
         self.calls: Counter[str] = Counter()
 
     def let_go(self) -> None:
-        """Drop the process group, at the end of the process; nothing can be sent from then on."""
+        """Drop the process group at the end of the process. Nothing can be sent afterwards."""
         self.group = None
 
     def _count(self, label: str, nbytes: int) -> None:
@@ -53,11 +61,11 @@ class Communicator:
             self.watch.enter(label, nbytes)
 
     def _started(self, work: dist.Work, tensor: Tensor) -> Started:
-        """What to wait for after ``_count`` and the start of a collective on ``tensor``."""
+        """Return the handle to wait for, after a collective on ``tensor`` was counted and started."""
         return work if self.watch is None else self.watch.call.started(work, tensor)
 
     def _options(self, kind: Callable[[], Options]) -> Options:
-        """Options of a collective, with the time limit of the watchdog."""
+        """Make the options of a collective, with the time limit of the watchdog if there is one."""
         options = kind()
         if self.watch is not None:
             options.timeout = self.watch.timeout  # type: ignore[attr-defined]
@@ -66,14 +74,14 @@ class Communicator:
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str
     ) -> Started | None:
-        """Send rows to the ranks; started, not awaited. None without a group.
+        """Start to send rows to the ranks. Returns the handle to wait for; None without a group.
 
         Args:
-            received: where the rows of all ranks come to stand, by rank.
-            sent: the rows of this rank, by destination.
-            rows_in: rows from each rank, along dim 0.
-            rows_out: rows to each rank.
-            label: name under which calls and bytes are counted.
+            received: Tensor that receives the rows, ordered by source rank.
+            sent: Rows of this rank, ordered by destination rank.
+            rows_in: Number of rows from each rank.
+            rows_out: Number of rows to each rank.
+            label: Name under which the call and its bytes are counted.
         """
         rows, nbytes = sent.shape[0], sent.nbytes
         self._count(label, nbytes - nbytes // rows * rows_out[self.rank] if rows else 0)
@@ -84,7 +92,7 @@ class Communicator:
         return self._started(self.group.alltoall_base(received, sent, list(rows_in), list(rows_out), options), sent)
 
     def all_gather(self, out: Tensor, inp: Tensor, *, label: str) -> None:
-        """``inp`` of every rank, stacked along dim 0 of ``out`` by rank."""
+        """Write the ``inp`` of all ranks into ``out``, stacked along dim 0 in the order of the ranks."""
         self._count(label, inp.nbytes * (self.size - 1))
         if self.group is None:
             out.copy_(inp)
@@ -92,7 +100,7 @@ class Communicator:
         self._started(self.group._allgather_base(out, inp, self._options(AllgatherOptions)), inp).wait()
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, *, label: str) -> None:
-        """Sum of ``inp`` over ranks, of which rank r gets the r-th part along dim 0."""
+        """Sum ``inp`` over the ranks, and write the r-th part of the sum along dim 0 into ``out`` of rank r."""
         self._count(label, inp.nbytes - inp.nbytes // self.size)
         if self.group is None:
             out.copy_(inp)
@@ -101,8 +109,8 @@ class Communicator:
         self._started(self.group._reduce_scatter_base(out, inp, options), inp).wait()
 
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
-        """Elementwise maximum over ranks of host integers. Cost: one all-reduce, and a host sync if on a GPU."""
-        self._count(label, 2 * 8 * len(values) * (self.size - 1) // self.size)  # as a ring all-reduce does it
+        """Return the maximum of each host integer over the ranks. Cost: one all-reduce; on a GPU also a host sync."""
+        self._count(label, 2 * 8 * len(values) * (self.size - 1) // self.size)  # the bytes of a ring all-reduce
         if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device=control_device(self.group))
@@ -112,7 +120,7 @@ class Communicator:
         return read_host(tensor)
 
     def touch(self, device: torch.device) -> None:
-        """A collective of one element, which makes the group's communicator for that device."""
+        """Run a collective of one element, so that the group makes its communicator for the device."""
         if self.group is not None:
             tensor = torch.zeros(1, device=device)
             if self.watch is not None:
@@ -120,7 +128,7 @@ class Communicator:
             self._started(self.group.allreduce([tensor], self._options(dist.AllreduceOptions)), tensor).wait()
 
     def gather_integers(self, values: Sequence[int], *, label: str) -> list[list[int]]:
-        """The host integers of every rank, by rank; as many on each. Cost: one all-gather."""
+        """Return the host integers of all ranks, by rank. Each rank passes the same number. Cost: one all-gather."""
         if self.group is None:
             return [list(values)]
         device = control_device(self.group)
@@ -130,7 +138,7 @@ class Communicator:
         return [list(part) for part in everyone.view(self.size, -1).tolist()]
 
     def gather_json(self, value: Any, *, label: str) -> list[Any]:
-        """``value`` of every rank, by rank. Cost: two collectives; for building and reporting, not for a step."""
+        """Return the JSON ``value`` of all ranks, by rank. Cost: two collectives; for building and reports only."""
         if self.group is None:
             return [value]
         payload = json.dumps(value).encode()
@@ -142,13 +150,13 @@ class Communicator:
         return [json.loads(bytes(part)) for part in everyone.view(self.size, longest).tolist()]
 
     def broadcast(self, values: Tensor | None, length: int, *, source: int, label: str) -> Tensor:
-        """The int64 ``values`` of rank ``source`` on every rank, as a CPU tensor.
+        """Return the int64 ``values`` of rank ``source`` on every rank, as a CPU tensor.
 
         Args:
-            values: (length,), on rank ``source``; None elsewhere.
-            length: the same number on every rank.
-            source: rank in the group.
-            label: name under which calls and bytes are counted.
+            values: (length,) on rank ``source``; None on the other ranks.
+            length: Number of values; the same on every rank.
+            source: Number of the sending rank in the group.
+            label: Name under which the call and its bytes are counted.
         """
         assert self.group is not None
         device = control_device(self.group)
@@ -160,13 +168,13 @@ class Communicator:
         return inside.cpu()
 
     def gather_bytes(self, payload: Tensor, *, label: str) -> list[Tensor] | None:
-        """``payload`` of every rank on rank 0, by rank; None on the others.
+        """Return the payloads of all ranks on rank 0, by rank. The other ranks get None.
 
         Args:
-            payload: uint8 on the CPU, of any length.
-            label: name under which calls and bytes are counted.
+            payload: uint8 on the CPU. Its length may differ between ranks.
+            label: Name under which calls and bytes are counted.
 
-        Cost: two collectives; rank 0 holds P times the longest. For reporting, not for a step.
+        Cost: three collectives; rank 0 holds P times the bytes of the longest payload. For reports only.
         """
         if self.group is None:
             return [payload]
@@ -190,39 +198,41 @@ def raise_alike(
     of_call: bool = False,
     label: str,
 ) -> list[int]:
-    """Raise on every rank if any rank has a problem or other facts; else agree on numbers. Collective.
+    """Raise on every rank if one rank has a problem or if facts differ; otherwise agree on numbers. Collective.
 
-    An error that only one rank raises leaves its peers waiting in the next collective. So a rank catches what it found
-    wrong, enters this function with it as all others do with None, and every rank raises.
+    An error that only one rank raises leaves its peers waiting in the next collective. So a rank catches its error and
+    passes it to this function. The other ranks pass None, and every rank raises.
 
     Args:
-        control: communicator of the ranks; a CPU group does not make a GPU wait.
-        problem: the error of this rank, or None.
-        values: integers of this rank, as many on every rank. They do not count on a rank with a problem.
-        facts: JSON values by name that must be equal on all ranks.
-        of_call: whether the facts describe one call, rather than how the ranks were set up.
-        label: name under which calls and bytes are counted.
+        control: Communicator of the ranks. A CPU group does not make a GPU wait.
+        problem: Error of this rank, or None.
+        values: Integers of this rank; every rank passes the same number of them. If a rank has a problem, they are not
+            used.
+        facts: JSON values, by name, that must be equal on all ranks.
+        of_call: Whether the facts describe one call (InputError) or the setup of the ranks (ConfigError).
+        label: Name under which calls and bytes are counted.
 
     Returns:
         The maximum of each of ``values`` over the ranks.
 
     Raises:
-        Exception: ``problem`` itself, on the rank that has it.
-        PeerError: another rank has a problem; with its number and its text.
-        ConfigError, or InputError if ``of_call``: the facts differ; with the name and the values of two ranks.
+        Exception: This rank has a problem; ``problem`` itself is raised.
+        PeerError: Another rank has a problem. The error has the number of that rank and its text.
+        ConfigError: The facts differ. The error has the name of a fact and its values on two ranks.
+        InputError: The facts differ, and ``of_call`` is True.
 
-    Cost: one all-reduce of the values, two numbers for the facts and one for the problem, and a host sync on a GPU-only
-    group. Only if it raises, an exchange of texts.
+    Cost: one all-reduce of the values and three more integers; on a GPU-only group also a host sync. If something is
+    wrong, also an exchange of texts.
     """
     unheard: Exception | None = None
     try:
         number = digest(facts or {})
-        # The maxima of a number and of its negative cancel exactly where all ranks have the same number.
+        # max(number) equals -max(-number), which is min(number), only if all ranks have the same number.
         refused, high, low, *highest = control.max([int(problem is not None), number, -number, *values], label=label)
         if not refused and high == -low:
             return highest
         told = control.gather_json([_plain(facts), None if problem is None else _text(problem)], label=label)
-    except Exception as failure:  # the peers left for another collective: this rank's own error matters more
+    except Exception as failure:  # the peers are in another collective; this rank's own error matters more
         if problem is None:
             raise
         unheard = failure
@@ -243,7 +253,7 @@ def digest(facts: Mapping[str, Any]) -> int:
 
 
 def canonical_json(value: Any) -> str:
-    """One text for equal values: keys are sorted, and a float without a fraction is written as an integer."""
+    """Return the same text for equal values. Keys are sorted, and 2.0 is written as 2."""
     return json.dumps(_plain(value), sort_keys=True)
 
 
@@ -256,14 +266,17 @@ def _plain(value: Any) -> Any:
 
 
 def _text(problem: Exception) -> str:
-    """What peers are told. Errors of other libraries are named, because they may have no text."""
+    """Return the text of an error for the peers. It starts with the type unless the error is our own."""
     if isinstance(problem, MoEDispatchError):
         return str(problem)
     return f"{type(problem).__name__}: {str(problem) or 'no text'}"
 
 
 def _refuse_difference(facts: Sequence[Mapping[str, Any]], *, of_call: bool) -> None:
-    """Raise for the first fact that differs. Ranks with other versions of the library may lack a name."""
+    """Raise an error for the first fact that differs.
+
+    A fact may be missing on a rank with another version of the library.
+    """
     error = InputError if of_call else ConfigError
     way_out = "Make the same call on every rank."
     if not of_call:
@@ -279,38 +292,41 @@ def _refuse_difference(facts: Sequence[Mapping[str, Any]], *, of_call: bool) -> 
 
 
 def device_types(group: dist.ProcessGroup | None) -> set[str]:
-    """The types of devices whose tensors a group can exchange; without a group, any: none is named."""
+    """Return the types of devices whose tensors a group can exchange. Empty without a group: any device is fine."""
     return set() if group is None else {device.type for device in group._device_types}
 
 
 def device_of(group: dist.ProcessGroup | None, preferred: torch.device) -> torch.device:
-    """Where ranks exchange rows: the preferred device if the group has a backend for it, else one it has."""
+    """Return the device on which ranks exchange rows: the preferred one, or else one that the group supports."""
     kinds = device_types(group)
     return preferred if not kinds or preferred.type in kinds else torch.device(sorted(kinds)[0])
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
-    """Where small host values are exchanged: the CPU if the group has a CPU backend, so that no GPU is made to wait."""
+    """Return the device on which ranks exchange small host values: the CPU if the group supports it.
+
+    An exchange on the CPU does not make a GPU wait.
+    """
     kinds = device_types(group)
     return torch.device("cpu" if "cpu" in kinds or not kinds else sorted(kinds)[0])
 
 
 def read_host(tensor: Tensor) -> list[Any]:
-    """Values of a tensor on the host. In a verb nothing else reads a device: each call is a host sync on a GPU."""
+    """Return the values of a tensor on the host. A host sync on a GPU; the verbs read a device only in this way."""
     result: list[Any] = tensor.tolist()
     return result
 
 
 @final
 class HostCopy:
-    """A number of a device that is copied to the host while the device goes on, to be read later.
+    """Copy a number from a device to the host while the device goes on, and read it later.
 
-    ``read`` waits for no work but the copy. A host that has waited for later work in between waits for nothing, so
-    ``moe_dispatch.testing.count_host_syncs`` does not count it.
+    ``read`` waits only for the copy. If the host has waited for later work of the device in between, the copy is done
+    and ``read`` does not wait. So ``moe_dispatch.testing.count_host_syncs`` does not count it.
     """
 
     def __init__(self, number: Tensor) -> None:
-        # From a GPU the copy goes to pinned memory, and does not wait.
+        # A copy from a GPU goes to pinned memory, so the host does not wait for it.
         self._number = number.to(torch.device("cpu"), non_blocking=True)
         self._number.is_host_copy = True  # type: ignore[attr-defined]
         self._copied: torch.cuda.Event | None = None

@@ -163,10 +163,10 @@ class Dispatched:
         """``tokens_per_expert`` on the host; None in graph-safe mode.
 
         Raises:
-            StateError: in a compiled region, where counts stay on the device.
+            StateError: The call is in a compiled region, where counts stay on the device.
 
-        Cost: nothing where ``host_counts`` is known, which is every eager dispatch. One host sync otherwise: behind a
-        compiled dispatch, and in selective checkpointing.
+        Cost: nothing if ``host_counts`` is known, as after every eager dispatch. After a compiled dispatch, and in
+        selective checkpointing, one host sync.
         """
         if self.host_counts is not None or self._graph_safe:
             return self.host_counts
@@ -185,12 +185,15 @@ class Dispatched:
 
     @property
     def offs(self) -> Tensor:
-        """int32 (L,), inclusive sums of ``tokens_per_expert``, as ``torch._grouped_mm`` takes them."""
+        """The end of each expert's rows: inclusive sums of ``tokens_per_expert``, int32 (L,).
+
+        ``torch._grouped_mm`` takes them as ``offs``.
+        """
         return self.tokens_per_expert.cumsum(0, dtype=torch.int32)
 
     @property
     def cu_tokens_per_expert(self) -> Tensor:
-        """int32 (L+1,), ``offs`` with a leading 0."""
+        """``offs`` with a leading 0, int32 (L+1,)."""
         return torch.nn.functional.pad(self.offs, (1, 0))
 
     def grouped_mm(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -206,9 +209,9 @@ class Dispatched:
             hold any value.
 
         Raises:
-            InputError: shape or dtype do not fit.
+            InputError: The shape or the dtype of ``rows`` or ``weights`` does not fit.
 
-        Cost: that of ``torch.nn.functional.grouped_mm``, and no host sync of ours. If a row of D or H columns is not a
+        Cost: that of ``torch.nn.functional.grouped_mm``, without another host sync. If a row of D or H columns is not a
         multiple of 16 bytes, both operands are copied with padding. float64 takes L products of all rows.
         """
         device = rows.device.type
@@ -242,8 +245,8 @@ class Dispatched:
             (R, H), for ``combine``.
 
         Raises:
-            InputError: there are not L functions.
-            StateError: the config is graph_safe, where only the device knows how many rows each expert has.
+            InputError: The number of functions is not L.
+            StateError: The config is graph_safe, so only the device knows how many rows each expert has.
 
         Cost: that of ``tokens_per_expert_list``. In a compiled region an operator copies the rows and reads the counts
         on the host.

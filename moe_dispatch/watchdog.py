@@ -1,13 +1,18 @@
-"""Name the rank that keeps the others waiting: notes of all ranks in the process group's store, beside the data path.
+"""Find the rank that the other ranks wait for, with notes of all ranks in the process group's store.
 
-A collective that one rank never enters ends on the others at the group's timeout, minutes later, with a text that names
-nobody. With ``watchdog=seconds`` each collective of this library has that time limit instead. Each rank notes the
-collective it is in, and a thread writes the note into the group's store once a beat. A rank whose collective fails
-reads the notes of all ranks and raises a ``LostPeerError`` that says where each rank is.
+Suppose one rank never enters a collective. Then the collective fails on the other ranks after the group's timeout,
+minutes later, and the error does not name the missing rank. With ``watchdog=seconds``, each collective of this library
+has that time limit instead. Each rank notes which collective it is in, and a thread writes the note into the group's
+store once a beat. A rank whose collective fails reads the notes of all ranks, and raises a ``LostPeerError`` that says
+where each rank is.
 
-A note has a number that counts up with each beat. Where the number of a rank stands still, its process is gone or
-stopped. Keys in the store: ``r`` is the note of rank r, ``ended/r`` says that its watch ended in good order, and
-``reading`` holds the notes of all ranks after the first failure, for the ranks that fail later.
+A note has a number that grows with each beat. If the number of a rank stays the same, its process is gone or stopped.
+
+Keys in the store:
+
+- ``r``: the note of rank r.
+- ``ended/r``: set if the watch of rank r ended normally.
+- ``reading``: the notes of all ranks after the first failure, for the ranks that fail later.
 """
 
 from __future__ import annotations
@@ -40,12 +45,12 @@ _PREFIX = "moe_dispatch/watchdog"
 
 @final
 class Call:
-    """One collective of this rank on a watched group: the note on it, and the handle to wait for.
+    """One collective of this rank on a watched group: what the rank notes about it, and the handle to wait for.
 
     Attributes:
         number: Number of the collective on this group, counted from 1; 0 for the time before the first.
         label: Phase, such as "counts" or "combine.backward".
-        layer: Name of the dispatcher, or "".
+        layer: Name of the dispatcher, or "" if unknown.
         nbytes: Bytes that the collective sends to other ranks.
         state: "in" while the host is inside, "after starting" before ``wait``, or "after".
         since: ``time.monotonic()`` of the last change of the state.
@@ -66,7 +71,7 @@ class Call:
 
     @property
     def phase(self) -> str:
-        """The collective in words."""
+        """Description of the collective, such as "counts of 'layers.3' (call 7)"."""
         return f"{self.label}{f' of {self.layer!r}' if self.layer else ''} (call {self.number})"
 
     def started(self, work: dist.Work, tensor: Tensor) -> Call:
@@ -79,7 +84,7 @@ class Call:
         """Wait for the collective; on a GPU only the current stream waits.
 
         Raises:
-            LostPeerError: the collective failed or took too long; with the place of every rank.
+            LostPeerError: The collective failed or took too long. The error says where each rank is.
         """
         assert self._work is not None
         self.move("in")
@@ -98,18 +103,18 @@ class Call:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank has written to the store.
+    """The note that one rank writes to the store.
 
     Attributes:
         host: Host name of the rank.
-        beat: A counter that moves while the process of the rank runs.
-        ended: Whether the process, or its group, ended in good order.
-        number: Number of its last call.
-        state: State of that call.
-        phase: That call in words.
-        seconds: How long the call has had that state.
-        finished: Number of the last call that ended on the host of the rank.
-        finished_phase: That call in words.
+        beat: Counter that grows while the process of the rank runs.
+        ended: Whether the process exited normally, or destroyed the group.
+        number: Number of the rank's last call.
+        state: State of the last call.
+        phase: Description of the last call.
+        seconds: How long the last call has had this state.
+        finished: Number of the last call that is known to have completed.
+        finished_phase: Description of the last completed call.
     """
 
     host: str
@@ -123,23 +128,24 @@ class Report:
     finished_phase: str
 
 
-Reading = Sequence[tuple[Report | None, bool]]  # by rank: the report, and whether its beat moves
+Reading = Sequence[tuple[Report | None, bool]]  # by rank: the report, and whether its beat counter grows
 
 
 @final
 class Watch:
-    """The notes of this rank on one process group, and the thread that writes them.
+    """Note the collectives of this rank on one process group, and write the notes to the store from a thread.
 
     Args:
-        group: The process group; it is not kept alive.
+        group: The process group. The watch does not keep it alive.
         seconds: Time limit of a collective.
 
     Attributes:
         layer: Name of the dispatcher that makes the next calls.
-        finished: The last call that ended on the host.
+        call: The last call that this rank started.
+        finished: The last call that is known to have completed.
 
-    Cost: one small write to the store and one or two reads per rank and beat. A beat is a fifth of ``seconds``, at most
-    a second.
+    Cost: each rank makes one small write to the store and one or two reads a beat. A beat is a fifth of ``seconds``, at
+    most a second.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
@@ -150,10 +156,10 @@ class Watch:
         self._rank, self._size = group.rank(), group.size()
         self._names = _rank_names(group)
         self._host, self._beat = socket.gethostname(), 0
-        self._held: Any = group.get_group_store()  # the store of its host serves as long as it is held
-        # A connection of its own: the thread must not wait for what the training script does with the store.
+        self._held: Any = group.get_group_store()  # the rank that hosts the store serves it while it is held
+        # The thread has its own connection, so that it does not wait for the training script's use of the store.
         self._store = PrefixStore(_PREFIX, self._held).clone()  # type: ignore[attr-defined]
-        # Rank 0 hosts a TCPStore, except under torchrun; or another process does, which cannot be told apart.
+        # Rank 0 usually hosts a TCPStore; under torchrun an agent does. A store of another process looks like rank 0's.
         store = getattr(self._held, "_underlying_non_prefix_store", self._held)
         self._leaves_with_rank_0 = (
             isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -179,12 +185,12 @@ class Watch:
         self.call = Call(self, self.call.number + 1, label, nbytes)
 
     def keep(self, call: Call) -> None:
-        """Watch a collective that only a GPU waits for. If it hangs, the thread logs the place of every rank.
+        """Watch a collective that only a GPU waits for. If it hangs, the thread logs where each rank is.
 
-        An event on the stream stands for the collective: the handle would keep the received rows in memory.
+        The watch keeps an event on the stream. The handle of the collective would keep the received rows in memory.
         """
         if torch.cuda.is_current_stream_capturing():
-            self._marks.clear()  # so that the thread asks about no event while a graph is captured
+            self._marks.clear()  # so that the thread queries no event while a graph is captured
             return
         while self._marks and self._marks[0][0].query():
             self.finished = self._marks.popleft()[1]
@@ -193,7 +199,7 @@ class Watch:
         self._marks.append((event, call))
 
     def explain(self, call: Call) -> str:
-        """Say where each rank is, after ``call`` failed on this rank. Takes two to four beats."""
+        """Return a text that says where each rank is, after ``call`` failed on this rank. Takes two to four beats."""
         self._asked.set()
         self._wake.set()
         deadline = time.monotonic() + 3.5 * self._beat_seconds
@@ -202,14 +208,14 @@ class Watch:
         return self._text(call, self._reading)
 
     def stop(self) -> None:
-        """Write that this rank ended, and end the thread. Rank 0 waits a beat, so that the others hear of it."""
+        """Write that this rank ended, and end the thread. Rank 0 waits a beat, so that the other ranks can read it."""
         self._stopping.set()
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=3 * self._beat_seconds)
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it the rank or the agent that hosts it
+        with suppress(RuntimeError):  # the store is gone: the rank or the agent that hosts it has ended
             self._write()
             while not self._is_over():
                 self._wake.wait(self._beat_seconds)
@@ -220,21 +226,21 @@ class Watch:
         self._held = None
 
     def _is_over(self) -> bool:
-        """Whether this watch was stopped, or its group destroyed."""
+        """Return whether this watch was stopped, or its group destroyed."""
         group = self._group()
         return self._stopping.is_set() or group is None or (bool(self._names) and not _rank_names(group))
 
     def _hear(self) -> None:
-        """Read the notes of all ranks where this rank or another one asks for them."""
+        """Read the notes of all ranks if this rank or another one asks for them."""
         if self._answered.is_set():
             return
         if self._store.check(["reading"]):
             self._reading = _decoded(self._store.get("reading"))
         elif self._asked.is_set() or self._overdue() is not None:
-            # The first reading counts: ranks that raise end, and would be reported as gone by those that read later.
+            # All ranks use the first reading. Ranks that raise end soon, and a later reading would show them as gone.
             self._reading = _decoded(self._store.compare_set("reading", "", _encoded(self._read_all())))
         elif self._leaves_with_rank_0 and self._rank and self._store.check(["ended/0"]):
-            # Later uses of the store may find it gone, for which torch prints warnings.
+            # Rank 0 has ended, and the store ends with it. torch prints warnings if a store is used after its end.
             self._reading = [(report, True) for report in self._read_reports()]
             self._stopping.set()
         else:
@@ -270,7 +276,7 @@ class Watch:
         self._store.set(str(self._rank), json.dumps(asdict(report)))
 
     def _read_all(self) -> Reading:
-        """The report of every rank, and whether its beat moves."""
+        """Return the report of every rank, and whether its beat counter grows."""
         self._write()
         before = self._read_reports()
         for _ in range(2):  # two beats, because a thread may be late on a busy machine
@@ -289,10 +295,10 @@ class Watch:
         return [_report(json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
     def _overdue(self) -> Call | None:
-        """The first collective that a GPU has waited for longer than the time limit."""
-        with suppress(IndexError):  # the ranks' own thread may empty the list meanwhile
+        """Return the first collective that a GPU has waited for longer than the time limit, or None."""
+        with suppress(IndexError):  # the main thread may empty the list meanwhile
             event, call = self._marks[0]
-            # Only old events are asked, because asking from another thread can break the capture of a graph.
+            # Only old events are queried, because a query from another thread can break the capture of a graph.
             if time.monotonic() - call.since > self.seconds and not event.query():
                 return call
         return None
@@ -334,14 +340,18 @@ class Watch:
 
 
 def _rank_names(group: dist.ProcessGroup) -> list[str]:
-    """The ranks of the group in the default group; none for a group that torch.distributed does not know."""
+    """Return the ranks of the group in the default group; empty for a group that torch.distributed does not know."""
     with suppress(KeyError, ValueError, RuntimeError):
         return [str(rank) for rank in dist.get_process_group_ranks(group)]
     return []
 
 
 def _late(reading: Reading) -> list[int]:
-    """The ranks that the others wait for: those that are gone, else those elsewhere, else those in another call."""
+    """Return the ranks that the others wait for.
+
+    These are the ranks that are gone; or else the ranks outside of collectives; or else the ranks that are in another
+    call than most.
+    """
     gone = [rank for rank, (report, alive) in enumerate(reading) if report is None or not alive]
     elsewhere = [rank for rank, (report, _) in enumerate(reading) if report and report.state != "in"]
     ended = [rank for rank in elsewhere if (report := reading[rank][0]) and report.ended]
@@ -353,17 +363,17 @@ def _late(reading: Reading) -> list[int]:
 
 
 def _meeting(report: Report) -> tuple[int, str]:
-    """What ranks in the same collective have in common. Names of dispatchers may differ."""
+    """Return a key that is equal for ranks in the same collective. Names of dispatchers may differ between them."""
     return report.number, report.phase.split(" ", 1)[0]
 
 
 def _place(report: Report | None, alive: bool, finished: Report) -> str:
-    """Where a rank is, in words.
+    """Return a text that says where a rank is.
 
     Args:
-        report: Of the rank.
-        alive: Whether its beat moves.
-        finished: Of the rank whose finished call has the highest number: all ranks took part in that call.
+        report: Report of the rank, or None if it has written none.
+        alive: Whether the beat counter of the rank grows.
+        finished: Report of the rank whose completed call has the highest number. All ranks took part in that call.
     """
     if report is None:
         return "before its first dispatcher with a watchdog"
@@ -397,10 +407,10 @@ _lock = threading.Lock()
 
 
 def watch_group(group: dist.ProcessGroup, seconds: float) -> Watch:
-    """Watch a group from now until it is destroyed or the process ends; a group that is watched keeps its watch.
+    """Watch a group until it is destroyed or the process ends. A group that has a watch keeps it.
 
     Raises:
-        ConfigError: the group has no store that the watch can use.
+        ConfigError: The group has no store that the watch can use.
     """
     with _lock:
         if (known := _watches.get(group)) is not None:
@@ -420,5 +430,5 @@ def watch_group(group: dist.ProcessGroup, seconds: float) -> Watch:
 
 
 def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
-    """The watch of a group, or None."""
+    """Return the watch of a group, or None."""
     return None if group is None else _watches.get(group)

@@ -1,19 +1,21 @@
-"""What stands between a model and a backend: checks, sizes, padding of rows, autograd, counters.
+"""The layer between a model and a backend: checks, sizes, padding of rows, autograd and counters.
 
-One call passes, in this order:
+One call passes these modules, in this order:
 
 - ``dispatcher``: the class that a model calls.
-- ``verbs``: dispatch and combine; what an eager call and a traced one do.
-- ``planning``: the checks of a call, the sizes that ranks agree on, and how peers hear of a refusal.
-- ``autograd``: what both verbs and their backwards run.
-- ``operators``: the same as operators of torch, for ``torch.compile`` and selective checkpointing.
+- ``verbs``: dispatch and combine, for eager and for traced calls.
+- ``planning``: checks a call, agrees on sizes with the other ranks, and tells them if this rank refuses the call.
+- ``autograd``: the computation of both verbs and of their backwards.
+- ``operators``: the same computation as operators of torch, for ``torch.compile`` and selective checkpointing.
 
-Padding: how many rows a rank brings follows from the backend's ``Constraints`` (``padded`` and ``brought``), is agreed
-on in ``planning`` and applied by ``autograd.Selection``. How many rows an expert gets follows from ``pad_multiple`` of
-the config, and is applied after the exchange by ``permutation.index``, or by a library with ``pads_experts``.
+There are two kinds of padding. Rank padding makes the numbers of rows per rank fit the backend's ``Constraints``
+(``padded`` and ``brought``): ``planning`` agrees on the number, and ``autograd.Selection`` adds the rows. Expert padding
+makes the rows of each expert a multiple of the config's ``pad_multiple``: after the exchange, ``permutation.index`` adds
+it, or the backend's library if it has ``pads_experts``.
 
-Beside the call: ``channel`` (what dispatchers of one config and group share), ``opening`` and ``requirements``
-(building one), ``overflow``, ``metrics``, ``capture`` and ``self_test``.
+The other modules serve the dispatcher outside of a call: ``channel`` (the objects that dispatchers with the same config
+and group share), ``opening`` and ``requirements`` (they build a channel), ``overflow``, ``metrics``, ``capture``,
+``self_test`` and ``ddp``.
 """
 
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher

@@ -1,7 +1,7 @@
 """The computation of both verbs and of their backwards, for all backends, and its attachment to autograd.
 
-The ``run_`` functions do the work; call them with gradients off. Forward, they mask or cut out rows that are no tokens,
-pad the other rows, and hand them to the backend. Backward, they trim the padding and set rows that were cut out to
+The ``run_`` functions do the work; call them with gradients off. On the way to the backend, they mask or cut out rows
+that are no tokens, and pad the other rows. On the way back, they trim the padding and set rows that were cut out to
 zero. ``attach`` and ``combine`` make eager calls differentiable. ``operators.py`` makes operators for ``torch.compile``
 out of the same functions.
 """
@@ -57,7 +57,7 @@ class Selection:
     def put(self, tensor: Tensor) -> Tensor:
         """Turn (Tp, ...) into (T, ...): drop padding, and put zeros into the rows that were not selected.
 
-        The tensor is shortened in place. A slice would be a view, and autograd forbids that a model adds to it in place.
+        The tensor is shortened in place. A slice would be a view, and autograd forbids in-place additions to that view.
         """
         if self.real_rows is None:
             same = self.padded == self.num_rows

@@ -1,4 +1,4 @@
-"""A CUDA graph around code that calls a graph-safe dispatcher, which refuses to be replayed where it would be wrong."""
+"""Capture code that calls a graph-safe dispatcher in a CUDA graph, and refuse replays that would be wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @final
 class Captured:
-    """What ``capture`` gives back; call ``replay``."""
+    """A captured CUDA graph, made by ``capture``. Run it with ``replay``."""
 
     def __init__(
         self,
@@ -36,22 +36,23 @@ class Captured:
         self._plan = plan
 
     def replay(self, *inputs: Tensor, plan: Plan | None = None) -> Any:
-        """Run the graph on other values.
+        """Run the graph on new values.
 
         Args:
-            *inputs: like those captured; their values are copied to where the graph reads them.
-            plan: of these inputs; refused unless it is the plan that was captured. Lengths that change between replays
-                belong into tensors on the device, which the layout of the one plan holds.
+            *inputs: Tensors with the shapes, dtypes and devices of the captured inputs. Their values are copied into
+                the tensors that the graph reads.
+            plan: The plan of these inputs. It must be the plan that was captured. If lengths change between replays,
+                keep them in tensors on the device, in the layout of that plan.
 
         Returns:
-            What the captured function returned: the same tensors in every replay, with new values.
+            The result of the captured function. Every replay returns the same tensors, with new values.
 
         Raises:
-            StateError: a dispatcher is closed or has grown, or the plan is another.
-            InputError: inputs of another number, shape, dtype or device.
+            StateError: A dispatcher is closed or has grown, or ``plan`` is not the captured plan.
+            InputError: The number, shape, dtype or device of the inputs differs from the captured inputs.
         """
         for dispatcher, captured in self._capacities:
-            capacity = dispatcher._channel.capacity  # raises where closed
+            capacity = dispatcher._channel.capacity  # raises if closed
             if capacity != captured:
                 raise StateError(
                     f"Captured.replay: the graph was captured with room for {captured}, got {capacity}: the dispatcher "
@@ -78,25 +79,27 @@ def capture(
     others: Sequence[Dispatcher] = (),
     warmup: int = 3,
 ) -> Captured:
-    """Capture ``function(*inputs)`` in a CUDA graph. Collective: every rank captures, and replays, alike.
+    """Capture ``function(*inputs)`` in a CUDA graph. Collective: all ranks must capture and replay together.
 
-    Plain ``torch.cuda.graph`` and ``torch.cuda.make_graphed_callables`` work around graph-safe layers too, after a run
-    outside. They cannot see that a dispatcher was closed, has grown or got another plan, and replay all the same.
+    ``torch.cuda.graph`` and ``torch.cuda.make_graphed_callables`` also work with graph-safe layers that have run once
+    before. But their replays do not notice that a dispatcher was closed, has grown or got another plan.
 
     Args:
-        dispatcher: graph-safe.
-        function: forward, or forward and backward, without host syncs. It reads ``inputs``, and gives back tensors.
-        *inputs: CUDA tensors with the shapes of every replay. The graph reads copies of its own.
-        plan: what the function passes to ``dispatch``, if it does. A layout whose lengths are on the host needs one
-            made with ``like=x``: without it each dispatch copies them to the device, which cannot be captured.
-        others: further dispatchers that the function uses, one of each config and group.
-        warmup: runs before the capture, on a side stream: they open libraries and make what persists.
+        dispatcher: A graph-safe dispatcher that the function uses.
+        function: Function that runs forward, or forward and backward, without host syncs. It takes ``inputs`` and
+            returns tensors.
+        *inputs: CUDA tensors with the shapes of every replay. The graph reads its own copies of them.
+        plan: The plan that the function passes to ``dispatch``, if any. If the lengths of the layout are on the host,
+            a plan made with ``like=x`` is needed: otherwise each dispatch copies the lengths to the device, which
+            cannot be captured.
+        others: Further dispatchers that the function uses, one of each config and group.
+        warmup: Number of runs before the capture, on a side stream. They load libraries and make persistent buffers.
 
     Raises:
-        StateError: a dispatcher is not graph_safe, or closed, or reads values because of ``debug``.
-        InputError: an input is not on a CUDA device.
+        StateError: A dispatcher is closed, is not graph_safe, or has ``debug``, which reads values.
+        InputError: An input is not on a CUDA device.
 
-    Cost: ``warmup`` runs and the graph's own memory pool.
+    Cost: ``warmup`` runs, and a memory pool for the graph.
     """
     dispatchers = (dispatcher, *others)
     for each in dispatchers:
@@ -117,7 +120,7 @@ def _check_dispatcher(dispatcher: Dispatcher) -> None:
         )
     if dispatcher.config.debug:
         raise StateError(
-            "capture: the dispatcher must not have debug=True, which reads values in every dispatch, got it. Leave "
+            "capture: the dispatcher must have debug=False, got debug=True, which reads values in every dispatch. Leave "
             "debug out."
         )
 

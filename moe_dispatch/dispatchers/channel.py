@@ -1,4 +1,7 @@
-"""What all dispatchers of one config and group share: backend, buffers, metrics. Opened together, refcounted."""
+"""A channel: the backend, buffers and counters that all dispatchers with the same config and group share.
+
+Ranks open a channel together. A channel is refcounted: each dispatcher holds a ``Lease``, and the last one closes it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,13 @@ ChannelKey = tuple[int, int, str]  # ids of the group and the control group, dig
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Blueprint:
-    """What a channel is opened with: a backend that can run here and whose needs are met."""
+    """The values to open a channel with: a backend that can run here, and whose constraints are met.
+
+    Attributes:
+        options: Options of the backend.
+        shape: Sizes of the layer on this group.
+        needs: Constraints of the backend.
+    """
 
     options: BackendOptions
     shape: MoEShape
@@ -45,7 +54,7 @@ class Blueprint:
 class Channel:
     """One backend, open on one group, for one config.
 
-    What changes later is the refcount, the capacity (by ``grow``), and who records.
+    Only three attributes change later: the refcount ``users``, the capacity (in ``grow``), and the recorder.
     """
 
     def __init__(
@@ -74,18 +83,19 @@ class Channel:
 
     @property
     def capacity(self) -> Capacity | None:
-        """Room of a dispatch; None where sizes follow the routing."""
+        """Number of rows that the buffers of a dispatch hold; None if sizes follow the routing."""
         return self._capacity
 
     def set_capacity(self, capacity: Capacity) -> None:
-        """Have another room from now on. Collective.
+        """Set the capacity of later dispatches. Collective.
 
         Raises:
-            ConfigError: more rows than can be counted; on every rank alike, before anything changes.
+            ConfigError: The buffers would have more rows than int32 can count. Raised on every rank; the old capacity
+                stays.
         """
         check_buffers(self.backend_name, capacity)
         self._capacity = capacity
-        assert self.config.max_tokens_per_rank is not None  # graph_safe asks for it
+        assert self.config.max_tokens_per_rank is not None  # graph_safe requires it
         self.backend.reserve(self.sizes(self.config.max_tokens_per_rank))
 
     def mark(self, name: str) -> None:
@@ -94,31 +104,32 @@ class Channel:
             watch.layer = name
 
     def prepare_counters(self, device: torch.device) -> None:
-        """Have what graph-safe dispatches write to on a device.
+        """Make the counters that graph-safe dispatches write to on a device.
 
         Raises:
-            StateError: the first call there is being captured in a CUDA graph.
+            StateError: The first call on the device is being captured in a CUDA graph.
         """
         self.high_water.prepare(device)
         self.meter.prepare(device)
 
     def let_go(self) -> None:
-        """Drop the process groups and the backend, without closing it; only for the end of the process."""
+        """Drop the process groups and the backend without closing the backend. Only for the end of the process."""
         self.communicator.let_go()
         self.control.let_go()
-        self.users = 0  # a dispatcher that is closed later finds no last share, and so no backend to close
+        self.users = 0  # so that a dispatcher that is closed later does not close the backend
         del self.backend
 
     def sizes(self, largest: int) -> Sizes:
-        """What follows from the largest count of any rank."""
+        """Return the sizes that follow from the largest row count of any rank."""
         return dataclasses.replace(self.needs.sizes(largest), capacity=self._capacity)
 
 
 @final
 class Lease:
-    """One dispatcher's share of a channel, given back by ``release`` or when collected; the last one closes it.
+    """One dispatcher's share of a channel. The last share that is given back closes the channel.
 
-    Autograd graphs of eager calls hold it too, so that a model may be dropped before its last backward.
+    A share is given back by ``release``, or when the lease is garbage-collected. Autograd graphs of eager calls hold
+    the lease too, so a model may be deleted before its last backward.
 
     Attributes:
         name: Name of the dispatcher.
@@ -130,14 +141,14 @@ class Lease:
         self.name = name
         self._channel = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
-        self._collected.atexit = False  # by then the process group is gone; the process takes everything with it
+        self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
 
     def mark(self) -> None:
         """Tell the watchdog, if there is one, that this dispatcher makes the next collectives."""
         self._channel.mark(self.name)
 
     def release(self) -> None:
-        """Give the share back; the second time does nothing."""
+        """Give the share back. A second call does nothing."""
         self.mark()
         if self._collected.detach() is not None:
             _release(self._channel, by_hand=True)
@@ -147,9 +158,9 @@ class Lease:
         """The channel.
 
         Raises:
-            StateError: the share was given back.
+            StateError: The share was given back.
         """
-        if torch.compiler.is_compiling():  # the operators ask, each time they run
+        if torch.compiler.is_compiling():  # the operators check this each time they run
             return self._channel
         if not self._collected.alive:
             raise StateError(
@@ -161,7 +172,7 @@ class Lease:
 
     @property
     def description(self) -> str:
-        """The backend and this rank's place in the group; it can be read after ``release`` too."""
+        """Text with the backend and this rank's number in the group. It can be read after ``release`` too."""
         ranks = self._channel.communicator
         closed = "" if self._collected.alive else ", closed"
         return f"backend={self._channel.backend_name!r}, rank {ranks.rank} of {ranks.size}{closed}"
@@ -173,7 +184,10 @@ class Lease:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
-        """A copied model (an average of weights, say) shares the channel: process groups cannot be copied."""
+        """Return a new lease on the same channel, because process groups cannot be copied.
+
+        Models are copied to average their weights, for example.
+        """
         return Lease(self.channel, self.name)
 
 
@@ -186,7 +200,7 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
             del _channels[key]
     if by_hand or not channel.backend.collective_close:
         channel.backend.close()
-    else:  # ranks are collected at different times, and would wait for each other in the middle of something else
+    else:  # ranks collect garbage at different times, so a collective close would make them wait for each other
         _abandoned.append(channel)
         logger.warning(
             "The last dispatcher of channel %s was collected without close(): its buffers stay until the process ends. "
@@ -199,33 +213,37 @@ _lock = threading.RLock()
 _serial = itertools.count()
 _channels: dict[ChannelKey, Channel] = {}
 _by_name: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
-# Kept on purpose, so that no destructor frees on one rank what its peers have mapped.
+# These channels are kept, because a destructor would free memory on this rank that its peers have mapped.
 _abandoned: list[Channel] = []
 
 
 def find_channel(key: ChannelKey, name: str) -> Lease | None:
-    """A share of the open channel with this key, if there is one."""
+    """Return a new share of the open channel with this key, or None if there is no such channel."""
     with _lock:
         return Lease(_channels[key], name) if key in _channels else None
 
 
 def keep_channel(key: ChannelKey, channel: Channel, name: str) -> Lease:
-    """The first share of a channel just opened. It holds its groups, so their ids stay theirs while it lives."""
+    """Register a channel that was just opened, and return its first share.
+
+    The channel holds its groups. So no other group gets the same ``id``, which is part of the key, while the channel is
+    open.
+    """
     with _lock:
         _channels[key] = _by_name[channel.name] = channel
         return Lease(channel, name)
 
 
 def has_channel(group: dist.ProcessGroup) -> bool:
-    """Whether a channel is open on the group."""
+    """Return whether a channel is open on the group."""
     return any(id(group) in key[:2] for key in _channels)
 
 
 def named_channel(name: str) -> Channel:
-    """The open channel of this name: operators are given names, because they cannot be given process groups.
+    """Return the open channel of this name. Operators take names, because they cannot take process groups.
 
     Raises:
-        StateError: it was closed, or never opened in this process.
+        StateError: The channel was closed, or was never opened in this process.
     """
     channel = _by_name.get(name)
     if channel is None or not channel.users:
@@ -239,10 +257,10 @@ def named_channel(name: str) -> Channel:
 
 @atexit.register
 def _let_go_of_groups() -> None:
-    """Drop what open channels hold of process groups while the interpreter still runs.
+    """Drop the process groups of open channels while the interpreter still runs.
 
-    Models hold their dispatchers to the end. A process group that is first destroyed when the interpreter goes down
-    may abort the process, so that a clean run ends with the status of a failure.
+    Models hold their dispatchers until the end. A process group that is destroyed during the interpreter's shutdown may
+    abort the process. A successful run would then end with the exit status of a failure.
     """
     for channel in {id(channel): channel for channel in (*_by_name.values(), *_abandoned)}.values():
         channel.let_go()

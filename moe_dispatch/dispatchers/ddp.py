@@ -1,4 +1,4 @@
-"""A warning where DistributedDataParallel makes experts of different ranks alike."""
+"""Warn if DistributedDataParallel overwrites the experts of one rank with those of another."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 @final
 class DDPWatch:
-    """Warns once per dispatcher, in the first forward of DistributedDataParallel that records gradients.
+    """Warn once per dispatcher, in the first forward of DistributedDataParallel that records gradients.
 
-    A module is not told that it is being wrapped, and no name says which parameters belong to experts. But during a
-    forward torch knows the wrapper, and in ``combine`` the autograd graph shows which parameters the experts used.
+    A module does not know that it is wrapped, and the names of parameters do not say which ones belong to experts. But
+    during a forward, torch knows the wrapper. In ``combine``, the autograd graph shows which parameters the experts
+    used.
     """
 
     def __init__(self) -> None:
@@ -27,10 +28,10 @@ class DDPWatch:
         """Warn if this is a forward of DistributedDataParallel, and it manages parameters that the experts used.
 
         Args:
-            rows: (R, D), given to ``combine``.
-            group: the expert-parallel group.
+            rows: (R, D), the argument of ``combine``.
+            group: The expert-parallel group.
 
-        Cost: one attribute read; once, a walk over the autograd graph of the experts.
+        Cost: one attribute read. Once, under DistributedDataParallel, a walk over the autograd graph of the experts.
         """
         wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # not a public name
         if wrapper is None or self._looked or group is None or getattr(rows, "grad_fn", None) is None:
@@ -55,7 +56,7 @@ class DDPWatch:
 
 
 def _leaves_before_dispatch(rows: Tensor) -> Iterator[Tensor]:
-    """The leaves that autograd reaches from ``rows`` without passing a dispatch."""
+    """Yield the leaves that autograd reaches from ``rows`` without passing a dispatch."""
     seen: set[Any] = set()
     nodes: list[Any] = [rows.grad_fn]
     while nodes:
@@ -69,7 +70,7 @@ def _leaves_before_dispatch(rows: Tensor) -> Iterator[Tensor]:
 
 
 def _share_ranks(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether two groups have two or more ranks in common."""
-    with suppress(KeyError):  # a group that was made by hand is not known to torch.distributed
+    """Return whether two groups have two or more ranks in common."""
+    with suppress(KeyError):  # torch.distributed does not know a group that was made by hand
         return len({*dist.get_process_group_ranks(one)} & {*dist.get_process_group_ranks(other)}) > 1
     return False

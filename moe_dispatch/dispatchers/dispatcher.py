@@ -356,9 +356,9 @@ class Dispatcher(nn.Module):
     def grow(self, *, headroom: float = 1.125) -> RequiredCapacity:
         """Raise the capacity if a dispatch has overflowed. Graph-safe mode only; collective; a host sync.
 
-        A bound that was too small becomes the need so far times ``headroom``, at most the worst case. After the capacity
-        has grown, make plans and capture CUDA graphs again: older plans are refused, and older graphs keep the old
-        capacity. Do not call this method between a forward and a backward that recomputes it.
+        A bound that was too small becomes the need so far times ``headroom``, at most the worst case. After the
+        capacity has grown, make plans and capture CUDA graphs again: older plans are refused, and older graphs keep the
+        old capacity. Do not call this method between a forward and a backward that recomputes it.
 
         Args:
             headroom: Factor from 1 to 1024. If it differs between ranks, the largest one is used.

@@ -1,4 +1,4 @@
-"""Counts of what passed through a channel: kept on the device, read only when asked."""
+"""Count tokens, padding, bytes and collectives of a channel. Counters on the device are read only on request."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 class Metrics:
     """Totals since the channel was opened.
 
-    What the device counts (tokens, padding of experts, masked rows) goes on in replays of a CUDA graph; what the host
-    counts (dispatches, rows padded for ranks or cut, bytes, collectives) stays as the capture left it.
+    Replays of a CUDA graph count tokens, expert padding and masked rows, because the device counts them. Replays do not
+    count dispatches, rank padding, cut rows, bytes and collectives, because the host counts them.
 
     Attributes:
-        backend: name of the backend in use.
-        dispatches: calls of dispatch, counted per rank.
-        real_tokens_per_expert: int64 on the CPU, (L,), or (E,) when gathered.
-        imbalance: the busiest expert's tokens over the mean; 1.0 is balanced, 0.0 when nothing was dispatched.
-        rows_padded: rows that hold no token, by cause: "rank" (equal or aligned rows per rank), "expert"
-            (``pad_multiple``).
-        rows_skipped: rows that are no tokens in their layout, by how: "cut" (never sent), "masked" (their ids became
-            -1).
-        bytes_sent: bytes to other ranks, by collective.
-        collectives: calls, by collective.
+        backend: Name of the backend in use.
+        dispatches: Number of dispatches; with ``gather``, the sum over ranks.
+        real_tokens_per_expert: Rows that each expert got, without padding: int64 on the CPU, (L,); with ``gather``,
+            (E,).
+        imbalance: Rows of the busiest expert divided by the mean: 1.0 is balanced, 0.0 means no rows.
+        rows_padded: Number of padding rows that were added, by cause: "rank" for equal or aligned rows per rank,
+            "expert" for ``pad_multiple``.
+        rows_skipped: Number of rows that hold no token in their layout: "cut" rows were not sent, "masked" rows had
+            their ids set to -1.
+        bytes_sent: Bytes sent to other ranks, by collective.
+        collectives: Number of calls, by collective.
     """
 
     backend: str
@@ -57,9 +58,9 @@ class Meter:
         self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
 
     def prepare(self, device: torch.device) -> None:
-        """Make the counters of a device, where there are none yet. A captured graph then counts in the same ones."""
+        """Make the counters of a device if there are none yet. A graph that is captured later writes to them."""
         if device not in self._tokens:
-            with torch.inference_mode(False):  # counters made in an evaluation are written in training too
+            with torch.inference_mode(False):  # training must be able to write to counters that an evaluation made
                 zeros = torch.zeros(self._num_local_experts, dtype=torch.int64, device=device)
                 self._tokens[device] = zeros, zeros.clone()
                 self._masked[device] = torch.zeros((), dtype=torch.int64, device=device)
@@ -84,11 +85,11 @@ class Meter:
 
     @property
     def masked(self) -> int:
-        """Rows masked so far. A host sync on a GPU."""
+        """Number of rows masked so far. A host sync on a GPU."""
         return sum(int(masked) for masked in self._masked.values())
 
     def tokens(self) -> Tensor:
-        """int64 (2, L) on the CPU: real rows and padding, per expert. A host sync on a GPU."""
+        """Return the real rows and the padding of each expert, int64 (2, L) on the CPU. A host sync on a GPU."""
         total = torch.zeros(2, self._num_local_experts, dtype=torch.int64, device="cpu")
         for tokens in self._tokens.values():
             total += torch.stack(tokens).cpu()
@@ -96,7 +97,7 @@ class Meter:
 
 
 def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
-    """This rank's metrics, or with ``gather`` (collective) those of the group: sums, and tokens of all experts."""
+    """Return the metrics of this rank. With ``gather``, which is collective, return the sums over all ranks."""
     real, padding = channel.meter.tokens().tolist()
     links = {id(link): link for link in (channel.communicator, channel.control)}.values()
     sent: Counter[str] = sum((link.bytes_sent for link in links), Counter())

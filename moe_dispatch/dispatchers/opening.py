@@ -1,4 +1,4 @@
-"""Building a dispatcher's channel: every rank checks, all hear of every problem, and only then something is opened."""
+"""Open a dispatcher's channel. Every rank checks first, and nothing is opened if any rank has a problem."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ logger = logging.getLogger("moe_dispatch")
 
 
 def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.ProcessGroup | None, name: str) -> Lease:
-    """Open, or share, the channel of a config on a group, for the dispatcher of that name. Collective.
+    """Open the channel of a config on a group, or share an open one, for the dispatcher ``name``. Collective.
 
     Raises:
-        ConfigError: a rule the config breaks on this group, or ranks with different configs, by field and rank.
-        BackendUnavailableError: the backend cannot run here.
-        PeerError: building failed on another rank, with its text.
+        ConfigError: The config breaks a rule on this group; or the configs of the ranks differ, and the error has the
+            field and two ranks.
+        BackendUnavailableError: The backend cannot run here.
+        PeerError: Building failed on another rank. The error has the text of that rank.
 
-    Cost: one small all-reduce on the control group; when a channel is opened two more, and an exchange of host names;
-    more where ranks do not agree.
+    Cost: one small all-reduce on the control group. Opening a channel takes two more, and an exchange of host names.
+    If ranks disagree, an exchange of texts comes on top.
     """
     process_group = _process_group(group)
     seconds, problem = _attempt(lambda: _watch(config, filter(None, (process_group, control_group)), name))
@@ -52,7 +53,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
         control = communicator
     key = (id(process_group), id(control_group), config.digest)
     lease = find_channel(key, name)
-    # Where one rank has to open, because its last dispatcher was collected, say, all open: opening is collective.
+    # Opening is collective. So if one rank must open the channel (its last dispatcher was collected), all ranks do.
     facts = {**config.canonical, "watchdog": seconds}
     (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=facts, label="build")
     if not opens:
@@ -70,7 +71,15 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
 
 
 def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> float | None:
-    """Watch the groups of the dispatcher ``name`` if config or environment say so; the time limit in seconds."""
+    """Start watchdogs on the groups of the dispatcher ``name``, if config or environment ask for them.
+
+    Returns:
+        The time limit in seconds; None without a watchdog.
+
+    Raises:
+        ConfigError: The time limit is malformed, differs from that of another open dispatcher of the group, or the
+            group has no store.
+    """
     seconds = _time_limit(config)
     if seconds is None:
         return None
@@ -86,10 +95,10 @@ def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: 
 
 
 def _time_limit(config: DispatcherConfig) -> float | None:
-    """The time limit of collectives in seconds, or None.
+    """Return the time limit of collectives in seconds, or None.
 
     Raises:
-        ConfigError: the environment variable is no positive number.
+        ConfigError: The environment variable is not a positive number.
     """
     text = os.environ.get(f"{ENVIRONMENT_PREFIX}WATCHDOG", "")
     if config.watchdog is not None or not text:
@@ -103,7 +112,10 @@ def _time_limit(config: DispatcherConfig) -> float | None:
 
 
 def _facts(blueprint: Blueprint) -> dict[str, Any]:
-    """What must be alike on all ranks although no config says it: the needs of the library that is installed there."""
+    """Return the facts that must be equal on all ranks beside the config: the backend and its constraints.
+
+    Constraints may depend on the installed version of the backend's library.
+    """
     needs = dataclasses.asdict(blueprint.needs)
     return {"backend": blueprint.options.name, **{name: _ordered(value) for name, value in needs.items()}}
 
@@ -113,7 +125,11 @@ def _ordered(value: Any) -> Any:
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """The result, or whatever was raised, also by a third party's code: the peers must hear of it before it goes on."""
+    """Run an action. Returns its result, or the error that it raised.
+
+    Errors of all types are caught, because a backend may raise any of them, and the peers must be told before this rank
+    raises.
+    """
     try:
         return action(), None
     except Exception as problem:
@@ -151,7 +167,7 @@ def _draw(config: DispatcherConfig, communicator: Communicator, ranks_per_node: 
 
 
 def _check_permutation(config: DispatcherConfig, name: str, needs: Constraints, communicator: Communicator) -> None:
-    """Refuse a named permutation that cannot be used, where it is certain on which device rows will be."""
+    """Refuse a named permutation that cannot be used, if the device of the rows is already certain."""
     if config.permutation == "auto":
         return
     if needs.pads_experts:
@@ -170,7 +186,7 @@ def _check_permutation(config: DispatcherConfig, name: str, needs: Constraints, 
 
 
 def _announce(config: DispatcherConfig, communicator: Communicator, blueprint: Blueprint) -> None:
-    """Say once, on rank 0, what "auto" chose and why not the others."""
+    """Log on rank 0 which backend "auto" chose, and why it did not choose the others."""
     if config.backend_options is not None or communicator.rank:
         return
     chosen = blueprint.options.name
@@ -179,7 +195,7 @@ def _announce(config: DispatcherConfig, communicator: Communicator, blueprint: B
 
 
 def _why_not(name: str) -> str:
-    """Why "auto" does not choose a backend. Nothing is probed: that might import a library for a line in a log."""
+    """Return why "auto" does not choose a backend. The backend is not probed, because a probe may import a library."""
     try:
         return load_backend(name).auto_reason
     except (BackendUnavailableError, ConfigError) as error:
@@ -187,10 +203,12 @@ def _why_not(name: str) -> str:
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int:
-    """The largest number of consecutive ranks that share a host in every such block of the group.
+    """Return the largest n such that each block of n consecutive ranks is on one host.
+
+    For example, hosts a a b b b b give 2.
 
     Args:
-        hosts: the host of each rank. Containers with names of their own count as hosts of their own.
+        hosts: Host name of each rank. Containers with different host names count as different hosts.
     """
     borders = [rank for rank, (left, right) in enumerate(pairwise(hosts), start=1) if left != right]
     sizes = [size for size in range(1, len(hosts) + 1) if len(hosts) % size == 0]

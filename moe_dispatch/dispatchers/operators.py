@@ -1,12 +1,14 @@
-"""The bodies of both verbs, and of their backwards, as operators of ``torch.ops.moe_dispatch``.
+"""Both verbs and their backwards as operators of ``torch.ops.moe_dispatch``.
 
-``torch.compile`` traces operators by their fake kernels, and selective checkpointing saves what they return. Only
-tensors and numbers go in and out: a channel goes by its name, a route as the tensors that it can be restored from. Rows
-go in and come out as the model has them: sizes are settled, rows cut, padded and trimmed inside. So the only sizes that
-tracing cannot know are those of the rows that the experts see, and some of the route.
+``torch.compile`` traces operators through their fake kernels. Selective checkpointing saves the results of operators.
 
-An operator that is called wrongly refuses when it runs, with the error of the eager call. Fake kernels only refuse a
-channel that is closed.
+Operators take and return only tensors, numbers and strings. A channel is passed as its name, and a route as the tensors
+from which the backend restores it. Rows are passed in the model's shapes: an operator settles sizes, cuts, pads and
+trims rows inside. So tracing knows all sizes except the number of rows that the experts get and some sizes of the
+route.
+
+An operator checks its arguments when it runs, with the errors of the eager call. Fake kernels only check that the
+channel is open.
 """
 
 from __future__ import annotations
@@ -66,17 +68,18 @@ def dispatch(
     """Send rows to their experts.
 
     Args:
-        rows: (T, D), as the model has them.
-        ids: int64 (T, K), no expert twice in a row.
+        rows: (T, D), rows of the model.
+        ids: int64 (T, K). No row names an expert twice.
         weights: (T, K), in the accumulation dtype.
-        real_rows: int64, the rows to send; None for all.
-        valid: bool (T,), which rows are tokens, where others are not cut; None for all.
-        channel: name of the channel.
-        recorded: whether the call records gradients.
-        *numbers: the five of ``flat_sizes``; without the first two, sizes are settled here.
+        real_rows: int64, the indices of the rows to send; None sends all rows.
+        valid: bool (T,), whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
+        channel: Name of the channel.
+        recorded: Whether the call records gradients.
+        *numbers: The five numbers of ``flat_sizes``. If the first two are None, the sizes are settled here.
 
     Returns:
-        (R, D) expert-major rows, (R,) their weights, int64 (L,) real rows per expert, and the route.
+        Rows grouped by expert, (R, D); their weights, (R,); real rows per expert, int64 (L,); and the tensors of the
+        route.
     """
     link = compilable(named_channel(channel))
     if link.recorder is not None:
@@ -93,7 +96,7 @@ def dispatch(
 
     with torch.no_grad(), profiler_range("dispatch"):
         plan = settle(lambda: link, check, settled=settled, x=rows, recorded=recorded)
-        # With the room that was traced: a recomputation may come after the dispatcher has grown.
+        # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
         sizes = given if plan is None else dataclasses.replace(plan.sizes, capacity=given.capacity)
         count = rows.shape[0] if real_rows is None else real_rows.shape[0]
         padded = None if given.capacity is None else _foreseen_rows(link, count)
@@ -121,7 +124,7 @@ def _(
     if padded is None:
         padded = _foreseen_rows(link, rows.shape[0] if real_rows is None else real_rows.shape[0])
     counts = ids.new_empty(link.shape.num_local_experts)
-    if not link.needs.compilable:  # the body says so
+    if not link.needs.compilable:  # the operator raises when it runs
         size = new_size()
         return [rows.new_empty(size, link.shape.hidden_size), weights.new_empty(size), counts]
     route = link.backend.blank_route(padded, weights, new_size, given.capacity)
@@ -135,7 +138,10 @@ def _(
 def dispatch_again(
     rows: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int, num_grouped: int
 ) -> Tensor:
-    """Send other rows the way of a dispatch of ``num_rows`` rows that gave ``num_grouped``."""
+    """Send other rows along the route of an earlier dispatch.
+
+    ``num_rows`` is the number of rows that the earlier dispatch sent, ``num_grouped`` the number that the experts got.
+    """
     link = named_channel(channel)
     with torch.no_grad(), profiler_range("dispatch"):
         taken = compilable(link).backend.restore(route)
@@ -166,7 +172,7 @@ def dispatch_backward(
     rows_shape: Sequence[int],
     weights_shape: Sequence[int],
 ) -> list[Tensor]:
-    """Gradients of dispatched rows, (T, D), and where ``grad_weights`` is given of weights, (T, K): the two shapes."""
+    """Return the gradients of the model's rows and, if ``grad_weights`` is given, of their weights."""
     with torch.no_grad():
         taken = named_channel(channel).backend.restore(route)
         selection = Selection(num_rows=rows_shape[0], real_rows=real_rows, padded=taken.num_rows)
@@ -192,7 +198,7 @@ def _(
 def combine(
     rows: Tensor, weights: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int
 ) -> Tensor:
-    """Bring expert rows, (R, D), back: (T, D), weighted by the dispatch's weights where the config says so."""
+    """Bring expert rows, (R, D), back to (T, D), weighted with the weights of the dispatch if the config says so."""
     link = named_channel(channel)
     with torch.no_grad(), profiler_range("combine"):
         taken = compilable(link).backend.restore(route)
@@ -222,7 +228,10 @@ def combine_backward(
     channel: str,
     num_grouped: int,
 ) -> list[Tensor]:
-    """Gradients of expert rows, (num_grouped, D), and where ``rows``, what was combined, is given, of their weights."""
+    """Return the gradients of the expert rows, (num_grouped, D), and, if ``rows`` is given, of their weights.
+
+    ``rows`` are the expert rows that were combined.
+    """
     link = named_channel(channel)
     with torch.no_grad():
         taken = link.backend.restore(route)
@@ -253,7 +262,7 @@ def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     real_rows, *route = ctx.saved_tensors
-    # Always with the gradient of the weights: what travels must not depend on what one rank needs.
+    # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
     grad_rows, grad_weights = dispatch_backward(*grads[:2], route, real_rows, ctx.channel, *ctx.shapes)
     return grad_rows, None, grad_weights, *[None] * 9
 
@@ -298,10 +307,10 @@ combine_backward.register_autograd(partial(_once_only, "combine"))
 
 
 def compilable(link: Channel) -> Channel:
-    """The channel, if operators can run its backend.
+    """Return the channel if operators can run its backend.
 
     Raises:
-        ConfigError: they cannot, because its routes are more than tensors.
+        ConfigError: The routes of the backend cannot be restored from tensors.
     """
     if not link.needs.compilable:
         raise ConfigError(
@@ -313,7 +322,7 @@ def compilable(link: Channel) -> Channel:
 
 
 def flat_sizes(sizes: Sizes, capacity: Capacity | None) -> tuple[int | None, ...]:
-    """Sizes as the five numbers that an operator takes: the two of ``sizes``, then the three of the capacity."""
+    """Return sizes as the five numbers that an operator takes: two from ``sizes``, three from the capacity."""
     room = (None,) * 3 if capacity is None else (capacity.rows, capacity.buffer_rows, capacity.pair_rows)
     return (sizes.padded_rows, sizes.group_max_rows, *room)
 
@@ -327,9 +336,9 @@ def _sizes_from(numbers: Sequence[int | None]) -> Sizes:
 
 
 def _foreseen_rows(link: Channel, brought: int) -> int | None:
-    """How many rows, padded, go to the backend, where tracing can tell without a plan.
+    """Return how many rows with padding go to the backend; None if this cannot be known without a plan.
 
-    Graph-safe, always as many as there may be, so that no shape depends on T.
+    In graph-safe mode it is the largest possible number, so that no shape depends on T.
     """
     if link.needs.equal_rows or link.config.graph_safe:
         largest = link.config.max_tokens_per_rank
@@ -338,7 +347,7 @@ def _foreseen_rows(link: Channel, brought: int) -> int | None:
 
 
 def _own(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as fake kernels say they are: contiguous, from the start of memory that is theirs alone."""
+    """Return the tensors with the strides that the fake kernels promise: contiguous, at the start of their memory."""
 
     def own(tensor: Tensor) -> Tensor:
         as_told = tensor.is_contiguous() and tensor.storage_offset() == 0

@@ -1,4 +1,4 @@
-"""What graph-safe dispatches needed room for, and what is done where there was too little."""
+"""Track how many rows graph-safe dispatches need, and raise, grow or retry after an overflow."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ logger = logging.getLogger("moe_dispatch")
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequiredCapacity:
-    """The most that any dispatch of any rank needed since the channel was opened; the same on all ranks.
+    """The largest need of any dispatch of any rank since the channel was opened. It is the same on all ranks.
 
     Attributes:
-        rows: real rows of one rank's experts, without expert padding.
-        pair_rows: rows from one rank to one rank; 0 where the backend has no bound of pairs.
-        capacity_factor: the ``capacity_factor`` that gives so many rows, and at least one.
-        pair_factor: the ``pair_rows`` of ``alltoall`` that gives so many, and at least one; 0 where it has no bound.
-        overflowed: whether there was room for less, so that rows were dropped.
-        invalid_ids: the most ids outside -1..num_experts-1 that one dispatch was given, since ``check`` last raised for
-            them. Their slots went nowhere.
+        rows: Largest number of rows that arrived at one rank's experts, without expert padding.
+        pair_rows: Largest number of rows from one rank to another; 0 if the backend does not bound it.
+        capacity_factor: Value of ``capacity_factor`` in the config that gives room for ``rows``, and for at least one.
+        pair_factor: Value of ``alltoall``'s option ``pair_rows`` that gives room for ``pair_rows``, and for at least
+            one; 0 if the backend does not bound them.
+        overflowed: Whether the need exceeds the capacity, so that rows were dropped.
+        invalid_ids: Largest number of ids outside -1..num_experts-1 in one dispatch, since they were last reported.
+            Their slots went nowhere.
     """
 
     rows: int
@@ -48,19 +49,20 @@ class RequiredCapacity:
 
 @final
 class HighWaterMark:
-    """The most rows needed and the most invalid ids so far, on the device.
+    """The largest numbers of rows and of invalid ids in one dispatch so far, kept on the device.
 
-    They are maxima of single dispatches, so a recomputed or replayed dispatch counts once.
+    They are maxima over dispatches, so it does not matter if a dispatch is recomputed or replayed.
     """
 
     def __init__(self) -> None:
         self._marks: dict[torch.device, Tensor] = {}
 
     def prepare(self, device: torch.device) -> None:
-        """Make the mark of a device, before anything else of a dispatch is allocated.
+        """Make the mark of a device, before a dispatch allocates anything else.
 
         Raises:
-            StateError: the first call on the device is being captured: its mark would be made again by every replay.
+            StateError: The first call on the device is being captured in a CUDA graph. Every replay would reset the
+                mark.
         """
         if device not in self._marks:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -68,37 +70,37 @@ class HighWaterMark:
                     "Dispatcher.dispatch: it must have run once before it is captured in a CUDA graph, got a capture "
                     "of its first call. Run the step once, or use moe_dispatch.capture, which warms up."
                 )
-            with torch.inference_mode(False):  # a mark made in an evaluation is raised in training too
+            with torch.inference_mode(False):  # training must be able to write to a mark that an evaluation made
                 self._marks[device] = torch.zeros(3, dtype=torch.int64, device=device)
 
     def record(self, demand: Tensor, invalid: Tensor) -> None:
-        """Raise the mark. No sync; in place, so that a captured graph raises the same mark.
+        """Raise the mark to the numbers of one dispatch. No sync. In place, so that replays write to the same mark.
 
         Args:
-            demand: int64 (2,), as in ``Arrived``.
+            demand: int64 (2,), ``Arrived.demand``.
             invalid: int64 (), the number of invalid ids.
         """
         mark = self._marks[demand.device]
         torch.maximum(mark, torch.cat([demand, invalid.view(1)]), out=mark)
 
     def read(self) -> list[int]:
-        """Rows, rows of a pair, and invalid ids, of this rank. A host sync."""
+        """Return the marks of this rank: rows, rows of a pair of ranks, and invalid ids. A host sync."""
         marks = [mark.tolist() for mark in self._marks.values()]
         return [max((mark[i] for mark in marks), default=0) for i in range(3)]
 
     def forget_invalid_ids(self) -> None:
-        """Start to count invalid ids again, after they have been reported."""
+        """Reset the mark of invalid ids, after they were reported."""
         for mark in self._marks.values():
             mark[2:].zero_()
 
 
 def required(channel: Channel) -> RequiredCapacity:
-    """What all ranks needed. Collective; a host sync."""
+    """Return the largest need of all ranks. Collective; a host sync."""
     return _agree(channel, 1.0, "required_capacity")[0]
 
 
 def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapacity, float]:
-    """What all ranks needed, and the largest headroom of any, to a thousandth."""
+    """Return the largest need and the largest headroom of all ranks. The headroom is rounded up to a thousandth."""
     capacity = _capacity(channel, verb)
     mine = [*channel.high_water.read(), math.ceil(1000 * headroom)]
     rows, pair_rows, invalid_ids, thousandths = channel.control.max(mine, label="capacity")
@@ -114,11 +116,12 @@ def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapaci
 
 
 def check(channel: Channel) -> RequiredCapacity:
-    """Raise on every rank where some dispatch of some rank had invalid ids, or more rows than fit; collective.
+    """Run ``Dispatcher.check``. Collective; a host sync.
 
     Raises:
-        InputError: invalid ids, with their number; the next call does not raise for them again.
-        CapacityError: more rows than fit under ``on_overflow="raise"``, with what would fit.
+        InputError: A dispatch of some rank had invalid ids. The next call does not report them again.
+        CapacityError: A dispatch of some rank overflowed under ``on_overflow="raise"``.
+        StateError: The config is not graph_safe.
     """
     needed = required(channel)
     if (problem := _invalid_ids("check", channel, needed)) is not None:
@@ -129,7 +132,7 @@ def check(channel: Channel) -> RequiredCapacity:
 
 
 def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> InputError | None:
-    """The one report of invalid ids in graph-safe mode, the same on every rank; None if there were none."""
+    """Return the error for invalid ids, and reset their mark; None if there were none. It is the same on every rank."""
     if not needed.invalid_ids:
         return None
     channel.high_water.forget_invalid_ids()
@@ -140,13 +143,13 @@ def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> Input
 
 
 def grow(channel: Channel, headroom: float) -> RequiredCapacity:
-    """Make room for what was needed. Collective."""
+    """Run ``Dispatcher.grow``. Collective; a host sync."""
     check_headroom("grow", headroom)
     before = _capacity(channel, "grow")
     needed, headroom = _agree(channel, headroom, "grow")
     if needed.overflowed:
         after = grown(channel.shape, before, rows=needed.rows, pair_rows=needed.pair_rows, headroom=headroom)
-        told = _told(channel.name, channel, needed)  # of the room that was too small
+        told = _told(channel.name, channel, needed)  # before the capacity changes
         channel.set_capacity(after)
         if channel.control.rank == 0:
             logger.warning(
@@ -161,7 +164,7 @@ def grow(channel: Channel, headroom: float) -> RequiredCapacity:
 def retry_on_overflow(
     channels: Sequence[Channel], step: Callable[[], Result], *, everyone: Communicator | None, headroom: float
 ) -> Result:
-    """Run a step until nothing overflows on any of the ranks that run it. Collective."""
+    """Run a step, and again until nothing overflows on any rank that runs it. Collective."""
     check_headroom("retry_on_overflow", headroom)
     for channel in channels:
         _capacity(channel, "retry_on_overflow")
@@ -169,10 +172,10 @@ def retry_on_overflow(
     before = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     while True:
         result = step()
-        needed = [grow(channel, headroom) for channel in channels]  # all of them, and on all ranks alike
+        needed = [grow(channel, headroom) for channel in channels]  # grow all channels, in the same order on all ranks
         again = any(each.overflowed for each in needed)
         found = (_invalid_ids("retry_on_overflow", *pair) for pair in zip(channels, needed, strict=True))
-        problem = next(filter(None, found), None)  # the rest is left for another call
+        problem = next(filter(None, found), None)  # a second problem is not reported
         if everyone is not None:
             again = bool(raise_alike(everyone, problem, values=[int(again)], label="capacity")[0])
         elif problem is not None:
@@ -185,7 +188,7 @@ def retry_on_overflow(
 
 
 def check_headroom(verb: str, headroom: float) -> None:
-    """Refuse a factor that would shrink, or make no sense, with an InputError."""
+    """Refuse a headroom outside 1..1024 with an InputError."""
     if not 1 <= headroom <= 1024:
         raise InputError(
             f"Dispatcher.{verb}: headroom must lie in 1..1024, got {headroom}. Use 1.0 for what was needed."
@@ -212,5 +215,5 @@ def _told(where: str, channel: Channel, needed: RequiredCapacity) -> str:
 
 
 def _upwards(factor: float) -> str:
-    """With three decimals, and no less: whoever copies it has enough."""
+    """Format a factor with three decimals, rounded up, so that a copied number is large enough."""
     return f"{math.ceil(factor * 1000) / 1000:.3f}"

@@ -1,4 +1,4 @@
-"""What a config and a backend must fulfil on a group, checked when a dispatcher is built."""
+"""Check a config and a backend against a group, when a dispatcher is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_usable(options: BackendOptions) -> None:
     """Refuse a backend that cannot run on this machine.
 
     Raises:
-        BackendUnavailableError: it cannot, and why.
+        BackendUnavailableError: The probe of the backend failed. The error has the reason.
     """
     verdict = options.probe()
     if isinstance(verdict, Rejected):
@@ -28,10 +28,10 @@ def check_usable(options: BackendOptions) -> None:
 
 
 def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None = None) -> MoEShape:
-    """The sizes of a config on a group.
+    """Return the sizes of a config on a group.
 
     Raises:
-        ConfigError: the experts do not divide over the ranks.
+        ConfigError: The number of experts is not divisible by the number of ranks.
     """
     if config.num_experts % ep_size:
         smaller = max(size for size in range(1, ep_size + 1) if config.num_experts % size == 0)
@@ -54,10 +54,10 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
 
 
 def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Constraints) -> None:
-    """Refuse what the backend cannot do on this group.
+    """Refuse a config that breaks a constraint of the backend on this group.
 
     Raises:
-        ConfigError: naming the rule, both numbers and the way out.
+        ConfigError: A constraint is broken. The error has both values.
     """
     where = f"Backend {name!r}"
     if needs.group_sizes is not None and shape.ep_size not in needs.group_sizes:
@@ -129,7 +129,7 @@ def check_buffers(name: str, capacity: Capacity) -> None:
     """Refuse graph-safe buffers with more rows than ``offs`` can count.
 
     Raises:
-        ConfigError: naming both numbers and the way out.
+        ConfigError: The buffers have more rows than int32 can count.
     """
     most = torch.iinfo(torch.int32).max
     if capacity.buffer_rows > most:
@@ -143,7 +143,7 @@ def check_max_rows(where: str, rows: int, needs: Constraints) -> None:
     """Refuse more rows per rank than the backend can take.
 
     Raises:
-        InputError: naming both numbers and what would fit.
+        InputError: There are too many rows. The error has the largest number that fits.
     """
     fits = needs.most_rows
     if fits is not None and rows > fits:

@@ -1,4 +1,4 @@
-"""The start-up test of a dispatcher: identity experts must give x times the weight sum."""
+"""Test a dispatcher at start-up: with identity experts, the result must be x times the sum of its weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _ROWS = 32
 
 
 def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Forward and gradients through identity experts, with a count of rows that differs between ranks.
+    """Run forward and backward with identity experts, and compare with the exact results. Collective.
+
+    The number of rows differs between ranks, unless the config promises equal numbers.
 
     Raises:
-        StateError: the result is not x times the weight sum on some rank; raised on every rank alike.
+        StateError: The output or a gradient is wrong on some rank. Raised on every rank.
     """
     config, channel = dispatcher.config, dispatcher._channel
     dtype = dtype or carried_dtype(config, channel.needs)
-    # Whatever mode the caller is in: gradients are part of the test, unless the backend has none.
+    # The caller may have turned gradients off. They are part of the test, unless the backend has none.
     with torch.inference_mode(False), torch.set_grad_enabled(channel.needs.differentiable):
         mine = _differences(dispatcher, device, dtype)
     tolerance = _tolerance(dtype, config.wire_dtype)
@@ -42,7 +44,7 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
 
 
 def carried_dtype(config: DispatcherConfig, needs: Constraints) -> torch.dtype:
-    """float32 where the backend carries it, else bfloat16."""
+    """Return float32 if the backend carries it, else bfloat16."""
     return torch.float32 if needs.dtypes is None or config.wire_dtype is not None else torch.bfloat16
 
 
@@ -56,7 +58,7 @@ def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtyp
 
     rows = _ROWS if config.row_counts in ("assume", "check") else _ROWS + channel.communicator.rank % 3
     rows = min(rows, config.max_tokens_per_rank or rows, channel.needs.most_rows or rows)
-    if channel.capacity is not None:  # as many as no routing overflows: a test must not drop rows
+    if channel.capacity is not None:  # so few that no routing overflows
         each = channel.communicator.size * min(config.top_k, channel.shape.num_local_experts)
         rows = min(rows, max(1, channel.capacity.rows // each), channel.capacity.pair_rows or rows)
     x = (draw(rows, config.hidden_size) - 0.5).to(device, dtype).requires_grad_(differentiable)
@@ -79,7 +81,7 @@ def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtyp
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected value; NaN anywhere is NaN."""
+    """Return the largest difference, divided by the largest expected value. If any value is NaN, the result is NaN."""
     if got.numel() == 0:
         return 0.0
     return float((got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-6))
