@@ -59,7 +59,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
         offs: int32 (L,), the end of each expert's rows.
 
     Returns:
-        (R, H). Rows behind ``offs[-1]`` hold anything.
+        (R, H). Rows behind ``offs[-1]`` may hold any value.
     """
     if rows.dtype == torch.float64:
         return _masked_mm(rows, weights, offs)
@@ -78,7 +78,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
 
 
 def _masked_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """``grouped_mm`` in float64, which torch's grouped GEMM does not take: every matrix meets every row."""
+    """Run ``grouped_mm`` in float64, which torch's grouped GEMM does not support. Computes L products of all rows."""
     positions_R = torch.arange(rows.shape[0], dtype=offs.dtype, device=offs.device)
     expert_R1 = torch.searchsorted(offs, positions_R, right=True).unsqueeze(1)
     y = rows.new_zeros(rows.shape[0], weights.shape[2])
@@ -97,12 +97,12 @@ def aligned_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     """Run torch's grouped GEMM; the operator for compiled regions.
 
     Args:
-        left: (R, D), or for the gradient of matrices (D, R).
-        right: (L, D, H), or for the gradient of matrices (R, H).
+        left: (R, D); for the gradient of the matrices, (D, R).
+        right: (L, D, H); for the gradient of the matrices, (R, H).
         offs: int32 (L,), the ends of groups along R.
 
     Returns:
-        (R, H), or for the gradient of matrices (L, D, H).
+        (R, H); for the gradient of the matrices, (L, D, H).
     """
     return _aligned_mm(left, right, offs).contiguous()
 
@@ -128,7 +128,7 @@ aligned_mm.register_autograd(_aligned_gradients, setup_context=_keep_operands)
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity, whose gradient is contiguous: torch's grouped GEMM refuses the expanded gradient of a sum."""
+    """Make the gradient contiguous, because torch's grouped GEMM refuses the expanded gradient of a sum."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Counts the rows of dispatches by expert, rank and node, from the expert ids of all ranks.
+"""Count the rows of dispatches by expert, rank and node, from the expert ids of all ranks.
 
 Dimensions: ``C`` dispatches, ``N`` nodes; others as in ``moe_dispatch.types``.
 """
@@ -102,8 +102,8 @@ def padded_rows(rows_CP: Tensor, needs: Constraints, config: DispatcherConfig) -
 def overflow_bounds(rows_CPP: Tensor, limit: int, *, summed: bool) -> tuple[float, float]:
     """Return two bounds of the chance that some receiver gets more than ``limit`` rows.
 
-    It assumes a normal distribution with the mean and the variance of the simulated rows. For the bounds, the mean is
-    two standard errors lower and two standard errors higher.
+    The numbers are assumed to be normal, with the mean and the variance of the simulated rows. For the bounds, the mean
+    is two standard errors lower and two standard errors higher.
 
     Args:
         rows_CPP: Rows of each sender and receiver in simulated dispatches. All senders have the same distribution.
@@ -111,7 +111,7 @@ def overflow_bounds(rows_CPP: Tensor, limit: int, *, summed: bool) -> tuple[floa
         summed: Whether the limit applies to the rows of all senders together; otherwise to the rows of each sender.
     """
     rows_CPP, (dispatches, size, _) = rows_CPP.double(), rows_CPP.shape
-    terms = size if summed else 1  # the mean and the variance of a sum of independent terms are the sums of theirs
+    terms = size if summed else 1  # means and variances of independent terms add up
     mean_P, variance_P = terms * rows_CPP.mean((0, 1)), terms * rows_CPP.var((0, 1))
     room_P = (limit + 0.5 - mean_P) / variance_P.sqrt()
     doubt = 2 * math.sqrt(terms / (dispatches * size))

@@ -1,4 +1,4 @@
-"""Draws pictures: as inline SVG, which takes its colours from the page around it, and as files.
+"""Draw pictures: as inline SVG, which takes its colours from the page around it, and as files.
 
 The one module that imports matplotlib.
 """

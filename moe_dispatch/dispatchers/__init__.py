@@ -8,10 +8,12 @@ One call passes these modules, in this order:
 - ``autograd``: the computation of both verbs and of their backwards.
 - ``operators``: the same computation as operators of torch, for ``torch.compile`` and selective checkpointing.
 
-There are two kinds of padding. Rank padding makes the numbers of rows per rank fit the backend's ``Constraints``
-(``padded`` and ``brought``): ``planning`` agrees on the number, and ``autograd.Selection`` adds the rows. Expert padding
-makes the rows of each expert a multiple of the config's ``pad_multiple``: after the exchange, ``permutation.index`` adds
-it, or the backend's library if it has ``pads_experts``.
+There are two kinds of padding:
+
+- Rank padding makes the number of rows of each rank fit the backend's ``Constraints`` (``padded`` and ``brought``).
+  ``planning`` agrees on the number, and ``autograd.Selection`` adds the rows.
+- Expert padding makes the rows of each expert a multiple of the config's ``pad_multiple``. ``permutation.index`` adds
+  these rows after the exchange. If the backend has ``pads_experts``, its library adds them.
 
 The other modules serve the dispatcher outside of a call: ``channel`` (the objects that dispatchers with the same config
 and group share), ``opening`` and ``requirements`` (they build a channel), ``overflow``, ``metrics``, ``capture``,

@@ -120,8 +120,8 @@ def _check_dispatcher(dispatcher: Dispatcher) -> None:
         )
     if dispatcher.config.debug:
         raise StateError(
-            "capture: the dispatcher must have debug=False, got debug=True, which reads values in every dispatch. Leave "
-            "debug out."
+            "capture: the dispatcher must have debug=False, got debug=True, which reads values in every dispatch. "
+            "Leave debug out."
         )
 
 

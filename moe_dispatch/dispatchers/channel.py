@@ -164,8 +164,9 @@ class Lease:
             return self._channel
         if not self._collected.alive:
             raise StateError(
-                f"Dispatcher: it must be open, got a closed one of backend {self._channel.backend_name!r} on channel "
-                f"{self._channel.name}. Build another with build_dispatcher. [MD10]"
+                "Dispatcher: the dispatcher must be open, got a closed one of backend "
+                f"{self._channel.backend_name!r} on channel {self._channel.name}. Build another with build_dispatcher. "
+                "[MD10]"
             )
         self.mark()
         return self._channel

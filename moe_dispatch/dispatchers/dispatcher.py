@@ -272,8 +272,8 @@ class Dispatcher(nn.Module):
             )
         if sent.state.lease is not self._lease:
             raise StateError(
-                f"Dispatcher.{verb}: sent must come from this dispatcher, got that of another one "
-                f"(this is on channel {channel.name}). Combine with the dispatcher that dispatched."
+                f"Dispatcher.{verb}: sent must come from this dispatcher, got the result of another one "
+                f"(this one is on channel {channel.name}). Combine with the dispatcher that dispatched."
             )
         state: State = sent.state
         if state.route is not None:

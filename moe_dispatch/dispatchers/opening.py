@@ -77,8 +77,8 @@ def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: 
         The time limit in seconds; None without a watchdog.
 
     Raises:
-        ConfigError: The time limit is malformed, differs from that of another open dispatcher of the group, or the
-            group has no store.
+        ConfigError: The time limit is malformed, another open dispatcher of the group has a different time limit, or
+            the group has no store.
     """
     seconds = _time_limit(config)
     if seconds is None:

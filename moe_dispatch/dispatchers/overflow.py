@@ -30,7 +30,8 @@ class RequiredCapacity:
 
     Attributes:
         rows: Largest number of rows that arrived at one rank's experts, without expert padding.
-        pair_rows: Largest number of rows from one rank to another; 0 if the backend does not bound it.
+        pair_rows: Largest number of rows from one sending rank to one receiving rank; 0 if the backend does not bound
+            it.
         capacity_factor: Value of ``capacity_factor`` in the config that gives room for ``rows``, and for at least one.
         pair_factor: Value of ``alltoall``'s option ``pair_rows`` that gives room for ``pair_rows``, and for at least
             one; 0 if the backend does not bound them.
@@ -67,8 +68,8 @@ class HighWaterMark:
         if device not in self._marks:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise StateError(
-                    "Dispatcher.dispatch: it must have run once before it is captured in a CUDA graph, got a capture "
-                    "of its first call. Run the step once, or use moe_dispatch.capture, which warms up."
+                    "Dispatcher.dispatch: a call must have run once before a CUDA graph captures it, got a capture "
+                    "of the first call. Run the step once, or use moe_dispatch.capture, which warms up."
                 )
             with torch.inference_mode(False):  # training must be able to write to a mark that an evaluation made
                 self._marks[device] = torch.zeros(3, dtype=torch.int64, device=device)
@@ -138,7 +139,7 @@ def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> Input
     channel.high_water.forget_invalid_ids()
     return InputError(
         f"Dispatcher.{verb}: topk_ids must lie in -1..{channel.shape.num_experts - 1}, got up to {needed.invalid_ids} "
-        "others in one dispatch of one rank. Their slots went nowhere. Check the router."
+        "invalid ids in one dispatch of one rank. Their slots went nowhere. Check the router."
     )
 
 
@@ -198,8 +199,8 @@ def check_headroom(verb: str, headroom: float) -> None:
 def _capacity(channel: Channel, verb: str) -> Capacity:
     if channel.capacity is None:
         raise StateError(
-            f"Dispatcher.{verb}: it must be graph_safe, got graph_safe=False, where sizes follow the routing and "
-            "nothing overflows. Leave the call out."
+            f"Dispatcher.{verb}: the config must be graph_safe, got graph_safe=False, where sizes follow the routing "
+            "and nothing overflows. Leave the call out."
         )
     return channel.capacity
 
@@ -210,7 +211,7 @@ def _told(where: str, channel: Channel, needed: RequiredCapacity) -> str:
     wanted = "" if capacity.pair_rows is None else f" and {needed.pair_rows} (pair_rows {_upwards(needed.pair_factor)})"
     return (
         f"{where}: a dispatch must need at most {capacity.rows} rows of a rank's experts{pair}, got {needed.rows} "
-        f"(capacity_factor {_upwards(needed.capacity_factor)}){wanted}. Call grow(), or raise these."
+        f"(capacity_factor {_upwards(needed.capacity_factor)}){wanted}. Call grow(), or raise these limits."
     )
 
 

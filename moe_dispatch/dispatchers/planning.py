@@ -288,7 +288,7 @@ def _agree_on_largest(
     largest, smallest = high // size, -(low // size)
     if channel.config.row_counts == "check" and largest != smallest:
         raise InputError(
-            'Dispatcher.plan: row_counts="check" wants equal rows on all ranks, got '
+            'Dispatcher.plan: row_counts="check" needs equal rows on all ranks, got '
             f"{largest} on rank {high % size} and {smallest} on rank {low % size}. "
             'Pad them alike, or use row_counts="agree".'
         )

@@ -324,7 +324,7 @@ def refuse_tracing(verb: str) -> None:
     if torch.compiler.is_compiling():
         raise StateError(
             f"Dispatcher.{verb}: a plan must be made, and a Dispatched of eager mode be used, outside of compiled "
-            "regions, got a call that is being traced. Pass the plan in; compile both verbs of a layer, or neither."
+            "regions, got a call that is being traced. Pass the plan in. Compile both verbs of a layer, or neither."
         )
 
 

@@ -1,4 +1,4 @@
-"""Converts the dispatches of a rank to a few long tensors, and back.
+"""Convert the dispatches of a rank to a few long tensors, and back.
 
 Each rank has these tensors:
 

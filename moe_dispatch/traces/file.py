@@ -1,4 +1,4 @@
-"""Reads and writes trace files. This is the only module that imports safetensors.
+"""Read and write trace files. This is the only module that imports safetensors.
 
 A file has metadata, which are strings. For each rank r it has the tensors ``rank{r}.ids``, ``rank{r}.weights``,
 ``rank{r}.calls``, ``rank{r}.shapes`` and ``rank{r}.layouts``. The module ``columns`` describes these tensors.
@@ -24,7 +24,7 @@ _FORMAT_KEY = "moe_dispatch_trace"
 def safetensors_of(where: str) -> Any:
     """Return the module ``safetensors.torch``. Raise TraceError if it or numpy, which it needs, is not installed."""
     try:
-        import numpy  # noqa: F401, PLC0415 - or its absence would show only after all steps
+        import numpy  # noqa: F401, PLC0415 - otherwise a missing numpy would show only after all steps
         import safetensors.torch  # noqa: PLC0415 - optional, loaded on use
     except ImportError as error:
         raise TraceError(f"{where}: {error.name} must be installed, got none. {how_to_install('trace')}") from error
@@ -61,7 +61,7 @@ def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> N
     """Write a file. If this fails, raise TraceError and leave no file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # save_file is not used, because only the owner may read its files.
+        # save_file is not used, because it makes files that only the owner may read.
         partial.write_bytes(safetensors_of("Trace.record").save(tensors, {_FORMAT_KEY: str(FORMAT), **metadata}))
         partial.replace(path)
     except Exception as error:  # safetensors has exceptions of its own, for example for a full disk
@@ -77,7 +77,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with package.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - file is no mapping
     except Exception as error:
         raise TraceError(
             f"Trace.load: {path} must be a complete safetensors file, got an error: {error}. Record the trace again, "

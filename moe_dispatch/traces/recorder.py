@@ -1,4 +1,4 @@
-"""Records the routing of dispatches: copies on the host, which a trace file gets at the end."""
+"""Record the routing of dispatches in copies on the host, which are written to a trace file at the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Note:
 
 @final
 class Recorder:
-    """Keeps the first ``steps`` dispatches of each dispatcher of a channel.
+    """Keep the first ``steps`` dispatches of each dispatcher of a channel.
 
     Cost: each call copies ids, weights and lengths to the host, without a host sync.
     """
@@ -59,8 +59,8 @@ class Recorder:
     def note(self, owner: Hashable, name: str, x: Tensor, routing: Routing, layout: Layout) -> Note | None:
         """Copy the input of one dispatch. Return None for a dispatch that is not recorded.
 
-        A dispatch inside a backward is not recorded, because a checkpoint computes an earlier dispatch again. Later
-        dispatches than the first ``steps`` of a dispatcher are not recorded either.
+        A dispatch inside a backward is not recorded, because there a checkpoint repeats an earlier dispatch. After the
+        first ``steps`` dispatches of a dispatcher, no more are recorded.
 
         Raises:
             StateError: A CUDA graph is capturing the call.

@@ -1,4 +1,4 @@
-"""Records a trace: the start and the end of the ``with`` block."""
+"""Record a trace: the start and the end of the ``with`` block."""
 
 from __future__ import annotations
 

@@ -54,8 +54,9 @@ class RunLog:
         needed_SP: The largest number of rows that any dispatch so far needed for the experts of a rank; None if not
             graph-safe.
         room_S: The capacity for these rows; None if not graph-safe.
-        pairs_needed_SP: As ``needed_SP``, for the rows from one rank to one rank; None without such a capacity.
-        pairs_room_S: As ``room_S``, for the rows from one rank to one rank; None without such a capacity.
+        pairs_needed_SP: The largest number of rows from a rank to one receiving rank in any dispatch so far; None if
+            the backend does not bound this number.
+        pairs_room_S: The capacity for these rows; None if the backend does not bound them.
     """
 
     config: DispatcherConfig
@@ -79,7 +80,7 @@ class RunLog:
         """Log the counts of a dispatcher and of all others with the same channel, that is, the same config and group.
 
         The ``with`` statement returns a ``RunWriter``. Call its ``step()`` after each step. Each rank writes one file,
-        ``rank0.jsonl`` and so on. It flushes every step, so the log of a crashed run can be read. Dispatchers of
+        ``rank0.jsonl`` and so on. Every step is flushed, so the log of a crashed run can be read. Dispatchers of
         another config or group need another directory.
 
         Args:
@@ -131,7 +132,7 @@ class RunLog:
 
 @final
 class RunWriter:
-    """Writes the log of one rank."""
+    """Write the log of one rank."""
 
     def __init__(self, dispatcher: Dispatcher, file: TextIO) -> None:
         self._dispatcher = dispatcher
@@ -145,7 +146,7 @@ class RunWriter:
             TraceError: The line cannot be written.
             StateError: The dispatcher is closed.
 
-        Cost: It is local: it writes one short line, and has the host syncs of ``metrics()``.
+        Cost: local; one short line in the file, and the host syncs of ``metrics()``.
         """
         self._write({"step": self._steps, "totals": _totals(self._dispatcher)})
         self._steps += 1

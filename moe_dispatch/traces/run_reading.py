@@ -1,4 +1,4 @@
-"""Reads the log of a run: converts the lines of all ranks to the tensors of a ``RunLog``."""
+"""Read the log of a run, and convert the lines of all ranks to the tensors of a ``RunLog``."""
 
 from __future__ import annotations
 

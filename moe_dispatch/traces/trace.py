@@ -46,7 +46,7 @@ class Part:
 
     @property
     def num_rows(self) -> int:
-        """T."""
+        """Number of rows, T."""
         return len(self.routing.topk_ids)
 
     def sent_ids(self, *, cut: bool) -> Tensor:
@@ -109,10 +109,11 @@ class Trace:
     def record(dispatcher: Dispatcher, path: str | Path, *, steps: int = 100) -> AbstractContextManager[None]:
         """Record the routing of every dispatch inside a ``with`` block, in one file for all ranks.
 
-        It records the first ``steps`` dispatches of every dispatcher with the same channel, that is, with the same
-        config and group. It does not record a dispatch inside a backward, which a checkpoint computes again, and it
-        does not record ``again=sent``, which uses an earlier routing. At the end of the block, rank 0 gathers all parts
-        and writes the file. If the block raises, each rank writes its own part, such as ``run.rank3.safetensors``.
+        The first ``steps`` dispatches of every dispatcher with the same channel are recorded, that is, with the same
+        config and group. Two kinds of dispatches are not recorded: dispatches inside a backward, where a checkpoint
+        repeats earlier dispatches, and dispatches with ``again=sent``, which use an earlier routing. At the end of the
+        block, rank 0 gathers all parts and writes the file. If the block raises, each rank writes its own part, such as
+        ``run.rank3.safetensors``.
 
         Args:
             dispatcher: An open dispatcher.
@@ -155,7 +156,7 @@ class Trace:
 
     @property
     def shape(self) -> MoEShape:
-        """The sizes that the constraints of a backend depend on."""
+        """Sizes of the layer on the recorded group. The constraints of a backend depend on them."""
         return shape_of(self.config, self.ep_size, self.ranks_per_node)
 
     def cuts(self, part: Part) -> bool:

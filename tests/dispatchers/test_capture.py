@@ -86,7 +86,7 @@ def test_refuses_after_close(replayers: list[Replayer]) -> None:
     dispatcher = dispatcher_of()
     graph = captured(dispatcher)
     dispatcher.close()
-    with pytest.raises(StateError, match=r"Dispatcher: it must be open, got a closed one"):
+    with pytest.raises(StateError, match=r"Dispatcher: the dispatcher must be open, got a closed one"):
         graph.replay(torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2))
 
 
@@ -123,7 +123,7 @@ def test_refuses_the_cpu() -> None:
 
 
 def test_refuses_debug(replayers: list[Replayer]) -> None:
-    with pytest.raises(StateError, match=r"capture: the dispatcher must not have debug=True, which reads values"):
+    with pytest.raises(StateError, match=r"capture: the dispatcher must have debug=False, got debug=True, which reads"):
         captured(dispatcher_of(debug=True))
 
 
@@ -133,5 +133,5 @@ def test_watches_every_dispatcher_named(replayers: list[Replayer]) -> None:
     graph = capture(first, layer(first, None), x, weights, others=[second])
     graph.replay(x, weights)
     second.close()
-    with pytest.raises(StateError, match=r"Dispatcher: it must be open, got a closed one"):
+    with pytest.raises(StateError, match=r"Dispatcher: the dispatcher must be open, got a closed one"):
         graph.replay(x, weights)

@@ -109,7 +109,7 @@ def test_graph_safe_it_goes_nowhere_and_check_reports_it_once(name: str, invalid
         assert dispatcher.check().invalid_ids == 0
         return caught.value
 
-    texts = ("Dispatcher.check: topk_ids must lie in -1..7, got up to 1 others in one dispatch of one rank.", "nowhere")
+    texts = ("check: topk_ids must lie in -1..7, got up to 1 invalid ids in one dispatch of one rank.", "nowhere")
     raises_everywhere(outcomes_on(body, BACKENDS[name][1]), InputError, *texts)
 
 

@@ -122,7 +122,7 @@ def test_raise_is_heard_on_all_ranks_alike(backend: str, size: int, bound: str, 
     let_through = size * fits.get("pair_rows", 8) * min(TOP_K, NUM_EXPERTS // size)
     texts = [f"at most {min(fits['rows'], let_through)} rows"] if "rows" in fits else []
     texts += [f"and {fits['pair_rows']} rows to each rank", f" and {pair_rows} (pair_rows "] if bound != "rows" else []
-    raises_everywhere(results, CapacityError, *texts, "Call grow(), or raise these. Results since then lack rows.")
+    raises_everywhere(results, CapacityError, *texts, "or raise these limits. Results since then lack rows.")
     assert len(set(map(str, results))) == 1
 
 

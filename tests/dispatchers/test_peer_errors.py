@@ -234,7 +234,7 @@ def test_check_names_both_numbers_and_ranks_everywhere() -> None:
         identity_round(dispatcher)
         return caught.value
 
-    texts = ('row_counts="check" wants equal rows on all ranks', "got 7 on rank 2 and 3 on rank 3", "Pad them alike")
+    texts = ('row_counts="check" needs equal rows on all ranks', "got 7 on rank 2 and 3 on rank 3", "Pad them alike")
     raises_everywhere(outcomes(body, 4), InputError, *texts)
 
 

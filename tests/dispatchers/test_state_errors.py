@@ -82,7 +82,7 @@ def test_closed_dispatcher(backend: str, size: int, call: str) -> None:
     raises_everywhere(
         outcomes_on(body, size),
         StateError,
-        "Dispatcher: it must be open",
+        "Dispatcher: the dispatcher must be open",
         f"a closed one of backend {backend!r}",
         "build_dispatcher",
     )

@@ -135,7 +135,7 @@ def test_the_largest_headroom_counts() -> None:
 def test_the_first_call_is_refused_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is allocated that would belong to the graph."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(StateError, match=r"it must have run once before it is captured in a CUDA graph"):
+    with pytest.raises(StateError, match=r"a call must have run once before a CUDA graph captures it"):
         HighWaterMark().prepare(torch.device("cuda"))
 
 

@@ -158,7 +158,7 @@ def _enter(group: Any, path: Path, prepare: Callable[[Dispatcher], Any] = lambda
 
 
 def test_closed_dispatcher(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="Dispatcher: it must be open, got a closed one"):
+    with pytest.raises(StateError, match="Dispatcher: the dispatcher must be open, got a closed one"):
         _enter(None, tmp_path / "run.safetensors", Dispatcher.close)
 
 

@@ -1,4 +1,4 @@
-"""Checks that all contenders compute the same layer, forward and backward, as a dense float64 reference.
+"""Check that all contenders compute the same layer, forward and backward, as a dense float64 reference.
 
 Each expert multiplies its rows by a number of its own. The dense result therefore has a closed form at any size, and a
 row at the wrong expert changes the result.

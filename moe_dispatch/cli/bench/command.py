@@ -1,4 +1,4 @@
-"""Runs ``bench``: starts the ranks, prints each case as it ends, and saves and draws the results."""
+"""Run ``bench``: start the ranks, print each case as it ends, and save and draw the results."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Contender(ABC):
         """Return the dtype of the weights that the router of this library gives for rows of ``dtype``."""
         return torch.float32
 
-    def close(self) -> None:  # noqa: B027 - the peers keep nothing
+    def close(self) -> None:  # noqa: B027 - optional: the peers have nothing to close
         """Release buffers and groups that outlive a call."""
 
     def dropped(self) -> bool:

@@ -1,4 +1,4 @@
-"""Measures one layer of a contender: times by phase, bytes sent to other ranks, and peak memory.
+"""Measure one layer of a contender: times by phase, bytes sent to other ranks, and peak memory.
 
 On a GPU each phase ends with a device synchronization, so the measurement does not show overlap between phases.
 """

@@ -1,4 +1,4 @@
-"""Shows the results of ``bench``: tables on a terminal, and a picture with bars."""
+"""Show the results of ``bench``: tables on a terminal, and a picture with bars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the run times of two benchmark runs: an interval for their ratio, and a verdict."""
+"""Compare the run times of two benchmark runs: an interval for their ratio, and a verdict."""
 
 from __future__ import annotations
 

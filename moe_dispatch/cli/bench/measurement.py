@@ -1,4 +1,4 @@
-"""Measures the contenders in every case, on one rank, and checks their results."""
+"""Measure the contenders in every case, on one rank, and check their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the cost of a call apart from its collectives, on so few tokens that moving them costs nothing.
+"""Measure the cost of a call apart from its collectives, on so few tokens that moving them costs nothing.
 
 A mode of torch's operator dispatcher records the collectives of a call. They then run again alone.
 """
@@ -45,7 +45,7 @@ class Exchange:
 
 @final
 class Recorder(TorchDispatchMode):
-    """Records the all-to-alls of a block, forward and backward. A functional collective is recorded once.
+    """Record the all-to-alls of a block, forward and backward. A functional collective is recorded once.
 
     Raises:
         UncountedError: The block ran another collective, whose time would be missing.
@@ -158,7 +158,10 @@ def measure_overhead(contender: Contender, tokens: Tokens, runs: int, group: dis
 def _time_in_place(
     call: Callable[[], None], group: dist.ProcessGroup, device: torch.device, exchanges: int
 ) -> float | None:
-    """Time a call minus its all-to-alls, in seconds. It waits for each of them at once. None if it missed one."""
+    """Return the time of a call minus its all-to-alls, in seconds; None if an all-to-all was missed.
+
+    The call waits for each all-to-all right after its start.
+    """
     spent: list[float] = []
     issue = dist.ProcessGroup.alltoall_base
 

@@ -57,7 +57,7 @@ class NamedContender:
 
     @property
     def bytes_are_seen(self) -> bool:
-        """Whether it sends by torch.distributed, where the bench can count bytes, and not by another library."""
+        """Whether the contender sends through torch.distributed. The bench cannot count bytes of other libraries."""
         return self.backend is None or "emulate" not in self.backend.load().model_fields
 
     def _graph_safe(self, shape: Shape, spec: dict[str, Any]) -> dict[str, Any]:

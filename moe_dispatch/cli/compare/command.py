@@ -1,4 +1,4 @@
-"""Runs ``compare``: makes a task from the command line, and shows the comparison as tables on a terminal."""
+"""Run ``compare``: make a task from the command line, and show the comparison as tables on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs every variant of ``compare`` on one rank: checks its results and measures its costs.
+"""Run every variant of ``compare`` on one rank: check its results and measure its costs.
 
 All variants get the same tokens. Dimensions are those of ``moe_dispatch.types``.
 """

@@ -1,4 +1,4 @@
-"""Runs ``plan``: makes a plan from the command line, and shows it as tables on a terminal."""
+"""Run ``plan``: make a plan from the command line, and show it as tables on a terminal."""
 
 from __future__ import annotations
 

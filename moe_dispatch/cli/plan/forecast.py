@@ -1,4 +1,4 @@
-"""Forecasts the dispatches of a model on a cluster that need not exist: rows, bytes, buffers and overflows.
+"""Forecast the dispatches of a model on a cluster that need not exist: rows, bytes, buffers and overflows.
 
 The figures are counted over dispatches of a recorded routing, or over simulated dispatches of a random routing.
 Dimensions are those of ``moe_dispatch.cli.loads``.

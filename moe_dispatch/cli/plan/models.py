@@ -1,4 +1,4 @@
-"""Reads the sizes of a model from a ``DispatcherConfig`` or from the ``config.json`` of a transformers model."""
+"""Read the sizes of a model from a ``DispatcherConfig`` or from the ``config.json`` of a transformers model."""
 
 from __future__ import annotations
 

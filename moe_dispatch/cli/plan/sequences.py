@@ -1,4 +1,4 @@
-"""Computes the rows of a rank from its sequences."""
+"""Compute the rows of a rank from its sequences."""
 
 from __future__ import annotations
 

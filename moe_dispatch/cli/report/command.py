@@ -1,4 +1,4 @@
-"""Runs ``report``: writes a page about a trace or about the log of a run."""
+"""Run ``report``: write a page about a trace or about the log of a run."""
 
 from __future__ import annotations
 

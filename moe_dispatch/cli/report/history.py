@@ -1,4 +1,4 @@
-"""Counts the dispatches of a trace: loads, padding, bytes, and the rows that a capacity would have dropped.
+"""Count the dispatches of a trace: loads, padding, bytes, and the rows that a capacity would have dropped.
 
 Dimensions: ``C`` dispatches of the trace, ``E`` experts in the whole group, ``P`` its ranks.
 """
@@ -149,7 +149,7 @@ def _share(history: History, options: BackendOptions, needs: Constraints, config
 
 
 def _with_traffic(share: Share, history: History, options: BackendOptions, padded_CP: Tensor) -> Share:
-    """Add the bytes to a share, unless the backend cannot say them."""
+    """Add the sent bytes to a share, if the backend can say how many it sends."""
     shape = history.trace.shape
     others_PP = 1.0 - torch.eye(shape.ep_size, dtype=torch.float64)
     total_PP, sent, payload_only = torch.zeros_like(others_PP), dict[str, float](), False

@@ -1,4 +1,4 @@
-"""Renders an HTML page with pictures and tables. The page is one file that loads no other file and has no scripts."""
+"""Render an HTML page with pictures and tables. The page is one file that loads no other file and has no scripts."""
 
 from __future__ import annotations
 
