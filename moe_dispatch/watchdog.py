@@ -161,6 +161,7 @@ class Watch:
         self._store = PrefixStore(_PREFIX, self._held).clone()  # type: ignore[attr-defined]
         # Rank 0 usually hosts a TCPStore; under torchrun an agent does. A store of another process looks like rank 0's.
         store = getattr(self._held, "_underlying_non_prefix_store", self._held)
+        self._store_host = f" on {store.host}" if isinstance(store, dist.TCPStore) else ""
         self._leaves_with_rank_0 = (
             isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         )
@@ -310,8 +311,9 @@ class Watch:
         )
         if not reading:
             return (
-                f"{begin} a failure, and no answer from the store of the process group, so the other ranks cannot be "
-                "asked. Look first at the process that hosts the store: rank 0, or the agent of torchrun."
+                f"{begin} a failure, and no answer from the store of the process group{self._store_host}, so the other "
+                "ranks cannot be asked. Look first at the process that hosts the store: rank 0, or the agent of "
+                "torchrun."
             )
         finished = max((report for report, _ in reading if report), key=lambda report: report.finished)
         places = [_place(report, alive, finished) for report, alive in reading]

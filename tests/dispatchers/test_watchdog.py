@@ -101,6 +101,16 @@ def test_texts(reading: list[tuple[Report | None, bool]], texts: list[str]) -> N
         assert text in told
 
 
+def _text_without_answer(rank: int) -> str:
+    watch = watch_group(dist.group.WORLD, 5)
+    return watch._text(Call(watch, 7, "counts", 64), [])
+
+
+def test_a_store_that_does_not_answer_is_named() -> None:
+    for told in run_processes(_text_without_answer, 2):
+        assert "no answer from the store of the process group on 127.0.0.1, so" in told
+
+
 def _skips_combine(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     dispatcher = build_dispatcher(small_config(watchdog=1), group, name=f"layers.{rank}")
