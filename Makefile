@@ -13,7 +13,7 @@ MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 MEGATRON := $(MEGATRON_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test check format bench docs integration build clean
+.PHONY: help install demo notebook test multihost check format bench docs integration build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,8 +53,11 @@ notebook: $(DEV) ## run examples/tour.ipynb and store its outputs in it
 	    notebook = nbformat.read(path, as_version=4); nbclient.NotebookClient(notebook, record_timing=False).execute(); \
 	    nbformat.write(notebook, path)'
 
-test: $(DEV) ## the tests, except tests/integration
+test: $(DEV) ## the tests, except tests/integration and tests/multihost
 	$(PY) -m pytest --numprocesses auto $(ARGS)
+
+multihost: $(DEV) ## the tests on two hosts, which are network namespaces of this machine; they need root
+	$(PY) -m pytest tests/multihost $(ARGS)
 
 check: $(DEV) ## formatting, lint and types
 	$(PY) -m ruff format --check .

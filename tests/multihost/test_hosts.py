@@ -1,0 +1,176 @@
+"""The hosts themselves: their names, their links, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import hearing_interrupts
+from tests.multihost.hosts import Job, Link, make_hosts, missing
+
+REASON = missing()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+# host0 sends back the first byte of a connection, then counts the bytes; host1 measures and sends.
+STREAM = """
+import socket, sys, time
+if socket.gethostname() == "host0":
+    connection, _ = socket.create_server(("host0", 5000)).accept()
+    connection.sendall(connection.recv(1))
+    begin, count = time.perf_counter(), 0
+    while received := connection.recv(1 << 16):
+        count += len(received)
+    print(8e-6 * count / (time.perf_counter() - begin))
+else:
+    for attempt in range(100):
+        try:
+            connection = socket.create_connection(("host0", 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    begin = time.perf_counter()
+    connection.sendall(b"x")
+    connection.recv(1)
+    print(1e3 * (time.perf_counter() - begin))
+    connection.sendall(bytes(int(sys.argv[1])))
+    connection.close()
+"""
+
+# host1 sends 2000 numbered datagrams, and host0 counts those that came.
+DATAGRAMS = """
+import socket, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
+    if socket.gethostname() == "host0":
+        connection.bind(("host0", 5000))
+        connection.settimeout(3)
+        count = 0
+        try:
+            while connection.recv(8) != b"end":
+                count += 1
+        except TimeoutError:
+            pass
+        print(count)
+    else:
+        time.sleep(1)
+        for number in range(2000):
+            connection.sendto(number.to_bytes(8, "big"), ("host0", 5000))
+            time.sleep(0.0002)
+        for _ in range(10):
+            connection.sendto(b"end", ("host0", 5000))
+"""
+
+
+def measure(link: Link, directory: Path, *command: str) -> tuple[float, float]:
+    with make_hosts(2, link) as hosts:
+        first, second = Job(hosts, [sys.executable, "-c", *command], directory).results(30)
+    assert (first.status, second.status) == (0, 0), first.output + second.output
+    return float(first.output), float(second.output or "nan")
+
+
+def test_hosts_have_names_and_addresses(tmp_path: Path) -> None:
+    script = "import socket; print(socket.gethostname(), *map(socket.gethostbyname, ('host0', 'host1', 'host2')))"
+    with make_hosts(3) as hosts:
+        results = Job(hosts, [sys.executable, "-c", script], tmp_path).results(30)
+    assert [result.output.split() for result in results] == [
+        [name, "10.77.0.1", "10.77.0.2", "10.77.0.3"] for name in ("host0", "host1", "host2")
+    ]
+
+
+def test_link_has_the_delay(tmp_path: Path) -> None:
+    _, round_trip_ms = measure(Link(delay_ms=20), tmp_path, STREAM, "0")
+    assert 40 <= round_trip_ms < 80
+
+
+def test_link_has_the_rate(tmp_path: Path) -> None:
+    megabits, _ = measure(Link(megabits=20), tmp_path, STREAM, "4000000")
+    assert 10 < megabits < 20
+
+
+def test_link_loses_packets(tmp_path: Path) -> None:
+    arrived, _ = measure(Link(loss=0.2), tmp_path, DATAGRAMS)
+    assert 1500 < arrived < 1700
+
+
+def test_cut_link_carries_nothing(tmp_path: Path) -> None:
+    connect = "import socket; socket.create_connection(('host0', 5000), timeout=2)"
+    listen = "import socket; socket.create_server(('host0', 5000)).accept()"
+    script = f"import socket\nif socket.gethostname() == 'host0': {listen}\nelse: {connect}"
+    with make_hosts(2) as hosts:
+        hosts[1].cut()
+        first, second = Job(hosts, [sys.executable, "-c", script], tmp_path).results(5)
+    assert first.status is None, "it waits until it is killed"
+    assert second.status == 1
+    assert "unreachable" in second.output
+
+
+def processes_in(namespaces: set[str]) -> list[str]:
+    """Processes in any of these network namespaces."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if os.readlink(process / "ns" / "net") in namespaces:
+                found.append(process.name)
+    return found
+
+
+def wait_until_left(namespaces: set[str], expected: list[str]) -> None:
+    """Wait until only some processes are left: the kernel ends the others a moment after they are killed."""
+    deadline = time.monotonic() + 10
+    while (left := processes_in(namespaces)) != expected:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def network_of(pid: int | str) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def test_time_limit_ends_what_a_command_started(tmp_path: Path) -> None:
+    with make_hosts(1) as hosts:
+        namespace = {network_of(hosts[0].process.pid)}
+        idle = processes_in(namespace)
+        (result,) = Job(hosts, ["sh", "-c", "setsid sleep 100 & echo begun; sleep 100"], tmp_path).results(2)
+        assert (result.status, result.output) == (None, "begun\n")
+        assert 2 <= result.seconds < 10
+        wait_until_left(namespace, idle)
+
+
+ABANDON = """
+import sys, time
+from pathlib import Path
+from tests.cli.processes import hearing_interrupts
+from tests.multihost.hosts import Job, make_hosts
+with make_hosts(2) as hosts:
+    job = Job(hosts, ["sh", "-c", "setsid sleep 1000 & sleep 1000"], Path(sys.argv[1]))
+    time.sleep(0.5)
+    print(*(host.process.pid for host in hosts), flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_after(number: signal.Signals, tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", ABANDON, str(tmp_path)]
+    with hearing_interrupts():
+        program = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=root, start_new_session=True
+        )
+    try:
+        assert program.stdout is not None
+        holders = program.stdout.readline().split()
+        namespaces = {network_of(pid) for pid in holders}
+        assert len(namespaces) == 2
+        program.send_signal(number)
+        program.wait(30)
+        wait_until_left(namespaces, [])
+    finally:
+        program.kill()
+        program.communicate()
