@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -105,6 +105,7 @@ class Report:
         beat: A counter that moves while the process of the rank runs.
         ended: Whether the process, or its group, ended in good order.
         number: Number of its last call.
+        label: Phase of that call.
         state: State of that call.
         phase: That call in words.
         seconds: How long the call has had that state.
@@ -116,6 +117,7 @@ class Report:
     beat: int
     ended: bool
     number: int
+    label: str
     state: str
     phase: str
     seconds: float
@@ -261,6 +263,7 @@ class Watch:
             beat=self._beat,
             ended=ended,
             number=call.number,
+            label=call.label,
             state=call.state,
             phase=call.phase,
             seconds=time.monotonic() - call.since,
@@ -319,7 +322,7 @@ class Watch:
         hosts = ", ".join(sorted({report.host for rank, (report, _) in enumerate(reading) if report and rank in late}))
         if not late:
             return f"{begin} no end although {told}. Look at the network between the ranks, or raise watchdog."
-        if all(report and alive and report.state == "in" for report, alive in reading):
+        if all(_is_inside(*reading[rank]) for rank in late):
             told = f"the ranks make their calls in different orders: {told}"
         return (
             f"{begin} no end without {self._ranks(late)} on {hosts or 'an unknown host'}: {told}. "
@@ -341,20 +344,32 @@ def _rank_names(group: dist.ProcessGroup) -> list[str]:
 
 
 def _late(reading: Reading) -> list[int]:
-    """The ranks that the others wait for: those that are gone, else those elsewhere, else those in another call."""
+    """The ranks to look at first.
+
+    These are the ranks in another collective with the same number; else those that are gone, ended or elsewhere; else
+    those in a collective with another number; else those in a collective of another dispatcher.
+    """
+    inside = {rank: report for rank, (report, alive) in enumerate(reading) if _is_inside(report, alive)}
     gone = [rank for rank, (report, alive) in enumerate(reading) if report is None or not alive]
     elsewhere = [rank for rank, (report, _) in enumerate(reading) if report and report.state != "in"]
     ended = [rank for rank in elsewhere if (report := reading[rank][0]) and report.ended]
-    if gone or elsewhere:
-        return gone or ended or elsewhere
-    calls = [_meeting(report) for report, _ in reading if report]
-    ((common, _), *_) = Counter(calls).most_common(1)
-    return [rank for rank, call in enumerate(calls) if call != common]
+    kinds = {rank: (report.number, report.label) for rank, report in inside.items() if report}
+    numbers = {rank: number for rank, (number, _) in kinds.items()}
+    astray = [] if _minority(numbers) else _minority(kinds)
+    # Names of dispatchers may differ between ranks, so they count last, and only against a majority.
+    phases = {rank: report.phase for rank, report in inside.items() if report}
+    renamed = _minority(phases) if len(set(phases.values())) < len(phases) else []
+    return astray or gone or ended or elsewhere or _minority(kinds) or renamed
 
 
-def _meeting(report: Report) -> tuple[int, str]:
-    """What ranks in the same collective have in common. Names of dispatchers may differ."""
-    return report.number, report.phase.split(" ", 1)[0]
+def _is_inside(report: Report | None, alive: bool) -> bool:
+    return report is not None and alive and not report.ended and report.state == "in"
+
+
+def _minority(values: Mapping[int, object]) -> list[int]:
+    """The ranks whose value is not the most frequent one."""
+    common = Counter(values.values()).most_common(1)
+    return [rank for rank, value in values.items() if value != common[0][0]]
 
 
 def _place(report: Report | None, alive: bool, finished: Report) -> str:
