@@ -354,8 +354,8 @@ def _rank_names(group: dist.ProcessGroup) -> list[str]:
 def _late(reading: Reading) -> list[int]:
     """Return the ranks to look at first.
 
-    These are the ranks in another collective with the same number; else the ranks that are gone, ended or elsewhere; else
-    the ranks in a collective with another number; else the ranks in a collective of another dispatcher.
+    These are the ranks in another collective with the same number; else the ranks that are gone, ended or elsewhere;
+    else the ranks in a collective with another number; else the ranks in a collective of another dispatcher.
     """
     inside = {rank: report for rank, (report, alive) in enumerate(reading) if _is_inside(report, alive)}
     gone = [rank for rank, (report, alive) in enumerate(reading) if report is None or not alive]

@@ -112,6 +112,7 @@ def test_texts(reading: list[tuple[Report | None, bool]], texts: list[str]) -> N
 
 
 def _text_without_answer(rank: int) -> str:
+    assert dist.group.WORLD is not None
     watch = watch_group(dist.group.WORLD, 5)
     return watch._text(Call(watch, 7, "counts", 64), [])
 

@@ -46,7 +46,7 @@ def relay(files: dict[bytes, int], rate: float, delay: float, loss: float) -> No
         ready, _, _ = select.select([sys.stdin, *line_is_free], [], [], timeout)
         if sys.stdin in ready:
             return
-        for sender in ready:
+        for sender in [each for each in line_is_free if each in ready]:
             try:
                 packet = os.read(sender, 1 << 16)
             except OSError:  # the host is gone
