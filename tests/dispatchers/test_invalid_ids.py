@@ -120,7 +120,7 @@ def test_invalid_ids_are_counted_where_a_row_names_one_twice() -> None:
     with refuse_host_syncs():
         layer(dispatcher, way)
     with pytest.raises(
-        InputError, match="got up to 3 others"
+        InputError, match="got up to 3 invalid ids"
     ):  # one of two equal ids above E-1 is merged into the other
         dispatcher.check()
 
@@ -182,7 +182,7 @@ def test_retry_on_overflow_reports_it() -> None:
         dispatcher.retry_on_overflow(step, group=group)
 
     peer, wrong = outcomes(body, 2)
-    text = "Dispatcher.retry_on_overflow: topk_ids must lie in -1..7, got up to 1 others"
+    text = "Dispatcher.retry_on_overflow: topk_ids must lie in -1..7, got up to 1 invalid ids"
     raises_everywhere([wrong], InputError, text)
     raises_everywhere([peer], PeerError, f"rank 1 refused: {text}")
     dispatcher = build_dispatcher(graph_safe)
