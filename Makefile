@@ -13,7 +13,7 @@ MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 MEGATRON := $(MEGATRON_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test check format bench docs integration build clean
+.PHONY: help install demo notebook test faults soak check format bench docs integration build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,13 @@ notebook: $(DEV) ## run examples/tour.ipynb and store its outputs in it
 
 test: $(DEV) ## the tests, except tests/integration
 	$(PY) -m pytest --numprocesses auto $(ARGS)
+
+faults: $(DEV) ## break one of four processes in every phase, 25 minutes; a table of what the others raised
+	$(PY) tests/reliability/faults.py --all --watchdog 5 --jobs 3 --table faults.md $(ARGS)
+	$(PY) tests/reliability/faults.py --watchdog 5 --slow-steps 10000
+
+soak: $(DEV) ## see that a process that runs for minutes does not grow; ARGS="--minutes 60"
+	$(PY) tests/reliability/soak.py $(ARGS)
 
 check: $(DEV) ## formatting, lint and types
 	$(PY) -m ruff format --check .

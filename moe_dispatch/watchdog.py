@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -110,6 +110,7 @@ class Report:
         beat: Counter that grows while the process of the rank runs.
         ended: Whether the process exited normally, or destroyed the group.
         number: Number of the rank's last call.
+        label: Phase of the last call.
         state: State of the last call.
         phase: Description of the last call.
         seconds: How long the last call has had this state.
@@ -121,6 +122,7 @@ class Report:
     beat: int
     ended: bool
     number: int
+    label: str
     state: str
     phase: str
     seconds: float
@@ -267,6 +269,7 @@ class Watch:
             beat=self._beat,
             ended=ended,
             number=call.number,
+            label=call.label,
             state=call.state,
             phase=call.phase,
             seconds=time.monotonic() - call.since,
@@ -325,7 +328,7 @@ class Watch:
         hosts = ", ".join(sorted({report.host for rank, (report, _) in enumerate(reading) if report and rank in late}))
         if not late:
             return f"{begin} no end although {told}. Look at the network between the ranks, or raise watchdog."
-        if all(report and alive and report.state == "in" for report, alive in reading):
+        if all(_is_inside(*reading[rank]) for rank in late):
             told = f"the ranks make their calls in different orders: {told}"
         return (
             f"{begin} no end without {self._ranks(late)} on {hosts or 'an unknown host'}: {told}. "
@@ -347,24 +350,32 @@ def _rank_names(group: dist.ProcessGroup) -> list[str]:
 
 
 def _late(reading: Reading) -> list[int]:
-    """Return the ranks that the others wait for.
+    """Return the ranks to look at first.
 
-    These are the ranks that are gone; or else the ranks outside of collectives; or else the ranks that are in another
-    call than most.
+    These are the ranks in another collective with the same number; else those that are gone, ended or elsewhere; else
+    those in a collective with another number; else those in a collective of another dispatcher.
     """
+    inside = {rank: report for rank, (report, alive) in enumerate(reading) if _is_inside(report, alive)}
     gone = [rank for rank, (report, alive) in enumerate(reading) if report is None or not alive]
     elsewhere = [rank for rank, (report, _) in enumerate(reading) if report and report.state != "in"]
     ended = [rank for rank in elsewhere if (report := reading[rank][0]) and report.ended]
-    if gone or elsewhere:
-        return gone or ended or elsewhere
-    calls = [_meeting(report) for report, _ in reading if report]
-    ((common, _), *_) = Counter(calls).most_common(1)
-    return [rank for rank, call in enumerate(calls) if call != common]
+    kinds = {rank: (report.number, report.label) for rank, report in inside.items() if report}
+    numbers = {rank: number for rank, (number, _) in kinds.items()}
+    astray = [] if _minority(numbers) else _minority(kinds)
+    # Names of dispatchers may differ between ranks, so they count last, and only against a majority.
+    phases = {rank: report.phase for rank, report in inside.items() if report}
+    renamed = _minority(phases) if len(set(phases.values())) < len(phases) else []
+    return astray or gone or ended or elsewhere or _minority(kinds) or renamed
 
 
-def _meeting(report: Report) -> tuple[int, str]:
-    """Return a key that is equal for ranks in the same collective. Names of dispatchers may differ between them."""
-    return report.number, report.phase.split(" ", 1)[0]
+def _is_inside(report: Report | None, alive: bool) -> bool:
+    return report is not None and alive and not report.ended and report.state == "in"
+
+
+def _minority(values: Mapping[int, object]) -> list[int]:
+    """Return the ranks whose value is not the most frequent one."""
+    common = Counter(values.values()).most_common(1)
+    return [rank for rank, value in values.items() if value != common[0][0]]
 
 
 def _place(report: Report | None, alive: bool, finished: Report) -> str:

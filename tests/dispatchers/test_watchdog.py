@@ -36,7 +36,15 @@ THREAD = "moe_dispatch-watchdog"
 
 
 def report(**values: Any) -> Report:
-    defaults = {"host": "a", "beat": 1, "ended": False, "number": 7, "state": "in", "phase": "counts (call 7)"}
+    defaults: dict[str, Any] = {
+        "host": "a",
+        "beat": 1,
+        "ended": False,
+        "number": 7,
+        "state": "in",
+        "phase": "counts (call 7)",
+    }
+    defaults["label"] = values.get("phase", "counts").split()[0]
     return Report(**{**defaults, "seconds": 1.0, "finished": 6, "finished_phase": "combine (call 6)", **values})
 
 
@@ -61,6 +69,8 @@ SENDING = report(state="after starting", phase="dispatch (call 7)")
         ([(HERE, True), (report(ended=True), True), (ELSEWHERE, True)], [2]),  # rank 1 failed in the call, too
         ([(HERE, True), (HERE, True), (report(phase="combine (call 7)"), True)], [2]),
         ([(HERE, True), (report(phase="counts of 'other' (call 7)"), True)], []),  # names may differ
+        ([(HERE, True), (HERE, True), (report(phase="counts of 'other' (call 7)"), True)], [2]),
+        ([(HERE, True), (HERE, False), (report(phase="combine (call 7)"), True), (HERE, True)], [2]),  # and 1 aborted
         ([(HERE, True), (report(number=8, phase="counts (call 8)"), True), (HERE, True)], [1]),
     ],
 )
