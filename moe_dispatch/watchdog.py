@@ -214,7 +214,8 @@ class Watch:
         """Write that this rank ended, and end the thread. Rank 0 waits a beat, so that the other ranks can read it."""
         self._stopping.set()
         self._wake.set()
-        if threading.current_thread() is not self._thread:
+        stuck = self._asked.is_set() and not self._answered.is_set()  # the store is gone, and never answers the thread
+        if not stuck and threading.current_thread() is not self._thread:
             self._thread.join(timeout=3 * self._beat_seconds)
 
     def _run(self) -> None:

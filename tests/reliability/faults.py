@@ -344,9 +344,11 @@ def verdict(case: Case, endings: Sequence[Ending], limit: float) -> str:
             and f"'layers.{0 if case.phase == 'close' else LAYERS - 1}'" not in ending.text
         ):
             problems.append(f"rank {rank} names no layer: {ending.text}")
+        elif "refusal" in ending.text:
+            problems.append(f"rank {rank} went on to another collective: {ending.text}")
         elif not loose and ending.seconds > limit + 5:
             problems.append(f"rank {rank}: only after {ending.seconds:.1f} s")
-        elif ending.exit_seconds > 3:
+        elif ending.exit_seconds > limit + 5:
             problems.append(f"rank {rank}: took {ending.exit_seconds:.1f} s to exit")
     return "; ".join(problems)
 

@@ -4,7 +4,8 @@
 
 Two ranks run two dispatchers on one group. Each round changes the number of tokens (0 to 8192), the layout, and what
 requires grad, and every tenth round closes and builds a dispatcher. After each window of rounds a rank counts resident
-memory, live tensors, threads and open files. The first windows warm up caches; from then on nothing may grow.
+memory, live tensors, threads and open files. The first hundred rounds warm up caches, a short run fewer;
+from then on nothing may grow.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from moe_dispatch.testing import run_processes
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 32
 ROUNDS = 10  # in a window
-WARM_UP = 3  # windows
+SHORTEST = 9  # windows
 MAY_GROW_MIB = 8.0  # of resident memory, which an allocator does not give back at once
 Leak = Callable[[list[Dispatched]], object]  # gets what the dispatches of a round return
 
@@ -63,10 +64,12 @@ def build(index: int) -> Dispatcher:
     return build_dispatcher(DispatcherConfig(backend=backend, **fields), dist.group.WORLD, name=f"layers.{index}")
 
 
-def batch(generator: torch.Generator, most: int) -> tuple[torch.Tensor, Layout]:
+def batch(generator: torch.Generator, most: int, number: int) -> tuple[torch.Tensor, Layout]:
     """Hidden states of a random number of tokens, at most ``most``, often none or few, in a random layout."""
     kind, size = torch.randint(4, (2,), generator=generator).tolist()
     tokens = int(torch.randint(1 + (0, 8, most // 16, most)[size], (), generator=generator))
+    if number < ROUNDS:  # caches are filled once by the largest batch of each layout
+        kind, tokens = number % 4, most
     if kind == 0:
         return torch.randn(tokens, HIDDEN), Rows()
     half = tokens // 2
@@ -84,7 +87,7 @@ def one_round(dispatchers: list[Dispatcher], number: int, generator: torch.Gener
         dispatchers[turn] = build(turn)
     all_sent = []
     for dispatcher in dispatchers:
-        x, layout = batch(generator, most)
+        x, layout = batch(generator, most, number)
         rows = layout.flatten(x).shape[0]
         weights, ids = torch.rand(rows, EXPERTS, generator=generator).topk(TOP_K)
         sent = dispatcher.dispatch(x.requires_grad_(number % 3 > 0), Routing(ids, weights.requires_grad_()), layout)
@@ -104,14 +107,15 @@ def soak(rank: int, seconds: float, most: int = 8192, leak: Leak = len) -> list[
             leak(one_round(dispatchers, number, generator, most))
             number += 1
         counts.append(count())
-        over.fill_(time.monotonic() - begin > seconds and len(counts) >= WARM_UP + 6)
+        over.fill_(time.monotonic() - begin > seconds and len(counts) >= SHORTEST)
         dist.broadcast(over, 0)
     return counts
 
 
 def growth(counts: list[Count]) -> list[str]:
     """What grew from the first windows after the warm-up to the last ones, as sentences."""
-    early, late = counts[WARM_UP : WARM_UP + 3], counts[-3:]
+    warm_up = min(10, len(counts) // 3)
+    early, late = counts[warm_up : warm_up + 3], counts[-3:]
     found = []
     for name, allowed in (("memory_mib", MAY_GROW_MIB), ("tensors", 0), ("threads", 0), ("files", 0)):
         first, last = max(getattr(one, name) for one in early), min(getattr(one, name) for one in late)
@@ -129,7 +133,7 @@ def main() -> None:
     print(f"{platform.platform()}, {os.cpu_count()} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
     for rank, counts in enumerate(run_processes(soak, 2, 60 * options.minutes, timeout=timeout)):
         print(f"rank {rank}: {len(counts) * ROUNDS} rounds")
-        for number in (0, WARM_UP, len(counts) // 2, len(counts) - 1):
+        for number in (0, min(10, len(counts) // 3), len(counts) // 2, len(counts) - 1):
             print(f"  after {(number + 1) * ROUNDS} rounds: {json.dumps(asdict(counts[number]))}")
         problems += [f"rank {rank}: {sentence}" for sentence in growth(counts)]
     print("\n".join(problems) or "nothing grew")

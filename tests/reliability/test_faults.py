@@ -62,6 +62,7 @@ GOOD = Ending(
         ({"error": "RuntimeError", "log": "Timed out"}, "RuntimeError Timed out"),
         ({"text": "counts of 'layers.1'. Look at rank 3 first."}, "Look at rank 3 first"),
         ({"text": "Look at rank 1 first."}, "names no layer"),
+        ({"text": "refusal of 'layers.1'. Look at rank 1 first."}, "went on to another collective"),
         ({"seconds": 20.0}, "only after 20.0 s"),
         ({"exit_seconds": 20.0}, "took 20.0 s to exit"),
         ({"error": "", "status": None}, "status None, no error"),
