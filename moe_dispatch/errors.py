@@ -33,7 +33,7 @@ class LayoutError(InputError):
 
 
 class StateError(MoEDispatchError, RuntimeError):
-    """An object was used when or where it cannot be, such as a dispatcher that is closed."""
+    """An object was used when or where it cannot be used, such as a dispatcher that is closed."""
 
 
 class CapacityError(MoEDispatchError, RuntimeError):

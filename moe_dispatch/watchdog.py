@@ -387,7 +387,7 @@ def _place(report: Report | None, alive: bool, finished: Report) -> str:
     Args:
         report: Report of the rank, or None if it has written none.
         alive: Whether the beat counter of the rank grows.
-        finished: Report of the rank whose completed call has the highest number. All ranks took part in that call.
+        finished: Report of the rank whose last completed call has the highest number. All ranks took part in that call.
     """
     if report is None:
         return "before its first dispatcher with a watchdog"

@@ -367,7 +367,11 @@ class Route(ABC):
 
     @abstractmethod
     def send(self, rows_TD: Tensor) -> Tensor:
-        """Send other rows, (Tp, D), the way of the dispatch: expert-major rows (R, D). No counts are exchanged."""
+        """Send other rows, (Tp, D), along the route of the dispatch, without an exchange of counts.
+
+        Returns:
+            (R, D), expert-major.
+        """
 
     @abstractmethod
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
@@ -517,7 +521,7 @@ class Backend(ABC):
         """
 
     def restore(self, tensors: Sequence[Tensor]) -> Route:
-        """Rebuild a route from its ``tensors()``. Reads no device. Needed only if ``Constraints.compilable``."""
+        """Rebuild a route from its ``tensors()``, without a host sync. Needed only if ``Constraints.compilable``."""
         raise _not_compilable(self)
 
     def blank_route(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moe_dispatch.backends.base import MoEShape
 
 CapacityFactor = Literal["worst"] | float
-# A factor in a config. A factor above 1024 is taken for a typing error: the worst case is P times the balanced load.
+# A factor in a config. A factor above 1024 is taken for a typo: the worst case is P times the balanced load.
 Factor = Literal["worst"] | Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 
 

@@ -116,7 +116,7 @@ class Channel:
         """Drop the process groups and the backend without closing the backend. Only for the end of the process."""
         self.communicator.let_go()
         self.control.let_go()
-        self.users = 0  # so that a dispatcher that is closed later does not close the backend
+        self.users = 0  # a dispatcher that is closed from now on must not close the backend
         del self.backend
 
     def sizes(self, largest: int) -> Sizes:

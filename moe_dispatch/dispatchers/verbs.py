@@ -100,7 +100,7 @@ def dispatch(
     selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
     with torch.no_grad():
         finish = run_dispatch(channel, (x_TD, ids_TK, weights_TK), valid_T, selection, settled.sizes, recorded=recorded)
-        if recorder is not None and note is not None:  # no rank refused, so the peers keep this call too
+        if recorder is not None and note is not None:  # no rank refused the call, so the traces of all ranks hold it
             recorder.keep(note)
         here = None if async_op else finish()
 

@@ -179,7 +179,7 @@ class Layout(ABC):
 
     @abstractmethod
     def grid(self, num_rows: int) -> tuple[int, ...]:
-        """Return the leading dimensions of an ``x`` of ``num_rows`` rows, or raise LayoutError if there are none.
+        """Return the leading dimensions of an ``x`` of ``num_rows`` rows, or raise LayoutError if no ``x`` has so many.
 
         Called only if the layout has metadata.
         """

@@ -126,7 +126,7 @@ def check_divisible(what: str, length: int, size: int, kind: ShardKind) -> None:
 
 
 def split_positions(offset: Tensor, length: Tensor | int, index: int, size: int, kind: ShardKind) -> Tensor:
-    """Return the positions in a whole sequence, int64, of the given offsets in the part of rank ``index`` of ``size``.
+    """Convert offsets in the part of rank ``index`` of ``size`` to positions in the whole sequence, int64.
 
     Of 8 positions on 2 ranks, rank 0 holds 0 1 2 3 (contiguous) or 0 1 6 7 (zigzag). Zigzag cuts the sequence into ``2
     * size`` chunks. The first half of a part is chunk ``index`` from the start, the second half is chunk ``index`` from

@@ -5,7 +5,7 @@ The public functions of transformer-engine (``moe_permute_with_probs``, ``moe_pe
 
 - With padding, the index costs two host syncs.
 - A row of weight 0 arrives as zeros.
-- A row cannot name a key twice.
+- A row cannot name an expert twice.
 - The experts of a row are summed from the last to the first.
 
 This library has a ``SlotIndex`` already. So this module calls the kernels beneath the public functions, in

@@ -184,7 +184,7 @@ def _expert_gradient(expected: Expected, which: int) -> Tensor:
 
 
 def _data(scenario: Scenario, ep_size: int) -> list[tuple[tuple[Batch, ...], Experts]]:
-    """Return the batches of all ranks, and the experts, by call."""
+    """Return the batches of all ranks, and the experts, for each call."""
     return _draw(scenario.drawn, ep_size)
 
 

@@ -266,7 +266,7 @@ class _Listener:
         )
 
     def _failure(self) -> RankFailed:
-        """Make the error of the cause: a rank that died without an error, else the first error that no peer caused."""
+        """Return the cause: the death of a rank without an error, else the first error that no other rank caused."""
         if self._deaths:
             return RankFailed(self._deaths[0])
         errors = list(self._errors.values())

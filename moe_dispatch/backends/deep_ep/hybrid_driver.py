@@ -78,7 +78,7 @@ class Rules:
         return (_MOST_MESSAGES - 1) // 3 // chunk * chunk
 
 
-# The rules of pull request 744, the newest release that is supported. Tables on machines without the library show them.
+# The rules of pull request 744, the newest supported release. Tables show these rules where the library is missing.
 NEWEST = Rules(
     chunks=(_CHUNK, _CHUNK),
     pads_capacity=True,
@@ -193,7 +193,7 @@ class ExpertMajorRows:
         rows_RD: bfloat16 (R, D), expert-major: the rows of each expert by source rank, then by row, then zero padding.
         probs_R: float32 (R,), exactly the bits that were sent; +0.0 on padding.
         padded_L: int64 (L,), number of rows of each local expert, with padding and without dropped rows. It is on the
-            CPU; with ``room`` it is on the device, and rows and probabilities behind the last expert may hold anything.
+            CPU. In graph-safe mode it is on the device, and rows behind those of the last expert may hold anything.
         handle: Handle of this dispatch, for combine and the backwards.
         overflowed: bool (), on the device: whether rows were dropped. None without ``room``.
     """

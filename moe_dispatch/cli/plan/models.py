@@ -14,7 +14,7 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-# Names of each number in the architectures of transformers 5. The first name that a config has is used.
+# The names of each number in the architectures of transformers 5. The first name that a config has is used.
 _NAMES = {
     "num_experts": (
         "num_experts",

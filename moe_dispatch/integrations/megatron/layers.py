@@ -139,7 +139,8 @@ def replace_dispatcher(layer: Any, **given: Any) -> None:
         layer.router.register_forward_hook(_route_no_padding, with_kwargs=True)
     experts_config = getattr(layer.experts, "config", None)
     if new.dispatcher.config.pad_multiple_rows > 1 and experts_config is not None:
-        # Experts of 0.19 read in their config whether a router has padded their rows. Other layers read the original.
+        # Experts of megatron-core 0.19 look in their config to see whether a router has padded their rows. The other
+        # layers keep the config as it was.
         layer.experts.config = copy.copy(experts_config)
         layer.experts.config.moe_router_padding_for_quantization = True
 

@@ -39,7 +39,7 @@ class Topology:
 
     @property
     def counterparts(self) -> list[int]:
-        """Return by node the rank that has this local rank. Rows cross nodes only between these ranks."""
+        """Return the rank of each node that has this local rank. Rows cross nodes only between these ranks."""
         return [node * self.ranks_per_node + self.local_rank for node in range(self.nodes)]
 
 
@@ -138,9 +138,9 @@ def expert_rows(local_RL: Tensor, *, pad_multiple: int, limit: int | None) -> Ex
 def row_ids(local_RL: Tensor, *, pad_multiple: int, limit: int | None, capacity: int) -> tuple[Tensor, Tensor, bool]:
     """Make row_id_map and tokens_per_expert with padding. Return also whether a row or a padding row did not fit.
 
-    Releases whose first scan does not find expert rows scan a second time (34152ae permute.cu:33-250). Row ids count
-    from 1. After the received rows, the map has ``pad_multiple`` more rows, which hold the negative ids of padding
-    rows.
+    In releases whose first scan does not compute the expert rows, a second scan does (34152ae permute.cu:33-250). Row
+    ids count from 1. After the received rows, the map has ``pad_multiple`` more rows, which hold the negative ids of
+    padding rows.
     """
     counts = local_RL.sum(0)
     padded = counts if pad_multiple <= 0 else -(-counts // pad_multiple) * pad_multiple
