@@ -134,7 +134,7 @@ def test_numbers_of_the_tuning_page_are_those_of_the_pages_it_names() -> None:
         ("1.15 to 1.34 times", "| 0.904 | 1.15 |", performance),
         ("265 MB in place of 636 MB", "| 265 | 1.19 |", performance),
         ("265 MB in place of 636 MB", "| 636 | 2.86 |", performance),
-        ("15 padding rows of 32128", "rows of a rank's experts                  32128", plan),
+        ("15 padding rows of 32128", "at the experts of a rank             32128", plan),
         ("4272 bytes a row in place of 8240", '| bfloat16 | `"float8_e4m3fn"` | 4272 |', precision),
         ("4272 bytes a row in place of 8240", "| bfloat16 | `None` | 8240 |", precision),
     ]:
