@@ -57,7 +57,7 @@ test: $(DEV) ## the tests, except tests/integration and tests/multihost
 	$(PY) -m pytest --numprocesses auto $(ARGS)
 
 multihost: $(DEV) ## the tests on two hosts, which are network namespaces of this machine; they need root
-	$(PY) -m pytest tests/multihost $(ARGS)
+	$(PY) -m pytest tests/multihost -o faulthandler_timeout=500 $(ARGS)
 
 faults: $(DEV) ## break one of four processes in every phase, 25 minutes; a table of what the others raised
 	$(PY) tests/reliability/faults.py --all --watchdog 5 --jobs 3 --table faults.md $(ARGS)

@@ -61,7 +61,7 @@ def test_the_line_of_the_pages_trains_the_demo(tmp_path: Path) -> None:
     line = C10D.replace("host0", "HOST")
     assert line in (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     with make_hosts(2) as hosts:
-        results = start(hosts, C10D, tmp_path).results(240)
+        results = start(hosts, C10D, tmp_path).results(400)
     expect_success(results)
     assert "8 ranks over gloo" in results[0].output
     assert "alltoall: the loss falls by" in results[0].output
