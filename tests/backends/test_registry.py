@@ -70,6 +70,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
         monkeypatch.setattr(registry, "entry_points", listed)
 
+    monkeypatch.setattr(registry, "_LOADED", {})  # later tests must not find what was loaded under these names
     entry_points()
     return entry_points
 
