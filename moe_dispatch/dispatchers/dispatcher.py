@@ -240,7 +240,7 @@ class Dispatcher(nn.Module):
             return verbs.dispatch_by_operator(self._lease, x, routing, plan, lambda: self._inferred("dispatch", x))
         with self._naming, profiler_range("dispatch"):
             infer = partial(self._inferred, "dispatch", x)
-            return verbs.dispatch(self._lease, x, routing, plan, infer, async_op=async_op, name=self.name)
+            return verbs.dispatch(self._lease, x, routing, plan, infer, async_op=async_op)
 
     def _inferred(self, verb: str, x: Tensor | None) -> Layout:
         if not self.config.infer_layout:

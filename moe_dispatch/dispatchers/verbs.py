@@ -64,7 +64,6 @@ def dispatch(
     infer: Callable[[], Layout],
     *,
     async_op: bool,
-    name: str,
 ) -> Dispatched | InFlight:
     """Run ``Dispatcher.dispatch`` in an eager call.
 
@@ -75,7 +74,6 @@ def dispatch(
         plan: A plan, a layout, or None for the inferred layout. Without a plan, this call settles the sizes.
         infer: Function that returns the layout of x; called if ``plan`` is None.
         async_op: Whether to return before the rows have arrived.
-        name: Name of the dispatcher, stored in recorded traces.
     """
     given = plan if isinstance(plan, Plan) else None
     x_TD = x
@@ -90,7 +88,7 @@ def dispatch(
     assert settled is not None
     assert routing is not None
     channel, layout, recorder = lease.channel, settled.layout, lease.channel.recorder
-    note = None if recorder is None else recorder.note(lease, name, x, routing, layout)
+    note = None if recorder is None else recorder.note(lease, lease.name, x, routing, layout)
     wants_weights = routing.topk_weights.requires_grad
     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x.dtype)), channel)
     ids_TK, weights_TK = merged_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
