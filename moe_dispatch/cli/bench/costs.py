@@ -34,6 +34,13 @@ class Seconds:
     processor: float
 
 
+def middle(runs: Iterable[Seconds]) -> Seconds:
+    """Return the run whose total is the median; for an even number, the mean of the two runs in the middle."""
+    in_order = sorted(runs, key=lambda run: run.total)
+    chosen = in_order[(len(in_order) - 1) // 2 : len(in_order) // 2 + 1]
+    return Seconds(**{field.name: mean(getattr(run, field.name) for run in chosen) for field in fields(Seconds)})
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
@@ -49,13 +56,8 @@ class Timing:
 
     @property
     def warm(self) -> Seconds:
-        """The run whose total is the median, so that the phases add up to the total.
-
-        For an even number of runs, it is the mean of the two runs in the middle.
-        """
-        in_order, count = sorted(self.runs, key=lambda run: run.total), len(self.runs)
-        middle = in_order[(count - 1) // 2 : count // 2 + 1]
-        return Seconds(**{field.name: mean(getattr(run, field.name) for run in middle) for field in fields(Seconds)})
+        """The run whose total is the median, so that the phases add up to the total."""
+        return middle(self.runs)
 
     @property
     def totals(self) -> Measurement:

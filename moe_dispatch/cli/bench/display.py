@@ -7,18 +7,12 @@ from dataclasses import astuple
 from pathlib import Path
 
 from moe_dispatch.cli import console
+from moe_dispatch.cli.bench.comparison import Ratio, changed_environment, ratios
+from moe_dispatch.cli.bench.intervals import NEEDED_STARTS
 from moe_dispatch.cli.bench.measurement import OVERHEAD_RUNS
 from moe_dispatch.cli.bench.overhead import Overhead
 from moe_dispatch.cli.bench.request import Request
-from moe_dispatch.cli.bench.results import (
-    CaseResult,
-    Measured,
-    OverheadResult,
-    Ratio,
-    Results,
-    changed_environment,
-    ratios,
-)
+from moe_dispatch.cli.bench.results import CaseResult, Measured, OverheadResult, Results
 from moe_dispatch.cli.bench.workload import Case
 from moe_dispatch.cli.pictures import Bar, Panel, save_panels
 
@@ -26,8 +20,13 @@ PICTURES = (".png", ".svg")
 _TIMES = ["dispatch", "combine", "backward", "total", "IQR", "cpu", "cold"]
 _COSTS = ["MB", "dispatch", "of floor", "all", "of floor", "ratio", "peak", "ratio", "error"]
 _ABOUT_TIMES = (
-    "The run with the median total, of {} runs after a cold run, on the slowest rank of each run. IQR: interquartile "
-    "range of the totals. cpu: processor time. Ratios are to the first line."
+    "The run with the median total, of {runs} runs after a cold run, on the slowest rank of each run. IQR: "
+    "interquartile range of the totals. cpu: processor time. Ratios are to the first line."
+)
+_ABOUT_STARTS = (
+    "The start with the median total, of {starts} starts. The total of a start is the median of {runs} runs after a "
+    "cold run, on the slowest rank of each run. IQR: interquartile range of the totals of the starts. cpu: processor "
+    "time. Ratios are to the first line."
 )
 _ABOUT_COSTS = (
     "MB (1e6 bytes) that a rank sends to other ranks, mean of all ranks. The floor sends each token once to each rank "
@@ -44,22 +43,35 @@ def show_setting(machine: Mapping[str, str], left_out: Sequence[str]) -> None:
         console.line(reason, mark="-")
 
 
-def show_case(result: CaseResult | OverheadResult, request: Request, *, first: bool) -> None:
-    """Print one case. The tables of the first case have captions that explain the columns."""
+def show_case_of_start(result: CaseResult | OverheadResult, start: int, num_starts: int) -> None:
+    """Print one case of one of several starts, in one line."""
+    console.line(f"start {start} of {num_starts}: {_in_a_line(result)}")
+
+
+def _in_a_line(result: CaseResult | OverheadResult) -> str:
     if isinstance(result, OverheadResult):
-        _show_overheads(result, request.iterations * OVERHEAD_RUNS)
-    elif request.suite == "growth":
-        totals = [f"{name} {_ms(measured.timing.warm.total)}" for name, measured in result.contenders.items()]
-        console.line(f"{result.case}: {', '.join(totals)} ms")
+        times = [f"{name} {cost.median_ms:.3f}" for name, cost in result.contenders.items()]
     else:
-        _show_times(result, _ABOUT_TIMES.format(request.iterations) if first else "")
+        times = [f"{name} {_ms(measured.timing.warm.total)}" for name, measured in result.contenders.items()]
+    return f"{result.case}: {', '.join(times)} ms"
+
+
+def show_case(result: CaseResult | OverheadResult, request: Request, num_starts: int, *, first: bool) -> None:
+    """Print one case, joined from all starts. The tables of the first case have captions that explain the columns."""
+    if isinstance(result, OverheadResult):
+        _show_overheads(result, request.iterations * OVERHEAD_RUNS, num_starts)
+    elif request.suite == "growth":
+        console.line(_in_a_line(result))
+    else:
+        about = _ABOUT_TIMES if num_starts == 1 else _ABOUT_STARTS
+        _show_times(result, about.format(runs=request.iterations, starts=num_starts) if first else "")
         _show_costs(result, _ABOUT_COSTS if first else "")
 
 
 def show_conclusion(results: Results, earlier: Results | None) -> None:
     """Print one table of all cases, and the ratios to an earlier run if there is one."""
-    if len(results.cases) > 1:
-        _show_summary(results.cases)
+    if len(cases := results.joined.cases) > 1:
+        _show_summary(cases)
     if earlier is not None:
         _show_ratios(results, earlier)
 
@@ -110,7 +122,8 @@ def _error(measured: Measured) -> str:
     return "-" if measured.error is None else f"{measured.error:.1e}"
 
 
-def _show_overheads(result: OverheadResult, runs: int) -> None:
+def _show_overheads(result: OverheadResult, runs: int, num_starts: int) -> None:
+    several = "" if num_starts == 1 else f" Each number is the median of {num_starts} starts."
     console.line()
     console.line(str(result.case))
     console.table(
@@ -120,7 +133,7 @@ def _show_overheads(result: OverheadResult, runs: int) -> None:
             for name, cost in result.contenders.items()
         ],
         caption=f"Forward time of one dispatch and combine, minus the time of the same collectives alone, of {runs} "
-        "runs. In place: minus the time of the collectives inside the call, if they can be timed there.",
+        "runs. In place: minus the time of the collectives inside the call, if they can be timed there." + several,
     )
 
 
@@ -170,8 +183,10 @@ def _show_ratios(now: Results, earlier: Results) -> None:
         [*axes, "contender", *quantities, "total, 95 %", "verdict"],
         [[*place, *_ratio_row(ratio, quantities)] for place, ratio in zip(places, shared, strict=True)],
         text_columns=len(axes) + 1,
-        caption="Ratio of this run to that run, with a 95 % confidence interval for the total. It knows only the "
-        "scatter within each run: if the load of the machine changes between runs, equal code may get a verdict.",
+        caption="Ratio of this run to that run, with a 95 % confidence interval for the total. The two runs have "
+        f"{len(now.starts)} and {len(earlier.starts)} starts. A verdict needs {NEEDED_STARTS} of each (--starts). "
+        "The interval knows the scatter between starts. If the load of the machine changes between the two runs, equal "
+        "code may still get a verdict.",
     )
 
 
@@ -195,21 +210,23 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """Write a picture of the results to ``path``, which ends in one of ``PICTURES``."""
-    if results.overheads:
+    joined, starts = results.joined, len(results.starts)
+    if joined.overheads:
         save_panels(
-            [_overheads(result.case, result.contenders) for result in results.overheads],
+            [_overheads(result.case, result.contenders) for result in joined.overheads],
             ["median; the black line starts at the fastest run"],
             path,
             xlabel="ms",
             title="One dispatch and combine, forward, minus its collectives",
         )
         return
+    one, total = ("run", f"{results.iterations} runs") if starts == 1 else ("start", f"{starts} starts")
     save_panels(
-        [_phases(result.case, result.contenders) for result in results.cases],
+        [_phases(result.case, result.contenders) for result in joined.cases],
         ["dispatch", "combine", "backward"],
         path,
         xlabel="\u00b5s per token of a rank",
-        title=f"One forward and backward: the run with the median total, of {results.iterations} runs\n"
+        title=f"One forward and backward: the {one} with the median total, of {total}\n"
         "black line: the middle half of the totals",
     )
 

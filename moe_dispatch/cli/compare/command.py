@@ -172,6 +172,10 @@ def _show_differences(comparison: Comparison, ran: Sequence[Outcome]) -> None:
 
 
 def _show_costs(ran: Sequence[Outcome]) -> None:
+    # A column for dtypes does not fit on 80 columns.
+    dtypes = [f"{outcome.row_dtypes} ({outcome.backend})" for outcome in ran if outcome.row_dtypes != "unknown"]
+    if dtypes:
+        console.line(f"Rows travel in {'; '.join(dict.fromkeys(dtypes))}")
     rows = []
     for outcome in ran:
         sent = "emulated" if outcome.emulated else "uncounted"

@@ -72,6 +72,7 @@ class Outcome:
         from_first: Largest difference from the first variant that ran, divided by the largest value.
         bytes_sent: Bytes of the collectives of torch.distributed, sum of all ranks, mean of all steps. None if another
             library sends the rows.
+        row_dtypes: Names of the dtypes of the rows on the wire, dispatch first; "unknown" if the backend cannot say.
         rows_padded: Padding rows by cause, sum of all ranks, mean of all steps.
         host_syncs: Host syncs of rank 0 in the first step, including the plan; None for an emulation.
         milliseconds: Median time of plan, dispatch, combine and backward on the slowest rank. Experts cost nothing.
@@ -85,6 +86,7 @@ class Outcome:
     from_reference: dict[str, float] = field(default_factory=dict)
     from_first: dict[str, float] = field(default_factory=dict)
     bytes_sent: float | None = None
+    row_dtypes: str = ""
     rows_padded: dict[str, float] = field(default_factory=dict)
     host_syncs: int | None = None
     milliseconds: float | None = None
@@ -169,6 +171,7 @@ class Comparison:
             "from_reference": _finite(outcome.from_reference),
             "from_first": _finite(outcome.from_first),
             "bytes_sent": outcome.bytes_sent,
+            "row_dtypes": outcome.row_dtypes,
             "rows_padded": outcome.rows_padded,
             "host_syncs": outcome.host_syncs,
             "milliseconds": outcome.milliseconds,

@@ -8,20 +8,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.volume import Volume
 from moe_dispatch.cli.compare.comparison import QUANTITIES, Comparison, Outcome, Task, Variant
 from moe_dispatch.cli.compare.workload import Step, make_material
+from moe_dispatch.cli.loads import dtype_names
 from moe_dispatch.cli.names import noting
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import Send
 from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.testing.counting import count_collectives
 from moe_dispatch.testing.host_syncs import count_host_syncs
@@ -81,7 +84,7 @@ def measure(task: Task, place: Place, send: Send) -> Comparison:
         transport="nccl" if place.device.type == "cuda" else "gloo",
         tokens=material.tokens,
         most_rows=max(material.most_rows, 1),
-        outcomes=tuple(_gathered(candidates, place)),
+        outcomes=tuple(_gathered(candidates, material.scenario.torch_dtype, place)),
     )
 
 
@@ -211,7 +214,7 @@ def _wait(place: Place) -> None:
         torch.cuda.synchronize(place.device)
 
 
-def _gathered(candidates: Sequence[Candidate], place: Place) -> list[Outcome]:
+def _gathered(candidates: Sequence[Candidate], dtype: torch.dtype, place: Place) -> list[Outcome]:
     """Gather the outcomes of all ranks. The result is the same on each rank. Collective."""
     mine = [
         [candidate.from_reference, candidate.from_first, candidate.bytes_sent, candidate.host_syncs, candidate.seconds]
@@ -235,6 +238,7 @@ def _gathered(candidates: Sequence[Candidate], place: Place) -> list[Outcome]:
                 from_reference=_largest(reference),
                 from_first=_largest(first),
                 bytes_sent=None if "emulate" in options.model_fields else sum(sent),
+                row_dtypes=_row_dtypes(candidate, dtype, place.size),
                 rows_padded=candidate.rows_padded,
                 host_syncs=None if emulated else syncs[0],
                 milliseconds=milliseconds,
@@ -242,6 +246,18 @@ def _gathered(candidates: Sequence[Candidate], place: Place) -> list[Outcome]:
             )
         )
     return outcomes
+
+
+def _row_dtypes(candidate: Candidate, dtype: torch.dtype, ranks: int) -> str:
+    """Return the names of the dtypes of the rows on the wire. They do not depend on the number of rows."""
+    backend = candidate.variant.backend
+    options = backend.load().model_validate(backend.options)
+    names = [part.name for part in fields(Volume) if part.name != "legs"]
+    counts: dict[str, Any] = dict.fromkeys(names, torch.zeros(ranks, dtype=torch.float64))
+    leg = Volume(**counts)
+    nothing = replace(leg, legs=(leg, leg))
+    wire = options.wire_bytes(shape_of(_dispatcher(candidate).config, ranks), nothing, dtype)
+    return dtype_names(() if wire is None else wire.row_dtypes)
 
 
 def _outcome(candidate: Candidate, **found: Any) -> Outcome:

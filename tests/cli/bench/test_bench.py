@@ -21,12 +21,12 @@ from torch import Tensor
 from moe_dispatch import Dispatcher
 from moe_dispatch.cli import console
 from moe_dispatch.cli.bench import command as bench
-from moe_dispatch.cli.bench import measurement, peers, request
+from moe_dispatch.cli.bench import measurement, request
 from moe_dispatch.cli.bench.contenders import ByHand, Contender, Experts, identity_experts, run_layer
 from moe_dispatch.cli.bench.costs import Seconds, Timing, time_in_turn
 from moe_dispatch.cli.bench.display import draw
 from moe_dispatch.cli.bench.floor import Floor
-from moe_dispatch.cli.bench.results import CaseResult, Measured, Results, load_results
+from moe_dispatch.cli.bench.results import CaseResult, Measured, Results, Start, load_results
 from moe_dispatch.cli.bench.workload import Case, Shape, Tokens, draw_tokens
 from moe_dispatch.cli.pictures import Bar, Panel, save_panels
 from moe_dispatch.testing.ranks import run_ranks
@@ -37,28 +37,28 @@ TINY = ("--ranks", "2", "--tokens", "16", "--hidden", "32", "--experts", "4", "-
 ONE = (*TINY, "--dtype", "float32", "--routing", "balanced")
 SHAPE = Shape(tokens=16, hidden=32, experts=4, top_k=2)
 pytestmark = pytest.mark.usefixtures("peak_of_threads")
-KEYS = "format suite machine iterations left_out cases overheads"
+KEYS = "format suite machine iterations left_out starts"
+START_KEYS = "cases overheads"
 CASE_KEYS = "case contenders floor_bytes"
 MEASURED_KEYS = "timing bytes_sent peak_bytes error dropped"
 MACHINE_KEYS = "date|processor|cores|gpus|ranks on|system|packages|allocator"
 
 
-@pytest.fixture
-def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-
-
 def benched(command: Command, *arguments: str) -> dict[str, Any]:
+    """Return the results of the only start."""
     answer = command("bench", *arguments, "--json")
     assert answer.status == 0, answer
-    results: dict[str, Any] = json.loads(answer.out)
-    return results
+    results = json.loads(answer.out)
+    assert list(results) == KEYS.split()
+    assert list(results["machine"]) == MACHINE_KEYS.split("|")
+    start: dict[str, Any]
+    (start,) = results["starts"]
+    return start
 
 
 def test_json_has_its_keys(command: Command) -> None:
     results = benched(command, *ONE, "-c", "alltoall")
-    assert list(results) == KEYS.split()
-    assert list(results["machine"]) == MACHINE_KEYS.split("|")
+    assert list(results) == START_KEYS.split()
     (case,) = results["cases"]
     assert list(case) == CASE_KEYS.split()
     assert case["case"] == {
@@ -128,17 +128,6 @@ def test_floor_does_not_touch_fresh_memory() -> None:
         assert first == second
 
 
-def test_layer_looks_at_other_shapes_where_none_is_given(no_peers: None) -> None:
-    def shapes(**given: str) -> list[tuple[int, int, int]]:
-        asked = request.make_request("layer", given, "alltoall", ranks=4, iterations=1, quick=False)
-        ((_, task),) = asked.tasks
-        return [(case.shape.tokens, case.shape.experts, case.shape.top_k) for case in task.cases]
-
-    core = [(4096, 64, 8)] * 4
-    assert shapes() == [*core, (64, 64, 8), (16384, 64, 8), (4096, 64, 2), (4096, 8, 8), (4096, 256, 8)]
-    assert shapes(dtype="bfloat16") == core[:2]
-
-
 def test_picture_has_no_empty_panel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[bool] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.extend(axes.axison for axes in self.axes))
@@ -164,7 +153,7 @@ def test_picture_has_one_scale_and_bars_as_long_as_the_totals(monkeypatch: pytes
     kept: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path: kept.append(self))
     measured = (case(16, 0.001, 0.002, 0.009), case(1600, 0.01, 0.02, 0.03))
-    results = Results(suite="layer", machine={}, iterations=3, cases=measured)
+    results = Results(suite="layer", machine={}, iterations=3, starts=(Start(cases=measured),))
     draw(results, tmp_path / "bench.png")
     first, second = kept[0].axes
     assert first.get_xlim() == second.get_xlim()
@@ -242,10 +231,11 @@ def test_peer_is_told_or_refused_where_it_is_not_installed(command: Command, no_
 def test_tables_say_what_the_file_says(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "now.json"
     answer = command(
-        "bench", *TINY, "--dtype", "float32", "-c", "allgather,alltoall+reduction=exact", "--save", str(file)
+        *("bench", *TINY, "--dtype", "float32", "-c", "allgather,alltoall+reduction=exact"),
+        *("--starts", "1", "--save", str(file)),
     )
     assert answer.status == 0, answer.error
-    results = load_results(file)
+    results = load_results(file).joined
     assert [result.case.routing for result in results.cases] == ["balanced", "skewed"]
     for result in results.cases:
         gather, exact = result.contenders.values()
@@ -347,75 +337,14 @@ def test_overhead_is_measured_alone_and_together(command: Command) -> None:
     assert "collectives must be all-to-alls, got allreduce_. Leave out the contender" in refused.error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["leyer"], "SUITE must be one of layer, overhead, growth, graph-safe, got 'leyer'"),
-        (["--tokens", "64,0"], "--tokens must be whole numbers above 0, separated by commas, got '64,0'"),
-        (["--dtype", "float32,int8"], "--dtype must be one of bfloat16, float32, got 'int8'"),
-        (["--routing", "zipf"], "--routing must be one of balanced, skewed, got 'zipf'"),
-        (
-            ["--experts", "10"],
-            "bench: at least one .* must be possible, got 10 experts cannot be divided among 4 ranks",
-        ),
-        (["--experts", "4", "--top-k", "8"], "bench: .* must be possible, got top-8 of 4 experts"),
-        (
-            ["-c", "depep"],
-            "--contenders: Unknown backend 'depep'.*Besides backends there are by-hand, floor, torchtitan",
-        ),
-        (["-c", "alltoall+speed=9"], "--contenders: backend 'alltoall.speed=9': speed: Extra inputs are not permitted"),
-        (["-c", "hybridep+emulate=true"], "--contenders must not be emulated, got 'hybridep.emulate=true'"),
-        (
-            ["graph-safe", "-c", "alltoall,torchtitan"],
-            "--contenders of graph-safe must be backends of .*got torchtitan",
-        ),
-        (["growth", "--tokens", "8,16"], "growth must start from one value of each axis, got --tokens 8,16"),
-        (["--picture", "bench.jpg"], "--picture must end in .png or .svg, got 'bench.jpg'"),
-        (["--save", "nowhere/bench.json"], "--save must be a file in a folder that can be written, got 'nowhere/"),
-        (
-            ["--against", "nowhere.json"],
-            "--against must be a file that bench --save wrote, got 'nowhere.json' .No such",
-        ),
-    ],
-)
-def test_wrong_requests_are_refused(
-    arguments: list[str], told: str, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: "here")
-    answer = command("bench", *arguments)
-    assert (answer.status, answer.out) == (2, "")
-    assert re.match(f"Error: {told}", answer.error), answer.error
-
-
-def test_combinations_that_cannot_be_are_left_out(no_peers: None) -> None:
-    axes = {"tokens": "64,128", "experts": "4,6", "top-k": "2,5", "dtype": "float32", "routing": "balanced"}
-    asked = request.make_request("layer", axes, None, ranks=2, iterations=5, quick=False)
-    ((ranks, task),) = asked.tasks
-    shapes = [(case.shape.tokens, case.shape.experts, case.shape.top_k) for case in task.cases]
-    assert shapes == [(T, E, K) for T in (64, 128) for E, K in ((4, 2), (6, 2), (6, 5))]
-    assert ranks == 2
-    assert [why.rpartition(": ")[2] for why in asked.left_out[2:]] == ["top-5 of 4 experts"] * 2
-    quick = request.make_request("layer", {"tokens": "64,4096,512"}, None, ranks=2, iterations=5, quick=True)
-    assert [case.shape.tokens for case in quick.tasks[0][1].cases[::4]] == [64, 256]
-    assert quick.iterations == 2
-
-
-def test_torchrun_leaves_other_numbers_of_ranks_out(monkeypatch: pytest.MonkeyPatch, no_peers: None) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    asked = request.make_request("overhead", {}, None, ranks=4, iterations=5, quick=False)
-    assert [(ranks, [case.ranks for case in task.cases]) for ranks, task in asked.tasks] == [(2, [2])]
-    assert asked.left_out[-1].endswith("top-8, 1 rank is left out: torchrun started 2 ranks")
-
-
 @pytest.mark.slow
 def test_command_starts_ranks_measures_memory_and_draws(tmp_path: Path) -> None:
     picture, file = tmp_path / "bench.png", tmp_path / "bench.json"
-    process = start("bench", *ONE, "-c", "alltoall", "--picture", str(picture), "--save", str(file))
+    process = start("bench", *ONE, "-c", "alltoall", "--starts", "1", "--picture", str(picture), "--save", str(file))
     out, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (0, ""), error
     assert out.startswith("date: ")
-    found = load_results(file).cases[0].contenders["alltoall"]
+    found = load_results(file).joined.cases[0].contenders["alltoall"]
     assert found.peak_bytes is not None
     assert found.peak_bytes >= 2 * 16 * 32 * 4, "what it gives and what it got"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -25,8 +25,8 @@ from tests.cli.test_command import start
 FIELDS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "pad_multiple": 16}
 KEYS = "agree tolerance ranks transport tokens steps dtype routing trace notes config outcomes"
 OUTCOME_KEYS = """
-    backend mode refused agrees emulated from_reference from_first bytes_sent rows_padded host_syncs milliseconds
-    time_ratio
+    backend mode refused agrees emulated from_reference from_first bytes_sent row_dtypes rows_padded host_syncs
+    milliseconds time_ratio
 """
 
 
@@ -85,6 +85,18 @@ def test_costs_are_those_of_the_backends(command: Command, config: str) -> None:
     assert 0 < alltoall["bytes_sent"] < allgather["bytes_sent"]
     rows = 2 * 16 * 64 * 4  # of both ranks; gathered and reduce-scattered, forward and backward
     assert 4 * rows < allgather["bytes_sent"] < 4.5 * rows
+
+
+def test_dtypes_of_the_rows_stand_beside_their_bytes(command: Command, tmp_path: Path) -> None:
+    """allgather sums bfloat16 in float32; a wire_dtype counts; a backend that sends nothing has no dtype."""
+    file, few = written(tmp_path), ("--ranks", "2", "--tokens", "4", "--steps", "1")
+    answer = command("compare", "-b", "alltoall,allgather", file, *few)
+    assert "\nRows travel in bfloat16 (alltoall); bfloat16, float32 (allgather)\n" in answer.out
+    narrow = written(tmp_path, wire_dtype="float8_e4m3fn", hidden_size=128)
+    report = compared(command, "-b", "alltoall", narrow)
+    assert {one["row_dtypes"] for one in report["outcomes"]} == {"float8_e4m3fn, bfloat16"}
+    alone = command("compare", "-b", "local", written(tmp_path), "--ranks", "1", "--tokens", "4")
+    assert "Rows travel" not in alone.out
 
 
 def test_wrong_backend_is_seen(command: Command, config: str) -> None:

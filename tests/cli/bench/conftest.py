@@ -1,0 +1,12 @@
+"""What tests of ``bench`` share."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_dispatch.cli.bench import peers
+
+
+@pytest.fixture
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
