@@ -22,6 +22,7 @@ from tests.deep_ep_backends.vendors import (
     RAGGED,
     V1,
     V2,
+    V25,
     config,
     identity,
     names,
@@ -88,7 +89,7 @@ def test_num_sms_reaches_v1_without_changing_its_class(monkeypatch: pytest.Monke
     assert buffer.num_sms == before
 
 
-@pytest.mark.parametrize("backend", [V2, HYBRID, RAGGED], ids=names[1:])
+@pytest.mark.parametrize("backend", [V2, V25, HYBRID, RAGGED], ids=names[1:])
 def test_buffers_grow_by_what_the_ranks_agreed_on(backend: dict[str, Any]) -> None:
     """Only rank 1 has many rows; every rank's buffer grows, to the same size, and earlier dispatches stay good."""
 

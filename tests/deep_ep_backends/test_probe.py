@@ -96,18 +96,37 @@ def installed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return put
 
 
-def test_the_variant_is_told_by_attributes(installed: Install) -> None:
+def test_the_variant_is_told_by_attributes(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     v1, v2 = emulated_deep_ep("v1.2.1"), emulated_deep_ep("v2-2.1.0")
     installed(Buffer=v1.Buffer, __version__="1.2.1+abc")
     assert DeepEPOptions().probe() == Usable(version="1.2.1+abc", features=("v1", "normal mode"))
     assert "has no HybridEPBuffer: it is not built from the branch hybrid-ep" in reason(HybridEPOptions)
     installed(Buffer=v1.Buffer, ElasticBuffer=v2.ElasticBuffer, __version__="2.1.0")
     assert DeepEPOptions().probe() == Usable(version="2.1.0", features=("v2", "compact", "expand"))
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 32, 3))
+    installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
+    assert DeepEPOptions().probe() == Usable(version="2.5.0", features=("v2.5", "compact", "expand"))
     hybrid = emulated_deep_ep("hybridep-94a9f8f")
     installed(Buffer=v1.Buffer, HybridEPBuffer=hybrid.HybridEPBuffer)
     assert HybridEPOptions().probe() == Usable(version="of unknown version", features=("chunks of 64 and 64 rows",))
     installed()
-    assert reason(DeepEPOptions) == "deep_ep of unknown version has neither Buffer nor ElasticBuffer"
+    assert reason(DeepEPOptions) == "deep_ep of unknown version has neither EPBuffer, ElasticBuffer nor Buffer"
+
+
+@pytest.mark.parametrize(
+    ("nccl", "torch_version", "told"),
+    [
+        ((2, 32, 2), "2.10.0+cu130", "NCCL 2.32.3 or later, got 2.32.2"),
+        ((2, 33, 0), "2.9.1", "torch 2.10 or later, got 2.9"),
+    ],
+)
+def test_v25_needs_recent_versions(
+    nccl: tuple[int, ...], torch_version: str, told: str, installed: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
+    assert reason(DeepEPOptions) == f"deep_ep 2.5.0 needs {told}"
 
 
 def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:

@@ -54,8 +54,8 @@ def hybridep(where: MoEShape, **options: Any) -> Constraints:
 )
 def test_groups_of_v1_follow_the_nodes(ep_size: int, ranks_per_node: int, fits: bool) -> None:
     places: list[Callable[[], Constraints]] = [
-        lambda: deepep(shape(ep_size, ranks_per_node)),
-        lambda: deepep(shape(ep_size, 3), ranks_per_node=ranks_per_node),
+        lambda: deepep(shape(ep_size, ranks_per_node), emulate="v1.2.1"),
+        lambda: deepep(shape(ep_size, 3), emulate="v1.2.1", ranks_per_node=ranks_per_node),
     ]
     for constraints in places:
         if fits:
@@ -68,8 +68,11 @@ def test_groups_of_v1_follow_the_nodes(ep_size: int, ranks_per_node: int, fits: 
             constraints()
 
 
-def test_numbers_of_v1_and_v2() -> None:
-    v1, v2 = deepep(shape()), deepep(shape(), emulate="v2-2.1.0")
+def test_numbers_of_v1_v2_and_v25() -> None:
+    v1, v2 = deepep(shape(), emulate="v1.2.1"), deepep(shape(), emulate="v2-2.1.0")
+    assert deepep(shape()) == v2  # with 8 ranks, 2048 experts in all are 256 per rank
+    assert deepep(shape(ep_size=2)).max_local_experts == 512
+    assert deepep(shape(ep_size=2), emulate="v2-2.1.0").max_local_experts == 256
     assert (v1.hidden_multiple, v1.max_hidden, v1.max_top_k, v1.max_local_experts) == (256, 8191, 32, 128)
     assert (v2.hidden_multiple, v2.max_hidden, v2.max_top_k, v2.max_local_experts) == (256, None, 32, 256)
     assert deepep(shape(ep_size=64), emulate="v2-2.1.0").max_local_experts == 32  # 2048 experts in all
@@ -79,9 +82,9 @@ def test_numbers_of_v1_and_v2() -> None:
     assert not v2.equal_rows
     assert v1.differentiable
     assert v2.differentiable
-    assert not deepep(shape(), emulate="v2-2.1.0", expand=True).differentiable
-    with pytest.raises(ConfigError, match=r"expand needs v2 \(ElasticBuffer\), got v1.2.1. Leave expand out"):
-        deepep(shape(), expand=True)
+    assert all(deepep(shape(), emulate=release, expand=True).pads_experts for release in ("v2-2.1.0", "v2.5.0"))
+    with pytest.raises(ConfigError, match=r"expand needs v2 or V2.5, got v1.2.1. Leave expand out, or install V2.5"):
+        deepep(shape(), emulate="v1.2.1", expand=True)
 
 
 @pytest.mark.parametrize(
@@ -153,27 +156,27 @@ def test_the_newest_rules_are_those_of_its_class() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "v1 on one rank": (
-        {"backend": {"name": "deepep", "emulate": True}},
+        {"backend": {"name": "deepep", "emulate": "v1.2.1"}},
         1,
         ("ep_size must be one of 2, 4, 8", "got 1"),
     ),
     "v1 on three": (
-        {"backend": {"name": "deepep", "emulate": True}, "num_experts": 9},
+        {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "num_experts": 9},
         3,
         ("Backend 'deepep': ep_size must be one of 2, 4, 8, 16, 32, 64, 128, 144, 160, got 3",),
     ),
     "hidden of v1": (
-        {"backend": {"name": "deepep", "emulate": True}, "hidden_size": 384},
+        {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "hidden_size": 384},
         2,
         ("Backend 'deepep': hidden_size must be a multiple of 256, got 384",),
     ),
     "wide hidden of v1": (
-        {"backend": {"name": "deepep", "emulate": True}, "hidden_size": 8192},
+        {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "hidden_size": 8192},
         2,
         ("Backend 'deepep': hidden_size must be at most 8191, got 8192",),
     ),
     "many experts of v1": (
-        {"backend": {"name": "deepep", "emulate": True}, "num_experts": 258},
+        {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "num_experts": 258},
         2,
         ("experts per rank must be at most 128, got 129 (258 experts over 2 ranks)", "Use a larger ep_size"),
     ),
@@ -232,18 +235,6 @@ def test_early_hybridep_stays_within_a_domain() -> None:
         hybridep(shape(ranks_per_node=4), emulate="hybridep-0ed15b5")
 
 
-def test_options_that_would_have_no_effect_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"allocate_on_comm_stream is for async_op, and expand has no async_op. Leave one"
-    ):
-        DispatcherConfig(
-            backend={"name": "deepep", "expand": True, "allocate_on_comm_stream": True},
-            num_experts=8,
-            top_k=2,
-            hidden_size=256,
-        )
-
-
 def test_float8_of_v2_is_for_groups_within_a_node() -> None:
     assert "float8_e4m3fn" in deepep(shape(ranks_per_node=8), emulate="v2-2.1.0").wire_dtypes
     assert "float8_e4m3fn" not in deepep(shape(ranks_per_node=4), emulate="v2-2.1.0").wire_dtypes
@@ -300,16 +291,16 @@ def test_other_dtypes_are_refused_with_the_way_out(name: str, dtype: torch.dtype
 
 
 def test_where_deepep_is_graph_safe() -> None:
-    """v1 within a node; v2 unless it has to sort what it can only find by asking the device."""
-    assert deepep(shape(8, 8)).graph_safe
-    across = deepep(shape(16, 8))
+    """v1 within a node; v2 and V2.5 unless it has to sort what it can only find by asking the device."""
+    assert deepep(shape(8, 8), emulate="v1.2.1").graph_safe
+    across = deepep(shape(16, 8), emulate="v1.2.1")
     assert not across.graph_safe
     assert across.graph_safe_reason == (
         "v1 avoids host syncs only within a node, that is with up to 8 ranks, got 16; v2 avoids them across nodes too"
     )
-    v2 = "v2-2.1.0"
-    assert deepep(shape(8, 8), emulate=v2).graph_safe
-    for where, options in [(shape(16, 8), {}), (shape(8, 8), {"expand": True})]:
+    for v2 in ("v2-2.1.0", "v2.5.0"):
+        assert deepep(shape(8, 8), emulate=v2).graph_safe
+    for v2, where, options in [("v2-2.1.0", shape(16, 8), {}), ("v2.5.0", shape(8, 8), {"expand": True})]:
         assert not deepep(where, emulate=v2, **options).graph_safe
         assert deepep(where, emulate=v2, deterministic=False, **options).graph_safe
         assert "the option deterministic=False" in deepep(where, emulate=v2, **options).graph_safe_reason

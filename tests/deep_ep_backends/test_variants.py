@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
+from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.testing.emulation import emulated_deep_ep
-from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, config, identity, identity_and_close, rank_of
+from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, config, identity, identity_and_close, rank_of
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 
 
@@ -97,7 +99,7 @@ def test_an_early_release_refuses_a_rank_that_receives_nothing() -> None:
     raises_everywhere(results[1:], StateError, *told)
 
 
-@pytest.mark.parametrize("backend", [V1, V2, HYBRID, RAGGED], ids=["v1", "v2", "hybrid", "ragged"])
+@pytest.mark.parametrize("backend", [V1, V2, V25, HYBRID, RAGGED], ids=["v1", "v2", "v2.5", "hybrid", "ragged"])
 def test_a_weight_of_zero_is_no_padding(backend: dict[str, Any]) -> None:
     """HybridEP tells real rows from padding by their probabilities: one of weight 0 counts, and has a gradient."""
 
@@ -136,38 +138,103 @@ def test_ranks_with_different_libraries_are_told(monkeypatch: pytest.MonkeyPatch
     raises_everywhere(results, ConfigError, told)
 
 
-def test_v2_expand_is_for_inference() -> None:
+@pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])
+def test_expanded_rows_give_the_sums_and_gradients_of_compact_rows(backend: dict[str, Any]) -> None:
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config({**V2, "expand": True}, pad_multiple=16), group)
-        x, routing = torch.randn(256, 5).t(), random_routing(5, rank_of(group))  # strided: kernels want it contiguous
+        results = []
+        for options in ({}, {"expand": True}):
+            dispatcher = build_dispatcher(config({**backend, **options}, pad_multiple=16), group)
+            generator = torch.Generator().manual_seed(rank_of(group))
+            x = torch.randn(256, 5, generator=generator).t()  # strided: kernels want it contiguous
+            x.requires_grad_()
+            routing = random_routing(5, rank_of(group))
+            weights = routing.topk_weights.clone().requires_grad_()
+            sent = dispatcher.dispatch(x, Routing(routing.topk_ids, weights))
+            assert sent.tokens_per_expert_list is not None
+            assert all(count % 16 == 0 for count in sent.tokens_per_expert_list)
+            y = dispatcher.combine(sent.rows.tanh(), sent)
+            y.square().sum().backward()
+            again = dispatcher.dispatch(x.detach(), again=sent).rows
+            results.append((y, x.grad, weights.grad, again, sent.rows))
+            dispatcher.close()
+        for compact, expanded in zip(*results, strict=True):
+            torch.testing.assert_close(expanded, compact, rtol=2e-2, atol=2e-2)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("backend", [V25, {**V25, "expand": True}], ids=["compact", "expanded"])
+def test_deferred_epilogues_run_before_the_next_call(backend: dict[str, Any]) -> None:
+    """Every call of the library writes over the rows that a deferred epilogue reads; the emulation refuses that."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(backend), group)
+        x, ways = torch.ones(4, 256), [random_routing(4, seed) for seed in range(3)]
+        travelling = [dispatcher.dispatch(x * (1 + i), way, async_op=True) for i, way in enumerate(ways)]
+        first = dispatcher.dispatch(x, ways[0])
+        for i, (flight, way) in enumerate(zip(travelling, ways, strict=True)):
+            sent = flight.wait()
+            y = dispatcher.combine(sent.rows, sent)
+            expected = x * (1 + i) * way.topk_weights.sum(1, keepdim=True)
+            torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+        assert torch.equal(dispatcher.dispatch(x, again=first).rows, first.rows)
+        dispatcher.close()
+
+    on_ranks(body, 2)
+
+
+def test_ids_may_change_after_a_dispatch_of_v25() -> None:
+    """A handle of V2.5 keeps the ids themselves, and refuses them after a change in place."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(V25), group)
+        routing = random_routing(4, rank_of(group))
+        ids, weights = routing.topk_ids.clone(), torch.ones(4, 2)
+        x = torch.arange(4 * 256).view(4, 256).remainder(64).float().requires_grad_()
+        sent = dispatcher.dispatch(x, Routing(ids, weights))
+        ids.fill_(0)
+        y = dispatcher.combine(sent.rows, sent)
+        y.sum().backward()
+        torch.testing.assert_close(y, 2 * x)
+        dispatcher.close()
+
+    on_ranks(body, 2)
+
+
+def test_a_backend_without_a_backward_is_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = DeepEPOptions.constraints
+
+    def constraints(self: DeepEPOptions, shape: MoEShape) -> Constraints:
+        return dataclasses.replace(original(self, shape), differentiable=False)
+
+    monkeypatch.setattr(DeepEPOptions, "constraints", constraints)
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(V25), group)
+        x, routing = torch.ones(5, 256), random_routing(5, rank_of(group))
         text = (
             "backend 'deepep' has no backward as configured, got tensors that require grad. Call it under torch.no_grad"
         )
         with pytest.raises(InputError, match=text):
             dispatcher.dispatch(x.clone().requires_grad_(), routing)
         sent = dispatcher.dispatch(x, routing)
-        assert sent.tokens_per_expert_list is not None
-        assert all(count % 16 == 0 for count in sent.tokens_per_expert_list)
         with pytest.raises(InputError, match=text):
             dispatcher.dispatch(x.clone().requires_grad_(), again=sent)
         text = "Dispatcher.combine: backend 'deepep' has no backward as configured, got tensors that require grad"
         with pytest.raises(InputError, match=text):
             dispatcher.combine(sent.rows.clone().requires_grad_(), sent)
-        y = dispatcher.combine(sent.rows.t().contiguous().t(), sent)
-        torch.testing.assert_close(y, x * routing.topk_weights.sum(1, keepdim=True), rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(dispatcher.dispatch(x, again=sent).rows, sent.rows)
-        dispatcher.self_test()
         dispatcher.close()
 
     on_ranks(body, 2)
 
 
-def test_torch_fills_fresh_memory_again_after_v2() -> None:
+@pytest.mark.parametrize("backend", [V2, V25], ids=["v2", "v2.5"])
+def test_torch_fills_fresh_memory_again(backend: dict[str, Any]) -> None:
     """The library refuses to run while torch fills memory; the switch is put back, also with ranks as threads."""
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config(V2), group)
+        dispatcher = build_dispatcher(config(backend), group)
         for rows in range(4):
             identity(dispatcher, rows)
         dispatcher.close()

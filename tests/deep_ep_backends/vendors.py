@@ -14,10 +14,16 @@ from tests.dispatchers.layer import Group, random_routing
 
 V1: dict[str, Any] = {"name": "deepep", "emulate": "v1.2.1"}
 V2: dict[str, Any] = {"name": "deepep", "emulate": "v2-2.1.0"}
+V25: dict[str, Any] = {"name": "deepep", "emulate": "v2.5.0"}
 HYBRID: dict[str, Any] = {"name": "hybridep", "emulate": "hybridep-94a9f8f"}
 RAGGED: dict[str, Any] = {"name": "hybridep", "emulate": "hybridep-744"}
-ALL = [V1, V2, HYBRID, RAGGED]
+ALL = [V1, V2, V25, HYBRID, RAGGED]
 names = [backend["emulate"] for backend in ALL]
+
+
+def rank_major_class(module: Any) -> Any:
+    """The buffer class that ``deepep`` calls."""
+    return getattr(module, "EPBuffer", None) or getattr(module, "ElasticBuffer", None) or module.Buffer
 
 
 def config(backend: dict[str, Any], **fields: Any) -> DispatcherConfig:

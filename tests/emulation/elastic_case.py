@@ -1,4 +1,4 @@
-"""A small job on v2's ElasticBuffer, and what its ranks must see."""
+"""A small job on v2's ElasticBuffer or V2.5's EPBuffer, and what its ranks must see."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ CAPACITY = 8
 COUNTS = {1: (5,), 2: (5, 7), 4: (5, 0, 7, 3)}
 
 
-def open_buffer(group: dist.ProcessGroup | None, **options: Any) -> Any:
-    sizes = {"num_max_tokens_per_rank": CAPACITY, "hidden": HIDDEN, "num_topk": TOP_K}
-    return deep_ep.ElasticBuffer(group, **(sizes | options))
+def open_buffer(group: dist.ProcessGroup | None, release: str = "v2-2.1.0", **options: Any) -> Any:
+    module: Any = emulated_deep_ep(release)
+    cls = module.EPBuffer if hasattr(module, "EPBuffer") else module.ElasticBuffer
+    return cls(group, **({"num_max_tokens_per_rank": CAPACITY, "hidden": HIDDEN, "num_topk": TOP_K} | options))
 
 
 def dispatched(buffer: Any, tokens: Tokens, **options: Any) -> Any:

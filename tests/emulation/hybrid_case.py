@@ -18,7 +18,7 @@ from moe_dispatch.testing.ranks import Ranks
 HIDDEN, LOCAL, TOP_K, ROWS = 32, 4, 3, 64
 # Connected groups are used again: connecting takes longer than most of these tests.
 run_ranks = Ranks().run
-FIRST, APRIL, JULY, RAGGED = "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"
+FIRST, APRIL, JULY, RAGGED = "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-746"
 CURRENT = pytest.mark.parametrize("release", [APRIL, JULY, RAGGED])
 EVERY = pytest.mark.parametrize("release", [FIRST, APRIL, JULY, RAGGED])
 SIZES = pytest.mark.parametrize("size", [2, 4])

@@ -13,7 +13,7 @@ from moe_dispatch.testing.emulation import RELEASES, emulated_deep_ep, imported_
 
 def test_unknown_release_is_refused_with_those_there_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"Unknown release of deep_ep 'v3'. Emulated releases: v1\.2\.1, v2-2\.1\.0, h"
+        ConfigError, match=r"Unknown release of deep_ep 'v3'. Emulated releases: v1\.2\.1, v2-2\.1\.0, v2\.5\.0, h"
     ):
         emulated_deep_ep("v3")
 
@@ -27,21 +27,25 @@ def test_a_release_is_one_module(release: str) -> None:
 def test_buffers_are_told_apart_by_attributes() -> None:
     """As a probe does with the installed package."""
     found = {
-        release: [name for name in ("ElasticBuffer", "HybridEpBuffer", "HybridEPBuffer") if hasattr(module, name)]
+        release: [
+            name for name in ("ElasticBuffer", "EPBuffer", "HybridEpBuffer", "HybridEPBuffer") if hasattr(module, name)
+        ]
         for release, module in ((release, emulated_deep_ep(release)) for release in RELEASES)
     }
-    newer = {release: ["HybridEPBuffer"] for release in RELEASES[3:]}
+    newer = {release: ["HybridEPBuffer"] for release in RELEASES[4:]}
     assert found == {
         "v1.2.1": [],
         "v2-2.1.0": ["ElasticBuffer"],
+        "v2.5.0": ["EPBuffer"],
         "hybridep-0ed15b5": ["HybridEpBuffer"],
         **newer,
     }
-    assert all(hasattr(emulated_deep_ep(release), "Buffer") for release in RELEASES)
+    assert [release for release in RELEASES if not hasattr(emulated_deep_ep(release), "Buffer")] == ["v2.5.0"]
     assert emulated_deep_ep("v2-2.1.0").__version__ == "2.1.0"
+    assert emulated_deep_ep("v2.5.0").__version__ == "2.5.0"
 
 
-@pytest.mark.parametrize("release", [release for release in RELEASES if release != "v1.2.1"])
+@pytest.mark.parametrize("release", [release for release in RELEASES if release not in ("v1.2.1", "v2.5.0")])
 def test_buffer_of_other_releases_is_there_to_be_imported_only(release: str) -> None:
     buffer = emulated_deep_ep(release).Buffer
     for use in (buffer, buffer.get_dispatch_config, buffer.get_combine_config, buffer.set_num_sms):
@@ -57,6 +61,7 @@ def test_buffer_of_other_releases_is_there_to_be_imported_only(release: str) -> 
             ["deep_ep.Buffer", "deep_ep.utils.EventHandle", "deep_ep.utils.EventOverlap", "deep_ep.buffer.Buffer"],
         ),
         ("v2-2.1.0", ["deep_ep.EPHandle", "deep_ep.buffers.elastic.ElasticBuffer", "deep_ep.utils.event.EventOverlap"]),
+        ("v2.5.0", ["deep_ep.EPHandle", "deep_ep.buffers.ep.EPBuffer", "deep_ep.utils.event.EventOverlap"]),
         ("hybridep-0ed15b5", ["deep_ep.hybrid_ep_buffer.HybridEpBuffer", "deep_ep.utils.EventOverlap"]),
         ("hybridep-94a9f8f", ["deep_ep.HybridEPBuffer", "deep_ep.hybrid_ep_buffer.indices_to_map"]),
     ],

@@ -102,6 +102,8 @@ def test_the_module_has_the_names_of_the_package(release: str) -> None:
         ("v1.2.1", "Buffer", "get_low_latency_rdma_size_hint"),
         ("v2-2.1.0", "ElasticBuffer", "engram_fetch"),
         ("v2-2.1.0", "ElasticBuffer", "get_pp_buffer_size_hint"),
+        ("v2.5.0", "EPBuffer", "lb_prefetch_weights"),
+        ("v2.5.0", "EPBuffer", "get_comm_stream"),
     ],
 )
 def test_what_is_not_emulated_is_refused_only_with_arguments_that_the_release_takes(
@@ -129,13 +131,14 @@ def test_handles_of_v1_have_the_recorded_fields() -> None:
     assert [one.name for one in fields(InternodeHandle)] == handles["internode_dispatch"]
 
 
-def test_objects_of_v2_hold_what_those_of_the_release_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("release", ["v2-2.1.0", "v2.5.0"])
+def test_objects_of_v2_hold_what_those_of_the_release_hold(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    attributes = recorded("v2-2.1.0")["attributes"]
-    buffer = elastic_case.open_buffer(None)
+    attributes = recorded(release)["attributes"]
+    buffer = elastic_case.open_buffer(None, release)
     handle = elastic_case.dispatched(buffer, make_tokens([5])[0])[3]
     assert sorted(vars(handle)) == sorted(attributes["EPHandle"])
-    assert sorted(vars(buffer)) == sorted(attributes["ElasticBuffer"])
+    assert sorted(vars(buffer)) == sorted(attributes[type(buffer).__name__])
 
 
 @hybrid_case.EVERY

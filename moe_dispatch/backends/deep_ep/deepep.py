@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, final
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from moe_dispatch.backends.base import (
@@ -18,7 +18,6 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    Route,
     Sizes,
     WireDtype,
 )
@@ -27,16 +26,18 @@ from moe_dispatch.backends.deep_ep import elastic_driver as elastic
 from moe_dispatch.backends.deep_ep import normal_driver as normal
 from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows
 from moe_dispatch.backends.deep_ep.elastic_driver import ElasticDriver
+from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
 from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.backends.wire import from_float8, row_format, to_float8
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.permutation import Permutation, SlotIndex
+from moe_dispatch.permutation import Permutation, SlotIndex, running_total
 from moe_dispatch.probing import Rejected, Usable
 
-Release = Literal["v1.2.1", "v2-2.1.0"]
+Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0"]
+_NEWEST: Release = "v2.5.0"
 
 
 @final
@@ -45,18 +46,19 @@ class DeepEPOptions(BackendOptions):
 
     Attributes:
         num_sms: Number of streaming multiprocessors that the kernels may use, even. None is the library's default.
-        deterministic: For v2: whether the rows of a source rank arrive in their order, for which the library sorts
-            them. v1 always keeps this order. With False, rows stay in the order of their arrival, which differs from
-            run to run. Graph-safe mode needs False with ``expand`` and across nodes, because there the sort reads the
-            device.
-        expand: For v2: whether the library itself delivers expert-major rows, padded on the device. There is no
-            backward then.
+        deterministic: For v2 and V2.5: whether the rows of a source rank arrive in their order, for which the library
+            sorts them. v1 always keeps this order. With False, rows stay in the order of their arrival, which differs
+            from run to run. Graph-safe mode needs False with ``expand`` and across nodes, because there the sort reads
+            the device.
+        expand: For v2 and V2.5: whether the library itself delivers expert-major rows, padded on the device, and adds
+            the expert rows of a token up. That saves the copies to experts and back. The library then rounds the
+            weighted rows to bfloat16 before it adds them.
         allocate_on_comm_stream: Whether tensors received with ``async_op=True`` belong to the library's communication
             stream.
         ranks_per_node: Number of consecutive ranks of the group that share a node. None detects it by host name. v1
-            needs whole nodes. v2 offers float8 only within a node.
-        emulate: Whether to run on the emulation of ``deep_ep``, on CPU tensors. True emulates v1.2.1; the name of a
-            release emulates that release.
+            needs whole nodes. v2 and V2.5 offer float8 only within a node.
+        emulate: Whether to run on the emulation of ``deep_ep``, on CPU tensors. True emulates the newest release; the
+            name of a release emulates that release.
     """
 
     name = "deepep"
@@ -71,15 +73,7 @@ class DeepEPOptions(BackendOptions):
     @property
     def release(self) -> str | None:
         """Name of the release to emulate; None for the installed library."""
-        return "v1.2.1" if self.emulate is True else self.emulate or None
-
-    @model_validator(mode="after")
-    def _options_have_an_effect(self) -> DeepEPOptions:
-        if self.expand and self.allocate_on_comm_stream:
-            raise ConfigError(
-                "backend 'deepep': allocate_on_comm_stream is for async_op, and expand has no async_op. Leave one out."
-            )
-        return self
+        return _NEWEST if self.emulate is True else self.emulate or None
 
     def probe(self) -> Usable | Rejected:
         return probed(self._probe)
@@ -88,23 +82,27 @@ class DeepEPOptions(BackendOptions):
         found = self._library()
         if isinstance(found, Rejected):
             return found
-        features = ("v2", "compact", "expand") if _is_v2(found) else ("v1", "normal mode")
+        variant = elastic.variant_of(found)
+        features = ("v1", "normal mode") if variant is None else (variant, "compact", "expand")
         return Usable(version=found.version, features=features + (("emulated",) if found.emulated else ()))
 
     def constraints(self, shape: MoEShape) -> Constraints:
         library, ranks_per_node = self._library(), self.ranks_on_a_node(shape)
+        variant: str | None
         if isinstance(library, Rejected):  # only for tables: before any other use, ``probe`` refuses
-            return normal.constraints("cuda", shape, ranks_per_node)
-        if _is_v2(library):
+            device, variant = "cuda", "v2.5"
+        else:
+            device, variant = library.device, elastic.variant_of(library)
+        if variant is not None:
             return elastic.constraints(
-                library.device, shape, ranks_per_node, expand=self.expand, deterministic=self.deterministic
+                device, variant, shape, ranks_per_node, expand=self.expand, deterministic=self.deterministic
             )
+        assert isinstance(library, Library)
         if self.expand:
             raise ConfigError(
-                f"Backend 'deepep': expand needs v2 (ElasticBuffer), got {library.version}. Leave expand out, or "
-                "install v2."
+                f"Backend 'deepep': expand needs v2 or V2.5, got {library.version}. Leave expand out, or install V2.5."
             )
-        return normal.constraints(library.device, shape, ranks_per_node)
+        return normal.constraints(device, shape, ranks_per_node)
 
     def capacity(self, shape: MoEShape) -> Capacity:
         capacity = capacity_of(shape)
@@ -120,7 +118,7 @@ class DeepEPOptions(BackendOptions):
         library = openable(self.name, self._library(), context.communicator)
         on_its_stream = self.allocate_on_comm_stream
         driver: RankMajorDriver
-        if _is_v2(library):
+        if elastic.variant_of(library) is not None:
             driver = ElasticDriver(
                 library,
                 context,
@@ -141,10 +139,12 @@ class DeepEPOptions(BackendOptions):
 
     def _library(self) -> Library | Rejected:
         found = find_library(self.release)
-        if isinstance(found, Rejected) or _is_v2(found):
+        if isinstance(found, Rejected):
             return found
+        if elastic.variant_of(found) is not None:
+            return elastic.lacking(found) or found
         if not hasattr(found.module, "Buffer"):
-            return Rejected(f"deep_ep {found.version} has neither Buffer nor ElasticBuffer")
+            return Rejected(f"deep_ep {found.version} has neither EPBuffer, ElasticBuffer nor Buffer")
         return normal.lacking(found) or found
 
 
@@ -180,33 +180,43 @@ class DeepEPRoute(RankMajorRoute):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExpandedRoute(Route):
-    """The route of a dispatch in which the library itself delivered expert-major rows. It has no backward."""
+class ExpandedRoute(ExpertMajorRoute):
+    """The route of a dispatch in which the library itself delivered expert-major rows.
 
-    driver: RankMajorDriver
+    Attributes:
+        driver: Driver of the open library.
+        handle: Handle of the dispatch.
+        padded_L: int64 (L,), number of rows of each local expert with its padding.
+        real_L: int64 (L,), number of rows of each local expert without its padding.
+        num_rows_R: R, the number of rows.
+    """
+
+    driver: ElasticDriver
     handle: Handle
+    padded_L: Tensor
+    real_L: Tensor
+    num_rows_R: int
 
-    def send(self, rows_TD: Tensor) -> Tensor:
-        rows = self.driver.send_again(rows_TD.bfloat16().contiguous(), self.handle)
-        return unpack(rows, rows_TD.dtype).to(rows_TD.dtype)
+    @property
+    def is_real(self) -> Tensor:
+        ends_L = running_total(self.padded_L)[1:]
+        at_R = torch.arange(self.num_rows_R, device=ends_L.device)
+        expert_R = torch.bucketize(at_R, ends_L, right=True).clamp(max=len(ends_L) - 1)
+        # The real rows of an expert come first. With 2 real rows of 4, its padding starts 2 rows before its end.
+        return at_R < (ends_L - (self.padded_L - self.real_L)).index_select(0, expert_R)
 
-    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-        weighted_RD = rows_RD if weights_R is None else rows_RD * weights_R.unsqueeze(1)
-        rows_TD, _ = self.driver.combine(weighted_RD.bfloat16().contiguous(), None, self.handle)
-        return rows_TD.to(rows_RD.dtype)
+    def spread(self, rows_TD: Tensor) -> Tensor:
+        rows_RD = self.driver.send_again(rows_TD, self.handle)
+        assert isinstance(rows_RD, Tensor)
+        return rows_RD
 
-    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("constraints say that it is not differentiable")
-
-    def combine_backward(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        raise AssertionError("constraints say that it is not differentiable")
+    def collect(self, rows_RD: Tensor, values_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.driver.combine(rows_RD, values_R, self.handle)
 
 
 @final
 class DeepEP(Backend):
-    """DeepEP v1 (``Buffer``, normal mode) or v2 (``ElasticBuffer``), whichever is installed.
+    """DeepEP V2.5 (``EPBuffer``), v2 (``ElasticBuffer``) or v1 (``Buffer``, normal mode), whichever is installed.
 
     A row arrives once on each rank that needs it, ordered by source rank. moe-dispatch then copies rows to their
     experts, pads them and applies the weights. Weights travel and are returned in float32.
@@ -214,7 +224,7 @@ class DeepEP(Backend):
     Cost: one host sync per dispatch, and none in ``again=``, combine or a backward. In graph-safe mode there is none at
     all, but as many rows as in the worst case are delivered, ``ep_size * max_tokens_per_rank``.
 
-    Source: DeepEP v1.2.1 and main of 2026-07 (2.1.0).
+    Source: DeepEP v1.2.1, main of 2026-07 (2.1.0) and main of 2026-09 (2.5.0).
     """
 
     collective_close = True
@@ -233,19 +243,21 @@ class DeepEP(Backend):
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         if self._expand:
-            return self._dispatch_expanded(rows_TD, ids_TK, weights_TK, sizes.capacity)
-        arrived = self._send(rows_TD, ids_TK, weights_TK, asynchronously=False)
-        return self._grouped(rows_TD, weights_TK, arrived, sizes.capacity)
+            return self._send_expanded(rows_TD, ids_TK, weights_TK, sizes.capacity, asynchronously=False)()
+        arriving = self._send(rows_TD, ids_TK, weights_TK, asynchronously=False)
+        return self._grouped(rows_TD, weights_TK, arriving(), sizes.capacity)
 
     def dispatch_async(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Callable[[], Arrived]:
         if self._expand:
-            return super().dispatch_async(rows_TD, ids_TK, weights_TK, sizes)
+            return self._send_expanded(rows_TD, ids_TK, weights_TK, sizes.capacity, asynchronously=True)
         arriving = self._send(rows_TD, ids_TK, weights_TK, asynchronously=True)
-        return lambda: self._grouped(rows_TD, weights_TK, arriving, sizes.capacity)
+        return lambda: self._grouped(rows_TD, weights_TK, arriving(), sizes.capacity)
 
-    def _send(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool) -> RankMajorRows:
+    def _send(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool
+    ) -> Callable[[], RankMajorRows]:
         shape, most_rows = self.context.shape, self.context.most_rows
         # In graph-safe mode: as many rows as all ranks together can send. In eager mode the library counts the rows.
         worst_rows = shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None
@@ -260,7 +272,6 @@ class DeepEP(Backend):
     def _grouped(
         self, rows_TD: Tensor, weights_TK: Tensor, arrived: RankMajorRows, capacity: Capacity | None
     ) -> Arrived:
-        arrived.wait()  # v2 puts its rows in order here
         ids_SK = arrived.ids_SK if capacity is None else arrived.known_ids_SK
         route = DeepEPRoute(
             driver=self.driver,
@@ -272,23 +283,45 @@ class DeepEP(Backend):
         rows_SD, weights_SK = unpack(arrived.payload, rows_TD.dtype), arrived.weights_SK.to(weights_TK.dtype)
         return arrive(route, rows_SD, weights_SK, rows_TD.dtype)
 
-    def _dispatch_expanded(
-        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, capacity: Capacity | None
-    ) -> Arrived:
-        assert isinstance(self.driver, ElasticDriver)
-        sent = self.driver.send_expanded(
-            rows_TD.bfloat16().contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
+    def _send_expanded(
+        self,
+        rows_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        capacity: Capacity | None,
+        *,
+        asynchronously: bool,
+    ) -> Callable[[], Arrived]:
+        driver = self.driver
+        assert isinstance(driver, ElasticDriver)
+        arriving = driver.send_expanded(
+            rows_TD.bfloat16().contiguous(),
+            ids_TK.contiguous(),
+            weights_TK.float().contiguous(),
+            asynchronously=asynchronously,
         )
-        real_L = sent.real_counts_L.long()
-        return Arrived(
-            rows=sent.rows_RD.to(rows_TD.dtype),
-            weights=sent.weights_R.to(weights_TK.dtype),
-            tokens_per_expert=real_L + -real_L % self.context.shape.pad_multiple,
-            real_tokens_per_expert=real_L,
-            tokens_per_expert_list=tuple(sent.padded_counts) if capacity is None else None,
-            route=ExpandedRoute(driver=self.driver, handle=sent.handle),
-            demand=None if capacity is None else torch.stack([real_L.sum(), real_L.new_zeros(())]),
-        )
+
+        def arrived() -> Arrived:
+            sent = arriving()
+            real_L = sent.real_counts_L.long()
+            padded_L = real_L + -real_L % self.context.shape.pad_multiple
+            return Arrived(
+                rows=sent.rows_RD.to(rows_TD.dtype),
+                weights=sent.weights_R.to(weights_TK.dtype),
+                tokens_per_expert=padded_L,
+                real_tokens_per_expert=real_L,
+                tokens_per_expert_list=tuple(sent.padded_counts) if capacity is None else None,
+                route=ExpandedRoute(
+                    driver=driver,
+                    handle=sent.handle,
+                    padded_L=padded_L,
+                    real_L=real_L,
+                    num_rows_R=len(sent.rows_RD),
+                ),
+                demand=None if capacity is None else torch.stack([real_L.sum(), real_L.new_zeros(())]),
+            )
+
+        return arrived
 
 
 def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
@@ -299,7 +332,3 @@ def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
 def unpack(payload: Payload, dtype: torch.dtype) -> Tensor:
     """Return the rows that the library delivered: bfloat16 rows as they are, float8 rows in ``dtype``."""
     return payload if isinstance(payload, Tensor) else from_float8(*payload, dtype)
-
-
-def _is_v2(library: Library) -> bool:
-    return hasattr(library.module, "ElasticBuffer")

@@ -45,7 +45,6 @@ class RankMajorRows:
         weights_SK: float32 (S, K).
         counts: Number of rows of each local expert, on the host; empty if the host did not wait for the counts.
         handle: Handle of this dispatch, for combine and the backwards.
-        wait: Function that makes the current stream wait for the payload.
         num_received: Number of rows that arrived, () or (1,), on the device. Ids behind these rows may be anything.
             None if those ids are -1, or if all S rows arrived.
     """
@@ -55,20 +54,15 @@ class RankMajorRows:
     weights_SK: Tensor
     counts: Sequence[int]
     handle: Handle
-    wait: Callable[[], None]
     num_received: Tensor | None = None
 
     @property
     def known_ids_SK(self) -> Tensor:
-        """``ids_SK`` with -1 behind the rows that arrived. Valid after ``wait``. No host sync."""
+        """``ids_SK`` with -1 behind the rows that arrived. No host sync."""
         if self.num_received is None:
             return self.ids_SK
         at_S = torch.arange(len(self.ids_SK), device=self.ids_SK.device)
         return torch.where((at_S < self.num_received).unsqueeze(1), self.ids_SK, -1)
-
-
-def arrived() -> None:
-    """Do nothing. This is the ``wait`` of rows that have arrived already."""
 
 
 class RankMajorDriver(ABC):
@@ -92,17 +86,20 @@ class RankMajorDriver(ABC):
         *,
         asynchronously: bool,
         worst_rows: int | None = None,
-    ) -> RankMajorRows:
+    ) -> Callable[[], RankMajorRows]:
         """Send each row once to each rank that owns at least one of its experts.
 
         Args:
             payload: The rows, (T, D).
             ids_TK: int64 (T, K), global expert ids.
             weights_TK: float32 (T, K).
-            asynchronously: Whether to return before the payload has arrived; see ``RankMajorRows.wait``.
+            asynchronously: Whether to return before the payload has arrived.
             worst_rows: Largest number of rows that all ranks together can send to one rank. The result then has S =
                 ``worst_rows``, however many rows arrive, and the host waits for no count. None: the host reads the
                 number of rows that arrive, which is S.
+
+        Returns:
+            A function that makes the current stream wait for the payload, and returns the rows. It is called once.
         """
 
     @abstractmethod

@@ -1,10 +1,13 @@
-"""The driver of ``deep_ep.ElasticBuffer``, the buffer class of v2.
+"""The driver of ``deep_ep.ElasticBuffer``, the buffer class of v2, and of ``deep_ep.EPBuffer``, its successor in V2.5.
 
-Source: DeepEP main of 2026-07 (2.1.0), deep_ep/buffers and csrc/elastic.
+Source: DeepEP main of 2026-07 (2.1.0), deep_ep/buffers and csrc/elastic; main of 2026-09 (2.5.0), deep_ep/buffers/ep.py
+and csrc/buffers/ep.hpp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,13 +16,16 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape, WireDtype
 from moe_dispatch.backends.capacity import worst_rows
-from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows, arrived
+from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows
 from moe_dispatch.backends.deep_ep.library import Library
-from moe_dispatch.backends.deep_ep.pool import BufferPool
+from moe_dispatch.backends.deep_ep.pool import BufferPool, PooledBuffer
 from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
 from moe_dispatch.permutation import round_up
+from moe_dispatch.probing import Rejected
 
 _MOST_RANKS, _MOST_EXPERTS = 1024, 2048
+_MOST_LOCAL_EXPERTS = {"v2": 256, "v2.5": 512}
+_V25_NEEDS = {"torch": (2, 10), "NCCL": (2, 32, 3)}
 _torch_deterministic: Any = torch.utils.deterministic  # type checkers do not see that this module has properties
 # In deterministic mode torch fills fresh memory. The library refuses to run while it does.
 _filling = ProcessSwitch(
@@ -29,8 +35,32 @@ _filling = ProcessSwitch(
 )
 
 
-def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bool, deterministic: bool) -> Constraints:
-    """Return the constraints of version 2.1.0.
+def variant_of(library: Library) -> str | None:
+    """Return "v2.5" or "v2" for a library that this driver can call, or None."""
+    if hasattr(library.module, "EPBuffer"):
+        return "v2.5"
+    return "v2" if hasattr(library.module, "ElasticBuffer") else None
+
+
+def lacking(library: Library) -> Rejected | None:
+    """Return why the library cannot be used with the installed torch and NCCL, or None.
+
+    V2.5 names these versions in its README, and does not check them itself.
+    """
+    if variant_of(library) != "v2.5" or library.emulated:
+        return None
+    found = {"torch": tuple(map(int, torch.__version__.split(".")[:2])), "NCCL": torch.cuda.nccl.version()}
+    for name, least in _V25_NEEDS.items():
+        if found[name] < least:
+            needed, seen = (".".join(map(str, numbers)) for numbers in (least, found[name]))
+            return Rejected(f"deep_ep {library.version} needs {name} {needed} or later, got {seen}")
+    return None
+
+
+def constraints(
+    device: str, variant: str, shape: MoEShape, ranks_per_node: int, *, expand: bool, deterministic: bool
+) -> Constraints:
+    """Return the constraints of versions 2.1.0 and 2.5.0.
 
     Its kernels are compiled for the largest number of rows of any rank, so the ranks agree on this number.
     """
@@ -48,14 +78,13 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int, *, expand: bo
         devices=frozenset({device}),
         max_top_k=32,
         group_sizes=frozenset(range(1, _MOST_RANKS + 1)),
-        max_local_experts=min(256, _MOST_EXPERTS // shape.ep_size),
+        max_local_experts=min(_MOST_LOCAL_EXPERTS[variant], _MOST_EXPERTS // shape.ep_size),
         pads_experts=expand,
         wire_dtypes=frozenset({"bfloat16", *float8}),
-        differentiable=not expand,
         graph_safe=not sorts_by_masks,
         graph_safe_reason=(
-            f"v2 reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}; the option "
-            "deterministic=False turns this sort off"
+            f"the library reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}; the "
+            "option deterministic=False turns this sort off"
         ),
     )
 
@@ -90,8 +119,32 @@ class Expanded:
 
 
 @final
+class _Deferred:
+    """A dispatch whose epilogue has not run yet.
+
+    The epilogue waits for the counts, and copies the rows out of the buffer.
+    """
+
+    def __init__(self, pooled: PooledBuffer, event: Any) -> None:
+        self._pooled = pooled
+        self._event = event
+        self._values: Any = None
+
+    def finish(self) -> Any:
+        """Run the epilogue on the current stream at the first call. Return the values of the dispatch."""
+        if self._values is None:
+            _ = self._pooled.buffer  # refuses if the buffer is closed
+            self._values = self._event.current_stream_wait()
+        return self._values
+
+
+@final
 class ElasticDriver(RankMajorDriver):
-    """The driver of v2. Its buffers are made for the largest number of rows of any rank.
+    """The driver of v2 and V2.5. Its buffers are made for the largest number of rows of any rank.
+
+    In V2.5, an asynchronous dispatch defers its epilogue. The host then does not wait for the counts before the caller
+    wants the rows. Every call writes into the buffer from which an epilogue reads, so deferred epilogues run before the
+    next call at the latest.
 
     Cost of ``send`` and ``send_expanded``: one host sync, for the counts; none in graph-safe mode.
     """
@@ -109,10 +162,13 @@ class ElasticDriver(RankMajorDriver):
         self._shape = shape
         self._num_sms = num_sms or 0  # 0 lets the library choose
         self._on_its_stream = on_its_stream
+        self._is_v25 = variant_of(library) == "v2.5"
+        self._deferred: list[_Deferred] = []
+        cls = library.module.EPBuffer if self._is_v25 else library.module.ElasticBuffer
 
         def make(rows: int) -> Any:
             with _filling.at(False):
-                return library.module.ElasticBuffer(
+                return cls(
                     communicator.group,
                     num_max_tokens_per_rank=rows,
                     hidden=shape.hidden_size,
@@ -141,19 +197,79 @@ class ElasticDriver(RankMajorDriver):
         *,
         asynchronously: bool,
         worst_rows: int | None = None,
-    ) -> RankMajorRows:
+    ) -> Callable[[], RankMajorRows]:
         """Send rows as the base class says.
 
         With ``worst_rows`` the library delivers P times the number of rows that its buffer has room for. That product
         equals ``worst_rows``.
         """
         pooled = self._pool.current
+        finish = self._dispatch(pooled, payload, ids_TK, weights_TK, asynchronously, do_cpu_sync=worst_rows is None)
+
+        def arrived() -> RankMajorRows:
+            received, ids_SK, weights_SK, handle = finish()
+            return RankMajorRows(
+                payload=received,
+                ids_SK=ids_SK,
+                weights_SK=weights_SK,
+                counts=handle.num_recv_tokens_per_expert_list,
+                handle=Handle(pooled=pooled, raw=handle),
+                num_received=None if worst_rows is None else handle.psum_num_recv_tokens_per_scaleup_rank[-1],
+            )
+
+        return arrived
+
+    def send_expanded(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool
+    ) -> Callable[[], Expanded]:
+        """Send each row to every expert that it names. Return as ``send`` does.
+
+        In graph-safe mode ``expanded_rows`` rows are delivered. Rows and weights behind the last expert's rows may hold
+        anything.
+        """
+        pooled = self._pool.current
+        finish = self._dispatch(
+            pooled,
+            rows_TD,
+            ids_TK,
+            weights_TK,
+            asynchronously,
+            do_cpu_sync=not self._shape.graph_safe,
+            expert_alignment=self._shape.pad_multiple,
+            do_expand=True,
+            do_zero_padding=True,
+        )
+
+        def arrived() -> Expanded:
+            rows_RD, _, weights_R, handle = finish()
+            return Expanded(
+                rows_RD=rows_RD,
+                weights_R=weights_R,
+                padded_counts=handle.num_recv_tokens_per_expert_list,
+                real_counts_L=handle.num_unaligned_recv_tokens_per_expert,
+                handle=Handle(pooled=pooled, raw=handle),
+            )
+
+        return arrived
+
+    def _dispatch(
+        self,
+        pooled: PooledBuffer,
+        payload: Payload,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        asynchronously: bool,
+        **options: Any,
+    ) -> Callable[[], Any]:
+        """Call the library. Return a function that waits, and returns the rows, ids, weights and handle."""
         buffer = pooled.buffer
         on_its_stream = asynchronously and self._on_its_stream
-        with _filling.at(False):
-            received, ids_SK, weights_SK, handle, event = buffer.dispatch(
+        defers = asynchronously and self._is_v25
+        with self._calling():
+            result = buffer.dispatch(
                 payload,
-                topk_idx=ids_TK.to(self._ids_dtype),
+                # A handle of V2.5 keeps these ids, and refuses them after a change. The caller may change its own.
+                topk_idx=ids_TK.to(self._ids_dtype, copy=self._is_v25),
                 topk_weights=weights_TK,
                 num_experts=self._shape.num_experts,
                 num_max_tokens_per_rank=self._pool.rows,
@@ -161,20 +277,32 @@ class ElasticDriver(RankMajorDriver):
                 previous_event=buffer.capture() if on_its_stream else None,
                 async_with_compute_stream=asynchronously,
                 allocate_on_comm_stream=on_its_stream,
-                do_cpu_sync=worst_rows is None,
+                **({"defer_epilogue": True} if defers else {}),
+                **options,
             )
-        return RankMajorRows(
-            payload=received,
-            ids_SK=ids_SK,
-            weights_SK=weights_SK,
-            counts=handle.num_recv_tokens_per_expert_list,
-            handle=Handle(pooled=pooled, raw=handle),
-            wait=event.current_stream_wait if asynchronously else arrived,
-            num_received=None if worst_rows is None else handle.psum_num_recv_tokens_per_scaleup_rank[-1],
-        )
+        if defers:
+            deferred = _Deferred(pooled, result)
+            self._deferred.append(deferred)
+            return deferred.finish
+        *values, event = result
+
+        def finish() -> Any:
+            if asynchronously:
+                event.current_stream_wait()
+            return values
+
+        return finish
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Enter a call of the library. Before it, run the epilogues that earlier calls deferred."""
+        with _filling.at(False):
+            while self._deferred:
+                self._deferred.pop().finish()
+            yield
 
     def send_again(self, payload: Payload, handle: Handle) -> Payload:
-        with _filling.at(False):
+        with self._calling():
             # num_sms must be given: the library would compute its default before it reads the handle, and fail.
             received: Payload = handle.buffer.dispatch(
                 payload,
@@ -186,38 +314,10 @@ class ElasticDriver(RankMajorDriver):
         return received
 
     def combine(self, rows_SD: Tensor, values_SK: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        with _filling.at(False):
+        with self._calling():
             rows_TD, values_TK, _ = handle.buffer.combine(rows_SD, handle.raw, topk_weights=values_SK)
         return rows_TD, values_TK
 
-    def send_expanded(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Expanded:
-        """Send each row to every expert that it names. There is no backward: combine refuses gradients.
-
-        In graph-safe mode ``expanded_rows`` rows are delivered. Rows and weights behind the last expert's rows may hold
-        anything.
-        """
-        pooled = self._pool.current
-        buffer = pooled.buffer
-        with _filling.at(False):
-            rows_RD, _, weights_R, handle, _ = buffer.dispatch(
-                rows_TD,
-                topk_idx=ids_TK.to(self._ids_dtype),
-                topk_weights=weights_TK,
-                num_experts=self._shape.num_experts,
-                num_max_tokens_per_rank=self._pool.rows,
-                expert_alignment=self._shape.pad_multiple,
-                num_sms=self._num_sms,
-                do_cpu_sync=not self._shape.graph_safe,
-                do_expand=True,
-                do_zero_padding=True,
-            )
-        return Expanded(
-            rows_RD=rows_RD,
-            weights_R=weights_R,
-            padded_counts=handle.num_recv_tokens_per_expert_list,
-            real_counts_L=handle.num_unaligned_recv_tokens_per_expert,
-            handle=Handle(pooled=pooled, raw=handle),
-        )
-
     def close(self) -> None:
+        self._deferred.clear()
         self._pool.close()

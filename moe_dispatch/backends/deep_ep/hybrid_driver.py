@@ -1,6 +1,6 @@
 """The driver of ``deep_ep.HybridEPBuffer``, for all its versions. The installed signatures tell which version it is.
 
-Source: DeepEP branch hybrid-ep, 0ed15b5 (2025-10) to 94a9f8f (2026-07), and pull request 744 (2026-09).
+Source: DeepEP branch hybrid-ep, 0ed15b5 (2025-10) to 94a9f8f (2026-07), and pull requests 744 and 746 (2026-09).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Rules:
         return (_MOST_MESSAGES - 1) // 3 // chunk * chunk
 
 
-# The rules of pull request 744, the newest supported release. Tables show these rules where the library is missing.
+# The rules of pull requests 744 and 746, the newest supported releases. Tables show them where the library is missing.
 NEWEST = Rules(
     chunks=(_CHUNK, _CHUNK),
     pads_capacity=True,

@@ -16,21 +16,21 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    Route,
     Sizes,
 )
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.driver import Handle
+from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.hybrid_driver import HybridDriver
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import accumulation_dtype, running_total
+from moe_dispatch.permutation import running_total
 from moe_dispatch.probing import Rejected, Usable
 
-Release = Literal["hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744"]
-_NEWEST: Release = "hybridep-744"
+Release = Literal["hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
+_NEWEST: Release = "hybridep-746"
 _Count = Annotated[int, Field(ge=1)]
 
 
@@ -125,11 +125,8 @@ class HybridEPOptions(BackendOptions):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HybridRoute(Route):
-    """The route of one dispatch through HybridEP.
-
-    ``send`` and ``combine_backward`` call the library's dispatch with the saved handle. ``combine`` and
-    ``dispatch_backward`` call its combine.
+class HybridRoute(ExpertMajorRoute):
+    """The route of one dispatch through HybridEP. It calls the library with the saved handle.
 
     Attributes:
         driver: Driver of the open library.
@@ -143,44 +140,18 @@ class HybridRoute(Route):
     ids_TK: Tensor
     is_real_R: Tensor
 
-    def send(self, rows_TD: Tensor) -> Tensor:
-        rows_RD = self.driver.send_again(rows_TD.bfloat16().contiguous(), len(self.is_real_R), self.handle)
-        return rows_RD.to(rows_TD.dtype)
+    @property
+    def is_real(self) -> Tensor:
+        return self.is_real_R
 
-    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-        if weights_R is None:
-            return self._sum(rows_RD, None)[0]
-        wide = accumulation_dtype(rows_RD.dtype)
-        weighted_RD = (rows_RD.to(wide) * weights_R.to(wide).unsqueeze(1)).bfloat16()
-        return self._sum(weighted_RD, None)[0].to(rows_RD.dtype)
+    def spread(self, rows_TD: Tensor) -> Tensor:
+        return self.driver.send_again(rows_TD, len(self.is_real_R), self.handle)
 
-    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self._sum(grad_RD, grad_R)
-
-    def combine_backward(
-        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        grad_RD = self.driver.send_again(grad_TD.bfloat16().contiguous(), len(self.is_real_R), self.handle)
-        if weights_R is None:
-            return grad_RD.to(grad_TD.dtype), None
-        wide, dots_R = accumulation_dtype(grad_TD.dtype), None
-        grad_RD = grad_RD.to(wide)
-        if rows_RD is not None:
-            # Padding of the outputs may hold NaN, so its products are replaced by 0, not multiplied by 0.
-            dots_R = torch.where(self.is_real_R, torch.linalg.vecdot(grad_RD, rows_RD.to(wide)), 0).to(weights_R.dtype)
-        return (grad_RD * weights_R.to(wide).unsqueeze(1)).to(grad_TD.dtype), dots_R
-
-    def _sum(self, rows_RD: Tensor, values_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Send expert rows back and add them: (T, D). Send one value per expert row back to its slot: (T, K).
-
-        Slots that go nowhere get 0.
-        """
-        values = None if values_R is None else values_R.float().contiguous()
-        rows_TD, values_TE = self.driver.combine(rows_RD.bfloat16().contiguous(), values, self.handle)
-        if values_R is None or values_TE is None:
-            return rows_TD.to(rows_RD.dtype), None
-        values_TK = torch.where(self.ids_TK < 0, 0, values_TE.gather(1, self.ids_TK.clamp(min=0)))
-        return rows_TD.to(rows_RD.dtype), values_TK.to(values_R.dtype)
+    def collect(self, rows_RD: Tensor, values_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        rows_TD, values_TE = self.driver.combine(rows_RD, values_R, self.handle)
+        if values_TE is None:
+            return rows_TD, None
+        return rows_TD, torch.where(self.ids_TK < 0, 0, values_TE.gather(1, self.ids_TK.clamp(min=0)))
 
 
 @final
@@ -198,7 +169,7 @@ class HybridEP(Backend):
     Cost: one host sync per dispatch (the counts), none in ``again=``, combine or a backward. In graph-safe mode none at
     all.
 
-    Source: DeepEP branch hybrid-ep, 0ed15b5 to 94a9f8f, and pull request 744.
+    Source: DeepEP branch hybrid-ep, 0ed15b5 to 94a9f8f, and pull requests 744 and 746.
     """
 
     collective_close = True

@@ -6,13 +6,14 @@ Source: DeepEP v1.2.1, deep_ep/buffer.py and csrc.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
-from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows, arrived
+from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows
 from moe_dispatch.backends.deep_ep.library import Library, parameters
 from moe_dispatch.backends.deep_ep.pool import BufferPool
 from moe_dispatch.communication import Communicator
@@ -127,7 +128,7 @@ class NormalDriver(RankMajorDriver):
         *,
         asynchronously: bool,
         worst_rows: int | None = None,
-    ) -> RankMajorRows:
+    ) -> Callable[[], RankMajorRows]:
         pooled = self._pool.current
         buffer = pooled.buffer
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, self._shape.num_experts)
@@ -146,14 +147,20 @@ class NormalDriver(RankMajorDriver):
             previous_event=buffer.capture() if asynchronously and self._on_its_stream else None,
             allocate_on_comm_stream=asynchronously and self._on_its_stream,
         )
-        return RankMajorRows(
+        rows = RankMajorRows(
             payload=received,
             ids_SK=ids_SK,
             weights_SK=weights_SK,
             counts=counts,
             handle=Handle(pooled=pooled, raw=handle),
-            wait=event.current_stream_wait if asynchronously else arrived,
         )
+
+        def arrived() -> RankMajorRows:
+            if asynchronously:
+                event.current_stream_wait()
+            return rows
+
+        return arrived
 
     def send_again(self, payload: Payload, handle: Handle) -> Payload:
         received: Payload = handle.buffer.dispatch(payload, handle=handle.raw, config=self._dispatch_config)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 from moe_dispatch.testing.host_syncs import allow_host_syncs
 
@@ -44,19 +44,21 @@ class ElasticEventOverlap(EventOverlap):
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         super().__init__(event, extra_tensors)
-        self.hook_after_wait: Callable[[], None] | None = None
+        self.hook_after_wait: Callable[[], Any] | None = None
         self._releases = False
 
     @allow_host_syncs()
-    def current_stream_wait(self, release_handle: bool = False) -> None:
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
         super().current_stream_wait()
+        result = None
         if self.hook_after_wait is not None:
-            self.hook_after_wait()
+            result = self.hook_after_wait()
             self.hook_after_wait = None
         if release_handle:
             self.event = None
+        return result
 
-    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
         assert self.hook_after_wait is None, "A hook is already registered on this `EventOverlap`"
         self.hook_after_wait = hook_after_wait
 
@@ -68,3 +70,15 @@ class ElasticEventOverlap(EventOverlap):
         if self.event is not None:
             self.current_stream_wait(release_handle=self._releases)
         self._releases = False
+
+
+@final
+class EPEventOverlap(ElasticEventOverlap):
+    """``EventOverlap`` of V2.5. The first wait returns the result of the hook (deep_ep/utils/event.py)."""
+
+    def wait(self) -> Any:
+        """Wait on the current stream."""
+        return self.current_stream_wait()
+
+
+EPEventOverlap.__name__ = EPEventOverlap.__qualname__ = "EventOverlap"

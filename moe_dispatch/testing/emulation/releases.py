@@ -13,12 +13,22 @@ import torch
 
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.testing.emulation.config import Config
-from moe_dispatch.testing.emulation.elastic.buffer import ElasticBuffer, EPHandle
-from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EventHandle, EventOverlap
+from moe_dispatch.testing.emulation.elastic.buffer import ElasticBuffer, EPBuffer
+from moe_dispatch.testing.emulation.elastic.handle import EPHandle, GuardedEPHandle
+from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EPEventOverlap, EventHandle, EventOverlap
 from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer, indices_to_map
 from moe_dispatch.testing.emulation.normal.buffer import Buffer
 
-RELEASES = ("v1.2.1", "v2-2.1.0", "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744")
+RELEASES = (
+    "v1.2.1",
+    "v2-2.1.0",
+    "v2.5.0",
+    "hybridep-0ed15b5",
+    "hybridep-34152ae",
+    "hybridep-94a9f8f",
+    "hybridep-744",
+    "hybridep-746",
+)
 """The releases of deep_ep that can be emulated."""
 
 
@@ -33,6 +43,8 @@ def emulated_deep_ep(release: str) -> ModuleType:
         raise ConfigError(f"Unknown release of deep_ep {release!r}. Emulated releases: {', '.join(RELEASES)}.")
     if release.startswith("v2-"):
         return _v2(release)
+    if release.startswith("v2.5"):
+        return _v25(release)
     return _hybrid_ep(release) if release.startswith("hybridep-") else _v1()
 
 
@@ -110,6 +122,27 @@ def _v2(release: str) -> ModuleType:
             EventHandle=EventHandle,  # no EventOverlap, as in the real v2, where code for v1 fails to import it
             event=_module("deep_ep.utils.event", EventHandle=EventHandle, EventOverlap=ElasticEventOverlap),
         ),
+    )
+
+
+def _v25(release: str) -> ModuleType:
+    """Make the module of V2.5. It has no ``Buffer``, ``Config`` and ``ElasticBuffer`` any more.
+
+    Its buffers for other purposes (EngramBuffer, PPBuffer, BucketBuffer, BufferAllocator) are not emulated.
+    """
+    event = _module("deep_ep.utils.event", EventHandle=EventHandle, EventOverlap=EPEventOverlap)
+    return _module(
+        "deep_ep",
+        EPBuffer=EPBuffer,
+        EPHandle=GuardedEPHandle,
+        EventHandle=EventHandle,
+        EventOverlap=EPEventOverlap,
+        topk_idx_t=torch.int64,
+        __version__=release.removeprefix("v"),
+        buffers=_module(
+            "deep_ep.buffers", ep=_module("deep_ep.buffers.ep", EPBuffer=EPBuffer, EPHandle=GuardedEPHandle)
+        ),
+        utils=_module("deep_ep.utils", event=event),
     )
 
 

@@ -303,7 +303,7 @@ def test_recommended_numbers_of_sms_and_queue_pairs() -> None:
     assert direct.get_theoretical_num_qps(20) == 9
     # 18 links of 26.562 GB/s at 0.9, half of the rows to the peer, 50 GB/s written per SM: 17.2, and a quarter more.
     assert run_ranks(lambda group: open_buffer(group).get_theoretical_num_sms(64, 8), 2) == [22, 22]
-    wide = {"prefer_overlap_with_compute": False}
+    wide: dict[str, Any] = {"prefer_overlap_with_compute": False}
     assert run_ranks(lambda group: open_buffer(group, **wide).get_theoretical_num_sms(64, 8), 2) == [64, 64]
 
 

@@ -1,20 +1,20 @@
-"""The arguments and results of a call of v2's ElasticBuffer."""
+"""The arguments and results of a call of v2's ElasticBuffer or V2.5's EPBuffer."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
 
 from moe_dispatch.testing.emulation.elastic.handle import EPHandle
+from moe_dispatch.testing.emulation.elastic.release import ElasticRelease
 from moe_dispatch.testing.emulation.elastic.sizes import DEVICE_SMS
-from moe_dispatch.testing.emulation.events import ElasticEventOverlap, EventHandle
-from moe_dispatch.testing.emulation.refusals import elastic_assert
+from moe_dispatch.testing.emulation.events import EventHandle
 
-HPP = "csrc/elastic/buffer.hpp"
-DISPATCH, COMBINE = "ElasticBuffer.dispatch", "ElasticBuffer.combine"
+HPP = "csrc/elastic/buffer.hpp"  # of v2
 
 
 @final
@@ -27,18 +27,25 @@ class Timing:
     previous_event_before_epilogue: EventHandle | None
     async_with_compute_stream: bool
     allocate_on_comm_stream: bool
+    defer_epilogue: bool = False
 
-    def check(self, verb: str) -> None:
+    def check(self, release: ElasticRelease, verb: str) -> None:
         for event in (self.previous_event, self.previous_event_before_epilogue):
             if event is not None and not isinstance(event, EventHandle):
                 raise TypeError(
                     f"{verb}(): incompatible function arguments: an event must be an EventHandle, got {event}"
                 )
-        elastic_assert(self.num_sms > 0, "num_sms > 0", f"{HPP}:{728 if verb == 'dispatch' else 1198}")
+        release.check(self.num_sms > 0, "num_sms > 0", f"{HPP}:{728 if verb == 'dispatch' else 1198}")
         allowed = self.previous_event is None or self.allocate_on_comm_stream
-        elastic_assert(allowed, "allocate_on_comm_stream", f"{HPP}:540")
+        release.check(allowed, "allocate_on_comm_stream", f"{HPP}:540")
+        # In V2.5, dispatch makes this check after it has launched its kernel, and combine makes it first.
+        is_async = (
+            "async_with_compute_stream" if verb == "dispatch" else "not defer_epilogue or async_with_compute_stream"
+        )
+        source = f"csrc/buffers/ep.hpp:{773 if verb == 'dispatch' else 811}"
+        release.check(not self.defer_epilogue or self.async_with_compute_stream, is_async, source)
         known = "num_sms <= jit::device_runtime->get_num_sms()"
-        elastic_assert(self.num_sms <= DEVICE_SMS, known, f"{HPP}:979")
+        release.check(self.num_sms <= DEVICE_SMS, known, f"{HPP}:979")
 
     def event(self) -> EventHandle | None:
         return EventHandle() if self.async_with_compute_stream else None
@@ -92,9 +99,9 @@ class Received:
     topk_weights: Tensor | None
     handle: EPHandle
 
-    def sort(self, options: Options, event: ElasticEventOverlap, *, is_cached: bool) -> None:
-        """Sort the rows by source rank and token. In an asynchronous call, sort them when the caller waits for it."""
-        sort = functools.partial(
+    def sorting(self, options: Options, *, is_cached: bool) -> Callable[[], None]:
+        """Return the function that sorts the rows by source rank and token, in place."""
+        return functools.partial(
             self.handle.deterministic_sort,
             options.do_cpu_sync,
             is_cached,
@@ -104,7 +111,3 @@ class Received:
             self.topk_weights,
             None,
         )
-        if event.event is None:
-            sort()
-        else:
-            event.register_hook_after_wait(sort)

@@ -1,4 +1,4 @@
-"""The rows of a combine of v2's ElasticBuffer: which rows go back, their exchange, and their sums."""
+"""The rows of a combine of v2 and V2.5: which rows go back, their exchange, and their sums."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def returning(sent: CombineInput, handle: EPHandle, *, sends_all: bool) -> Retur
     weights = None
     if topk_weights is not None:
         weights = (
-            torch.where(here, topk_weights.detach()[places.clamp(min=0)], 0.0) if rows else x.new_zeros(0, num_topk)
+            torch.where(here, topk_weights.detach()[places.clamp(min=0)], 0.0)
+            if rows
+            else topk_weights.new_zeros(0, num_topk)
         )
     return Returning(x=sums, topk_weights=weights, source=source, token=token, choice=master)
 
@@ -67,7 +69,7 @@ def _require_rows(x: Tensor, places: Tensor) -> None:
     needed = int(places.max()) + 1 if places.numel() else 0
     if needed > x.shape[0]:
         raise EmulatedAbort(
-            f"ElasticBuffer.combine: x must have every row that its dispatch filled, {needed} or more, got "
+            f"combine: x must have every row that its dispatch filled, {needed} or more, got "
             f"{x.shape[0]}. The kernel reads past its end. Pass a row for each row of recv_x."
         )
 
@@ -108,7 +110,7 @@ def reduced(rows: Tensor, valid: Tensor, biases: list[Tensor]) -> Tensor:
     without a bias in bfloat16, which gives the same number (deep_ep/include/deep_ep/impls/combine_utils.cuh:67-70 of
     v2).
     """
-    total = torch.zeros(rows.shape[0], rows.shape[2])
+    total = torch.zeros(rows.shape[0], rows.shape[2], dtype=torch.float32)
     for addend in [*biases, *torch.where(valid[:, :, None], rows, 0).unbind(1)]:
         total += addend.float()
     return total.bfloat16()
@@ -122,7 +124,7 @@ def combined_weights(received: Tensor, owner: Tensor) -> Tensor:
     Source: deep_ep/include/deep_ep/impls/combine_reduce_epilogue.cuh:128-139 of v2.
     """
     if owner.numel() == 0:
-        return torch.zeros(owner.shape)
+        return torch.zeros(owner.shape, dtype=torch.float32)
     leads = masters(owner)
     is_master_of = (owner[:, :, None] == owner[:, None, :]) & leads[:, None, :]
     master = is_master_of.int().argmax(2)

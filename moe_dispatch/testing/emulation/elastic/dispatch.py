@@ -1,4 +1,4 @@
-"""The rows of a dispatch of v2's ElasticBuffer: where they go, their counts, their exchange and their layout.
+"""The rows of a dispatch of v2 and V2.5: where they go, their counts, their exchange and their layout.
 
 A choice is one of the K expert ids of a token. A token goes once to each rank that owns one of its experts. If several
 choices of a token lead to the same rank, the last one is the master choice for that rank.

@@ -1,4 +1,4 @@
-"""``deep_ep.EPHandle`` of v2: the handle of a dispatch. Cached dispatches, combine and the caller read it."""
+"""``deep_ep.EPHandle``: the handle of a dispatch. Cached dispatches, combine and the caller read it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 from moe_dispatch.testing.emulation.memory import take
 
 
-@final
 class EPHandle:
-    """A handle with the attributes of the release (deep_ep/buffers/elastic.py:25-95 of v2).
+    """A handle of v2, with the attributes of the release (deep_ep/buffers/elastic.py:25-95).
 
     ``topk_idx`` is int64. The other tensors are int32.
 
@@ -111,6 +110,30 @@ class EPHandle:
         for tensor in tensors:
             _put(tensor, sorted_place, take(tensor, place[order]))
         self.recv_src_metadata[row[order], 2 + choice[order]] = sorted_place.int()
+
+
+@final
+class GuardedEPHandle(EPHandle):
+    """A handle of V2.5. It holds the ``topk_idx`` of the caller, not a copy, and refuses it after a change in place.
+
+    A tensor that was made in inference mode has no version, so its changes are not seen.
+
+    Source: deep_ep/buffers/ep.py:103-111.
+    """
+
+    @property
+    def topk_idx(self) -> Tensor:
+        unchanged = self._topk_idx_version is None or self._topk_idx._version == self._topk_idx_version
+        assert unchanged, "`topk_idx` must not be modified while the EP handle is in use"
+        return self._topk_idx
+
+    @topk_idx.setter
+    def topk_idx(self, topk_idx: Tensor) -> None:
+        self._topk_idx = topk_idx
+        self._topk_idx_version = None if topk_idx.is_inference() else topk_idx._version
+
+
+GuardedEPHandle.__name__ = GuardedEPHandle.__qualname__ = "EPHandle"
 
 
 def _put(tensor: Tensor, index: Tensor, rows: Tensor) -> None:

@@ -1,7 +1,11 @@
-"""The C++ side of v2's ElasticBuffer (csrc/elastic/buffer.hpp of v2), within one NVLink domain."""
+"""The C++ side of the buffers, within one NVLink domain.
+
+Source: csrc/elastic/buffer.hpp of v2, csrc/buffers/ep.hpp of V2.5.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch.distributed as dist
@@ -9,8 +13,6 @@ from torch import Generator, Tensor
 
 from moe_dispatch.testing.emulation.elastic import checks
 from moe_dispatch.testing.emulation.elastic.call import (
-    COMBINE,
-    DISPATCH,
     HPP,
     CombineInput,
     DispatchInput,
@@ -35,48 +37,75 @@ from moe_dispatch.testing.emulation.elastic.dispatch import (
     tokens_by_buffer_row,
     worst_rows,
 )
-from moe_dispatch.testing.emulation.elastic.handle import EPHandle
+from moe_dispatch.testing.emulation.elastic.handle import EPHandle, GuardedEPHandle
+from moe_dispatch.testing.emulation.elastic.release import ElasticRelease
 from moe_dispatch.testing.emulation.elastic.sizes import ALIGNMENT_BYTES, check_experts
 from moe_dispatch.testing.emulation.exchange import Exchange
-from moe_dispatch.testing.emulation.refusals import EmulatedAbort, EmulatedHang, device_assert, elastic_assert
+from moe_dispatch.testing.emulation.refusals import EmulatedAbort, EmulatedHang, device_assert
 
 
 @final
 class ElasticRuntime:
     """The buffer of one rank. All ranks of the group open and destroy their buffers together."""
 
-    def __init__(self, group: dist.ProcessGroup | None, *, num_bytes: int, allow_multiple_reduction: bool) -> None:
+    def __init__(
+        self,
+        release: ElasticRelease,
+        group: dist.ProcessGroup | None,
+        *,
+        num_bytes: int,
+        allow_multiple_reduction: bool,
+    ) -> None:
+        self._release = release
         self._exchange = Exchange(group)
         self._num_bytes = num_bytes
+        self._calls = 0  # dispatches and combines so far
         self._allow_multiple_reduction = allow_multiple_reduction
         # Random orders differ between calls and between ranks, but every run of the program has the same orders.
         self._generator = Generator().manual_seed(1 + self._exchange.rank)
-        with self._exchange.entrance("ElasticBuffer") as entry:
+        with self._exchange.entrance(release.buffer) as entry:
             whole = num_bytes > 0 and num_bytes % ALIGNMENT_BYTES == 0
             rule = "num_buffer_bytes > 0 and num_buffer_bytes % symmetric::kNumAlignmentBytes == 0"
-            elastic_assert(whole, rule, f"{HPP}:98")
+            release.check(whole, rule, f"{HPP}:98")
             # All ranks register a window of symmetric memory. It must have the same size everywhere.
             entry.same = {"num_bytes": num_bytes}
 
     def destroy(self) -> None:
-        self._exchange.barrier("ElasticBuffer.destroy")
+        self._exchange.barrier(self._release.call("destroy"))
 
     def barrier(self) -> None:
-        self._exchange.barrier("ElasticBuffer.barrier")
+        self._exchange.barrier(self._release.call("barrier"))
+
+    def deferred(self, verb: str) -> Callable[[], None]:
+        """Note that the last call has deferred its epilogue. Return a function that raises if it is too late for it.
+
+        The epilogue reads the buffer, and the next call on the buffer writes there.
+        """
+        calls = self._calls
+
+        def require_untouched() -> None:
+            if self._calls != calls:
+                raise EmulatedAbort(
+                    f"{self._release.call(verb)}: a deferred epilogue must run before the next call on its buffer, got "
+                    "such a call first, which wrote over the rows. Wait for the event before the next call."
+                )
+
+        return require_untouched
 
     def dispatch(self, sent: DispatchInput, options: Options, timing: Timing, handle: EPHandle | None) -> Received:
         """Exchange the counts, unless a handle holds them. Exchange the rows, and lay them out for the caller."""
         rank, size = self._exchange.rank, self._exchange.size
-        with self._exchange.entrance(DISPATCH) as entry:
-            timing.check("dispatch")
-            sizes = checks.check_dispatch(sent, options, size, is_cached=handle is not None)
+        with self._exchange.entrance(self._release.call("dispatch")) as entry:
+            timing.check(self._release, "dispatch")
+            sizes = checks.check_dispatch(self._release, sent, options, size, is_cached=handle is not None)
             self._require_memory(sizes.dispatch_bytes(size), "dispatch", 963)
-            check_experts(options.num_experts, size)
-            checks.check_compiles(sizes.num_topk)
-            checks.check_ids(sent.topk_idx, options.num_experts)
+            check_experts(self._release, options.num_experts, size)
+            checks.check_compiles(self._release, sizes.num_topk)
+            checks.check_ids(self._release, sent.topk_idx, options.num_experts)
             owner = owners(sent.topk_idx, options.num_experts, size)
             entry.same = {"row sizes": repr(sizes), "num_experts": options.num_experts, "use of a handle": bool(handle)}
             entry.told = message_to_peers(sent.topk_idx, owner, num_experts=options.num_experts, num_ranks=size)
+        self._calls += 1
         self._require_distinct_experts([one["twice"] for one in entry.everyone])
         if handle is None:
             counts = Counts.of(entry.everyone, rank, options.expert_alignment)
@@ -97,7 +126,7 @@ class ElasticRuntime:
             )
             if sent.stats is not None:
                 sent.stats.add_(handle.num_unaligned_recv_tokens_per_expert)
-        rows = _laid_out(options, arrived, counts, handle)
+        rows = _laid_out(self._release, options, arrived, counts, handle)
         weights = None if sent.topk_weights is None else rows.topk_weights
         return Received(x=rows.x, sf=rows.sf, topk_idx=rows.topk_idx, topk_weights=weights, handle=handle)
 
@@ -109,7 +138,7 @@ class ElasticRuntime:
         if not options.do_cpu_sync:
             num_rows, num_expanded = worst_rows(counts, num_max_tokens_per_rank=capacity, num_topk=num_topk)
         places = expanded_places(arrived.topk_idx, counts.starts, self._generator) if options.do_expand else None
-        return EPHandle(
+        return (GuardedEPHandle if self._release.is_v25 else EPHandle)(
             do_expand=options.do_expand,
             num_experts=options.num_experts,
             expert_alignment=options.expert_alignment,
@@ -131,15 +160,16 @@ class ElasticRuntime:
     def combine(self, sent: CombineInput, handle: EPHandle, timing: Timing) -> tuple[Tensor, Tensor | None]:
         """Send rows back to the choices they came from, and add them up there. Weights come back unchanged."""
         size = self._exchange.size
-        with self._exchange.entrance(COMBINE) as entry:
-            timing.check("combine")
-            sizes = checks.check_combine(sent, handle, size)
+        with self._exchange.entrance(self._release.call("combine")) as entry:
+            timing.check(self._release, "combine")
+            sizes = checks.check_combine(self._release, sent, handle, size)
             self._require_memory(sizes.combine_bytes(size, self._allow_multiple_reduction), "combine", 1254)
             sends_all = handle.do_expand and not self._allow_multiple_reduction
-            source = "deep_ep/include/deep_ep/impls/combine.cuh:69"
+            source = self._release.line("deep_ep/include/deep_ep/impls/combine.cuh:69")
             is_forward = not sends_all or sent.topk_weights is None
             device_assert(is_forward, "topk_weights == nullptr", source, "expanded backward")
             entry.same = {"row sizes": repr(sizes), "num_experts": handle.num_experts, "places": sends_all}
+        self._calls += 1
         owner = owners(handle.topk_idx, handle.num_experts, size)
         back = bring_back(self._exchange, returning(sent, handle, sends_all=sends_all), handle.topk_idx)
         combined = reduced(back.x, owner >= 0 if sends_all else masters(owner), sent.biases)
@@ -148,7 +178,7 @@ class ElasticRuntime:
     def _require_memory(self, needed: int, verb: str, line: int) -> None:
         rule = f"get_{verb}_buffer_size(num_max_tokens_per_rank, hidden, ...) <= num_buffer_bytes"
         holds = needed <= self._num_bytes
-        elastic_assert(holds, f"{rule}: {needed} <= {self._num_bytes}", f"{HPP}:{line}")
+        self._release.check(holds, f"{rule}: {needed} <= {self._num_bytes}", f"{HPP}:{line}")
 
     def _require_distinct_experts(self, twice: list[list[bool]]) -> None:
         """Refuse a token that names an expert twice (dispatch_copy_epilogue.cuh:107).
@@ -158,16 +188,17 @@ class ElasticRuntime:
         for rank in range(self._exchange.size):
             if any(seen[rank] for seen in twice):
                 kind = EmulatedAbort if rank == self._exchange.rank else EmulatedHang
+                source = self._release.line("deep_ep/include/deep_ep/impls/dispatch_copy_epilogue.cuh:107")
                 raise kind(
-                    "Assertion failed: deep_ep/include/deep_ep/impls/dispatch_copy_epilogue.cuh:107, condition: "
-                    f"ptx::deduplicate(dst_expert_idx, lane_idx) or dst_expert_idx == -1 (a token names an expert of "
+                    f"Assertion failed: {source}, condition: "
+                    "ptx::deduplicate(dst_expert_idx, lane_idx) or dst_expert_idx == -1 (a token names an expert of "
                     f"rank {rank} twice)"
                 )
 
 
-def _laid_out(options: Options, arrived: Arrived, counts: Counts, handle: EPHandle) -> Rows:
+def _laid_out(release: ElasticRelease, options: Options, arrived: Arrived, counts: Counts, handle: EPHandle) -> Rows:
     if options.do_expand:
-        _require_places(handle)
+        _require_places(release, handle)
         places = handle.recv_src_metadata[: arrived.x.shape[0], 2:]
         zero = counts.padding() if options.do_zero_padding else None
         rows = expanded(arrived, places, handle.num_expanded_tokens, zero=zero)
@@ -176,11 +207,11 @@ def _laid_out(options: Options, arrived: Arrived, counts: Counts, handle: EPHand
     return rows.with_column_major_sf() if options.col_major_sf else rows
 
 
-def _require_places(handle: EPHandle) -> None:
+def _require_places(release: ElasticRelease, handle: EPHandle) -> None:
     """Refuse the handle of a compact dispatch, which holds no expanded rows."""
     if not handle.do_expand:
         raise EmulatedAbort(
-            f"{DISPATCH}: with do_expand, a handle must come from an expanded dispatch, got the handle of a compact "
-            "dispatch. Its recv_src_metadata[:, 2:] is uninitialised, and the kernel takes addresses from it "
-            "(dispatch_copy_epilogue.cuh:119). Leave do_expand off."
+            f"{release.call('dispatch')}: with do_expand, a handle must come from an expanded dispatch, got the handle "
+            "of a compact dispatch. Its recv_src_metadata[:, 2:] is uninitialised, and the kernel takes addresses from "
+            "it. Leave do_expand off."
         )

@@ -13,7 +13,7 @@ from moe_dispatch.testing.emulation.signatures import narrowed, recorded
 
 __all__ = ["hybrid_ep_buffer", "indices_to_map"]
 
-_FIRST, _NEWEST = "hybridep-0ed15b5", "hybridep-744"
+_FIRST, _NEWEST = "hybridep-0ed15b5", "hybridep-746"
 # Methods of HybridBuffer whose signatures were different before the newest release: fewer parameters, other defaults.
 _CHANGED = ("__init__", "dispatch", "dispatch_with_permute")
 

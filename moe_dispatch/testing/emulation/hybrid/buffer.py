@@ -1,4 +1,4 @@
-"""``HybridEPBuffer`` of release 34152ae and later. The signatures come from the newest release, pull request 744."""
+"""``HybridEPBuffer`` of release 34152ae and later. The signatures come from the newest release, pull request 746."""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ def indices_to_map(
     routing_map = torch.zeros(num_of_tokens, num_of_experts, dtype=torch.bool).scatter(1, ids, True)
     if topk_weights is None:
         return routing_map, None
-    return routing_map, torch.zeros(num_of_tokens, num_of_experts).scatter(1, ids, topk_weights.detach())
+    return routing_map, torch.zeros(num_of_tokens, num_of_experts, dtype=torch.float32).scatter(
+        1, ids, topk_weights.detach()
+    )
 
 
 def routing_of(call: Call) -> Routing:
@@ -123,7 +125,7 @@ def ragged_routing_of(call: Call, *, experts_per_rank: int, ranks_per_node: int,
     probs = call.probs
     if probs is None and call.topk_weights is not None:
         weights = torch.where(valid, call.topk_weights.detach(), 0).to(torch.float32)
-        probs = torch.zeros(call.num_rows, experts).scatter_add_(1, ids, weights)
+        probs = torch.zeros(call.num_rows, experts, dtype=torch.float32).scatter_add_(1, ids, weights)
     if experts <= _MAX_IDS and max(experts_per_rank, ranks_per_node) <= _MAX_PER_RANK:
         return Routing(rows=call.topk_idx.to(torch.int16).contiguous(), probs=probs, topk=call.topk_idx.shape[-1])
     counts = torch.zeros(call.num_rows, experts, dtype=torch.int32).scatter_add_(1, ids, valid.to(torch.int32))

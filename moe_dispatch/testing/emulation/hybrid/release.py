@@ -6,7 +6,7 @@ Release 0ed15b5 differs too much, so it has modules of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from moe_dispatch.testing.emulation.signatures import recorded
@@ -106,3 +106,5 @@ RELEASES: dict[str, HybridRelease] = {
         ),
     )
 }
+# Pull request 746 (2026-09-09) only moved overflow_flag back to the end of the handle, where callers look for it.
+RELEASES["hybridep-746"] = replace(RELEASES["hybridep-744"], name="hybridep-746")

@@ -123,13 +123,13 @@ def _placed(values: Tensor, permutation: Permutation, num_out: int) -> Tensor:
 
 def unpermute(expert: Rows, permutation: Permutation, *, first_column: int, num_columns: int) -> Rows:
     """Add up the expert rows of each received row in float32, and round once to bfloat16. Do not read padding."""
-    sums = torch.zeros(permutation.num_rows, expert.tokens.shape[1])
+    sums = torch.zeros(permutation.num_rows, expert.tokens.shape[1], dtype=torch.float32)
     for local in permutation.expert.unique().tolist():
         of_expert = permutation.expert == local
         sums[permutation.row[of_expert]] += expert.tokens[permutation.dest[of_expert]].float()
     probs = None
     if expert.probs is not None:
-        probs = torch.zeros(permutation.num_rows, num_columns)
+        probs = torch.zeros(permutation.num_rows, num_columns, dtype=torch.float32)
         probs[permutation.row, permutation.expert + first_column] = expert.probs[permutation.dest]
     return Rows(tokens=sums.to(torch.bfloat16), probs=probs)
 

@@ -118,7 +118,7 @@ def _reduced(
     last = max((int(where.max()) + 1 for where in asked if where.numel()), default=0)
     memory = grown(dense, max(last, dense.shape[0]))
     answered = exchange.rows([memory[where] for where in asked])
-    sums = torch.zeros(handle.sparse_to_dense_map.shape[0], *dense.shape[1:])
+    sums = torch.zeros(handle.sparse_to_dense_map.shape[0], *dense.shape[1:], dtype=torch.float32)
     for local, peer in enumerate(topology.peers):
         values = answered[peer].float()
         columns = _slice(local, topology.ranks_per_node, values.shape[1]) if own_slice else slice(None)

@@ -113,10 +113,15 @@ class InternodeRuntime(Runtime):
             sums = [summed(arrived[n], came_from[n], num_tokens, start=[], width=width) for n in nodes]
             return [total.to(rows.dtype) for total in sums]
 
-        combined = sum((part.float() for part in [*sent.biases, *of_nodes(x)]), torch.zeros(num_tokens, x.shape[1]))
+        combined = sum(
+            (part.float() for part in [*sent.biases, *of_nodes(x)]),
+            torch.zeros(num_tokens, x.shape[1], dtype=torch.float32),
+        )
         if sent.topk_weights is None:
             return combined.to(x.dtype), None
-        return combined.to(x.dtype), sum(of_nodes(sent.topk_weights), torch.zeros(num_tokens, sent.num_topk))
+        return combined.to(x.dtype), sum(
+            of_nodes(sent.topk_weights), torch.zeros(num_tokens, sent.num_topk, dtype=torch.float32)
+        )
 
     def _check_dispatch(self, sent: DispatchInput, in_rank: Tensor, settings: Settings) -> None:
         """Make the checks of csrc/deep_ep.cpp:669-756, and check the flags, which the release does not check."""

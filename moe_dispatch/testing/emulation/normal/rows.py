@@ -73,7 +73,7 @@ def summed(
     ``came_from[q]`` are the tokens whose rows ``arrived[q]`` holds. The kernel adds in the same order
     (csrc/kernels/intranode.cu:817-832 of v1.2.1).
     """
-    total = torch.zeros(num_tokens, width)
+    total = torch.zeros(num_tokens, width, dtype=torch.float32)
     for rows in start:
         total += rows.float()
     for rows, tokens in zip(arrived, came_from, strict=True):

@@ -1,8 +1,9 @@
 """The recorded signatures of deep_ep, and methods that are made from them.
 
 The folder of this module holds one JSON file for each release. A file has the source (repository, commit, file), the
-parameters of each method in Python's syntax (``["self", "x", "*", "handle=None"]``), and the names of the items of
-handles. tests/emulation/test_signatures.py compares the methods of the emulated classes with these files.
+parameters of each method in Python's syntax (``["self", "x", "*", "handle=None"]``), the lines that define the methods
+of which the backends make use, and the names of the items of handles. tests/emulation/test_signatures.py compares the
+methods of the emulated classes with these files.
 
 Two kinds of methods are made from the files. ``narrowed`` makes the methods of an older release, which take fewer
 arguments than the newest release. ``refuse_unemulated`` makes the methods that the emulation does not have.
@@ -35,14 +36,18 @@ def parsed(parameters: Sequence[str]) -> inspect.Signature:
 
 
 def narrowed(method: Callable[..., Any], parameters: Sequence[str]) -> Callable[..., Any]:
-    """Wrap a method so that it takes only these of its parameters, with the defaults that are given here."""
+    """Wrap a method so that it takes only these of its parameters, with the defaults that are given here.
+
+    The first parameter, which is the object, may have another name.
+    """
     signature = parsed(parameters)
 
     @functools.wraps(method)
     def narrow(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return method(**bound.arguments)
+        owner, *others = bound.arguments.items()
+        return method(owner[1], **dict(others))
 
     narrow.__signature__ = signature  # type: ignore[attr-defined]
     return narrow
@@ -60,7 +65,8 @@ def refuse_unemulated(release: str, texts: Mapping[str, str]) -> Callable[[_Clas
         for name, text in texts.items():
             parameters = recorded(release)["classes"][cls.__name__][name]
             refuse = _refusal(f"{cls.__qualname__}.{name}", parsed(parameters), text)
-            setattr(cls, name, refuse if "self" in parameters else staticmethod(refuse))
+            is_of_object = parameters[:1] in (["self"], ["buffer"])
+            setattr(cls, name, refuse if is_of_object else staticmethod(refuse))
         return cls
 
     return add_methods

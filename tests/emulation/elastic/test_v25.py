@@ -1,0 +1,186 @@
+"""deep_ep.EPBuffer of V2.5: its differences from ElasticBuffer of v2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_dispatch.testing.emulation import emulated_deep_ep
+from tests.emulation.elastic_case import COUNTS, dispatched, open_buffer
+from tests.emulation.tokens import Tokens, make_tokens, outcome, run_ranks
+
+RELEASE = "v2.5.0"
+deep_ep: Any = emulated_deep_ep(RELEASE)
+
+
+@pytest.fixture(autouse=True)
+def unfilled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release refuses to run while torch fills fresh memory."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+def refused(call: Callable[[Any, Tokens], object], **options: Any) -> list[str]:
+    """How the call ended on each of two ranks."""
+    everyone = make_tokens(COUNTS[2])
+
+    def body(group: dist.ProcessGroup) -> str:
+        buffer = open_buffer(group, RELEASE, **options)
+        return outcome(lambda: call(buffer, everyone[group.rank()]))
+
+    return run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("do_expand", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_sums_and_weights_are_those_of_v2(size: int, do_expand: bool) -> None:
+    everyone = make_tokens(COUNTS[size])
+
+    def body(group: dist.ProcessGroup, release: str) -> Any:
+        buffer = open_buffer(group, release, deterministic=True)
+        options = {"do_expand": do_expand, "do_zero_padding": do_expand, "expert_alignment": 4}
+        x, ids, weights, handle, _ = dispatched(buffer, everyone[group.rank()], **options)
+        y, returned, _ = buffer.combine(x, handle, topk_weights=weights)
+        again = buffer.dispatch(
+            everyone[group.rank()].x, handle=handle, num_sms=4, do_expand=do_expand, do_zero_padding=do_expand
+        )[0]
+        return x, ids, weights, y, returned, again
+
+    for old, new in zip(
+        run_ranks(lambda group: body(group, "v2-2.1.0"), size),
+        run_ranks(lambda group: body(group, RELEASE), size),
+        strict=True,
+    ):
+        for one, other in zip(old, new, strict=True):
+            assert one is other or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deferred_dispatch_gives_its_rows_at_the_first_wait(deterministic: bool) -> None:
+    everyone = make_tokens(COUNTS[2])
+
+    def body(group: dist.ProcessGroup) -> None:
+        tokens = everyone[group.rank()]
+        buffer = open_buffer(group, RELEASE, deterministic=deterministic)
+        direct = dispatched(open_buffer(group, RELEASE, deterministic=deterministic), tokens)
+        event = dispatched(buffer, tokens, async_with_compute_stream=True, defer_epilogue=True)
+        x, ids, weights, handle = event.wait()
+        assert event.wait() is None
+        assert torch.equal(x, direct[0])
+        assert torch.equal(ids, direct[1])
+        assert torch.equal(weights, direct[2])
+        assert handle.num_recv_tokens_per_expert_list == direct[3].num_recv_tokens_per_expert_list
+        deferred = buffer.combine(x, handle, async_with_compute_stream=True, defer_epilogue=True)
+        y, returned = deferred.current_stream_wait()
+        assert returned is None
+        assert torch.equal(y, buffer.combine(x, handle)[0])
+
+    run_ranks(body, 2)
+
+
+def test_a_call_before_the_wait_writes_over_the_rows() -> None:
+    def call(buffer: Any, tokens: Tokens) -> object:
+        event = dispatched(buffer, tokens, async_with_compute_stream=True, defer_epilogue=True)
+        dispatched(buffer, tokens)
+        return event.wait()
+
+    told = "EmulatedAbort: EPBuffer.dispatch: a deferred epilogue must run before the next call on its buffer"
+    assert all(end.startswith(told) for end in refused(call))
+
+
+def test_a_handle_refuses_ids_that_changed() -> None:
+    def call(buffer: Any, tokens: Tokens) -> object:
+        ids = tokens.topk_idx.clone()
+        x, *_, handle, _ = dispatched(buffer, tokens, topk_idx=ids)
+        assert handle.topk_idx is ids
+        ids.add_(0)
+        return buffer.combine(x, handle)
+
+    told = "AssertionError: `topk_idx` must not be modified while the EP handle is in use"
+    assert refused(call) == [told, told]
+    with torch.inference_mode():
+        (tokens,) = make_tokens(COUNTS[1])
+        ids = tokens.topk_idx.clone()
+        handle = dispatched(open_buffer(None, RELEASE), tokens, topk_idx=ids)[3]
+        ids.add_(0)
+        assert handle.topk_idx is ids  # a tensor of inference mode has no version
+
+
+BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "a copied handle": ({"do_handle_copy": True}, "AssertionError: `do_handle_copy` must be False; handle copying"),
+    "padding of a compact form": ({"do_zero_padding": True}, r"RuntimeError: .*csrc/buffers/ep.hpp:317"),
+    "a deferred call that is not asynchronous": (
+        {"defer_epilogue": True},
+        r"RuntimeError: .*csrc/buffers/ep.hpp:773.: async_with_compute_stream",
+    ),
+    "experts of no rank": ({"num_experts": 7, "num_sms": 4}, r"ep.hpp:394.: num_experts % context->num_ranks"),
+    "1026 experts": ({"num_experts": 1026}, r"workspace.cuh:46.: num_experts_per_rank <= EPSignals::kNumMax"),
+    "SMs that the GPU lacks": ({"num_sms": 133}, r"ep.hpp:312.: num_sms <= jit->device.get_num_sms"),
+    "an argument of v2": ({"previous_event_before_epilogue": None}, "TypeError: got an unexpected keyword argument"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_dispatch_refuses(case: str) -> None:
+    options, said = BAD_CALLS[case]
+    for end in refused(lambda buffer, tokens: dispatched(buffer, tokens, **options)):
+        assert re.search(said, end), end
+
+
+def test_a_deferred_combine_must_be_asynchronous() -> None:
+    def call(buffer: Any, tokens: Tokens) -> object:
+        x, *_, handle, _ = dispatched(buffer, tokens)
+        return buffer.combine(x, handle, defer_epilogue=True)
+
+    assert all("ep.hpp:811): not defer_epilogue or async" in end for end in refused(call))
+
+
+def test_513_experts_of_a_rank_do_not_fit_and_512_do() -> None:
+    (tokens,) = make_tokens(COUNTS[1])
+    dispatched(open_buffer(None, RELEASE), tokens, num_experts=512)
+    with pytest.raises(RuntimeError, match="num_experts_per_rank"):
+        dispatched(open_buffer(None, RELEASE), tokens, num_experts=513)
+
+
+def test_sizes_and_sms_worked_out_by_hand() -> None:
+    mib2 = 2 * 2**20
+    # Parts of 14336 and 128 bytes are a multiple of 64; with 4 choices the metadata of 52 bytes are 64.
+    assert deep_ep.EPBuffer.get_buffer_size_hint(None, 65536, 7168, 8) == -(-65536 * 14464 // mib2) * mib2
+    # A float8 row of 160 values has 5 scale packs: 160 + 32 + 64 bytes for 4 choices. A bfloat16 sum has 320 + 32
+    # bytes, which 64 rounds up to 384.
+    assert deep_ep.EPBuffer.get_buffer_size_hint(None, 65536, 160, 4, True) == -(-65536 * 384 // mib2) * mib2
+    # 18 links of 26.562 GB/s at 0.9, half of the rows to the peer. Each copy is written at 45 GB/s per SM, and combine
+    # writes as many rows and half of the copies: 860.6 * (1 / 1.993 + 0.5) / 45 = 19.15. 1.3 of it is 24.9.
+    assert run_ranks(lambda group: open_buffer(group, RELEASE).get_theoretical_num_sms(64, 8), 2) == [28, 28]
+
+
+def test_odd_numbers_of_sms_become_even() -> None:
+    (tokens,) = make_tokens(COUNTS[1])
+    assert dispatched(open_buffer(None, RELEASE), tokens, num_sms=5)[3].num_sms == 6
+    assert dispatched(open_buffer(None), tokens, num_sms=5)[3].num_sms == 5
+
+
+def test_memory_for_redundant_experts_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"memory for redundant experts is not emulated. Leave lb_alloc"):
+        open_buffer(None, RELEASE, lb_allocation_plan_or_num_bytes=2**21)
+
+
+@pytest.mark.parametrize("release", ["v2-2.1.0", RELEASE])
+def test_sums_do_not_follow_the_default_dtype(release: str) -> None:
+    """256 + 1 + 2 is 259 in float32, and 260 when it is rounded to bfloat16. Added in bfloat16 it is 258."""
+    (tokens,) = make_tokens(COUNTS[1])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        buffer = open_buffer(None, release)
+        x, *_, handle, _ = dispatched(buffer, tokens)
+        bias = torch.full_like(tokens.x, 256), torch.ones_like(tokens.x)
+        y = buffer.combine(torch.full_like(x, 2), handle, bias=bias)[0]
+    finally:
+        torch.set_default_dtype(before)
+    sent = (tokens.topk_idx >= 0).any(1)
+    assert (y[sent] == 260).all()
