@@ -1,7 +1,12 @@
 """The one-rank reorder between rows as they arrived and rows grouped by expert."""
 
 from moe_dispatch.permutation.base import Permutation, accumulation_dtype
-from moe_dispatch.permutation.choose import choose_permutation, known_permutations, probe_permutation
+from moe_dispatch.permutation.choose import (
+    choose_permutation,
+    index_kernels,
+    known_permutations,
+    probe_permutation,
+)
 from moe_dispatch.permutation.index import (
     SlotIndex,
     count_values,
@@ -26,6 +31,7 @@ __all__ = [
     "group_slots",
     "group_statically",
     "index_bytes",
+    "index_kernels",
     "known_permutations",
     "probe_permutation",
     "round_up",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, dtype
@@ -34,6 +34,7 @@ class Permutation(ABC):
     """
 
     name: ClassVar[str]
+    index_kernels: Any = None  # a module that makes index tables by kernels
 
     @classmethod
     @abstractmethod

@@ -7,11 +7,14 @@ slot is an expert or a rank; a slot may also have no key. N is the number of slo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, final
 
 import torch
 from torch import Tensor
+
+from moe_dispatch.communication import to_device
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -52,11 +55,12 @@ class SlotIndex:
         cu_S: int64 (S+1,), where the slots of each row begin in ``byrow_N``.
         padding: int64, the grouped positions that are padding; None if ``pad_multiple`` is 1.
         filled_R: int64 (R,), ``source_R`` with -1 on padding and slack; None without a fixed size.
+        masked_R: int64 (R,), ``source_R`` with -1 on padding, if a kernel made it; None with a fixed size.
         counts: The number of slots of each key, on the host, without padding; None with a fixed size. An index made by
             ``from_tensors`` has neither ``counts`` nor ``real_L``, ``padded_L`` and ``needed``.
         real_L: int64 (L,), the number of slots of each key, on the device, without padding. With a fixed size, dropped
             slots are not counted. Without a fixed size, it is None if the caller of ``group_slots`` did not have it.
-        padded_L: int64 (L,), ``real_L`` with padding; None without a fixed size.
+        padded_L: int64 (L,), ``real_L`` with padding; without a fixed size, None unless a kernel made the index.
         needed: int64 (), the number of slots that have a key, dropped slots included; None without a fixed size.
     """
 
@@ -71,6 +75,7 @@ class SlotIndex:
     cu_S: Tensor
     padding: Tensor | None
     filled_R: Tensor | None = None
+    masked_R: Tensor | None = None
     counts: Sequence[int] | None = None
     real_L: Tensor | None = None
     padded_L: Tensor | None = None
@@ -115,6 +120,8 @@ class SlotIndex:
         """Return int64 (R,): the row that each grouped row is a copy of, -1 on padding."""
         if self.filled_R is not None:
             return self.filled_R
+        if self.masked_R is not None:
+            return self.masked_R
         return self.source_R if self.padding is None else self.source_R.index_fill(0, self.padding, -1)
 
     def tokens_per_key(self, device: torch.device) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
@@ -136,10 +143,11 @@ class SlotIndex:
             return self.real_L, self.padded_L, None
         real_L, multiple = self.real_L, self.pad_multiple
         if real_L is None:
-            real_L = torch.tensor(self.counts, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+            real_L = to_device(self.counts, device)
         if multiple == 1:
             return real_L, real_L, tuple(self.counts)
-        return real_L, real_L + (-real_L % multiple), tuple(round_up(count, multiple) for count in self.counts)
+        padded_L = real_L + (-real_L % multiple) if self.padded_L is None else self.padded_L
+        return real_L, padded_L, tuple(round_up(count, multiple) for count in self.counts)
 
     def tensors(self) -> list[Tensor]:
         """Return the tables as a list for custom operators. No two share memory. Counts are left out."""
@@ -216,19 +224,29 @@ def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, p
 
 
 def group_slots(
-    keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1, *, real_L: Tensor | None = None
+    keys_SK: Tensor,
+    counts: Sequence[int],
+    pad_multiple: int = 1,
+    *,
+    real_L: Tensor | None = None,
+    kernels: Any = None,
 ) -> SlotIndex:
     """Make the index of a table of keys when the host knows how many slots each key has.
 
     Args:
-        keys_SK: int16, int32 or int64 (S, K). A slot whose entry lies outside ``[0, len(counts))`` has no key.
+        keys_SK: int16, int32 or int64 (S, K). A slot whose entry lies outside ``[0, len(counts))`` has no key. Or each
+            key may be a range of M entries, ``[key * M, (key + 1) * M)``; then the rows of a key are ordered by entry
+            first.
         counts: The number of slots of each key, on the host.
         pad_multiple: The number of rows of each key is rounded up to a multiple of this; a key without rows stays
             empty.
         real_L: int64 (L,), ``counts`` on the device, if the caller has them there. The index keeps this tensor.
+        kernels: Result of ``index_kernels``: kernels that make the tables, or None for operators of torch.
 
     Cost: one stable sort of S*K keys, one sort of N slots, and single passes; no host sync.
     """
+    if kernels is not None:
+        return kernels.group_slots(keys_SK, counts, pad_multiple)  # type: ignore[no-any-return]
     num_rows, top_k = keys_SK.shape
     real, device = sum(counts), keys_SK.device
     # Without its sign bit, a negative key is large (-1 in int64 becomes 2**63 - 1), so it sorts behind all groups.
@@ -265,17 +283,23 @@ def _with_padding(counts: Sequence[int], multiple: int, device: torch.device) ->
     [1], and the number is 4.
     """
     real, total = sum(counts), sum(round_up(count, multiple) for count in counts)
-    counts_L = torch.tensor(counts, dtype=torch.int64, device="cpu")  # torch.set_default_device must not move it
-    gaps_L = -counts_L % multiple
-    shift_L = (gaps_L.cumsum(0) - gaps_L).to(device, non_blocking=True)
-    shift_N = shift_L.repeat_interleave(counts_L.to(device, non_blocking=True), output_size=real)
+    shifts = accumulate((-count % multiple for count in counts[:-1]), initial=0)
+    shift_L, counts_L = to_device([*shifts, *counts], device).view(2, len(counts)).unbind()
+    shift_N = shift_L.repeat_interleave(counts_L, output_size=real)
     place_N = torch.arange(real, device=device) + shift_N
     is_padding = torch.ones(total, dtype=torch.bool, device=device).index_fill_(0, place_N, 0)
     return place_N, true_places(is_padding, total - real).view(-1), total
 
 
 def group_statically(
-    keys_SK: Tensor, num_keys: int, *, rows: int, buffer_rows: int, pad_multiple: int, weights_SK: Tensor | None
+    keys_SK: Tensor,
+    num_keys: int,
+    *,
+    rows: int,
+    buffer_rows: int,
+    pad_multiple: int,
+    weights_SK: Tensor | None,
+    kernels: Any = None,
 ) -> SlotIndex:
     """Make the index of a table of keys for a buffer of fixed size.
 
@@ -288,15 +312,26 @@ def group_statically(
         buffer_rows: R, the size of the buffer: room for ``rows`` rows and their padding.
         pad_multiple: As in ``group_slots``.
         weights_SK: floating (S, K), the weights that decide which slots are dropped; None if there is room for all.
+        kernels: As in ``group_slots``.
 
     Cost: one stable sort of S*K keys, a second one with ``weights_SK``, and single passes; no host sync.
     """
     num_rows, top_k = keys_SK.shape
+    if kernels is not None and weights_SK is None:
+        made: SlotIndex = kernels.group_statically(
+            keys_SK, num_keys, buffer_rows=buffer_rows, pad_multiple=pad_multiple
+        )
+        return made
     keys_N = keys_SK.reshape(-1)
     keys_N = torch.where((keys_N < 0) | (keys_N >= num_keys), num_keys, keys_N)
     needed = (keys_N < num_keys).sum()
     if weights_SK is not None:
         keys_N = torch.where(heaviest(weights_SK.reshape(-1), keys_N < num_keys, rows), keys_N, num_keys)
+    if kernels is not None:
+        made = kernels.group_statically(
+            keys_N.view(num_rows, top_k), num_keys, buffer_rows=buffer_rows, pad_multiple=pad_multiple
+        )
+        return replace(made, needed=needed)
     sorted_N, slot_N = keys_N.sort(stable=True)
     real_L = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys_N.device)
     real_L = real_L.scatter_add_(0, keys_N.long(), torch.ones_like(slot_N))[:num_keys]

@@ -1,4 +1,4 @@
-"""Triton kernels of the one-rank reorder, and their launchers. The one module that imports triton.
+"""Triton kernels of the one-rank reorder, and their launchers. ``triton_index`` has the kernels of index tables.
 
 A program handles a block of columns of one row, or a whole row if it adds along the row. There are no atomics, and
 nothing is tuned at run time. So the order of additions depends on shapes alone, and every run gives the same bits.
@@ -39,9 +39,10 @@ def gather_kernel(rows, source, out, width, rows_stride, rows_step, out_stride, 
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(source + at)
     columns = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
-    inside = columns < width
-    values = tl.load(rows + row * rows_stride + columns * rows_step, mask=inside & (row >= 0), other=0)
-    tl.store(out + at * out_stride + columns * out_step, _rounded(values, out), mask=inside)
+    # Not `(columns < width) & (row >= 0)`: the interpreter of Triton 3.9 refuses a mask made of a block and a scalar.
+    read = columns < tl.where(row >= 0, width, 0)
+    values = tl.load(rows + row * rows_stride + columns * rows_step, mask=read, other=0)
+    tl.store(out + at * out_stride + columns * out_step, _rounded(values, out), mask=columns < width)
 
 
 @triton.jit
@@ -72,10 +73,9 @@ def gather_weighted_kernel(
     dot = tl.zeros((block,), dtype=accumulate)
     for begin in range(0, width, block):
         columns = begin + tl.arange(0, block).to(tl.int64)
-        inside = columns < width
-        read = inside & exists
+        read = columns < tl.where(exists, width, 0)
         values = tl.load(rows + row * rows_stride + columns * rows_step, mask=read, other=0).to(accumulate)
-        tl.store(out + at * out_stride + columns, _rounded(values * weight, out), mask=inside)
+        tl.store(out + at * out_stride + columns, _rounded(values * weight, out), mask=columns < width)
         if partners is not None:
             partner = tl.load(partners + at * partners_stride + columns * partners_step, mask=read, other=0)
             dot = tl.fma(values, partner.to(accumulate), dot)
@@ -122,7 +122,7 @@ def gather(rows: Tensor, source: Tensor, out: Tensor) -> None:
     if out.numel():
         with torch.cuda.device_of(out):
             gather_kernel[_grid(out)](
-                rows, source.contiguous(), out, out.shape[1], *rows.stride(), *out.stride(), **_by_width(out.shape[1])
+                rows, source.contiguous(), out, out.shape[1], *rows.stride(), *out.stride(), **_options(out.shape[1])
             )
 
 
@@ -145,7 +145,7 @@ def gather_weighted(
                 *((0, 0) if partners is None else partners.stride()),
                 out.stride(0),
                 accumulate=_accumulation(out),
-                **_by_width(out.shape[1]),
+                **_options(out.shape[1]),
             )
 
 
@@ -160,18 +160,23 @@ def sum_bags(rows: Tensor, members: Tensor, edges: Tensor, weights: Tensor | Non
                 *rows.stride(),
                 *out.stride(),
                 accumulate=_accumulation(rows, out),
-                **_by_width(out.shape[1]),
+                **_options(out.shape[1]),
             )
 
 
 def _grid(out: Tensor) -> tuple[int, int]:
-    return out.shape[0], triton.cdiv(out.shape[1], _by_width(out.shape[1])["block"])
+    return out.shape[0], triton.cdiv(out.shape[1], _options(out.shape[1])["block"])
 
 
-def _by_width(width: int) -> dict[str, int]:
-    """Return the block size and the number of warps of a program. Both depend on the width of a row alone."""
+def _options(width: int) -> dict[str, int]:
+    """Return the block size, the number of warps and the compiler options of a program for rows of this width.
+
+    The kernels call ``tl.fma`` where they want a fused multiply-add. The compiler may not fuse other products and sums:
+    a fused operation rounds once instead of twice, so its bits differ from the bits of torch. The option is given by
+    name because its default changes: it is on up to Triton 3.9, which announces that 3.10 turns it off.
+    """
     block = min(triton.next_power_of_2(width), _MAX_BLOCK)
-    return {"block": block, "num_warps": max(1, block // 256)}
+    return {"block": block, "num_warps": max(1, block // 256), "enable_fp_fusion": False}
 
 
 def _accumulation(*tensors: Tensor) -> tl.dtype:

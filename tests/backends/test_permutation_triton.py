@@ -22,6 +22,7 @@ from tests.backends.tables import EXAMPLE
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 ROOT = Path(__file__).parents[2]
+SUITE = [f"tests/backends/test_{name}.py" for name in ("permutation_rows", "static_rows", "index_kernels")]
 PAIRS = [  # dtypes of the rows that are read and of those that are written
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float16),
@@ -38,9 +39,9 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it would start")
 def test_interpreter_passes_the_suite() -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets or compiles."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton or index_kernels"]
     finished = subprocess.run(
-        [*command, "tests/backends/test_permutation_rows.py", "tests/backends/test_static_rows.py"],
+        [*command, *SUITE],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -107,7 +108,8 @@ def compiled(kernel: Any, launch: tuple[tuple[Any, ...], dict[str, Any]], capabi
         if isinstance(value, Tensor) or value % 16 == 0:
             attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": options["num_warps"]})
+    compiler_options = {name: value for name, value in options.items() if name not in kernel.arg_names}
+    return triton.compile(source, GPUTarget("cuda", capability, 32), compiler_options)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
@@ -148,6 +150,55 @@ def test_machine_code_is_what_the_docstrings_say(width: int, kernels: dict[str, 
         assert ("v4.b32" in text or "v2.b64" in text) == (width % 16 == 0)  # 16 bytes at once where rows allow it
 
 
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+def test_memory_offsets_are_64_bits_wide(kernels: dict[str, tuple[Any, Recorder]]) -> None:
+    """Rows times columns of real shapes exceed 2**31: no offset is a 32-bit product."""
+    launch_everything(torch.bfloat16, torch.bfloat16, 4100)
+    for kernel, recorder in kernels.values():
+        for launch in recorder.launches:
+            code = compiled(kernel, launch, 90).asm["ttir"]
+            offsets = re.findall(r"tt\.addptr %\w+, (%\w+) : .*, (?:tensor<\d+x)?(i\d+)>? loc", code)
+            assert {kind for name, kind in offsets if name != "%c1_i32"} == {"i64"}, kernel.__name__
+            assert not re.search(r"arith\.muli .*: (?:tensor<\d+x)?i32", code), kernel.__name__
+
+
+def machine_code(kernel: Any, launch: tuple[tuple[Any, ...], dict[str, Any]], capability: int) -> str:
+    """A line of the table in docs/permutation.md, without its name: what ptxas tells of the compiled kernel."""
+    import triton
+
+    ptx, warps = compiled(kernel, launch, capability).asm["ptx"], launch[1]["num_warps"]
+    tool = triton.knobs.nvidia.ptxas if capability < 100 else triton.knobs.nvidia.ptxas_blackwell
+    command = [tool.path, "-v", f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}", "-o", os.devnull, "-"]
+    told = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", told), re.search(r"(\d+) bytes spill stores", told)
+    assert registers is not None
+    assert spilled is not None
+    words = {8 * int(number) * int(bits) // 64 for number, bits in re.findall(r"ld\.global\S*\.v(\d)\.b(\d+)", ptx)}
+    # A multiprocessor has 65536 registers, 64 warps and 32 blocks. A warp takes registers in steps of 256.
+    per_warp = -(-int(registers[1]) * 32 // 256) * 256
+    resident = min(65536 // (per_warp * warps), 64 // warps, 32) * warps
+    return f"sm_{capability} | {max(words)} | {registers[1]} | {spilled[1]} | {warps} | {resident} of 64"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+def test_the_page_states_the_machine_code(kernels: dict[str, tuple[Any, Recorder]]) -> None:
+    """Bytes of a load, registers, spills and resident warps at 4096 columns of bfloat16, for each kernel."""
+    import triton
+
+    page = (ROOT / "docs" / "permutation.md").read_text()
+    if f"Triton {triton.__version__}" not in page:
+        pytest.skip(f"the table is not of Triton {triton.__version__}")
+    launch_everything(torch.bfloat16, torch.bfloat16, 4096)
+    names = iter(["gather", "sum", "weighted sum", "weighted gather", "weighted gather with the gradient of weights"])
+    order = [kernels[name] for name in ("gather_kernel", "sum_bags_kernel", "gather_weighted_kernel")]
+    for kernel, recorder in order:
+        for launch in recorder.launches:
+            name = next(names)
+            for capability in (90, 100):
+                line = f"| {name} | {machine_code(kernel, launch, capability)} |"
+                assert line in page, line
+
+
 @pytest.mark.parametrize(
     ("width", "block", "warps"),
     [(1, 1, 1), (6, 8, 1), (256, 256, 1), (1000, 1024, 4), (4096, 2048, 8), (1 << 20, 2048, 8)],
@@ -158,6 +209,13 @@ def test_blocks_follow_from_the_width(
     launch_everything(torch.bfloat16, torch.float32, width)
     launches = [launch for _, recorder in kernels.values() for launch in recorder.launches]
     assert {(options["block"], options["num_warps"]) for _, options in launches} == {(block, warps)}
+
+
+def test_only_tl_fma_fuses(kernels: dict[str, tuple[Any, Recorder]]) -> None:
+    """Triton up to 3.9 fuses unless told otherwise; 3.9 warns where a launch leaves it to the default."""
+    launch_everything(torch.bfloat16, torch.float32, 4096)
+    launches = [launch for _, recorder in kernels.values() for launch in recorder.launches]
+    assert [options["enable_fp_fusion"] for _, options in launches] == [False] * 5
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on a CPU")

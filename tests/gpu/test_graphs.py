@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +11,12 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher, capture
 from moe_dispatch.errors import InputError, StateError
+from tests.gpu.syncs import refused_syncs
 
 pytestmark = pytest.mark.gpu
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 256, 96
 BACKENDS = ("local", "alltoall", "allgather")
-
-
-@pytest.fixture(scope="module")
-def nccl() -> Iterator[dist.ProcessGroup]:
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "store"), 1)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=datetime.timedelta(minutes=1))
-        group = dist.group.WORLD
-        assert group is not None
-        yield group
-        dist.destroy_process_group()
 
 
 def dispatcher_of(backend: str, group: dist.ProcessGroup, **changes: Any) -> Dispatcher:
@@ -79,13 +65,12 @@ def test_replay_equals_eager(backend: str, nccl: dist.ProcessGroup) -> None:
 def test_nothing_waits_for_the_host(backend: str, nccl: dist.ProcessGroup) -> None:
     step, inputs = Step(dispatcher_of(backend, nccl)), inputs_of(0)
     step(*inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refused_syncs():
         step(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
+# torch warns of its own warm-up, in which a leaf is used on two streams.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_graphed_callable(backend: str, nccl: dist.ProcessGroup) -> None:
     dispatcher = dispatcher_of(backend, nccl)
@@ -142,7 +127,7 @@ def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:
     dispatcher = dispatcher_of("local", nccl, num_experts=16)
     x, ids, weights = inputs_of(0)
     with (
-        pytest.raises(StateError, match="must have run once before it is captured"),
+        pytest.raises(StateError, match="must have run once before a CUDA graph captures it"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         dispatcher.dispatch(x, Routing(ids, weights))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch.distributed as dist
 
 from moe_dispatch.testing import SCENARIOS, run_case
-from moe_dispatch.testing.case import BackendSpec
+from moe_dispatch.testing.case import BackendSpec, case_config, poisoned_memory, run_rank
 from moe_dispatch.testing.kit import backend_cases, describe
 from tests.conformance.backends import BACKENDS, more_backends
 
+pytestmark = pytest.mark.gpu
 
-@pytest.mark.gpu
+
 @pytest.mark.parametrize("backend", BACKENDS, ids=describe)
 def test_one_rank_on_a_gpu(backend: BackendSpec) -> None:
     ran = set()
@@ -20,4 +22,14 @@ def test_one_rank_on_a_gpu(backend: BackendSpec) -> None:
         for case in backend_cases(backend, (1,)):
             run_case(backend, dataclasses.replace(case, device="cuda"), None)
             ran.add(case.scenario)
+    assert len(ran) > len(SCENARIOS) / 2
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_one_rank_over_nccl(backend: str, nccl: dist.ProcessGroup) -> None:
+    ran = set()
+    for case in backend_cases(backend, (1,)):
+        with poisoned_memory():
+            run_rank(case_config(backend, case), nccl, dataclasses.replace(case, device="cuda"))
+        ran.add(case.scenario)
     assert len(ran) > len(SCENARIOS) / 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from moe_dispatch.permutation import (
 )
 from moe_dispatch.probing import Rejected
 from tests.backends.te_stand_in import RECORDED
+from tests.gpu.syncs import refused_syncs
 
 pytestmark = pytest.mark.gpu
 TORCH = TorchPermutation()
@@ -89,13 +89,6 @@ def test_same_bits_again(permutation: Permutation) -> None:
     first = passes(permutation, index, *cuda)
     for _ in range(5):
         assert all(map(torch.equal, passes(permutation, index, *cuda), first))
-
-
-@contextmanager
-def refused_syncs() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

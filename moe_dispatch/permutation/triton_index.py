@@ -1,0 +1,384 @@
+"""Triton kernels that make the tables of an index. A kernel does in one launch what torch does in ten or more.
+
+A GPU takes one or two microseconds for each launch, which small batches feel. All kernels work on integers, except
+``merge_kernel``, whose sums have a fixed order. So every run gives the same bits. Positions are 64 bits wide.
+
+Legend: as in ``index.py``.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_dispatch.communication import to_device
+from moe_dispatch.permutation.index import SlotIndex, round_up
+
+_BLOCK = 1024
+_OPTIONS: Any = {"block": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def start_kernel(
+    keys,
+    cleaned,
+    has_key,
+    real,
+    source,
+    filled,
+    place,
+    byrow,
+    padding,
+    num_slots,
+    num_keys,
+    top_k,
+    row_stride,
+    step,
+    grouped,
+    num_padding,
+    fixed: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write L for each slot without a key, and mark the others.
+
+    With a fixed size, also count the slots of each key, and fill the tables with what stands where no slot is placed.
+    """
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < num_slots
+    key = tl.load(keys + at // top_k * row_stride + at % top_k * step, mask=inside, other=-1)
+    exists = inside & (key >= 0) & (key < num_keys)
+    tl.store(cleaned + at, tl.where(exists, key, num_keys), mask=inside)
+    tl.store(has_key + at, exists.to(tl.int64), mask=inside)
+    if fixed:
+        tl.atomic_add(real + key, tl.full((block,), 1, tl.int64), mask=exists)
+        tl.store(place + at, tl.full((block,), grouped, tl.int64), mask=inside)
+        tl.store(byrow + at, tl.zeros((block,), tl.int64), mask=inside)
+        tl.store(source + at, tl.zeros((block,), tl.int64), mask=at < grouped)
+        tl.store(filled + at, tl.full((block,), -1, tl.int64), mask=at < grouped)
+        tl.store(padding + at, tl.full((block,), grouped, tl.int64), mask=at < num_padding)
+
+
+@triton.jit
+def edges_kernel(real, padded, shifts, ends, needed, num_keys, multiple, block: tl.constexpr):
+    """Write for each key its padded count, the padding of all keys before it, and where its real rows would end."""
+    key = tl.arange(0, block)
+    inside = key < num_keys
+    count = tl.load(real + key, mask=inside, other=0)
+    gap = (multiple - count % multiple) % multiple
+    end = tl.cumsum(count, 0)
+    tl.store(padded + key, count + gap, mask=inside)
+    tl.store(shifts + key, tl.cumsum(gap, 0) - gap, mask=inside)
+    tl.store(ends + key, end, mask=inside)
+    tl.store(needed, tl.sum(count))
+
+
+@triton.jit
+def place_kernel(
+    slots,
+    cleaned,
+    seen,
+    real,
+    shifts,
+    ends,
+    source,
+    filled,
+    place,
+    byrow,
+    cu,
+    padding,
+    num_sorted,
+    num_keys,
+    num_rows,
+    top_k,
+    multiple,
+    is_padded: tl.constexpr,
+    fixed: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Write the tables of a ``SlotIndex``. Element ``at`` has a part in each of the three.
+
+    The first part places the slot that is number ``at`` in the order of the keys. ``seen`` holds the number of slots
+    with a key up to and including each slot. The second part writes ``cu[at]``. The third part is number
+    ``at % (multiple - 1)`` of the padding of key ``at // (multiple - 1)``, if the key has so much padding.
+    """
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    sorted_ = at < num_sorted
+    slot = tl.load(slots + at, mask=sorted_, other=0)
+    key = tl.load(cleaned + slot, mask=sorted_, other=0)
+    placed = sorted_ & (key < num_keys)
+    to = at
+    if is_padded:
+        to += tl.load(shifts + key, mask=placed, other=0)
+        if not fixed:
+            tl.store(place + at, to, mask=placed)
+        tl.store(filled + to, slot // top_k, mask=placed)
+    if fixed:
+        tl.store(place + at, to, mask=placed)
+        tl.store(filled + to, slot // top_k, mask=placed)
+    tl.store(source + to, slot // top_k, mask=placed)
+    tl.store(byrow + tl.load(seen + slot, mask=placed, other=1) - 1, to, mask=placed)
+    before = tl.load(seen + at * top_k - 1, mask=(at > 0) & (at <= num_rows), other=0)
+    tl.store(cu + at, before, mask=at <= num_rows)
+    if is_padded:
+        owner, number = at // (multiple - 1), at % (multiple - 1)
+        exists = owner < num_keys
+        count = tl.load(real + owner, mask=exists, other=0)
+        exists = exists & (number < (multiple - count % multiple) % multiple)
+        shift = tl.load(shifts + owner, mask=exists, other=0)
+        position = tl.load(ends + owner, mask=exists, other=0) + shift + number
+        if fixed:
+            tl.store(padding + at, position, mask=exists)
+        else:
+            tl.store(padding + shift + number, position, mask=exists)
+            tl.store(source + position, tl.zeros((block,), tl.int64), mask=exists)
+            tl.store(filled + position, tl.full((block,), -1, tl.int64), mask=exists)
+
+
+@triton.jit
+def merge_kernel(
+    ids,
+    weights,
+    merged_ids,
+    merged,
+    firsts,
+    num_rows,
+    ids_stride,
+    ids_step,
+    weights_stride,
+    weights_step,
+    top_k: tl.constexpr,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Merge the slots of a row that name one expert. ``firsts`` gets the slot whose weight has the sum, or -1."""
+    row = (tl.program_id(0).to(tl.int64) * block + tl.arange(0, block))[:, None]
+    column = tl.arange(0, columns)[None, :]
+    inside = (row < num_rows) & (column < top_k)
+    mine = tl.load(ids + row * ids_stride + column * ids_step, mask=inside, other=-1)
+    total = tl.zeros((block, columns), merged.dtype.element_ty)
+    first = tl.full((block, columns), columns, tl.int64)
+    for j in range(top_k):
+        other = tl.load(ids + row * ids_stride + j * ids_step, mask=row < num_rows, other=-1)
+        weight = tl.load(weights + row * weights_stride + j * weights_step, mask=row < num_rows, other=0)
+        total += tl.where(mine == other, weight, 0)
+        first = tl.where((mine == other) & (first == columns), j, first)
+    is_first = (first == column) & (mine >= 0)
+    to = row * top_k + column
+    tl.store(merged_ids + to, tl.where(is_first | (mine < 0), mine, -1), mask=inside)
+    tl.store(merged + to, tl.where(is_first, total, 0), mask=inside)
+    tl.store(firsts + to, tl.where(mine >= 0, first, -1), mask=inside)
+
+
+@triton.jit
+def valid_kernel(ids, valid, outcome, num_ids, num_experts, marks: tl.constexpr, block: tl.constexpr):
+    """Replace invalid ids by -1. Count them in ``outcome``, or with ``marks`` lower it to -1 if there are any."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < num_ids
+    given = tl.load(ids + at, mask=inside, other=-1)
+    invalid = (given < -1) | (given >= num_experts)
+    tl.store(valid + at, tl.where(invalid, -1, given), mask=inside)
+    count = tl.sum(invalid.to(tl.int64))
+    if marks:
+        tl.atomic_min(outcome, -1, mask=count > 0)
+    else:
+        tl.atomic_add(outcome, count, mask=count > 0)
+
+
+@triton.jit
+def owners_kernel(ids, owners, counts, num_ids, slots, width, block: tl.constexpr):
+    """Write 1 + the rank of each id, 0 for -1. Count id e of rank r in ``counts[(r + 1) * width + e]``."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < num_ids
+    shifted = tl.load(ids + at, mask=inside, other=-1) + slots
+    owner = shifted // slots
+    tl.store(owners + at, owner, mask=inside)
+    place = owner * width + shifted % slots
+    tl.atomic_add(counts + place, tl.full((block,), 1, tl.int64), mask=inside & (owner > 0))
+
+
+def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int) -> SlotIndex:
+    """Do what ``index.group_slots`` does. Cost: a stable sort, a scan, two launches, a copy from pinned memory."""
+    num_rows, top_k = keys_SK.shape
+    device, num_keys, real = keys_SK.device, len(counts), sum(counts)
+    padded = [round_up(count, pad_multiple) for count in counts]
+    num_grouped, is_padded = sum(padded), pad_multiple > 1
+    shifts = accumulate((each - count for each, count in zip(padded[:-1], counts, strict=False)), initial=0)
+    packed = [*counts, *padded, *shifts, *accumulate(counts)]
+    real_L, padded_L, shifts_L, ends_L = to_device(packed, device).view(4, num_keys).unbind()
+    new = _tables(device)
+    cleaned, slots, seen = _sorted(keys_SK, num_keys, None, ())
+    source_R, byrow_N, cu_S = new(num_grouped), new(real), new(num_rows + 1)
+    place_N, masked_R, padding = (new(size) if is_padded else None for size in (real, num_grouped, num_grouped - real))
+    slot_N = slots[:real]
+    elements = max(real, num_rows + 1, num_keys * (pad_multiple - 1))
+    with torch.cuda.device_of(keys_SK):
+        place_kernel[(triton.cdiv(elements, _BLOCK),)](
+            *(slot_N, cleaned, seen, real_L, shifts_L, ends_L, source_R, masked_R, place_N, byrow_N, cu_S, padding),
+            *(real, num_keys, num_rows, top_k, pad_multiple),
+            is_padded=is_padded,
+            fixed=False,
+            **_OPTIONS,
+        )
+    return SlotIndex(
+        num_rows=num_rows,
+        top_k=top_k,
+        num_grouped=num_grouped,
+        pad_multiple=pad_multiple,
+        source_R=source_R,
+        slot_N=slot_N,
+        place_N=place_N,
+        byrow_N=byrow_N,
+        cu_S=cu_S,
+        padding=padding,
+        masked_R=masked_R,
+        counts=counts,
+        real_L=real_L,
+        padded_L=padded_L,
+    )
+
+
+def group_statically(keys_SK: Tensor, num_keys: int, *, buffer_rows: int, pad_multiple: int) -> SlotIndex:
+    """Do what ``index.group_statically`` does if there is room for all slots. Cost: a sort, a scan, four launches."""
+    num_rows, top_k = keys_SK.shape
+    num_slots, is_padded, device = keys_SK.numel(), pad_multiple > 1, keys_SK.device
+    new = _tables(device)
+    source_R, filled_R, place_N, byrow_N = new(buffer_rows), new(buffer_rows), new(num_slots), new(num_slots)
+    padding, cu_S = new(num_keys * (pad_multiple - 1)) if is_padded else None, new(num_rows + 1)
+    real_L = torch.zeros(num_keys, dtype=torch.int64, device=device)
+    padded_L, shifts_L, ends_L = new(3 * num_keys).view(3, num_keys).unbind()
+    needed = torch.empty((), dtype=torch.int64, device=device)
+    cleaned, slots, seen = _sorted(keys_SK, num_keys, real_L, (source_R, filled_R, place_N, byrow_N, padding))
+    elements = max(num_slots, num_rows + 1, num_keys * (pad_multiple - 1))
+    with torch.cuda.device_of(keys_SK):
+        edges_kernel[(1,)](
+            *(real_L, padded_L, shifts_L, ends_L, needed, num_keys, pad_multiple),
+            block=triton.next_power_of_2(num_keys),
+        )
+        place_kernel[(triton.cdiv(elements, _BLOCK),)](
+            *(slots, cleaned, seen, real_L, shifts_L, ends_L, source_R, filled_R, place_N, byrow_N, cu_S, padding),
+            *(num_slots, num_keys, num_rows, top_k, pad_multiple),
+            is_padded=is_padded,
+            fixed=True,
+            **_OPTIONS,
+        )
+    return SlotIndex(
+        num_rows=num_rows,
+        top_k=top_k,
+        num_grouped=buffer_rows,
+        pad_multiple=pad_multiple,
+        source_R=source_R,
+        filled_R=filled_R,
+        slot_N=slots,
+        place_N=place_N,
+        byrow_N=byrow_N,
+        cu_S=cu_S,
+        padding=padding,
+        real_L=real_L,
+        padded_L=padded_L,
+        needed=needed,
+    )
+
+
+def _sorted(
+    keys_SK: Tensor, num_keys: int, real_L: Tensor | None, filled: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each slot its key or L, all slots in the order of their keys, and the number of keys up to a slot.
+
+    ``filled`` are the tables of an index of fixed size, which ``start_kernel`` fills.
+    """
+    num_slots, top_k = keys_SK.numel(), keys_SK.shape[1]
+    cleaned = torch.empty(num_slots, dtype=keys_SK.dtype, device=keys_SK.device)
+    has_key = torch.empty(num_slots, dtype=torch.int64, device=keys_SK.device)
+    source_R, filled_R, place_N, byrow_N, padding = filled or [None] * 5
+    grouped, num_padding = (0 if table is None else table.shape[0] for table in (source_R, padding))
+    elements = max(num_slots, grouped, num_padding)
+    if elements:
+        with torch.cuda.device_of(keys_SK):
+            start_kernel[(triton.cdiv(elements, _BLOCK),)](
+                *(keys_SK, cleaned, has_key, real_L, source_R, filled_R, place_N, byrow_N),
+                # A pointer that no mask lets through: without padding there is no such table.
+                *(has_key if padding is None else padding, num_slots, num_keys, top_k, *keys_SK.stride()),
+                *(grouped, num_padding),
+                fixed=bool(filled),
+                **_OPTIONS,
+            )
+    return cleaned, cleaned.sort(stable=True).indices, has_key.cumsum(0)
+
+
+def _tables(device: torch.device) -> Any:
+    return lambda size: torch.empty(size, dtype=torch.int64, device=device)
+
+
+def merge_slots(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Do what ``verbs.merged_slots`` does. Cost: one launch, and two in the backward."""
+    merged: tuple[Tensor, Tensor] = _Merge.apply(ids_TK, weights_TK)  # type: ignore[no-untyped-call]
+    return merged
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        num_rows, top_k = ids_TK.shape
+        merged_ids, firsts = (torch.empty_like(ids_TK, memory_format=torch.contiguous_format) for _ in range(2))
+        merged = torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
+        columns = triton.next_power_of_2(top_k)
+        block = max(1, _BLOCK // columns)
+        if num_rows:
+            with torch.cuda.device_of(ids_TK):
+                merge_kernel[(triton.cdiv(num_rows, block),)](
+                    *(ids_TK, weights_TK, merged_ids, merged, firsts, num_rows),
+                    *(*ids_TK.stride(), *weights_TK.stride()),
+                    top_k=top_k,
+                    columns=columns,
+                    block=block,
+                    num_warps=4,
+                    enable_fp_fusion=False,
+                )
+        ctx.mark_non_differentiable(merged_ids)
+        ctx.save_for_backward(firsts)
+        return merged_ids, merged
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (firsts,) = ctx.saved_tensors
+        return None, grads[1].gather(1, firsts.clamp(min=0)).masked_fill(firsts < 0, 0)
+
+
+def valid_ids(ids: Tensor, num_experts: int, mark: int | None) -> tuple[Tensor, Tensor]:
+    """Replace invalid ids by -1. Cost: two launches.
+
+    Returns:
+        The ids, and int64 (): without ``mark`` the number of invalid ids, else ``mark``, or -1 if an id is invalid.
+    """
+    outcome = torch.full((), mark or 0, dtype=torch.int64, device=ids.device)
+    ids = ids.contiguous()
+    valid = torch.empty_like(ids)
+    if ids.numel():
+        with torch.cuda.device_of(ids):
+            valid_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
+                *(ids, valid, outcome, ids.numel(), num_experts), marks=mark is not None, **_OPTIONS
+            )
+    return valid, outcome
+
+
+def count_owners(ids_TK: Tensor, slots: int, width: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return 1 + the rank of each slot's expert, (T, K), and the count table of ``alltoall``, (length,).
+
+    Slots that go nowhere have owner 0 and are not counted. ``slots`` is the number of experts of a rank. Cost: two
+    launches.
+    """
+    ids = ids_TK.contiguous()
+    owners, counts = torch.empty_like(ids), torch.zeros(length, dtype=torch.int64, device=ids.device)
+    if ids.numel():
+        with torch.cuda.device_of(ids):
+            owners_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
+                *(ids, owners, counts, ids.numel(), slots, width), **_OPTIONS
+            )
+    return owners, counts

@@ -1,0 +1,94 @@
+"""Layers on streams: which orders the caller must make, and which this package makes.
+
+The plugin fails a test in which two streams use one memory without an order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch import Dispatcher, Routing
+from moe_dispatch.errors import StateError
+from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, dispatcher_of
+from tests.simulated_cuda.ranks import NcclRanks
+
+RANKS = NcclRanks()
+BACKENDS = ("local", "alltoall", "allgather")
+MODES: dict[str, dict[str, Any]] = {"eager": {}, "graph-safe": {"graph_safe": True, "max_tokens_per_rank": 32}}
+
+
+def inputs() -> tuple[Tensor, Routing]:
+    x = torch.randn(BATCH * LENGTH, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    weights, ids = torch.rand(BATCH * LENGTH, EXPERTS, device="cuda").topk(TOP_K)
+    return x, Routing(ids, weights.requires_grad_())
+
+
+def step(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> None:
+    sent = dispatcher.dispatch(x, routing)
+    y = dispatcher.combine(sent.rows * 2, sent)
+    torch.autograd.grad(y, (x, routing.topk_weights), torch.ones_like(y))
+
+
+def on_ranks(backend: str, mode: str, body: Callable[[Dispatcher], None]) -> None:
+    """Run ``body`` with a dispatcher that has run once, on two ranks, or on one for ``local``."""
+
+    def run(group: dist.ProcessGroup) -> None:
+        dispatcher = dispatcher_of(backend, group, **MODES[mode])
+        step(dispatcher, *inputs())
+        torch.cuda.synchronize()
+        body(dispatcher)
+        torch.cuda.synchronize()
+        dispatcher.close()
+
+    RANKS.run(run, 1 if backend == "local" else 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_on_a_side_stream(backend: str, mode: str) -> None:
+    def body(dispatcher: Dispatcher) -> None:
+        x, routing = inputs()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step(dispatcher, x, routing)
+        torch.cuda.current_stream().wait_stream(side)
+
+    on_ranks(backend, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_micro_batches_on_two_streams(backend: str, mode: str) -> None:
+    def body(dispatcher: Dispatcher) -> None:
+        batches, streams = [inputs(), inputs()], [torch.cuda.Stream(), torch.cuda.Stream()]
+        for batch, stream in zip(batches, streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                step(dispatcher, *batch)
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    on_ranks(backend, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_awaited_on_the_stream_of_the_dispatch(backend: str, mode: str) -> None:
+    def body(dispatcher: Dispatcher) -> None:
+        flight = dispatcher.dispatch(*inputs(), async_op=True)
+        with (
+            torch.cuda.stream(torch.cuda.Stream()),
+            pytest.raises(StateError, match="wait\\(\\) must run on the stream of"),
+        ):
+            flight.wait()
+        sent = flight.wait()
+        dispatcher.combine(sent.rows * 2, sent)
+
+    on_ranks(backend, mode, body)

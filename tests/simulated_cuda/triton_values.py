@@ -1,0 +1,153 @@
+"""Values for Triton kernels: they are compiled and launched for the device, and computed on the CPU.
+
+Triton's interpreter computes them. It takes a millisecond for each program, so that the kernels with one program for
+each row have a form in torch here. ``tests/backends/test_permutation_triton.py`` holds these kernels against torch in
+the interpreter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.jit import JITFunction
+
+from moe_dispatch.testing.host_syncs import allow_host_syncs
+from tests.simulated_cuda import values
+from tests.simulated_cuda.device import note_access, placed
+
+# The interpreter replaces functions of triton.language while it runs, so that no other thread may compile.
+_lock = threading.RLock()
+_LANGUAGE: Any = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+
+@contextmanager
+def computed(findings: values.Findings) -> Iterator[None]:
+    """Compute every Triton kernel that is launched inside on the memory of its arguments."""
+    original, call = JITFunction.run, JITFunction.__call__
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        with _lock, placed(f"triton::{self.fn.__name__}"):
+            compiled = original(self, *args, grid=grid, warmup=warmup, **kwargs)
+            if not warmup:
+                again = _again(self, args, grid, kwargs)
+                _compute_first(self.fn.__name__, args, again)
+                if findings.tape is not None:
+                    findings.tape.append(again)
+        return compiled
+
+    # Outside a kernel, Triton refuses calls of functions that are compiled. The interpreter makes such calls.
+    JITFunction.run, JITFunction.__call__ = run, lambda self, *args, **kwargs: _rewritten(self)(*args, **kwargs)
+    try:
+        yield
+    finally:
+        JITFunction.run, JITFunction.__call__ = original, call
+
+
+def _rewritten(function: Any) -> Any:
+    return InterpretedFunction(function.fn).rewrite()
+
+
+def _again(kernel: Any, args: Any, grid: Any, kwargs: Any) -> Callable[[], None]:
+    """Return a function that computes a kernel: now, and in every replay of a graph."""
+    with _outside():
+        given = tuple(values.on_cpu(value.detach()) if isinstance(value, Tensor) else value for value in args)
+    kept = [value.untyped_storage() for value in args if isinstance(value, Tensor)]
+    in_torch = _IN_TORCH.get(kernel.fn.__name__)
+
+    def again(kept: object = kept) -> None:
+        with _outside():
+            if in_torch is None:
+                _interpret(kernel, grid, given, kwargs)
+            else:
+                in_torch(SimpleNamespace(**dict(zip(kernel.arg_names, given, strict=False)), **kwargs))
+
+    return again
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Leave the modes of the thread, so that memory can be written to whatever the thread is doing."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), allow_host_syncs():
+        yield
+
+
+def _interpret(kernel: Any, grid: Any, given: Any, kwargs: Any) -> None:
+    with _lock:
+        scope = _patch_lang(_LANGUAGE)
+        try:
+            InterpretedFunction(kernel.fn)[grid](*given, **kwargs)
+        finally:
+            scope.restore()
+
+
+def _taken(rows: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``rows[source]``, with zeros where the source is negative."""
+    if not len(rows):
+        return torch.zeros(len(source), rows.shape[1], dtype=dtype)
+    return rows[source.clamp(min=0)].to(dtype).masked_fill_((source < 0).unsqueeze(1), 0)
+
+
+def _accumulate(given: Any) -> torch.dtype:
+    return torch.float64 if given.accumulate == tl.float64 else torch.float32
+
+
+def _store(out: Tensor, found: Tensor) -> None:
+    """Round as the kernels do: float64 by way of float32."""
+    out.copy_(found.float() if found.dtype == torch.float64 and out.dtype != torch.float64 else found)
+
+
+def _gather(given: Any) -> None:
+    _store(given.out, _taken(given.rows, given.source, given.rows.dtype))
+
+
+def _gather_weighted(given: Any) -> None:
+    found, exists = _taken(given.rows, given.source, _accumulate(given)), given.source >= 0
+    weights = torch.where(exists, given.weights.to(found.dtype), 0)
+    _store(given.out, found * weights.unsqueeze(1))
+    if given.partners is not None:
+        partners = given.partners.to(found.dtype).masked_fill(~exists.unsqueeze(1), 0)
+        given.dots.copy_((found * partners).sum(1))
+
+
+def _sum_bags(given: Any) -> None:
+    begins, lengths = given.edges[:-1], given.edges.diff()
+    rows, dtype = given.rows[:, : given.out.shape[1]], _accumulate(given)
+    total = torch.zeros(given.out.shape, dtype=dtype)
+    for step in range(int(lengths.max())):  # the terms of all bags in the order of the kernel
+        bags = (lengths > step).nonzero().view(-1)
+        at = begins[bags] + step
+        terms = rows[given.members[at]].to(dtype)
+        total[bags] += terms if given.weights is None else terms * given.weights[at].to(dtype).unsqueeze(1)
+    _store(given.out, total)
+
+
+_IN_TORCH: dict[str, Callable[[Any], None]] = {
+    "gather_kernel": _gather,
+    "gather_weighted_kernel": _gather_weighted,
+    "sum_bags_kernel": _sum_bags,
+}
+
+
+def _compute_first(name: str, args: Any, again: Callable[[], None]) -> None:
+    """Compute a kernel, and record which of its tensors it wrote: those whose bytes have changed."""
+    tensors = [value for value in args if isinstance(value, Tensor) and value.numel()]
+    with _disable_current_modes():
+        before = [_bytes(tensor).clone() for tensor in tensors]
+        again()
+        changed = [not torch.equal(_bytes(tensor), old) for tensor, old in zip(tensors, before, strict=True)]
+        for tensor, writes in zip(tensors, changed, strict=True):
+            note_access(tensor, name, writes=writes)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat: Tensor = values.on_cpu(tensor.detach()).contiguous().view(-1)
+    return flat.view(torch.uint8)
