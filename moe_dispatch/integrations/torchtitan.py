@@ -6,16 +6,24 @@ Importing this module imports torchtitan. ``moe_dispatch.types`` explains the su
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
-from moe_dispatch.errors import ConfigError, InputError
+from moe_dispatch.errors import ConfigError, InputError, StateError
+from moe_dispatch.integrations.spare_slots import refuse_spare_slots
 from moe_dispatch.integrations.versions import check_version
 from moe_dispatch.layouts import Rows
+from moe_dispatch.replay import Cut, replayed
+from moe_dispatch.replay.encoding import UNKNOWN
 from moe_dispatch.types import Dispatched, Routing
 
 check_version("torchtitan", tested=("0.3.0",), lowest="0.3.0")  # before the imports, whose errors explain less
@@ -24,7 +32,7 @@ from torchtitan.config import override  # noqa: E402
 from torchtitan.models.common.moe import MoE, RoutedExperts  # noqa: E402
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher  # noqa: E402
 
-__all__ = ["MoEDispatchTokenDispatcher", "moe_dispatch_override", "use_moe_dispatch"]
+__all__ = ["MoEDispatchTokenDispatcher", "RoutingReplay", "moe_dispatch_override", "use_moe_dispatch"]
 
 # Fields that torchtitan's config sets. And "weights": torchtitan's experts ignore scores, so combine applies them.
 _NOT_OPTIONS = ("backend", "hidden_size", "num_experts", "top_k", "weights")
@@ -78,8 +86,10 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             hidden_size=config.hidden_dim,
             **config.options,
         )
+        refuse_spare_slots("MoEDispatchTokenDispatcher", self._config)
         self._name = config.name
         self._dispatcher: Dispatcher | None = None
+        self.drift: Tensor | None = None  # of the routing of this micro-batch, if it is replayed
 
     def init_buffer(self) -> None:
         """Build the dispatcher on the expert-parallel mesh, or for one rank if there is none. Collective."""
@@ -117,7 +127,8 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
                 f"MoEDispatchTokenDispatcher.dispatch: num_experts ({self.num_experts}) must be that of the router, "
                 f"got counts of {counted} experts. Give the dispatcher and the router the same num_experts."
             )
-        sent = self.dispatcher.dispatch(x_TD, Routing(topk_expert_ids_TK, topk_scores_TK), Rows())
+        routing, self.drift = Routing(topk_expert_ids_TK, topk_scores_TK, self.drift), None
+        sent = self.dispatcher.dispatch(x_TD, routing, Rows())
         return sent.rows, sent.tokens_per_expert, sent
 
     def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
@@ -197,3 +208,85 @@ def use_moe_dispatch(model_config: Any, *, backend: str | dict[str, Any] = "auto
             layer.routed_experts, backend=backend, name=f"{name}.routed_experts", **options
         )
     return list(layers)
+
+
+@final
+class RoutingReplay:
+    """The replay of a routing in the routers of a model. Call ``micro_batch`` around each forward and backward.
+
+    The weights are the router's own scores at the replayed experts, with its normalisation and scale, so the router
+    keeps its gradient. Rows that the table does not know, and padding, take the router's own choice.
+
+    Args:
+        model: A torchtitan model that is built, or the part of a pipeline stage.
+        first: Number of its first MoE layer in the whole model, which has the MoE layers 0, 1 and so on.
+
+    Raises:
+        ConfigError: The model has no MoE layers.
+    """
+
+    def __init__(self, model: nn.Module, *, first: int = 0) -> None:
+        layers = [module for module in model.modules() if isinstance(module, MoE)]
+        if not layers:
+            raise ConfigError(
+                f"RoutingReplay: the model must have MoE layers, got {type(model).__name__} without one. Pass a model "
+                "of torchtitan with experts."
+            )
+        self._cut: Cut | None = None
+        self._hooks = [
+            layer.router.register_forward_hook(functools.partial(self._replay, number, layer.routed_experts))
+            for number, layer in enumerate(layers, first)
+        ]
+
+    @contextmanager
+    def micro_batch(self, cut: Cut) -> Iterator[None]:
+        """Replay a cut in the block. The backward must be in the block too if activations are recomputed in it.
+
+        Args:
+            cut: The result of ``RoutingTable.cut``, for the layout of this rank's ``[B, L, D]``.
+        """
+        before, self._cut = self._cut, cut
+        try:
+            yield
+        finally:
+            self._cut = before
+
+    def close(self) -> None:
+        """Let the routers choose on their own again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _replay(
+        self, number: int, routed_experts: Any, router: Any, args: Any, routed: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange the experts of a router, and their scores, as a forward hook."""
+        if self._cut is None:
+            raise StateError(
+                "RoutingReplay: a forward must run in a block of micro_batch, got a forward outside. Put the forward "
+                "and the backward into the block, or close the replay."
+            )
+        own_TK, scores_TE = (_local(tensor).flatten(0, 1) for tensor in routed[1:])
+        ids_TK = self._cut.routing_for(number)
+        routing = replayed(
+            torch.where(ids_TK < 0, UNKNOWN, ids_TK),
+            scores_TE,
+            normalize=router.route_norm,
+            own_ids_TK=own_TK,
+            scale=router.route_scale,
+        )
+        if isinstance(routed_experts.token_dispatcher, MoEDispatchTokenDispatcher):
+            routed_experts.token_dispatcher.drift = routing.drift
+        return _like(routing.topk_weights, routed[0]), _like(routing.topk_ids, routed[1]), routed[2]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(new_TK: Tensor, old_BLK: Tensor) -> Tensor:
+    """Give rows of this rank the shape of a router's output, and its placement if it is distributed."""
+    shaped = new_TK.view(_local(old_BLK).shape)
+    if not isinstance(old_BLK, DTensor):
+        return shaped
+    placed: Tensor = DTensor.from_local(shaped, old_BLK.device_mesh, old_BLK.placements)
+    return placed

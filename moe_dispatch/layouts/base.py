@@ -124,6 +124,27 @@ class Layout(ABC):
         return None if len(rows) == num_rows else rows
 
     @final
+    def positions(self, shape: Sequence[int]) -> Tensor:
+        """Return the sequence of each row of ``x`` and its position in that sequence, int64 (2, T).
+
+        Sequences are numbered in the order of the layout: b in [B, S, D], i of ``cu_seqlens[i]``. Positions count the
+        tokens of a sequence from its start, on whichever rank they are. Both numbers are -1 for a row without a token.
+        For example, ``THD([0, 2, 3], [0, 4, 8])`` gives [[0, 0, -1, -1, 1, -1, -1, -1], [0, 1, -1, -1, 0, -1, -1, -1]].
+        Without sequences in the layout (``Rows``, ``Masked``), the last leading dimension of x holds a sequence.
+
+        Args:
+            shape: The shape of this rank's ``x``.
+
+        Raises:
+            LayoutError: The shape does not fit the layout.
+
+        Cost: no host sync. The result is on the device of the metadata.
+        """
+        rows = self.rows_of(shape)
+        places_2T, valid_T = self.places(shape), self.valid_T(rows)
+        return places_2T if valid_T is None else torch.where(valid_T, places_2T, -1)
+
+    @final
     def check(self, num_rows: int, *, values: bool = False) -> None:
         """Raise LayoutError if the layout is malformed or does not describe ``num_rows`` rows.
 
@@ -191,6 +212,14 @@ class Layout(ABC):
     @abstractmethod
     def mask(self, num_rows: int) -> Tensor:
         """Return ``valid_T`` on the device of the metadata, without a host sync. Not called if all rows are real."""
+
+    @abstractmethod
+    def num_sequences(self, shape: Sequence[int]) -> int:
+        """Return the number of sequences in the whole of which this rank's ``x`` has this shape."""
+
+    @abstractmethod
+    def places(self, shape: Sequence[int]) -> Tensor:
+        """Return ``positions`` of an ``x`` of this shape. Rows without a token may get any numbers. No host sync."""
 
     def check_counts(self, num_rows: int) -> None:  # noqa: B027 - optional
         """Raise LayoutError if ``num_rows`` rows cannot fit the shapes of the metadata."""

@@ -79,6 +79,16 @@ class PaddedBatch(Layout):
             return (positions_S < lengths_B[:, None]).flatten()
         return (positions_S[:, None] < lengths_B).flatten()
 
+    def num_sequences(self, shape: Sequence[int]) -> int:
+        return shape[self.batch_dim]
+
+    def places(self, shape: Sequence[int]) -> Tensor:
+        """Return the indices of the batch and of the sequence dimension."""
+        device = self.metadata[0].device if self.metadata else None
+        indices = [torch.arange(length, device=device) for length in shape[:2]]
+        grids = torch.meshgrid(*indices, indexing="ij")
+        return torch.stack([grids[self.batch_dim].flatten(), grids[1 - self.batch_dim].flatten()])
+
     def check_counts(self, num_rows: int) -> None:
         self.grid(num_rows)
 

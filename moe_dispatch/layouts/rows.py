@@ -40,6 +40,15 @@ class PlainRows(Layout, ABC):
         """Return the first dimension, along which contiguous parts of the rows are contiguous."""
         return 0
 
+    def num_sequences(self, shape: Sequence[int]) -> int:
+        return prod(shape[:-2])
+
+    def places(self, shape: Sequence[int]) -> Tensor:
+        """Number the rows of the last leading dimension from 0. Every such dimension is a sequence."""
+        length = shape[-2] if len(shape) > 1 else 1
+        rows = torch.arange(prod(shape[:-1]), device=self.metadata[0].device if self.metadata else None)
+        return torch.stack([rows // max(length, 1), rows % max(length, 1)])
+
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
         check_divisible("the rows", num_rows, size, kind)
 
@@ -131,6 +140,12 @@ class Masked(PlainRows):
 
     def mask(self, num_rows: int) -> Tensor:
         return self.valid
+
+    def places(self, shape: Sequence[int]) -> Tensor:
+        """Count the real rows before each row in its sequence, because padding may come before a token."""
+        sequences_T, _ = PlainRows.places(self, shape)
+        real_BS = self.valid.view(self.num_sequences(shape), shape[-2] if len(shape) > 1 else 1)
+        return torch.stack([sequences_T, (real_BS.cumsum(1) - 1).flatten()])
 
     def check_counts(self, num_rows: int) -> None:
         if len(self.valid) != num_rows:

@@ -89,6 +89,21 @@ class Shard(Layout):
         rows = self.base.shard_rows(self.base.grid(whole), self.index, self.size, self.kind)
         return self.base.mask(whole).index_select(0, rows)
 
+    def num_sequences(self, shape: Sequence[int]) -> int:
+        return self.base.num_sequences(self._whole(shape))
+
+    def places(self, shape: Sequence[int]) -> Tensor:
+        """Select this rank's rows from the places of the whole."""
+        whole = self._whole(shape)
+        rows = self.base.shard_rows(whole[:-1], self.index, self.size, self.kind)
+        return self.base.places(whole).index_select(1, rows)
+
+    def _whole(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of the tensor of which this rank holds a part."""
+        whole = list(shape)
+        whole[self.sequence_dim(shape)] *= self.size
+        return whole
+
     def check_counts(self, num_rows: int) -> None:
         """Check that the parts together fit the whole, and that the whole can be divided."""
         self.base.check_counts(num_rows * self.size)

@@ -102,6 +102,13 @@ class THD(Layout):
         sequence_T, offset_T = locate(self.owned, torch.arange(num_rows, device=self.owned.device))
         return offset_T < self.real.diff()[sequence_T]
 
+    def num_sequences(self, shape: Sequence[int]) -> int:
+        return len(self.owned) - 1
+
+    def places(self, shape: Sequence[int]) -> Tensor:
+        """Return the sequence that owns each row, and the row's offset in it."""
+        return torch.stack(locate(self.owned, torch.arange(prod(shape[:-1]), device=self.owned.device)))
+
     def check_values(self, num_rows: int) -> None:
         """Check that offsets start at 0, do not decrease, end at T, and that sequences fit into their padded rows."""
         names = ("cu_seqlens", "cu_seqlens_padded")[: len(self.metadata)]

@@ -146,7 +146,7 @@ def test_benchmark_measures_ours_beside_the_peers(tmp_path: Path) -> None:
     process = start("bench", "--quick", "--ranks", "2", "--dtype", "float32", "--save", str(file))
     out, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (0, ""), error
-    results = load_results(file)
+    results = load_results(file).joined
     here = [name for name in PEERS if not missing_packages(name)]
     assert [result.case.routing for result in results.cases] == list(SKEWS)
     for result in results.cases:

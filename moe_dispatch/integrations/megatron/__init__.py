@@ -1,7 +1,8 @@
 """MoE layers of megatron-core with a Dispatcher instead of Megatron's own token dispatchers.
 
 ``convert(model, backend=...)`` changes a model that is built. ``moe_layer_spec(spec, backend=...)`` changes the spec of
-a layer before the layer is built.
+a layer before the layer is built. ``pre_wrap_hook(backend=...)`` returns a hook for frameworks that build through
+Megatron-Bridge.
 """
 
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
@@ -10,6 +11,16 @@ from moe_dispatch.integrations.megatron.layers import (
     convert,
     follow_packed_sequences,
     moe_layer_spec,
+    pre_wrap_hook,
 )
+from moe_dispatch.integrations.megatron.replay import RoutingReplay
 
-__all__ = ["DispatchMoELayer", "MegatronDispatcher", "convert", "follow_packed_sequences", "moe_layer_spec"]
+__all__ = [
+    "DispatchMoELayer",
+    "MegatronDispatcher",
+    "RoutingReplay",
+    "convert",
+    "follow_packed_sequences",
+    "moe_layer_spec",
+    "pre_wrap_hook",
+]

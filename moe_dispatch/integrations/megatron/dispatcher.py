@@ -71,6 +71,7 @@ class MegatronDispatcher:
         self.valid_cudagraph_attrs: list[str] | None = None
         self.topk_ids: Tensor | None = None
         self.plans: dict[str, Plan] | None = None
+        self.drift: Tensor | None = None  # of the routing of this micro-batch, if it is replayed
         self._sent: Dispatched | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +90,8 @@ class MegatronDispatcher:
         if self.shared_experts is not None:
             # Shared experts compute on their own stream while rows travel on the current stream.
             self.shared_experts.pre_forward_comm(hidden_states)
-        routing, self.topk_ids = Routing(self.topk_ids, probs), None
+        routing = Routing(self.topk_ids, probs, self.drift)
+        self.topk_ids = self.drift = None
         sent = self._sent = self.dispatcher.dispatch(hidden_states, routing, self._plan(hidden_states))
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(sent.rows)

@@ -7,10 +7,13 @@ into a padding mask. Hooks on a transformer block let its MoE layers share plans
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError
@@ -23,7 +26,7 @@ from moe_dispatch.integrations.megatron.core import (
 )
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
 from moe_dispatch.integrations.megatron.settings import check_settings
-from moe_dispatch.layouts import THD, Layout
+from moe_dispatch.layouts import THD, Layout, ShardKind
 from moe_dispatch.types import Plan
 
 # Experts that split rows by counts on the host. TEGroupedMLP with the op fuser does not.
@@ -64,6 +67,32 @@ def convert(
         follow_packed_sequences(chunk)
 
 
+def pre_wrap_hook(
+    *, backend: str | dict[str, Any] = "alltoall", **given: Any
+) -> Callable[[list[nn.Module]], list[nn.Module]]:
+    """Return a function that converts the chunks of a pipeline stage, for trainers that build through Megatron-Bridge.
+
+    The Bridge calls such hooks on the built layers, before it wraps them for data parallelism. So this hook comes after
+    every place where the Bridge chooses a dispatcher:
+
+        provider.register_pre_wrap_hook(pre_wrap_hook(backend="hybridep"))
+        model_config.pre_wrap_hooks.append(pre_wrap_hook(backend="hybridep"))
+
+    Args:
+        backend: As in a DispatcherConfig.
+        **given: As for ``MegatronDispatcher``.
+
+    Raises:
+        ConfigError: As for ``convert``. The function raises it, not ``pre_wrap_hook``.
+    """
+
+    def convert_chunks(chunks: list[nn.Module]) -> list[nn.Module]:
+        convert(chunks, backend=backend, **given)
+        return chunks
+
+    return convert_chunks
+
+
 @final
 class DispatchMoELayer(MoELayer):  # type: ignore[misc]
     """A MoELayer with a MegatronDispatcher, for ``moe_layer_spec``. ``dispatch`` holds keywords of the dispatcher."""
@@ -78,46 +107,58 @@ class DispatchMoELayer(MoELayer):  # type: ignore[misc]
 def moe_layer_spec(
     spec: Any, *, backend: str | dict[str, Any] = "alltoall", pg_collection: Any = None, **given: Any
 ) -> Any:
-    """Return a copy of the spec of an MoE layer, or of a transformer layer with one, with a MegatronDispatcher.
+    """Return a copy of a spec in which every MoE layer has a MegatronDispatcher.
 
     Args:
-        spec: The result of Megatron's ``get_moe_module_spec`` or ``get_gpt_layer_*_spec``; it is not changed.
+        spec: The spec of an MoE layer, of a transformer layer, or of a block of layers: the result of Megatron's
+            ``get_moe_module_spec``, ``get_gpt_layer_*_spec``, ``get_gpt_decoder_block_spec`` or
+            ``get_gpt_mtp_block_spec``. It is not changed.
         backend: Backend, as in a DispatcherConfig.
         pg_collection: Groups of the layer. They are needed with Megatron 0.16 if its global groups are not initialised,
             because 0.16 passes groups to its own layer class only.
         **given: As for ``MegatronDispatcher``.
 
     Raises:
-        ConfigError: The spec holds no MoE layer.
+        ConfigError: The spec holds no MoE layer. Only the spec of a block may hold dense layers alone, because the
+            block of a pipeline stage may. Such a spec is returned as it is.
     """
     params = {"dispatch": {"backend": backend, **given}}
     if pg_collection is not None:
         params["pg_collection"] = pg_collection
     found = _with_dispatch(spec, params)
-    if found is None:
+    if found is spec and not hasattr(getattr(spec, "submodules", spec), "layer_specs"):
         raise ConfigError(
-            f"moe_layer_spec: the spec must hold an MoE layer, got {spec!r:.200}. Pass the spec of an MoE layer."
+            f"moe_layer_spec: the spec must hold an MoE layer, got {spec!r:.200}. Pass the spec of an MoE layer, or of "
+            "a layer or a block with MoE layers."
         )
     return found
 
 
 def _with_dispatch(spec: Any, params: dict[str, Any]) -> Any:
-    """Return the spec with our layer class, or None. Specs are ModuleSpecs in 0.16, and partial classes in 0.19."""
-    if isinstance(spec, functools.partial):
-        if spec.func not in (MoELayer, DispatchMoELayer):
-            return None
+    """Return a copy of the spec with our layer class, or the spec itself if it holds no MoE layer.
+
+    The spec of an MoE layer is a ModuleSpec in 0.16, and a partial class in 0.19. Other ModuleSpecs hold a dataclass of
+    submodules. Its fields are specs, or lists of specs.
+    """
+    layers = (MoELayer, DispatchMoELayer)
+    if isinstance(spec, functools.partial) and spec.func in layers:
         return functools.partial(DispatchMoELayer, *spec.args, **{**spec.keywords, **params})
-    if not isinstance(spec, ModuleSpec):
-        return None
-    changed = copy.copy(spec)
-    if spec.module in (MoELayer, DispatchMoELayer):
+    if isinstance(spec, ModuleSpec) and spec.module in layers:
+        changed = copy.copy(spec)
         changed.module, changed.params = DispatchMoELayer, {**spec.params, **params}
         return changed
-    mlp = _with_dispatch(getattr(spec.submodules, "mlp", None), params)
-    if mlp is None:
-        return None
-    changed.submodules = copy.copy(spec.submodules)
-    changed.submodules.mlp = mlp
+    if isinstance(spec, list):
+        items = [_with_dispatch(item, params) for item in spec]
+        return items if any(new is not old for new, old in zip(items, spec, strict=True)) else spec
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    changes = {name: new for name, old in fields.items() if (new := _with_dispatch(old, params)) is not old}
+    if not changes:
+        return spec
+    changed = copy.copy(spec)
+    for name, new in changes.items():
+        setattr(changed, name, new)
     return changed
 
 
@@ -196,19 +237,51 @@ def _mark_gaps(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     if params is None or params.qkv_format != "thd" or params.cu_seqlens_q_padded is None:
         return args, kwargs
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    groups = layer.pg_collection
-    layout: Layout = THD(params.cu_seqlens_q, params.cu_seqlens_q_padded)
-    if (cp_group := params.cp_group or getattr(groups, "cp", None)) is not None:
-        layout = layout.shard(cp_group.rank(), cp_group.size(), "zigzag")
-    if layer.config.sequence_parallel and groups.tp is not None:
-        layout = layout.shard(groups.tp.rank(), groups.tp.size())
-    num_rows = layout.rows_of(hidden.shape)
-    layout.check(num_rows)
+    layout, num_rows = packed_layout(layer, params, hidden), prod(hidden.shape[:-1])
     valid_T = layout.valid_T(num_rows, hidden.device)
     assert valid_T is not None  # cu_seqlens_q_padded is given
     padding: Tensor = ~valid_T.unsqueeze(0)
     given = kwargs.get("padding_mask")
     return args, {**kwargs, "padding_mask": padding if given is None else given.bool() | padding}
+
+
+def packed_layout(layer: Any, params: Any, hidden: Tensor, *, host: bool = False) -> Layout:
+    """Return the layout of the packed rows of this rank, with one more sequence for the rows after the last one.
+
+    Args:
+        layer: Transformer layer, whose groups divide the rows.
+        params: PackedSeqParams of the micro-batch.
+        hidden: Hidden states of this rank, [T, 1, D].
+        host: Whether the offsets are needed on the host. Reading them from a device is a host sync.
+
+    Raises:
+        LayoutError: The parameters are of another batch.
+    """
+    groups, num_rows = layer.pg_collection, prod(hidden.shape[:-1])
+    cp_group = params.cp_group or getattr(groups, "cp", None)
+    cp_size, cp_rank = (cp_group.size(), cp_group.rank()) if cp_group is not None else (1, 0)
+    split = layer.config.sequence_parallel and groups.tp is not None
+    tp_size, tp_rank = (groups.tp.size(), groups.tp.rank()) if split else (1, 0)
+    cu_seqlens = getattr(params, "moe_dispatch_cu_seqlens", params.cu_seqlens_q)  # verl's plug-in sets it
+    padded = cu_seqlens if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    if host:
+        cu_seqlens, padded = cu_seqlens.cpu(), padded.cpu()
+    kind: ShardKind = getattr(params, "cp_partition_mode", "zigzag")  # releases after 0.19.2 may have "contiguous"
+    whole = _with_tail(cu_seqlens, padded, num_rows * cp_size * tp_size)
+    layout = whole.shard(cp_rank, cp_size, kind).shard(tp_rank, tp_size)
+    layout.check(num_rows)
+    return layout
+
+
+def _with_tail(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, num_rows: int) -> THD:
+    """Return the layout of packed sequences, in which rows after the last sequence hold no token.
+
+    Trainers that pad a batch to a multiple put rows there. The layout describes these rows as one more sequence, of
+    length 0 and with its own padding. Lengths 5 and 3 in 8 and 4 rows, followed by 6 more rows, give the offsets [0, 5,
+    8, 8] and [0, 8, 12, 18].
+    """
+    end = cu_seqlens_padded[-1:].clamp(min=num_rows)
+    return THD(torch.cat([cu_seqlens, cu_seqlens[-1:]]), torch.cat([cu_seqlens_padded, end]))
 
 
 def _share_plans(block: Any) -> None:

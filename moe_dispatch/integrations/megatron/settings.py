@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.integrations.spare_slots import refuse_spare_slots
 
 # Fields of a DispatcherConfig that come from Megatron, and their source there.
 _DERIVED = {
@@ -70,6 +71,7 @@ def dispatcher_config(
         weights="experts",
         **(fields | given),
     )
+    refuse_spare_slots("MegatronDispatcher", derived)
     if derived.pad_multiple_rows % pad_multiple:
         raise ConfigError(
             f"MegatronDispatcher: pad_multiple must be a multiple of {pad_multiple}, which the precision of the "

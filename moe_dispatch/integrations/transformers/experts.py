@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.integrations.spare_slots import refuse_spare_slots
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.integrations.transformers.forwards import plan_in_force
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said
@@ -33,6 +34,7 @@ class ExpertParallel:
     """
 
     def __init__(self, config: DispatcherConfig, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        refuse_spare_slots("register", config)
         _check_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
         self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)
         self.slices = BatchSlice(tp_mesh.get_group())
@@ -57,6 +59,7 @@ class ExpertsFunction:
     def __init__(
         self, config: DispatcherConfig, group: dist.ProcessGroup | DeviceMesh, implementation: Callable[..., Tensor]
     ) -> None:
+        refuse_spare_slots("register", config)
         if config.graph_safe:
             raise ConfigError(
                 "register: graph_safe must be False with group=, because transformers' experts functions read all "

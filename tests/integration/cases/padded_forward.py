@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -20,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from moe_dispatch import THD, Dispatched, Dispatcher, DispatcherConfig, Plan, Routing
 from moe_dispatch.integrations.packing import packing_for
 from moe_dispatch.layouts import bshd_to_thd, thd_to_bshd
+from moe_dispatch.replay import Cut as CutOfTable
+from moe_dispatch.replay import RoutingTable, replayed
 
 LENGTHS = (70, 5, 33, 1, 64, 18, 90, 7, 12, 41)  # the net works in chunks of 64
 VOCABULARY, HIDDEN, EXPERTS, TOP_K = 31, 32, 8, 2
@@ -33,6 +36,7 @@ class MicroBatch:
 
     layout: THD | None = None
     plan: Plan | None = None
+    replay: CutOfTable | None = None
 
 
 @final
@@ -60,9 +64,9 @@ class PaddedForward(nn.Module):
 class PackedExperts(Dispatcher):
     """The model's MoE block: its router and shared expert as they are, a rank's part of its experts."""
 
-    def __init__(self, block: Any, micro_batch: MicroBatch, group: dist.ProcessGroup) -> None:
-        super().__init__(CONFIG, group)
-        self.block, self.micro_batch = block, micro_batch
+    def __init__(self, block: Any, micro_batch: MicroBatch, group: dist.ProcessGroup, number: int) -> None:
+        super().__init__(CONFIG, group, name=f"layers.{number}")
+        self.block, self.micro_batch, self.number = block, micro_batch, number
         held = EXPERTS // group.size()
         mine = slice(group.rank() * held, (group.rank() + 1) * held)
         block.experts.num_experts = held
@@ -76,9 +80,13 @@ class PackedExperts(Dispatcher):
         return rows_RD
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        _, weights_TK, ids_TK = self.block.gate(x)
+        logits_TE, weights_TK, ids_TK = self.block.gate(x)
+        routing = Routing(ids_TK, weights_TK)
+        if (cut := self.micro_batch.replay) is not None:
+            scores_TE = logits_TE.softmax(1, dtype=torch.float)
+            routing = replayed(cut.routing_for(self.number), scores_TE, normalize=True, own_ids_TK=ids_TK)
         shared = torch.sigmoid(self.block.shared_expert_gate(x)) * self.block.shared_expert(x)
-        y: Tensor = super().forward(x, Routing(ids_TK, weights_TK), self.micro_batch.plan) + shared
+        y: Tensor = super().forward(x, routing, self.micro_batch.plan) + shared
         return y
 
 
@@ -114,10 +122,10 @@ def convert(model: Any, micro_batch: MicroBatch, group: dist.ProcessGroup) -> li
     """Packed rows in, packed rows out; its MoE layers."""
     layers = model.model.layers
     packing = packing_for(model.config.model_type, framework="transformers")
-    for layer in layers:
+    for number, layer in enumerate(layers):
         if layer.block_type == "linear_attention" and not packing.packed:
             layer.linear_attn = PaddedForward(layer.linear_attn, micro_batch)
-        layer.mlp = PackedExperts(layer.mlp, micro_batch, group)
+        layer.mlp = PackedExperts(layer.mlp, micro_batch, group, number)
     return [layer.mlp for layer in layers]
 
 
@@ -167,6 +175,7 @@ CUTS = {
     "a mean for each micro-batch": Cut(ranks=(((0, 1, 7), (2, 9)), ((4, 5, 8),), ((6, 3),), ()), mean=True),
 }
 
+REPLAYED = ("gaps between packed sequences", "by a budget of 100 tokens")
 JOBS = {
     torch.float32: ["a micro-batch for each rank", "a sequence for each micro-batch", "padded further"],
     torch.float64: list(CUTS),
@@ -200,7 +209,20 @@ def loss_of(logits_TV: Tensor, targets_T: Tensor, cut: Cut) -> Tensor:
     return total / ((targets_T >= 0).sum().clamp(min=1) if cut.mean else targets)
 
 
-def step(cut: Cut, dtype: torch.dtype, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], list[int]]:
+def routing_of_an_engine(sequence: int) -> Tensor:
+    """Ids (S - 1, L, K) that an engine gave, without the last token: not what the router would choose."""
+    generator = torch.Generator().manual_seed(200 + sequence)
+    return torch.rand(LENGTHS[sequence] - 1, len(LAYERS), EXPERTS, generator=generator).argsort(-1)[..., :TOP_K]
+
+
+def table_of_an_engine() -> RoutingTable:
+    ids = {sequence: routing_of_an_engine(sequence) for sequence in range(len(LENGTHS))}
+    return RoutingTable(ids, num_experts=EXPERTS, last_missing=True)
+
+
+def step(
+    cut: Cut, dtype: torch.dtype, group: dist.ProcessGroup, *, table: RoutingTable | None = None
+) -> tuple[dict[str, Tensor], list[int]]:
     """Gradients of one step over all ranks, by the untouched model's names; tokens that each expert saw."""
     model, micro_batch = make_model(dtype), MicroBatch()
     layers = convert(model, micro_batch, group)
@@ -209,8 +231,13 @@ def step(cut: Cut, dtype: torch.dtype, group: dist.ProcessGroup) -> tuple[dict[s
         sequences = micro_batches[turn] if turn < len(micro_batches) else ()
         ids, targets, positions, layout = packed(sequences, cut)
         micro_batch.layout, micro_batch.plan = layout, layers[0].plan(layout)
+        if table is not None:
+            micro_batch.replay = table.cut(layout, sequences or [None])
         loss_of(model(ids[None], position_ids=positions[None], use_cache=False).logits[0], targets, cut).backward()
     seen = layers[0].metrics(gather=True).real_tokens_per_expert
+    if table is not None:
+        table.check_used(group=group)
+        assert min(layers[0].metrics(gather=True).replay_drift.values()) > 0.3
     gradients = dict(gathered(model, group))
     for layer in layers:
         layer.close()
@@ -231,14 +258,29 @@ def gathered(model: nn.Module, group: dist.ProcessGroup) -> Iterator[tuple[str, 
             yield plain, weight.grad
 
 
-def untouched(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Gradients of the untouched model on one sequence at a time: nothing is packed, padded or sent."""
+def untouched(dtype: torch.dtype, *, forced: bool = False) -> dict[str, Tensor]:
+    """Gradients of the untouched model on one sequence at a time: nothing is packed, padded or sent.
+
+    If ``forced``, its routers are made to choose what the engine chose.
+    """
     model = make_model(dtype)
     for sequence in range(len(LENGTHS)):
+        for number, layer in enumerate(model.model.layers):
+            if forced:
+                layer.mlp.gate.forward = partial(forced_gate, layer.mlp.gate, routing_of_an_engine(sequence)[:, number])
         ids = tokens_of(sequence)
         targets = torch.cat([ids[1:], torch.tensor([-1])])
         loss_of(model(ids[None]).logits[0], targets, CUTS["a micro-batch for each rank"]).backward()
     return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def forced_gate(gate: Any, ids_SK: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The model's router, with given experts in all positions but the last."""
+    logits_SE = F.linear(hidden_states.reshape(-1, HIDDEN), gate.weight)
+    scores_SE = logits_SE.softmax(1, dtype=torch.float)
+    ids_SK = torch.cat([ids_SK, scores_SE[-1:].topk(TOP_K).indices])
+    weights_SK = scores_SE.gather(1, ids_SK)
+    return logits_SE, weights_SK / weights_SK.sum(1, keepdim=True), ids_SK
 
 
 def refusals() -> dict[str, str]:
@@ -278,6 +320,9 @@ def rank_body(rank: int) -> dict[str, Any]:
             steps = {name: step(CUTS[name], dtype, group) for name in cuts}
             if rank == 0:
                 found[str(dtype)] = steps, untouched(dtype)
+    with as_wide_as(torch.float64):
+        replays = {name: step(CUTS[name], torch.float64, group, table=table_of_an_engine()) for name in REPLAYED}
+        found["replayed"] = (replays, untouched(torch.float64, forced=True)) if rank == 0 else None
     found["refusals"] = refusals() if rank == 0 else None
     found["announced"] = told.messages
     return found

@@ -89,7 +89,7 @@ class StageOfRank(Dispatcher):
 
     def __init__(self, config: DispatcherConfig, place: Place) -> None:
         super().__init__(config, place.tp_group, name=f"stage {place.stage}, rank {place.tp_rank} of its {TP}")
-        self.place, self.stage = place, Stage(place.stage)
+        self.position, self.stage = place, Stage(place.stage)
         self.stage.keep_experts(place.tp_rank)
 
     def run_experts(self, sent: Dispatched) -> Tensor:
@@ -102,9 +102,9 @@ class StageOfRank(Dispatcher):
 
     def run(self, x: Tensor, layout: THD) -> Tensor:
         """Sequence parallelism: whole sequences are gathered to be mixed, and each rank goes on with its rows."""
-        whole_TD = all_gather_tensor_autograd(x, 0, self.place.tp_group)
-        x = x + self.stage.mixed(whole_TD, layout).tensor_split(TP)[self.place.tp_rank]
-        return self.moe(x, layout.shard(self.place.tp_rank, TP))
+        whole_TD = all_gather_tensor_autograd(x, 0, self.position.tp_group)
+        x = x + self.stage.mixed(whole_TD, layout).tensor_split(TP)[self.position.tp_rank]
+        return self.moe(x, layout.shard(self.position.tp_rank, TP))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,31 @@ def test_counts_that_vary_by_rank_and_step_are_the_dense_layer(release: str) -> 
 
 
 @pytest.mark.parametrize("release", RELEASES)
+def test_a_replayed_routing_is_the_dense_layer_whose_router_is_forced(release: str) -> None:
+    """The experts of a rollout in the trainer's own packing. Every entry is used once, and the drift is counted."""
+
+    def body(group: dist.ProcessGroup) -> tuple[list[thd_layer.Result], float]:
+        dispatcher = build_dispatcher(config(release), group, name="moe")
+        found = []
+        for step in thd_layer.STEPS:
+            table = thd_layer.table_of(step)
+            found.append(thd_layer.sent_and_back(dispatcher, group, step[group.rank()], table=table))
+            table.check_used(group=group)
+        drift = dispatcher.metrics(gather=True).replay_drift["moe"]
+        dispatcher.close()
+        return found, drift
+
+    by_rank = run_ranks(body, RANKS)
+    for number, step in enumerate(thd_layer.STEPS):
+        for rank, want in enumerate(thd_layer.dense(step, forced=True)):
+            got = by_rank[rank][0][number]
+            for name in ("y_TD", "grad_x_TD", "grad_weights_TK", "grad_up_LDF", "grad_down_LFD"):
+                error = worst_row(getattr(got, name), getattr(want, name))
+                assert error <= TOLERANCE, f"{name} of rank {rank} in step {number}: {error}"
+    assert all(drift > 0.3 for _, drift in by_rank)
+
+
+@pytest.mark.parametrize("release", RELEASES)
 def test_counts_per_expert_are_exact_and_padding_is_trimmed(release: str) -> None:
     by_rank, held = results(release), thd_layer.EXPERTS // RANKS
     for number, step in enumerate(thd_layer.STEPS):

@@ -14,7 +14,7 @@ from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.packing import packing_for
 from moe_dispatch.testing import run_processes
 from tests.integration.cases.measuring import flat, relative, run_page
-from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, TOP_K, rank_body
+from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, REPLAYED, TOP_K, rank_body
 
 pytestmark = [
     pytest.mark.integration,
@@ -51,6 +51,16 @@ def test_gradients_do_not_depend_on_how_micro_batches_are_cut(dtype: torch.dtype
     # Padding is no token: neither what attention is padded to nor gaps reach a router's statistics.
     assert sum(seen) == sum(LENGTHS) * TOP_K * len(LAYERS)
     assert seen == steps[FIRST][1]
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_replayed_experts_have_the_gradients_of_a_model_whose_router_is_forced(name: str) -> None:
+    """The routing of an engine, which the router would not choose, is replayed in every cut of the micro-batches."""
+    steps, forced = results()[0]["replayed"]
+    assert relative(flat(steps[name][0]), flat(forced)) < TOLERANCES[torch.float64]
+    own = results()[0][str(torch.float64)][1]
+    assert relative(flat(forced), flat(own)) > 0.1, "the routing of the engine should have changed the gradients"
+    assert sum(steps[name][1]) == sum(LENGTHS) * TOP_K * len(LAYERS)
 
 
 def test_a_mean_for_each_micro_batch_does_depend_on_it() -> None:

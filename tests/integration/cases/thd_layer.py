@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, Plan, Routing
+from moe_dispatch.replay import RoutingTable, replayed
 from tests.sharded.model import every_expert
 from tests.sharded.packing import Packed
 from tests.sharded.stage import apply_experts
@@ -46,7 +47,7 @@ class Result:
 
     y_TD: Tensor
     grad_x_TD: Tensor
-    grad_weights_TK: Tensor
+    grad_weights_TK: Tensor  # (T, E) of the scores if the ids were replayed
     grad_up_LDF: Tensor
     grad_down_LFD: Tensor
     num_rows: int = 0
@@ -73,13 +74,43 @@ def weights_of(batch: Packed) -> Tensor:
     return batch.random(TOP_K, salt=2).softmax(1)
 
 
-def sent_and_back(dispatcher: Dispatcher, group: dist.ProcessGroup, batch: Packed, plan: Plan | None = None) -> Result:
-    """The layer on one rank; rows that are no tokens hold NaN."""
+def scores_of(batch: Packed) -> Tensor:
+    """(T, E) of a router that would choose other experts than ``ids_of``."""
+    return batch.random(EXPERTS, salt=4).softmax(1)
+
+
+def names_of(batch: Packed) -> list[str]:
+    return [f"{batch.seed}.{index}" for index in range(len(batch.lengths))]
+
+
+def table_of(step: tuple[Packed, ...]) -> RoutingTable:
+    """``ids_of`` the tokens of a step, as an engine gives them."""
+    parts = [
+        (name, ids[:length, None])
+        for batch in step
+        for name, length, ids in zip(
+            names_of(batch), batch.lengths, ids_of(batch).split(list(batch.padded)), strict=True
+        )
+    ]
+    return RoutingTable(parts, num_experts=EXPERTS)
+
+
+def sent_and_back(
+    dispatcher: Dispatcher,
+    group: dist.ProcessGroup,
+    batch: Packed,
+    plan: Plan | None = None,
+    table: RoutingTable | None = None,
+) -> Result:
+    """The layer on one rank; rows that are no tokens hold NaN. With a table its router has scores, and no choice."""
     padding_T1 = ~batch.real_T.unsqueeze(1)
     x_TD = batch.random(HIDDEN).float().masked_fill(padding_T1, float("nan")).requires_grad_()
-    weights_TK = weights_of(batch).float().requires_grad_()
+    weights_TK = (weights_of(batch) if table is None else scores_of(batch)).float().requires_grad_()
+    routing = Routing(ids_of(batch), weights_TK)
+    if table is not None:
+        routing = replayed(table.routing_for(0, batch.layout, names_of(batch)), weights_TK, normalize=True)
     up_LDF, down_LFD = (whole.chunk(group.size())[group.rank()].float().requires_grad_() for whole in experts())
-    sent = dispatcher.dispatch(x_TD, Routing(ids_of(batch), weights_TK), plan or batch.layout)
+    sent = dispatcher.dispatch(x_TD, routing, plan or batch.layout)
     y_TD = dispatcher.combine(apply_experts(sent, up_LDF, down_LFD), sent)
     y_TD.backward(batch.random(HIDDEN, salt=3).float())
     return Result(
@@ -94,13 +125,20 @@ def sent_and_back(dispatcher: Dispatcher, group: dist.ProcessGroup, batch: Packe
     )
 
 
-def dense(step: tuple[Packed, ...]) -> list[Result]:
-    """The same of all ranks, without padding: rows that are no tokens get zero, and give zero."""
+def dense(step: tuple[Packed, ...], *, forced: bool = False) -> list[Result]:
+    """The same of all ranks, without padding: rows that are no tokens get zero, and give zero.
+
+    If ``forced``, the weights are a router's scores at given ids.
+    """
     up_EDF, down_EFD = (whole.requires_grad_() for whole in experts())
     inputs: list[Any] = []
     for batch in step:
-        leaves = x_TD, weights_TK = batch.random(HIDDEN).requires_grad_(), weights_of(batch).requires_grad_()
+        given = scores_of(batch) if forced else weights_of(batch)
+        leaves = x_TD, weights_TK = batch.random(HIDDEN).requires_grad_(), given.requires_grad_()
         real_T1 = batch.real_T.unsqueeze(1)
+        if forced:
+            weights_TK = weights_TK.gather(1, ids_of(batch))
+            weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
         y_TD = every_expert(x_TD, {"up": up_EDF, "down": down_EFD}, ids_of(batch), weights_TK) * real_T1
         y_TD.backward(batch.random(HIDDEN, salt=3))
         inputs.append((y_TD.detach(), *map(_gradient, leaves)))

@@ -25,6 +25,7 @@ from tests.integration.megatron_core.layer import (
     groups,
     outcome,
     own_spec,
+    transformer_config,
 )
 from tests.integration.megatron_core.model import gpt_model, gpt_outcome
 
@@ -69,6 +70,22 @@ def gpt_by_spec(rank: int) -> float:
     own = gpt_model(case)
     ours = gpt_model(case, functools.partial(moe_layer_spec, pg_collection=groups(case.parallel)))
     assert all(isinstance(layer.mlp, DispatchMoELayer) for layer in ours.decoder.layers)
+    ours.load_state_dict(own.state_dict())
+    return difference(gpt_outcome(ours, case, rank), gpt_outcome(own, case, rank))
+
+
+def gpt_by_block_spec(rank: int) -> float:
+    """A dense layer and an MoE layer, as slime and Megatron-Bridge build them."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from moe_dispatch.integrations.megatron import DispatchMoELayer, moe_layer_spec
+
+    case = Case(seed=10, config={"num_layers": 2, "moe_layer_freq": [0, 1]})
+    spec = get_gpt_decoder_block_spec(transformer_config(case), use_transformer_engine=False, pp_rank=0)
+    own = gpt_model(case, lambda _: spec)
+    ours = gpt_model(case, lambda _: moe_layer_spec(spec, pg_collection=groups(case.parallel)))
+    assert [isinstance(layer.mlp, DispatchMoELayer) for layer in ours.decoder.layers] == [False, True]
+    assert not any(isinstance(layer.mlp, DispatchMoELayer) for layer in own.decoder.layers)
     ours.load_state_dict(own.state_dict())
     return difference(gpt_outcome(ours, case, rank), gpt_outcome(own, case, rank))
 
@@ -213,6 +230,7 @@ CHECKS: dict[str, Check] = {
     "by spec": by_spec,
     "a converted GPTModel": converted_gpt,
     "a GPTModel by spec": gpt_by_spec,
+    "a GPTModel by the spec of its block": gpt_by_block_spec,
     "another backend": another_backend,
     "no tokens": no_tokens,
     "two in flight": two_in_flight,

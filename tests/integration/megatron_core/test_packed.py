@@ -41,9 +41,12 @@ def params(real: tuple[int, ...] = REAL, padded: tuple[int, ...] | None = PADDED
     )
 
 
-def rows_of_rank(rank: int, parallel: Parallel) -> list[int]:
+def rows_of_rank(rank: int, parallel: Parallel, contiguous: bool = False) -> list[int]:
     """Of the packed rows those that a rank holds: two mirrored chunks of each sequence, then a part of all that."""
     cp_rank, tp_rank = rank // parallel.tp % parallel.cp, rank % parallel.tp
+    if contiguous:
+        held = sum(PADDED) // (parallel.cp * parallel.tp)
+        return list(range(sum(PADDED)))[(cp_rank * parallel.tp + tp_rank) * held :][:held]
     rows: list[int] = []
     start = 0
     for length in PADDED:
@@ -74,9 +77,9 @@ def called(block: Any, hidden: Tensor, real_T: Tensor, **kwargs: Any) -> Outcome
     return {"output": output.detach(), "hidden": hidden.grad} | grads
 
 
-def drawn(rank: int, parallel: Parallel) -> tuple[Tensor, Tensor]:
+def drawn(rank: int, parallel: Parallel, contiguous: bool = False) -> tuple[Tensor, Tensor]:
     """[T, 1, D] of this rank, and which rows of it are real."""
-    rows = rows_of_rank(rank, parallel)
+    rows = rows_of_rank(rank, parallel, contiguous)
     whole = torch.randn(sum(PADDED), 1, HIDDEN, generator=torch.Generator().manual_seed(0))
     return whole[rows], torch.tensor(real_rows())[rows]
 
@@ -86,8 +89,13 @@ def with_gaps(rank: int, parallel: Parallel, how: str) -> tuple[float, bool]:
     from moe_dispatch.integrations.megatron import convert
 
     block = moe_block(case_of(parallel))
-    hidden, real_T = drawn(rank, parallel)
-    want = called(block, hidden, real_T, packed_seq_params=params(), padding_mask=~real_T.unsqueeze(0))
+    hidden, real_T = drawn(rank, parallel, how == "contiguous")
+    packed = params()
+    if how == "contiguous":  # as releases after 0.19.2 say it
+        packed.cp_partition_mode = "contiguous"
+    if how == "lengths":  # as verl and our plug-in for it
+        packed.moe_dispatch_cu_seqlens, packed.cu_seqlens_q = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    want = called(block, hidden, real_T, packed_seq_params=packed, padding_mask=~real_T.unsqueeze(0))
     convert(block)
     if how == "recomputed":
         for layer in block.layers:
@@ -96,11 +104,41 @@ def with_gaps(rank: int, parallel: Parallel, how: str) -> tuple[float, bool]:
     mask = {"padding_mask": torch.zeros(1, len(real_T), dtype=torch.bool)} if how == "masked" else {}
     dispatcher = block.layers[0].mlp.token_dispatcher.dispatcher
     before = dispatcher.metrics(gather=True).real_tokens_per_expert
-    got = called(block, hidden, real_T, packed_seq_params=params(), **mask)
+    got = called(block, hidden, real_T, packed_seq_params=packed, **mask)
     sent = int((dispatcher.metrics(gather=True).real_tokens_per_expert - before).sum())
     copies = RANKS // (parallel.tp * parallel.cp)  # of the batch, one per data-parallel rank
     forwards = 2 if how == "recomputed" else 1
     return difference(got, want), sent == sum(REAL) * copies * TOP_K * LAYERS * forwards
+
+
+def with_tail(rank: int, parallel: Parallel) -> tuple[float, bool]:
+    """The last sequence of the batch is no sequence here: its rows lie behind the end of cu_seqlens_q_padded."""
+    from moe_dispatch.integrations.megatron import convert
+
+    block = moe_block(case_of(parallel))
+    hidden, real_T = drawn(rank, parallel)
+    starts_T = torch.tensor(rows_of_rank(rank, parallel)) < sum(PADDED[:-1])
+    real_T &= starts_T
+    cut = params(REAL[:-1], PADDED[:-1])
+    want = called(block, hidden, real_T, packed_seq_params=cut, padding_mask=~real_T.unsqueeze(0))
+    convert(block)
+    dispatcher = block.layers[0].mlp.token_dispatcher.dispatcher
+    before = dispatcher.metrics(gather=True).real_tokens_per_expert
+    got = called(block, hidden, real_T, packed_seq_params=cut)
+    sent = int((dispatcher.metrics(gather=True).real_tokens_per_expert - before).sum())
+    copies = RANKS // (parallel.tp * parallel.cp)
+    return difference(got, want), sent == sum(REAL[:-1]) * copies * TOP_K * LAYERS
+
+
+def tail_behind_cu_seqlens(rank: int) -> float:
+    """Without padded offsets nothing says that these rows are padding, so both compute them."""
+    from moe_dispatch.integrations.megatron import convert
+
+    block = moe_block(case_of(ALONE))
+    hidden, real_T = drawn(rank, ALONE)[0], torch.ones(sum(PADDED), dtype=torch.bool)
+    want = called(block, hidden, real_T, packed_seq_params=params(PADDED[:-1], None))
+    convert(block)
+    return difference(called(block, hidden, real_T, packed_seq_params=params(PADDED[:-1], None)), want)
 
 
 def without_gaps(rank: int) -> float:
@@ -151,7 +189,11 @@ def wrong_length(rank: int) -> str:
 CHECKS: dict[str, Check] = {
     f"{name}, {how}": functools.partial(with_gaps, parallel=parallel, how=how)
     for name, parallel in {"whole": ALONE, "tp 2, cp 2": SHARDED}.items()
-    for how in ("once", "recomputed", "masked")
+    for how in ("once", "recomputed", "masked", "lengths", "contiguous")
+}
+CHECKS |= {
+    "whole, tail": functools.partial(with_tail, parallel=ALONE),
+    "tp 2, cp 2, tail": functools.partial(with_tail, parallel=SHARDED),
 }
 AGREEMENTS = {"converted": 1, "spec": 1, "twice": 2}
 
@@ -159,7 +201,8 @@ AGREEMENTS = {"converted": 1, "spec": 1, "twice": 2}
 @functools.cache
 def results() -> dict[str, list[Any]]:
     counts = {how: functools.partial(agreements, how=how) for how in AGREEMENTS}
-    return run_checks(CHECKS | counts | {"without gaps": without_gaps, "wrong length": wrong_length})
+    rest = {"without gaps": without_gaps, "tail": tail_behind_cu_seqlens, "wrong length": wrong_length}
+    return run_checks(CHECKS | counts | rest)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -169,8 +212,9 @@ def test_gaps_between_sequences_go_nowhere(name: str) -> None:
         assert only_real_ones_sent
 
 
-def test_packed_rows_without_gaps_are_all_sent() -> None:
-    assert max(require(results()["without gaps"])) < 1e-5
+@pytest.mark.parametrize("name", ["without gaps", "tail"])
+def test_packed_rows_without_gaps_are_all_sent(name: str) -> None:
+    assert max(require(results()[name])) < 1e-5
 
 
 @pytest.mark.parametrize("how", AGREEMENTS)

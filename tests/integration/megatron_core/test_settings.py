@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +235,29 @@ def test_a_spec_without_an_moe_layer_is_refused() -> None:
         moe_layer_spec(get_gpt_layer_local_spec())
     with pytest.raises(ConfigError, match="moe_layer_spec: the spec must hold an MoE layer, got None"):
         moe_layer_spec(None)
+
+
+def test_specs_of_blocks() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import multi_token_prediction as mtp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    from moe_dispatch.integrations.megatron import moe_layer_spec
+
+    def layers_of_ours(spec: Any) -> int:
+        return str(spec).count("DispatchMoELayer")
+
+    build = functools.partial(get_gpt_decoder_block_spec, use_transformer_engine=False, pp_rank=0)
+    block = build(transformer_config(num_layers=2, moe_layer_freq=[1, 1]))
+    assert layers_of_ours(moe_layer_spec(block)) == 2
+    assert layers_of_ours(block) == 0
+    assert layers_of_ours(moe_layer_spec(ModuleSpec(module=TransformerBlock, submodules=block))) == 2
+    predicts = mtp.MultiTokenPredictionBlockSubmodules([mtp.get_mtp_layer_spec(block.layer_specs[-1], False)])
+    assert layers_of_ours(moe_layer_spec(predicts)) == 1
+
+    dense = build(transformer_config(num_layers=2, moe_layer_freq=[0, 0]))
+    assert moe_layer_spec(dense) is dense
 
 
 def test_phases_out_of_order_are_refused() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, final
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moe_dispatch import BSHD
+from moe_dispatch.errors import StateError
+from moe_dispatch.replay import RoutingTable
 from moe_dispatch.testing import run_processes
 
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 256, 32, 8, 2
@@ -38,6 +43,7 @@ class Job:
         dp, tp, ep: degrees; experts lie over all ranks but ``4 // ep`` copies.
         spmd: torchtitan's ``spmd_backend``.
         dtype: of parameters and tokens.
+        replay: whether routers choose what ``given_ids`` says.
     """
 
     dispatcher: str | Mapping[str, Any]
@@ -47,6 +53,7 @@ class Job:
     ep: int = RANKS
     spmd: str = "partial_dtensor"
     dtype: torch.dtype = field(default=torch.float32)
+    replay: bool = False
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -94,6 +101,12 @@ def draw(shape: tuple[int, int], rank: int, dtype: torch.dtype) -> tuple[Tensor,
     return x_BLD, upstream_BLD
 
 
+def given_ids(shape: tuple[int, int], rank: int) -> Tensor:
+    """(B, L, K) of an earlier pass, for the tokens of a rank."""
+    generator = torch.Generator().manual_seed(50 + rank)
+    return torch.rand(*shape, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K]
+
+
 def run_jobs(jobs: Mapping[str, Job]) -> list[Results]:
     """By rank."""
     return run_processes(_on_rank, RANKS, jobs, timeout=TIMEOUT)
@@ -102,6 +115,9 @@ def run_jobs(jobs: Mapping[str, Job]) -> list[Results]:
 def whole(job: Job, rank: int) -> Outcome:
     """What a rank must have: torchtitan's module with all experts on the tokens of all ranks."""
     moe = built(moe_config(), job.dtype)
+    if job.replay:
+        ids = [given_ids(shape, member).flatten(0, 1) for member, shape in enumerate(job.shapes)]
+        moe.router.register_forward_hook(partial(_force, torch.cat(ids).unsqueeze(0)))
     drawn = [draw(shape, member, job.dtype) for member, shape in enumerate(job.shapes)]
     leaves = [x_BLD.requires_grad_() for x_BLD, _ in drawn]
     rows = torch.cat([x_BLD.flatten(0, 1) for x_BLD in leaves]).unsqueeze(0)
@@ -113,6 +129,11 @@ def whole(job: Job, rank: int) -> Outcome:
     local = slice(rank % job.ep * EXPERTS // job.ep, (rank % job.ep + 1) * EXPERTS // job.ep)
     outcome |= {name: _gradient(parameter)[local] for name, parameter in _experts(moe)}
     return outcome | {"gate": _gradient(moe.router.gate.weight)}
+
+
+def _force(ids_BLK: Tensor, router: Any, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> Any:
+    scores_BLK = routed[2].gather(-1, ids_BLK)
+    return scores_BLK / scores_BLK.sum(-1, keepdim=True), ids_BLK, routed[2]
 
 
 def _on_rank(rank: int, jobs: Mapping[str, Job]) -> Results:
@@ -174,12 +195,34 @@ def _ragged(job: Job, rank: int) -> Outcome:
 
 def _run(moe: Any, job: Job, rank: int) -> Outcome:
     x_BLD, upstream_BLD = draw(job.shapes[rank], rank, job.dtype)
-    y_BLD = moe(x_BLD.requires_grad_())
-    if isinstance(y_BLD, DTensor):
-        upstream_BLD = DTensor.from_local(upstream_BLD, y_BLD.device_mesh, y_BLD.placements)
-    y_BLD.backward(upstream_BLD)
+    with _replaying(moe, job, rank):
+        y_BLD = moe(x_BLD.requires_grad_())
+        if isinstance(y_BLD, DTensor):
+            upstream_BLD = DTensor.from_local(upstream_BLD, y_BLD.device_mesh, y_BLD.placements)
+        y_BLD.backward(upstream_BLD)
     outcome = {"y": _local(y_BLD).detach(), "x": _gradient(x_BLD), "gate": _gradient(moe.router.gate.weight)}
     return outcome | {name: _gradient(parameter) for name, parameter in _experts(moe)}
+
+
+@contextmanager
+def _replaying(moe: Any, job: Job, rank: int) -> Iterator[None]:
+    if not job.replay:
+        yield
+        return
+    from moe_dispatch.integrations.torchtitan import RoutingReplay
+
+    ids_BLK = given_ids(job.shapes[rank], rank)
+    table = RoutingTable(enumerate(ids_BLK.unsqueeze(2)), num_experts=EXPERTS)
+    replay = RoutingReplay(moe)
+    with pytest.raises(StateError, match="a forward must run in a block of micro_batch, got a forward outside"):
+        moe(draw(job.shapes[rank], rank, job.dtype)[0])
+    lengths = [ids_BLK.shape[1]] * len(ids_BLK)
+    with replay.micro_batch(table.cut(BSHD(lengths), range(len(ids_BLK)), like=(*ids_BLK.shape[:2], HIDDEN))):
+        yield
+    table.check_used()
+    replay.close()
+    (drift,) = moe.routed_experts.token_dispatcher.dispatcher.metrics(gather=True).replay_drift.values()
+    assert drift > 0.3
 
 
 def _experts(moe: Any) -> Sequence[tuple[str, Tensor]]:

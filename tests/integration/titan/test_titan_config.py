@@ -171,6 +171,8 @@ def test_an_unknown_option_is_refused_by_name() -> None:
 def test_a_model_without_experts_is_refused() -> None:
     from torchtitan.models.qwen3 import qwen3_configs
 
+    with pytest.raises(ConfigError, match="RoutingReplay: the model must have MoE layers, got Linear without one"):
+        import_module(MODULE).RoutingReplay(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"must hold an MoE layer, got Qwen3Model\.Config without one"):
         use(qwen3_configs["debugmodel"]("flex"))
 

@@ -1,0 +1,121 @@
+"""A token dispatcher for the MoE layers of NeMo Automodel.
+
+Importing this module imports Automodel. ``moe_dispatch.types`` explains the suffixes T, K, D and R.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.integrations.versions import check_version
+from moe_dispatch.layouts import Rows
+from moe_dispatch.types import Dispatched, Routing
+
+check_version("nemo-automodel", tested=("0.7.0",), lowest="0.7.0")  # before the imports, whose errors explain less
+
+from nemo_automodel.components.moe import experts  # noqa: E402
+
+__all__ = ["AutomodelDispatcher", "use_moe_dispatch"]
+
+# Fields that Automodel's config sets. And "weights": its experts apply the probabilities that they are given.
+_NOT_OPTIONS = ("hidden_size", "num_experts", "top_k", "weights")
+
+
+def use_moe_dispatch(*, backend: str | dict[str, Any] = "auto", **options: Any) -> None:
+    """Make the grouped experts of models that are built from now on use our token dispatcher.
+
+    Set ``dispatcher: hybridep`` in Automodel, whatever the backend here is: with ``torch``, Automodel uses experts that
+    have no token dispatcher, and with ``deepep`` it opens a buffer of deep_ep.
+
+    Args:
+        backend: Backend, as in DispatcherConfig.
+        **options: Other fields of DispatcherConfig.
+
+    Raises:
+        ConfigError: An option must come from Automodel.
+    """
+    if clash := sorted(set(_NOT_OPTIONS) & set(options)):
+        raise ConfigError(
+            f"use_moe_dispatch: options must not set {', '.join(_NOT_OPTIONS)}, which come from Automodel's config, "
+            f"got {', '.join(clash)}. Leave these out."
+        )
+    experts.MoEFlexTokenDispatcher = functools.partial(AutomodelDispatcher, backend=backend, **options)
+
+
+@final
+class AutomodelDispatcher:
+    """A Dispatcher with the three methods of Automodel's ``MoEFlexTokenDispatcher``. Its experts apply the weights.
+
+    Args:
+        num_local_experts: Number of experts of this rank.
+        local_expert_indices: Their ids. Automodel places experts in order of rank.
+        config: Automodel's TokenDispatcherConfig. The number of experts and ``moe_router_topk`` are used.
+        ep_group: Expert-parallel group.
+        **options: Fields of a DispatcherConfig.
+
+    Automodel's config has no hidden size, so the first call of ``token_permutation2`` builds the Dispatcher. That call
+    is collective.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        config: Any,
+        ep_group: dist.ProcessGroup,
+        **options: Any,
+    ) -> None:
+        self._shape = {"num_experts": config.num_moe_experts, "top_k": config.moe_router_topk}
+        self._options, self._group = options, ep_group
+        self._dispatcher: Dispatcher | None = None
+        self._sent: Dispatched | None = None
+
+    def dispatcher(self, hidden_size: int) -> Dispatcher:
+        """Return the Dispatcher. The first call builds it, which is collective."""
+        if self._dispatcher is None:
+            config = DispatcherConfig(**self._shape, hidden_size=hidden_size, weights="experts", **self._options)
+            self._dispatcher = build_dispatcher(config, self._group)
+        return self._dispatcher
+
+    def token_permutation2(
+        self, hidden_states: Tensor, num_local_tokens: int, token_probs: Tensor, token_indices: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Send rows to their experts. Automodel gives masked tokens the id -1, so they are not sent.
+
+        Args:
+            hidden_states: Rows (T, D).
+            num_local_tokens: T.
+            token_probs: Weights (T, K), with autograd.
+            token_indices: Global expert ids (T, K).
+
+        Returns:
+            Rows (R, D); number of rows of each local expert; and weights (R,).
+        """
+        dispatcher = self.dispatcher(hidden_states.shape[-1])
+        rows_TD = hidden_states.reshape(num_local_tokens, -1)
+        sent = self._sent = dispatcher.dispatch(rows_TD, Routing(token_indices, token_probs), Rows())
+        return sent.rows, sent.tokens_per_expert, sent.weights
+
+    def token_unpermutation(self, hidden_states: Tensor) -> Tensor:
+        """Send the outputs of experts back, and sum them for each token: (T, D)."""
+        if self._sent is None or self._dispatcher is None:
+            raise StateError(
+                "AutomodelDispatcher.token_unpermutation: token_permutation2 must come before it, got nothing in "
+                "flight. Call the two methods in turn."
+            )
+        sent, self._sent = self._sent, None
+        if not len(sent.rows):  # Automodel then computes one row of zeros, so that every parameter gets a gradient
+            hidden_states = hidden_states.reshape(-1, sent.rows.shape[1])[:0]
+        return self._dispatcher.combine(hidden_states, sent)
+
+    def get_pipeline_runtime_initializers(self, **sizes: Any) -> tuple[()]:
+        """Return an empty result. Automodel asks here for HybridEP buffers that must exist before a pipeline step."""
+        return ()

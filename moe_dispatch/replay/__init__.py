@@ -1,0 +1,13 @@
+"""Replay the routing of an earlier pass: of the rollout engine, or of the trainer's own first forward.
+
+There are three ideas. A ``RoutingTable`` holds expert ids by sequence, position and MoE layer, on the host. A ``Cut``
+holds the ids of the rows of one micro-batch on one rank, in the order of the rank's layout. ``replayed`` gathers the
+router's scores at these ids, so that the router keeps its gradient.
+"""
+
+from moe_dispatch.replay.cut import Cut
+from moe_dispatch.replay.recording import Recording
+from moe_dispatch.replay.router import replayed
+from moe_dispatch.replay.table import RoutingTable, SequenceId
+
+__all__ = ["Cut", "Recording", "RoutingTable", "SequenceId", "replayed"]

@@ -1,0 +1,235 @@
+"""Megatron's routers replay a table: by key, in any division of the rows, as Megatron's own replay where that works."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.replay import RoutingTable
+from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.megatron_core.layer import EXPERTS, TOP_K, Outcome, difference
+from tests.integration.megatron_core.model import moe_block
+from tests.integration.megatron_core.test_packed import (
+    ALONE,
+    LAYERS,
+    PADDED,
+    REAL,
+    SHARDED,
+    case_of,
+    drawn,
+    params,
+    rows_of_rank,
+)
+from tests.integration.megatron_core.test_packed import called as call
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
+]
+
+NAMES = [f"sample {index}" for index in range(len(REAL))]
+
+
+def entries() -> list[Tensor]:
+    """Ids (S, L, K) of each sequence, different in each entry."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.rand(length, LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K].contiguous()
+        for length in REAL
+    ]
+
+
+def table_of(ids: list[Tensor], **options: Any) -> RoutingTable:
+    return RoutingTable(zip(NAMES, ids, strict=True), num_experts=EXPERTS, **options)
+
+
+def ids_of_rows(rank: int, parallel: Any) -> Tensor:
+    """(T, L, K) of this rank's rows, without any of the code that is tested; 0, 1, 2 in padding."""
+    whole = torch.arange(TOP_K).repeat(sum(PADDED), LAYERS, 1)
+    start = 0
+    for ids, padded in zip(entries(), PADDED, strict=True):
+        whole[start : start + len(ids)] = ids
+        start += padded
+    return whole[rows_of_rank(rank, parallel)]
+
+
+class Routed:
+    """What the routers of a block chose, in order of their calls."""
+
+    def __init__(self, block: Any) -> None:
+        self.maps: list[tuple[int, Tensor]] = []
+        for number, layer in enumerate(block.layers):
+            layer.mlp.router.register_forward_hook(
+                lambda router, args, routed, number=number: self.maps.append((number, routed[1]))
+            )
+
+
+def replays(rank: int, parallel: Any, how: str) -> float:
+    """Against Megatron's own replay of the same ids; and every real row went to its experts."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    from moe_dispatch.integrations.megatron import RoutingReplay, convert
+
+    RouterReplay.clear_global_router_replay_instances()
+    block = moe_block(case_of(parallel, moe_enable_routing_replay=True))
+    hidden, real_T = drawn(rank, parallel)
+    ids_TLK = ids_of_rows(rank, parallel)
+    RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    RouterReplay.set_replay_data(list(ids_TLK.unbind(1)))
+    want = call(block, hidden, real_T, packed_seq_params=params(), padding_mask=~real_T.unsqueeze(0))
+    convert(block)
+    routed, table = Routed(block), table_of(entries())
+    replay = RoutingReplay(block, table)
+    if how == "recomputed":
+        for layer in block.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    packed, other = params(), params()
+    replay.micro_batch(packed, NAMES)
+    if how == "interleaved":  # another micro-batch of other names runs between, as in a pipeline
+        replay.micro_batch(other, [None] * len(NAMES))
+        first = interleaved(block, hidden, real_T, packed, other)
+    else:
+        first = call(block, hidden, real_T, packed_seq_params=packed)
+    for number, map_TE in routed.maps[:LAYERS] + (routed.maps[LAYERS:] if how == "recomputed" else []):
+        expected = torch.zeros_like(map_TE).scatter(1, ids_TLK[:, number], True)
+        assert (map_TE[real_T] == expected[real_T]).all()
+        assert not map_TE[~real_T].any()
+    assert len(routed.maps) == LAYERS * (1 if how == "once" else 2)
+    table.check_used(group=torch.distributed.group.WORLD)
+    replay.close()
+    assert isinstance(block.layers[0].mlp.router.router_replay, RouterReplay)
+    return difference(first, want)
+
+
+def interleaved(block: Any, hidden: Tensor, real_T: Tensor, packed: Any, other: Any) -> Outcome:
+    """As ``called``, with the forward of another micro-batch before the backward."""
+    hidden = hidden.clone().requires_grad_()
+    block.zero_grad()
+    output = block(hidden, None, packed_seq_params=packed) * real_T.view(-1, 1, 1)
+    with torch.no_grad():
+        block(hidden, None, packed_seq_params=other)
+    output.square().sum().backward()
+    grads = {name: weight.grad.clone() for name, weight in block.named_parameters() if weight.grad is not None}
+    assert hidden.grad is not None
+    return {"output": output.detach(), "hidden": hidden.grad} | grads
+
+
+def unknown_entries(rank: int) -> tuple[float, float]:
+    """A table that knows nothing changes nothing; a table of the router's own choices has no drift, another one has."""
+    from moe_dispatch.integrations.megatron import RoutingReplay, convert
+
+    block = moe_block(case_of(ALONE))
+    hidden, real_T = drawn(rank, ALONE)
+    convert(block)
+    dispatcher = block.layers[0].mlp.token_dispatcher.dispatcher
+    routed = Routed(block)
+    start = slots(dispatcher)
+    want = call(block, hidden, real_T, packed_seq_params=params())
+    own = torch.stack([map_TE.int().topk(TOP_K, dim=1).indices for _, map_TE in routed.maps], 1)
+    for how, ids in {"unknown": [torch.full_like(part, -1) for part in entries()], "own": cut_up(own)}.items():
+        replay = RoutingReplay(block, table_of(ids))
+        packed = params()
+        replay.micro_batch(packed, NAMES)
+        assert difference(call(block, hidden, real_T, packed_seq_params=packed), want) < 1e-5, how
+        replay.close()
+    own_choice = slots(dispatcher)
+    replay = RoutingReplay(block, table_of(entries()))
+    packed = params()
+    replay.micro_batch(packed, NAMES)
+    call(block, hidden, real_T, packed_seq_params=packed)
+    replay.close()
+    return share(start, own_choice), share(own_choice, slots(dispatcher))
+
+
+def cut_up(rows_TLK: Tensor) -> list[Tensor]:
+    starts = [sum(PADDED[:index]) for index in range(len(PADDED))]
+    return [rows_TLK[start : start + real] for start, real in zip(starts, REAL, strict=True)]
+
+
+def slots(dispatcher: Any) -> Counter[str]:
+    """Drifted and replayed slots so far of the channel, which models of other checks may still share."""
+    metrics = dispatcher.metrics()
+    return Counter(drifted=sum(metrics.slots_drifted.values()), replayed=sum(metrics.slots_replayed.values()))
+
+
+def share(before: Counter[str], after: Counter[str]) -> float:
+    return (after["drifted"] - before["drifted"]) / (after["replayed"] - before["replayed"])
+
+
+def not_named(rank: int) -> None:
+    from moe_dispatch.integrations.megatron import RoutingReplay
+
+    block = moe_block(case_of(ALONE))
+    replay = RoutingReplay(block, table_of(entries()))
+    with pytest.raises(
+        StateError, match=r"RoutingReplay: micro_batch must name the sequences of each forward, got a f"
+    ):
+        block(drawn(rank, ALONE)[0], None, packed_seq_params=params())
+    replay.close()
+    with pytest.raises(ConfigError, match=r"must have all MoE layers of this stage, got none for \[1\], and \[0\] in"):
+        RoutingReplay(block, table_of([ids[:, :1] for ids in entries()]))
+    with pytest.raises(
+        ConfigError, match=r"each known entry must name 3 different experts, got \[2, 2, 1\], and 24 en"
+    ):
+        RoutingReplay(block, table_of([torch.tensor([2, 2, 1]).expand_as(ids) for ids in entries()]))
+    with pytest.raises(ConfigError, match=r"each known entry must name 3 different experts, got \[4, -1, 1\]"):
+        RoutingReplay(block, table_of([torch.tensor([4, -1, 1]).expand_as(ids) for ids in entries()]))
+    with pytest.raises(ConfigError, match=r"the table must have the num_moe_experts of the model \(8\), got 9"):
+        RoutingReplay(block, RoutingTable(zip(NAMES, entries(), strict=True), num_experts=9))
+    with pytest.raises(ConfigError, match=r"the table must have the moe_router_topk of the model \(3\), got 2"):
+        RoutingReplay(block, table_of([ids[..., :2] for ids in entries()]))
+    for layer in block.layers:
+        layer.config.moe_router_load_balancing_type = "sinkhorn"
+    with pytest.raises(ConfigError, match=r"must choose experts by its own top-k, got .*'sinkhorn'"):
+        RoutingReplay(block, table_of(entries()))
+    with pytest.raises(ConfigError, match="the model must have MoE layers in a TransformerBlock, got none"):
+        RoutingReplay(nn.Linear(2, 2), table_of(entries()))
+
+
+CHECKS: dict[str, Check] = {
+    f"{name}, {how}": functools.partial(replays, parallel=parallel, how=how)
+    for name, parallel in {"whole": ALONE, "tp 2, cp 2": SHARDED}.items()
+    for how in ("once", "recomputed", "interleaved")
+}
+
+
+@functools.cache
+def results() -> dict[str, list[Any]]:
+    return run_checks(CHECKS | {"unknown": unknown_entries, "not named": not_named})
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_routers_replay_the_table(name: str) -> None:
+    assert max(require(results()[name])) < 1e-5
+
+
+def test_unknown_entries_leave_the_choice_to_the_router_and_drift_is_counted() -> None:
+    for without, drift in require(results()["unknown"]):
+        assert without == 0.0
+        assert 0.1 < drift <= 1.0
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    require(results()["not named"])
+
+
+@pytest.mark.filterwarnings("ignore")  # of Megatron's import
+def test_numbers_count_moe_layers_only() -> None:
+    from moe_dispatch.integrations.megatron.replay import _moe_number
+
+    def number(layer_number: int, frequency: Any) -> int:
+        config = SimpleNamespace(moe_layer_freq=frequency)
+        return _moe_number(SimpleNamespace(layer_number=layer_number, config=config))
+
+    assert [number(layer, 1) for layer in (1, 2, 3)] == [0, 1, 2]
+    assert [number(layer, 2) for layer in (1, 3, 5)] == [0, 1, 2]
+    assert [number(layer, [0, 1, 1, 0, 1]) for layer in (2, 3, 5)] == [0, 1, 2]

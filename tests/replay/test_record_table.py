@@ -1,0 +1,147 @@
+"""Record this library's own forward into a table, and replay it in a second pass that is cut differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moe_dispatch import BSHD, SBHD, THD, Dispatcher, Routing, build_dispatcher
+from moe_dispatch.errors import InputError, StateError
+from moe_dispatch.layouts import Layout
+from moe_dispatch.replay import RoutingTable
+from moe_dispatch.testing import run_ranks
+from moe_dispatch.traces import Trace
+from tests.dispatchers.layer import HIDDEN, small_config
+
+NAMES, LAYERS, LENGTHS = ("a", "b", "c"), 2, {"a": 6, "b": 3, "c": 5}
+LOCAL = small_config("local")
+
+
+def router(tokens_T: Tensor, layer: int) -> Routing:
+    """The ids follow from the number of the token, so a row without a token has others."""
+    first = (tokens_T * 3 + layer) % 8
+    ids = torch.stack([first, (first + 1 + tokens_T % 5) % 8], 1).long()
+    return Routing(ids, torch.rand(len(ids), 2))
+
+
+def number(name: str, position: int) -> int:
+    return 100 * NAMES.index(name) + position
+
+
+def wanted(name: str) -> Tensor:
+    tokens = torch.tensor([number(name, position) for position in range(LENGTHS[name])])
+    return torch.stack([router(tokens, layer).topk_ids for layer in range(LAYERS)], 1)
+
+
+def forward(layers: list[Dispatcher], layout: Layout, names: list[str], shape: tuple[int, ...]) -> None:
+    sequence_T, position_T = layout.positions(shape)
+    numbers = [number(names[s], p) if s >= 0 else 999 for s, p in zip(sequence_T, position_T.tolist(), strict=True)]
+    x = torch.zeros(*shape[:-1], HIDDEN)
+    for layer, dispatcher in enumerate(layers):
+        sent = dispatcher.dispatch(x, router(torch.tensor(numbers), layer), layout)
+        dispatcher.combine(sent.rows, sent)
+
+
+def test_own_forward_of_two_micro_batches() -> None:
+    layers = [build_dispatcher(LOCAL) for _ in range(LAYERS)]
+    other = build_dispatcher(LOCAL)  # of the same channel, but not one of the model
+    with RoutingTable.record(layers) as recording:
+        recording.micro_batch(["b", "a"])
+        forward(layers, BSHD([3, 6]), ["b", "a"], (2, 7, 1))
+        forward([other], BSHD([3, 6]), ["b", "a"], (2, 7, 1))
+        recording.micro_batch([None, "c"])
+        forward(layers, THD([0, 2, 7], [0, 4, 12]), ["a", "c"], (12, 1))
+    forward(layers, THD([0, 6]), ["b"], (6, 1))  # outside of the block
+    table = recording.table()
+    assert table.lengths == {"b": 3, "a": 6, "c": 5}
+    for name in NAMES:
+        assert torch.equal(table.entries(name), wanted(name))
+
+
+def test_parts_of_ranks_and_stages_are_gathered_and_replayed_elsewhere() -> None:
+    """Zigzag context parallelism when recorded, one stage a rank; sequence parallelism of one batch when replayed."""
+
+    def body(group: Any) -> RoutingTable:
+        rank = group.rank()
+        dispatcher = build_dispatcher(small_config(), group)
+        names = ["a", "b", "c"]
+        layout = THD([0, 6, 9, 14], [0, 8, 12, 20])
+        with RoutingTable.record({1: dispatcher}) as recording:
+            recording.micro_batch(names)
+            part = layout.shard(rank, 2, "zigzag")
+            sequence_T, position_T = part.positions((10, 1))
+            pairs = zip(sequence_T.tolist(), position_T.tolist(), strict=True)
+            tokens = torch.tensor([number(names[s], p) if s >= 0 else 999 for s, p in pairs])
+            sent = dispatcher.dispatch(torch.zeros(10, HIDDEN), router(tokens, 1), part)
+            dispatcher.combine(sent.rows, sent)
+        return recording.table().gathered(group)
+
+    for table in run_ranks(body, 2):
+        assert table.layers == (1,)
+        rows = [table.routing_for(1, SBHD([5, 6]).shard(r, 2), ["c", "a"], like=(3, 2, HIDDEN)) for r in range(2)]
+        ids = torch.cat(rows).view(6, 2, 2)
+        assert torch.equal(ids[:5, 0], wanted("c")[:, 1])
+        assert torch.equal(ids[:, 1], wanted("a")[:, 1])
+
+
+def test_recomputed_forward_is_recorded_once() -> None:
+    dispatcher = build_dispatcher(LOCAL)
+    calls = []
+
+    def once(x: Tensor) -> Tensor:
+        calls.append(1)
+        sent = dispatcher.dispatch(x, router(torch.arange(6), len(calls) - 1), THD([0, 6]))
+        return dispatcher.combine(sent.rows, sent)
+
+    with RoutingTable.record([dispatcher]) as recording:
+        recording.micro_batch(["a"])
+        y = checkpoint(once, torch.zeros(6, HIDDEN, requires_grad=True), use_reentrant=False)
+        y.sum().backward()
+    assert len(calls) == 2
+    assert torch.equal(recording.table().entries("a")[:, 0], wanted("a")[:, 0])
+
+
+def test_token_that_was_routed_in_two_ways() -> None:
+    dispatcher = build_dispatcher(LOCAL)
+    with RoutingTable.record([dispatcher]) as recording:
+        for layer in range(2):
+            recording.micro_batch(["a"])
+            dispatcher.dispatch(torch.zeros(6, HIDDEN), router(torch.arange(6), layer), THD([0, 6]))
+    with pytest.raises(InputError, match=r"got \[0, 1\] and \[1, 2\] for sequence 'a', position 0, layer 0"):
+        recording.table()
+
+
+def test_refused_recordings() -> None:
+    dispatcher = build_dispatcher(LOCAL)
+    with pytest.raises(InputError, match=r"dispatchers must hold at least one, got none"), RoutingTable.record([]):
+        pass
+    with RoutingTable.record([dispatcher]) as recording:
+        with (
+            pytest.raises(StateError, match=r"got another block that is still open"),
+            RoutingTable.record([dispatcher]),
+        ):
+            pass
+        with pytest.raises(StateError, match=r"at least one dispatch must have run in the block, got none"):
+            recording.table()
+        dispatcher.dispatch(torch.zeros(6, HIDDEN), router(torch.arange(6), 0), THD([0, 6]))
+        with pytest.raises(StateError, match=r"got a forward before the first of 0 calls"):
+            recording.table()
+    with RoutingTable.record([dispatcher]) as recording:
+        recording.micro_batch(["a", "b"])
+        dispatcher.dispatch(torch.zeros(6, HIDDEN), router(torch.arange(6), 0), THD([0, 6]))
+    with pytest.raises(InputError, match=r"got 2 names and 1 sequences of THD"):
+        recording.table()
+
+
+def test_trace_and_table_are_not_recorded_at_once(tmp_path: Any) -> None:
+    dispatcher = build_dispatcher(LOCAL)
+    with (
+        RoutingTable.record([dispatcher]),
+        pytest.raises(StateError, match=r"got another block"),
+        Trace.record(dispatcher, tmp_path / "run.safetensors"),
+    ):
+        pass
