@@ -25,6 +25,7 @@ from moe_dispatch.permutation import (
     group_slots,
     group_statically,
     index_bytes,
+    index_kernels,
 )
 from moe_dispatch.probing import Rejected, Usable
 
@@ -146,7 +147,8 @@ class MoEShape:
     """The sizes and settings on which the constraints of a backend may depend.
 
     Attributes:
-        num_experts: E.
+        num_experts: E. With spare expert slots, or experts in other slots than their own, a backend takes each slot of
+            the group for an expert: it sees ids and counts of slots.
         top_k: K.
         hidden_size: D.
         ep_size: P.
@@ -308,6 +310,7 @@ class BackendContext:
         capacity: Capacity | None,
         *,
         counts: Sequence[int] = (),
+        real_L: Tensor | None = None,
     ) -> SlotIndex:
         """Make the index that groups slots by the experts of this rank, 0 to L-1.
 
@@ -316,10 +319,11 @@ class BackendContext:
             weights_SK: floating (S, K). If the capacity is too small, the slots with the smallest weights are dropped.
             capacity: Capacity of a graph-safe dispatch; None for an index with as many rows as the routing needs.
             counts: Number of slots of each local expert, on the host; needed only without a capacity.
+            real_L: int64 (L,), ``counts`` on the device, if the caller has them there.
         """
-        shape = self.shape
+        shape, kernels = self.shape, index_kernels(self.permutation, local_ids_SK)
         if capacity is None:
-            return group_slots(local_ids_SK, counts, shape.pad_multiple)
+            return group_slots(local_ids_SK, counts, shape.pad_multiple, real_L=real_L, kernels=kernels)
         return group_statically(
             local_ids_SK,
             shape.num_local_experts,
@@ -327,6 +331,7 @@ class BackendContext:
             buffer_rows=capacity.buffer_rows,
             pad_multiple=shape.pad_multiple,
             weights_SK=weights_SK if capacity.rows < worst_rows(shape, capacity.pair_rows) else None,
+            kernels=kernels,
         )
 
     def index_from(self, tensors: Sequence[Tensor]) -> SlotIndex:

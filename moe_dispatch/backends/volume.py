@@ -27,6 +27,9 @@ class Volume:
         pairs_in: Number of rows of other ranks with at least one expert on this rank.
         slots_out: Number of slots of this rank's rows whose expert is on another rank.
         slots_in: Number of slots of other ranks' rows whose expert is on this rank.
+        legs: The volumes of an exchange in two legs: between nodes, where a row goes to one rank of each other node
+            that owns one of its experts; then on the nodes, where that rank sends it to the other ranks that own one.
+            None if all ranks are on one node, if each is on a node of its own, or if the nodes are not known.
     """
 
     rows: Tensor
@@ -35,6 +38,7 @@ class Volume:
     pairs_in: Tensor
     slots_out: Tensor
     slots_in: Tensor
+    legs: tuple[Volume, Volume] | None = None
 
 
 @final

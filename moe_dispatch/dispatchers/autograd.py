@@ -17,11 +17,14 @@ import torch
 from torch import Size, Tensor
 
 from moe_dispatch.backends.base import Arrived, Route, Sizes
+from moe_dispatch.balance.placement import ExpertPlacement
+from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.planning import facts_of_rows, number_of_rows, problem_of_ids, valid_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.permutation import index_kernels
 
 
 @final
@@ -77,6 +80,7 @@ class State:
         shape: Shape of the dispatched x.
         selection: The rows of x that went to the backend.
         wants_weights: Whether the model's weights require grad. The weights that ``anchor`` returns always do.
+        placement: Placement of the dispatch; None if every rank holds its own experts only.
         route: Route of the backend; None if an operator made the dispatch.
         tensors: The route as tensors, if an operator made the dispatch; otherwise empty.
     """
@@ -86,6 +90,7 @@ class State:
     shape: Size
     selection: Selection
     wants_weights: bool
+    placement: ExpertPlacement | None = None
     route: Route | None = None
     tensors: tuple[Tensor, ...] = ()
 
@@ -98,6 +103,7 @@ def run_dispatch(
     sizes: Sizes,
     *,
     recorded: bool,
+    table: SlotTable | None,
 ) -> Callable[[], Arrived]:
     """Mask, cut, pad and send rows. The returned function waits until rows have arrived. Call both with gradients off.
 
@@ -112,6 +118,7 @@ def run_dispatch(
         selection: The rows that go to the backend.
         sizes: Sizes that the ranks have settled.
         recorded: Whether the call records gradients.
+        table: Table that turns ids of experts into ids of expert slots, which the backend gets; None if they are equal.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
@@ -123,15 +130,18 @@ def run_dispatch(
         channel.prepare_counters(rows_TD.device)
     if valid_T is not None:
         ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
-        channel.meter.record_masked(valid_T)
-    given_TK, num_experts = selection.take(ids_TK, -1), channel.shape.num_experts
-    ids_TK, invalid_TK = valid_ids(given_TK, num_experts)
+    given_TK, num_experts = selection.take(ids_TK, -1), channel.config.num_experts
+    number = number_of_rows(rows_TD.dtype, recorded=recorded) if channel.needs.exchanges_counts else None
+    kernels = index_kernels(channel.config.permutation, given_TK)
+    ids_TK, invalid = valid_ids(given_TK, num_experts, number if sizes.capacity is None else None, kernels=kernels)
+    if table is not None:
+        ids_TK = slots_of(ids_TK, table.copies_EC.to(ids_TK.device))
     sent = selection.take(rows_TD), ids_TK, selection.take(weights_TK)
     mark, is_invalid = None, None
-    if channel.needs.exchanges_counts:
-        mark = torch.where(invalid_TK.any(), -1, number_of_rows(rows_TD.dtype, recorded=recorded))
+    if number is not None:
+        mark = invalid if sizes.capacity is None else torch.where(invalid > 0, -1, number)
     elif sizes.capacity is None:
-        is_invalid = HostCopy(invalid_TK.any())
+        is_invalid = HostCopy(invalid)
     try:
         finish = channel.backend.dispatch_async(*sent, sizes, *([] if mark is None else [mark]))
     except LostPeerError:
@@ -147,9 +157,13 @@ def run_dispatch(
             problem = problem_of_ids(given_TK, num_experts)
             assert problem is not None
             raise problem
-        channel.meter.record(arrived, padded=padded - selection.count, cut=selection.num_rows - selection.count)
-        if arrived.demand is not None:
-            channel.high_water.record(arrived.demand, invalid_TK.sum())
+        cut = selection.num_rows - selection.count
+        with channel.stream_order.turn(arrived.rows.device):
+            channel.meter.record(arrived, padded=padded - selection.count, cut=cut, table=table)
+            if valid_T is not None:
+                channel.meter.record_masked(valid_T)
+            if arrived.demand is not None:
+                channel.high_water.record(arrived.demand, invalid)
         return arrived
 
     return complete

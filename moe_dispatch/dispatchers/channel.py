@@ -19,11 +19,14 @@ import torch.distributed as dist
 
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.balance.placement import ExpertPlacement
+from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.overflow import HighWaterMark
 from moe_dispatch.dispatchers.requirements import check_buffers
+from moe_dispatch.dispatchers.streams import StreamOrder
 from moe_dispatch.errors import StateError
 
 if TYPE_CHECKING:
@@ -70,8 +73,10 @@ class Channel:
         self.options = options
         self.backend_name = options.name
         self.name = f"{options.name}-{config.digest[:8]}-{next(_serial)}"
-        self.meter = Meter(shape.num_local_experts)
+        first = communicator.rank * shape.num_local_experts
+        self.meter = Meter(shape.num_local_experts, config.num_experts, first)
         self.high_water = HighWaterMark()
+        self.stream_order = StreamOrder()
         self.recorder: Recorder | None = None
         self.users = 0
         self._capacity = options.capacity(shape) if config.graph_safe else None
@@ -112,6 +117,23 @@ class Channel:
         self.high_water.prepare(device)
         self.meter.prepare(device)
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of consecutive ranks that share a node: the backend's option of this name, else found by host name."""
+        configured: int | None = getattr(self.options, "ranks_per_node", None)
+        return configured or self.shape.ranks_per_node or self.shape.ep_size
+
+    def table_of(self, placement: ExpertPlacement, device: torch.device) -> SlotTable:
+        """Return the table of a placement on this rank. In graph-safe mode all tables have the same shape."""
+        most = min(self.shape.ep_size, 1 + self.shape.ep_size * self.config.spare_experts_per_rank)
+        return SlotTable.make(
+            placement,
+            self.communicator.rank,
+            ranks_per_node=self.ranks_per_node,
+            device=device,
+            most_copies=most if self.config.graph_safe else None,
+        )
+
     def let_go(self) -> None:
         """Drop the process groups and the backend without closing the backend. Only for the end of the process."""
         self.communicator.let_go()
@@ -133,12 +155,17 @@ class Lease:
 
     Attributes:
         name: Name of the dispatcher.
+        placement: Placement in force. None if every rank holds its own experts and has no spare expert slots. Only
+            ``place`` changes it.
+        table: Table of the placement; None without one.
     """
 
     def __init__(self, channel: Channel, name: str) -> None:
         with _lock:
             channel.users += 1
         self.name = name
+        self.placement: ExpertPlacement | None = None
+        self.table: SlotTable | None = None
         self._channel = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
@@ -171,6 +198,20 @@ class Lease:
         self.mark()
         return self._channel
 
+    def place(self, placement: ExpertPlacement, device: torch.device) -> None:
+        """Use a placement in later dispatches. It must be equal on all ranks, and fit the channel.
+
+        In graph-safe mode the values of the old table change in place, so captured graphs follow.
+        """
+        channel = self._channel
+        channel.meter.placed = True
+        channel.meter.prepare(device)  # a graph that is captured later writes to these counters
+        graph_safe = channel.config.graph_safe
+        table = channel.table_of(placement, device)
+        self.placement = placement
+        if self.table is None or not graph_safe or not self.table.update(table):
+            self.table = table
+
     @property
     def description(self) -> str:
         """Text with the backend and this rank's number in the group. It can be read after ``release`` too."""
@@ -189,7 +230,10 @@ class Lease:
 
         Models are copied to average their weights, for example.
         """
-        return Lease(self.channel, self.name)
+        lease = Lease(self.channel, self.name)
+        if self.placement is not None and self.table is not None:
+            lease.place(self.placement, self.table.copies_EC.device)
+        return lease
 
 
 def _release(channel: Channel, *, by_hand: bool) -> None:

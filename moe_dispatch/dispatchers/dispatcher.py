@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import overflow, verbs
@@ -19,6 +20,7 @@ from moe_dispatch.dispatchers.ddp import DDPWatch
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
+from moe_dispatch.dispatchers.placing import device_of_tables, place
 from moe_dispatch.dispatchers.planning import Draft, draft_plan, settle
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
@@ -89,6 +91,10 @@ class Dispatcher(nn.Module):
         self._naming = _Naming(name)
         self._ddp_watch = DDPWatch()
         self._lease = lease_channel(config, group, control_group, name)
+        if config.spare_experts_per_rank:
+            ranks, spare = self._channel.shape.ep_size, config.spare_experts_per_rank
+            own = ExpertPlacement.contiguous(config.num_experts, ranks, spare=spare)
+            self._lease.place(own, device_of_tables(self._channel, None))
 
     @property
     def _channel(self) -> Channel:
@@ -305,6 +311,37 @@ class Dispatcher(nn.Module):
         with self._naming, profiler_range("combine"):
             self._ddp_watch.look(rows, self._channel.communicator.group)
             return verbs.combine(rows, sent)
+
+    def place(self, placement: ExpertPlacement, *, device: torch.device | str | None = None) -> None:
+        """Send the rows of later dispatches to the expert slots of a placement. Collective.
+
+        ``sent`` then has the counts of this rank's expert slots: ``tokens_per_expert``, ``offs`` and the order of rows
+        follow ``placement.slots[rank]``, and an empty slot has no rows. The experts must use the weights of these
+        slots; ``moe_dispatch.balance.SlotWeights`` brings them. Ids of a routing remain ids of experts.
+
+        Call it between steps: not between a forward and a backward that recomputes it. Graphs that were captured before
+        follow the new placement. Other dispatchers keep theirs, also those with the same config.
+
+        Args:
+            placement: The expert in each slot of each rank; equal on all ranks. A rank has
+                ``num_experts / ep_size + spare_experts_per_rank`` slots.
+            device: Device of the rows. It is needed only if neither the config nor the group tells it, and calls must
+                not wait for a copy to the device.
+
+        Raises:
+            ConfigError: The placement does not fit the config or the group.
+            InputError: The placements of the ranks differ. Raised on every rank.
+            PeerError: Another rank refused its placement.
+
+        Cost: one small all-reduce on the control group. If something is wrong, also an exchange of texts.
+        """
+        with self._naming:
+            place(self._lease, placement, device_of_tables(self._channel, device))
+
+    @property
+    def placement(self) -> ExpertPlacement | None:
+        """The placement in force. None if every rank holds its own experts, and has no spare expert slots."""
+        return self._lease.placement
 
     def metrics(self, *, gather: bool = False) -> Metrics:
         """Return totals of this dispatcher's channel. A host sync on a GPU.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived
+from moe_dispatch.balance.slot_table import SlotTable
+from moe_dispatch.errors import StateError
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers.channel import Channel
@@ -27,51 +29,82 @@ class Metrics:
         backend: Name of the backend in use.
         dispatches: Number of dispatches; with ``gather``, the sum over ranks.
         real_tokens_per_expert: Rows that each expert got, without padding: int64 on the CPU, (L,); with ``gather``,
-            (E,).
+            (E,). Under a placement it is (E,) in both cases, and rows of all copies of an expert count for the expert.
+            Without ``gather`` these are the rows that this rank computed.
         imbalance: Rows of the busiest expert divided by the mean: 1.0 is balanced, 0.0 means no rows.
+        rank_imbalance: With ``gather``, rows of the busiest rank divided by the mean; otherwise None.
         rows_padded: Number of padding rows that were added, by cause: "rank" for equal or aligned rows per rank,
             "expert" for ``pad_multiple``.
         rows_skipped: Number of rows that hold no token in their layout: "cut" rows were not sent, "masked" rows had
             their ids set to -1.
         bytes_sent: Bytes sent to other ranks, by collective.
         collectives: Number of calls, by collective.
+        slots_replayed: Slots whose expert came from a ``RoutingTable``, by name of the dispatcher. Recomputation counts
+            them again. Calls inside torch.compile and selective checkpointing are not counted.
+        slots_drifted: Those of them in which the router would not have chosen this expert, by name of the dispatcher.
     """
 
     backend: str
     dispatches: int
     real_tokens_per_expert: Tensor
     imbalance: float
+    rank_imbalance: float | None
     rows_padded: dict[str, int]
     rows_skipped: dict[str, int]
     bytes_sent: dict[str, int]
     collectives: dict[str, int]
+    slots_replayed: dict[str, int]
+    slots_drifted: dict[str, int]
+
+    @property
+    def replay_drift(self) -> dict[str, float]:
+        """The share of replayed slots in which the router would have chosen otherwise, by name of the dispatcher."""
+        return {name: self.slots_drifted[name] / max(count, 1) for name, count in self.slots_replayed.items()}
 
 
 @final
 class Meter:
-    """The counters behind ``Metrics``."""
+    """The counters behind ``Metrics``.
 
-    def __init__(self, num_local_experts: int) -> None:
-        self._num_local_experts = num_local_experts
+    Args:
+        num_slots: Number of expert slots of this rank.
+        num_experts: E.
+        first_expert: The expert in the first slot of this rank where no placement is in force.
+
+    Attributes:
+        placed: Whether a dispatcher of the channel has a placement.
+    """
+
+    def __init__(self, num_slots: int, num_experts: int = 0, first_expert: int = 0) -> None:
+        self._num_slots, self._num_experts, self._first = num_slots, num_experts, first_expert
+        self.placed = False
         self._tokens: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._by_expert: dict[torch.device, Tensor] = {}
         self._masked: dict[torch.device, Tensor] = {}
+        self._drift: dict[tuple[str, torch.device], Tensor] = {}
         self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
 
     def prepare(self, device: torch.device) -> None:
         """Make the counters of a device if there are none yet. A graph that is captured later writes to them."""
         if device not in self._tokens:
             with torch.inference_mode(False):  # training must be able to write to counters that an evaluation made
-                zeros = torch.zeros(self._num_local_experts, dtype=torch.int64, device=device)
+                zeros = torch.zeros(self._num_slots, dtype=torch.int64, device=device)
                 self._tokens[device] = zeros, zeros.clone()
                 self._masked[device] = torch.zeros((), dtype=torch.int64, device=device)
+        if self.placed and device not in self._by_expert:
+            with torch.inference_mode(False):  # the last entry is for empty slots
+                self._by_expert[device] = torch.zeros(self._num_experts + 1, dtype=torch.int64, device=device)
 
-    def record(self, arrived: Arrived, *, padded: int, cut: int) -> None:
+    def record(self, arrived: Arrived, *, padded: int, cut: int, table: SlotTable | None) -> None:
         """Count one dispatch. No sync."""
         device = arrived.rows.device
-        if device not in self._tokens:
+        if device not in (self._tokens if table is None else self._by_expert):
             self.prepare(device)
         real, padding = self._tokens[device]
-        real.add_(arrived.real_tokens_per_expert)
+        if table is None:
+            real.add_(arrived.real_tokens_per_expert)
+        else:
+            self._by_expert[device].index_add_(0, table.experts_L.to(device), arrived.real_tokens_per_expert)
         if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
             padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
         self.rows["rank"] += padded
@@ -83,43 +116,96 @@ class Meter:
         self.prepare(valid_T.device)
         self._masked[valid_T.device].add_(len(valid_T) - valid_T.sum())
 
+    def record_drift(self, name: str, drift: Tensor) -> None:
+        """Count the slots of a replayed routing, ``Routing.drift``, for the dispatcher of this name. No sync.
+
+        Raises:
+            StateError: The first replay on the device is being captured in a CUDA graph. Every replay of the graph
+                would reset the counter.
+        """
+        key = (name, drift.device)
+        if key not in self._drift:
+            if drift.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise StateError(
+                    "Dispatcher.dispatch: a replayed call must have run once before a CUDA graph captures it, got a "
+                    "capture of the first call. Run the step once, or use moe_dispatch.capture, which warms up."
+                )
+            with torch.inference_mode(False):
+                self._drift[key] = torch.zeros(2, dtype=torch.int64, device=drift.device)
+        self._drift[key].add_(drift)
+
+    def drift(self) -> dict[str, list[int]]:
+        """Return the drifted and the replayed slots by name of the dispatcher. A host sync on a GPU."""
+        total: dict[str, list[int]] = {}
+        for (name, _), counts in self._drift.items():
+            total[name] = [a + b for a, b in zip(total.get(name, (0, 0)), counts.tolist(), strict=True)]
+        return total
+
     @property
     def masked(self) -> int:
         """Number of rows masked so far. A host sync on a GPU."""
         return sum(int(masked) for masked in self._masked.values())
 
-    def tokens(self) -> Tensor:
-        """Return the real rows and the padding of each expert, int64 (2, L) on the CPU. A host sync on a GPU."""
-        total = torch.zeros(2, self._num_local_experts, dtype=torch.int64, device="cpu")
+    def tokens(self) -> tuple[list[int], int]:
+        """Return the real rows of each expert, and the padding of all experts. A host sync on a GPU.
+
+        There are L experts, or E if there is a placement.
+        """
+        total = torch.zeros(2, self._num_slots, dtype=torch.int64, device="cpu")
         for tokens in self._tokens.values():
             total += torch.stack(tokens).cpu()
-        return total
+        real, padding = total.tolist()
+        if self.placed:
+            by_expert = torch.zeros(self._num_experts, dtype=torch.int64, device="cpu")
+            for counts in self._by_expert.values():
+                by_expert += counts[:-1].cpu()
+            for number, rows in enumerate(real):
+                if rows:  # of a dispatch before the placement
+                    by_expert[self._first + number] += rows
+            real = by_expert.tolist()
+        return real, sum(padding)
 
 
 def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
     """Return the metrics of this rank. With ``gather``, which is collective, return the sums over all ranks."""
-    real, padding = channel.meter.tokens().tolist()
+    real, padding = channel.meter.tokens()
     links = {id(link): link for link in (channel.communicator, channel.control)}.values()
     sent: Counter[str] = sum((link.bytes_sent for link in links), Counter())
     calls: Counter[str] = sum((link.calls for link in links), Counter())
-    mine = [
+    mine: list[Any] = [
         real,
-        sum(padding),
+        padding,
         {**channel.meter.rows, "masked": channel.meter.masked},
         sent,
         calls,
+        channel.meter.drift(),
     ]
     everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
-    tokens = torch.tensor([count for part in everyone for count in part[0]], dtype=torch.int64, device="cpu")
+    tokens = torch.tensor([part[0] for part in everyone], dtype=torch.int64, device="cpu")
+    ranks = tokens.sum(1)
+    tokens = tokens.sum(0) if channel.meter.placed else tokens.flatten()
     rows: Counter[str] = sum((Counter(part[2]) for part in everyone), Counter())
-    mean = float(tokens.double().mean())
+    drifted: Counter[str] = Counter()
+    replayed: Counter[str] = Counter()
+    for part in everyone:
+        for name, counts in part[5].items():
+            drifted[name] += counts[0]
+            replayed[name] += counts[1]
     return Metrics(
         backend=channel.backend_name,
         dispatches=rows["dispatches"],
         real_tokens_per_expert=tokens,
-        imbalance=float(tokens.max()) / mean if mean else 0.0,
+        imbalance=_busiest_over_mean(tokens),
+        rank_imbalance=_busiest_over_mean(ranks) if gather else None,
         rows_padded={"rank": rows["rank"], "expert": sum(part[1] for part in everyone)},
         rows_skipped={"cut": rows["cut"], "masked": rows["masked"]},
         bytes_sent=dict(sum((Counter(part[3]) for part in everyone), Counter())),
         collectives=dict(sum((Counter(part[4]) for part in everyone), Counter())),
+        slots_replayed=dict(replayed),
+        slots_drifted=dict(drifted),
     )
+
+
+def _busiest_over_mean(rows: Tensor) -> float:
+    mean = float(rows.double().mean())
+    return float(rows.max()) / mean if mean else 0.0

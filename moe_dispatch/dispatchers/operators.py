@@ -24,6 +24,7 @@ from torch.library import get_ctx
 
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.custom_operators import operator
 from moe_dispatch.dispatchers.autograd import (
     Selection,
@@ -51,7 +52,8 @@ from moe_dispatch.types import Routing
 
 
 @operator(
-    "(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, str channel, bool recorded, "
+    "(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, Tensor[] table, str channel, "
+    "bool recorded, "
     "SymInt? padded_rows, SymInt? group_max_rows, SymInt? fitting_rows, "
     "SymInt? buffer_rows, SymInt? pair_rows) -> Tensor[]"
 )
@@ -61,6 +63,7 @@ def dispatch(
     weights: Tensor,
     real_rows: Tensor | None,
     valid: Tensor | None,
+    table: Sequence[Tensor],
     channel: str,
     recorded: bool,
     *numbers: int | None,
@@ -73,6 +76,7 @@ def dispatch(
         weights: (T, K), in the accumulation dtype.
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid: bool (T,), whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
+        table: The two tensors of the ``SlotTable``; empty if there is none.
         channel: Name of the channel.
         recorded: Whether the call records gradients.
         *numbers: The five numbers of ``flat_sizes``. If the first two are None, the sizes are settled here.
@@ -102,7 +106,9 @@ def dispatch(
         padded = None if given.capacity is None else _foreseen_rows(link, count)
         padded = link.needs.brought(count, sizes) if padded is None else padded
         selection = Selection(num_rows=rows.shape[0], real_rows=real_rows, padded=padded)
-        arrived = run_dispatch(link, (rows, ids, weights), valid, selection, sizes, recorded=recorded)()
+        placed = SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None
+        tensors = (rows, ids, weights)
+        arrived = run_dispatch(link, tensors, valid, selection, sizes, recorded=recorded, table=placed)()
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
 
 
@@ -113,6 +119,7 @@ def _(
     weights: Tensor,
     real_rows: Tensor | None,
     valid: Tensor | None,
+    table: Sequence[Tensor],
     channel: str,
     recorded: bool,
     *numbers: int | None,
@@ -255,7 +262,8 @@ def _(
 
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rows, _, weights, real_rows, _, ctx.channel, *_ = inputs
+    rows, _, weights, real_rows, _, table, ctx.channel, *_ = inputs
+    ctx.num_tables = len(table)
     ctx.shapes = list(rows.shape), list(weights.shape)
     ctx.save_for_backward(real_rows, *output[3:])
 
@@ -264,7 +272,7 @@ def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     real_rows, *route = ctx.saved_tensors
     # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
     grad_rows, grad_weights = dispatch_backward(*grads[:2], route, real_rows, ctx.channel, *ctx.shapes)
-    return grad_rows, None, grad_weights, *[None] * 9
+    return grad_rows, None, grad_weights, None, None, [None] * ctx.num_tables, *[None] * 7
 
 
 def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -138,7 +138,7 @@ def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> Input
         return None
     channel.high_water.forget_invalid_ids()
     return InputError(
-        f"Dispatcher.{verb}: topk_ids must lie in -1..{channel.shape.num_experts - 1}, got up to {needed.invalid_ids} "
+        f"Dispatcher.{verb}: topk_ids must lie in -1..{channel.config.num_experts - 1}, got up to {needed.invalid_ids} "
         "invalid ids in one dispatch of one rank. Their slots went nowhere. Check the router."
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, Routing
+
+REFUSED = -1
+"""Number of rows that a rank tells its peers instead of its own, if it refuses a call."""
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
@@ -219,6 +222,9 @@ def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool,
         channel = find()
         if channel.config.debug or (not settled and agrees_on_rows(channel)):
             _agree_on_largest(channel, 0, error)
+        elif x is not None and channel.config.balance is not None:
+            channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
+            raise_alike(channel.control, error, label="refusal")
         elif x is not None and channel.needs.exchanges_counts:
             preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
             channel.backend.refuse(device_of(channel.communicator.group, preferred))
@@ -444,12 +450,22 @@ def problem_of_ids(ids: Tensor, num_experts: int) -> InputError | None:
     )
 
 
-def valid_ids(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, kernels: Any = None) -> tuple[Tensor, Tensor]:
     """Replace invalid ids, those outside -1..num_experts-1, so that the ids can serve as indices. No host sync.
 
+    Args:
+        ids: int64 ids of the router.
+        num_experts: E.
+        mark: Mark that this rank sends if all its ids are valid; None if it sends none.
+        kernels: Result of ``index_kernels``: a kernel that does all, or None for operators of torch.
+
     Returns:
-        The ids, with -1 for each invalid id; and a mask of the invalid ids.
+        The ids, with -1 for each invalid id; and an int64 (). Without ``mark`` it is the number of invalid ids, else it
+        is ``mark``, or -1 if there are invalid ids.
     """
+    if kernels is not None:
+        return kernels.valid_ids(ids, num_experts, mark)  # type: ignore[no-any-return]
     nearest = ids.clamp(-1, num_experts - 1)
     invalid = nearest != ids
-    return nearest.masked_fill_(invalid, -1), invalid
+    outcome = invalid.sum() if mark is None else torch.where(invalid.any(), -1, mark)
+    return nearest.masked_fill_(invalid, -1), outcome

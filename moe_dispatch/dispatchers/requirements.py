@@ -28,7 +28,7 @@ def check_usable(options: BackendOptions) -> None:
 
 
 def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None = None) -> MoEShape:
-    """Return the sizes of a config on a group.
+    """Return the sizes of a config on a group. Its experts are the expert slots of the ranks, spare ones included.
 
     Raises:
         ConfigError: The number of experts is not divisible by the number of ranks.
@@ -40,7 +40,7 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
             f"Use {-(-config.num_experts // ep_size) * ep_size} experts or ep_size {smaller}."
         )
     return MoEShape(
-        num_experts=config.num_experts,
+        num_experts=config.num_experts + ep_size * config.spare_experts_per_rank,
         top_k=config.top_k,
         hidden_size=config.hidden_size,
         ep_size=ep_size,

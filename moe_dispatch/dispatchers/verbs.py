@@ -8,6 +8,7 @@ device, change a counter or exchange anything with other ranks: the operators do
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from moe_dispatch.backends.base import Arrived, Sizes
 from moe_dispatch.dispatchers import autograd, operators
 from moe_dispatch.dispatchers.autograd import Selection, State, anchor, attach, run_dispatch, tie
+from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.planning import (
     Draft,
@@ -32,9 +34,10 @@ from moe_dispatch.dispatchers.planning import (
     refuse_routing,
     settle,
 )
+from moe_dispatch.dispatchers.streams import refuse_other_stream, stream_of
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import accumulation_dtype
+from moe_dispatch.permutation import accumulation_dtype, index_kernels
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 
@@ -91,13 +94,29 @@ def dispatch(
     note = None if recorder is None else recorder.note(lease, lease.name, x, routing, layout)
     wants_weights = routing.topk_weights.requires_grad
     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x.dtype)), channel)
-    ids_TK, weights_TK = merged_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
+    kernels = index_kernels(channel.config.permutation, routing.topk_ids)
+    asks = not channel.config.graph_safe
+    ids_TK, weights_TK = merged_slots(routing.topk_ids, weights_TK, asks=asks, kernels=kernels)
     real_rows, valid_T = _real_rows(channel, settled, x_TD)
     count = x_TD.shape[0] if real_rows is None else real_rows.shape[0]
     padded = channel.needs.brought(count, settled.sizes)
     selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
+    placement, table = lease.placement, lease.table
     with torch.no_grad():
-        finish = run_dispatch(channel, (x_TD, ids_TK, weights_TK), valid_T, selection, settled.sizes, recorded=recorded)
+        if channel.config.balance is not None:
+            placement, table = plan_balance(channel, ids_TK, valid_T, selection)
+        finish = run_dispatch(
+            channel,
+            (x_TD, ids_TK, weights_TK),
+            valid_T,
+            selection,
+            settled.sizes,
+            recorded=recorded,
+            table=table,
+        )
+        if routing.drift is not None:
+            with channel.stream_order.turn(routing.drift.device):
+                channel.meter.record_drift(lease.name, routing.drift)
         if recorder is not None and note is not None:  # no rank refused the call, so the traces of all ranks hold it
             recorder.keep(note)
         here = None if async_op else finish()
@@ -109,6 +128,7 @@ def dispatch(
             shape=x.shape,
             selection=selection,
             wants_weights=wants_weights,
+            placement=placement,
             route=arrived.route,
         )
         rows, weights = attach(x_TD, weights_TK, state, (arrived.rows, arrived.weights))
@@ -122,7 +142,7 @@ def dispatch(
             arrived = finish()
         return attached(arrived)
 
-    return InFlight(finish=_once(lease, complete))
+    return InFlight(placement=placement, finish=_once(lease, complete, stream_of(x.device)))
 
 
 def _checked(
@@ -172,12 +192,15 @@ def _real_rows(channel: Channel, plan: Plan, x_TD: Tensor) -> tuple[Tensor | Non
     return None, layout.valid_T(num_rows, x_TD.device) if plan.valid_T is None else plan.valid_T
 
 
-def _once(lease: Lease, complete: Callable[[], Dispatched]) -> Callable[[], Dispatched]:
-    """Return a function that calls ``complete`` once, and only while the dispatcher is open."""
+def _once(
+    lease: Lease, complete: Callable[[], Dispatched], stream: torch.cuda.Stream | None
+) -> Callable[[], Dispatched]:
+    """Return a function that calls ``complete`` once, on this stream, and only while the dispatcher is open."""
     waiting = [complete]  # emptied by the call, so that a kept InFlight does not hold the sent tensors
 
     def wait() -> Dispatched:
         _ = lease.channel  # raises if closed
+        refuse_other_stream(stream)
         if not waiting:
             raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
         return waiting.pop()()
@@ -216,6 +239,7 @@ def _dispatched(counts: Arrived | Dispatched, rows: Tensor, weights: Tensor, sta
         host_counts=counts.tokens_per_expert_list if isinstance(counts, Arrived) else counts.host_counts,
         weights=weights,
         pad_multiple=state.lease.channel.shape.pad_multiple,
+        placement=state.placement,
         state=state,
     )
 
@@ -242,6 +266,12 @@ def dispatch_by_operator(
     if not isinstance(routing, Routing):
         refuse_routing(routing)
     channel, layout = lease.channel, layout_in(plan, infer)
+    if channel.config.balance is not None:
+        raise StateError(
+            "Dispatcher.dispatch: a config with balance must be called eagerly, because the host plans each dispatch, "
+            f"got balance={channel.config.balance!r} inside torch.compile or selective checkpointing. Keep both verbs "
+            "out of it, or use dispatcher.place(placement) with balance=None."
+        )
     x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
     num_rows = x_TD.shape[0]
     if not torch.compiler.is_compiling():  # under tracing, the number of rows is a symbol, and lengths are unknown
@@ -257,13 +287,15 @@ def dispatch_by_operator(
     ids_TK, weights_TK = routing.topk_ids, routing.topk_weights
     if _fit(ids_TK, weights_TK):
         weights_TK = anchor(weights_TK.to(accumulation_dtype(x.dtype)), channel)
-        ids_TK, weights_TK = merged_slots(ids_TK, weights_TK, asks=capacity is None)
+        kernels = index_kernels(channel.config.permutation, ids_TK)
+        ids_TK, weights_TK = merged_slots(ids_TK, weights_TK, asks=capacity is None, kernels=kernels)
     rows_RD, weights_R, real_L, *route = operators.dispatch(
         x_TD,
         ids_TK,
         weights_TK,
         real_rows,
         valid_T,
+        [] if lease.table is None else [lease.table.copies_EC, lease.table.experts_L],
         channel.name,
         torch.is_grad_enabled(),
         *operators.flat_sizes(sizes, capacity),
@@ -276,12 +308,14 @@ def dispatch_by_operator(
         host_counts=None,
         weights=weights_R,
         pad_multiple=pad_multiple,
+        placement=lease.placement,
         state=State(
             lease=lease,
             layout=layout,
             shape=x.shape,
             selection=Selection(num_rows=num_rows, real_rows=real_rows, padded=None),
             wants_weights=routing.topk_weights.requires_grad,
+            placement=lease.placement,
             tensors=tuple(route),
         ),
     )
@@ -326,7 +360,7 @@ def refuse_tracing(verb: str) -> None:
         )
 
 
-def merged_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
+def merged_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool, kernels: Any = None) -> tuple[Tensor, Tensor]:
     """Merge the slots of a row that name the same expert. The gradient reaches each slot.
 
     The first of these slots gets the sum of the weights; the ids of the later ones become -1. For example, ids
@@ -337,9 +371,12 @@ def merged_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Ten
         weights_TK: Floating, in the accumulation dtype.
         asks: Whether to return early if there are no duplicates; this works on the CPU only. On a GPU the question
             would be a host sync, so the (T, K, K) tables are always summed.
+        kernels: Result of ``index_kernels``: a kernel that does all, or None for operators of torch.
     """
     if ids_TK.shape[1] == 1:
         return ids_TK, weights_TK
+    if kernels is not None:
+        return kernels.merge_slots(ids_TK, weights_TK)  # type: ignore[no-any-return]
     same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
     if asks and ids_TK.is_cpu and not torch.compiler.is_compiling():
         if int(same_TKK.count_nonzero()) == ids_TK.numel():

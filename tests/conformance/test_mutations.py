@@ -27,7 +27,7 @@ from moe_dispatch.dispatchers.autograd import Selection
 from moe_dispatch.dispatchers.verbs import merged_slots
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import TorchPermutation, group_slots
+from moe_dispatch.permutation import TorchPermutation, count_values, group_slots
 from moe_dispatch.permutation import rows as permutation_rows
 from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.testing import SCENARIOS, Case, Ranks, run_case
@@ -86,7 +86,7 @@ def _unweighted_backward(backward: Any) -> Any:
 
 
 def weights_rounded_to_bfloat16(patch: Patch) -> None:
-    def rounded(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
+    def rounded(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool, **_: object) -> tuple[Tensor, Tensor]:
         ids_TK, weights_TK = merged_slots(ids_TK, weights_TK, asks=asks)
         return ids_TK, weights_TK.bfloat16().to(weights_TK.dtype)
 
@@ -94,7 +94,7 @@ def weights_rounded_to_bfloat16(patch: Patch) -> None:
 
 
 def gradient_of_weights_dropped(patch: Patch) -> None:
-    def detached(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
+    def detached(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool, **_: object) -> tuple[Tensor, Tensor]:
         return merged_slots(ids_TK, weights_TK.detach(), asks=asks)
 
     patch.setattr(verbs, "merged_slots", detached)
@@ -105,11 +105,13 @@ def duplicates_not_merged(patch: Patch) -> None:
 
 
 def experts_in_reverse_order(patch: Patch) -> None:
-    def reverse(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1, **known: Any) -> SlotIndex:
+    def reverse(
+        keys_SK: Tensor, counts: Sequence[int], pad_multiple: int = 1, *, real_L: Tensor | None = None, **_: Any
+    ) -> SlotIndex:
         last = len(counts) - 1
         keys_SK = torch.where((keys_SK >= 0) & (keys_SK <= last), last - keys_SK, keys_SK)
         index = group_slots(keys_SK, counts[::-1], pad_multiple)
-        return dataclasses.replace(index, counts=counts, **known)
+        return dataclasses.replace(index, counts=counts, real_L=real_L)
 
     patch.setattr(base, "group_slots", reverse)
     patch.setattr(alltoall, "group_slots", reverse)
@@ -369,13 +371,12 @@ def test_kit_sees(plant: Callable[[Patch], None], backend: BackendSpec, name: st
 
 def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch) -> None:
     """With one expert per rank, that place is before the start of the table; with more it is overwritten."""
-    send_counts = AllToAll._send_counts
+    width = 2  # of the table: one expert, and the number of rows
 
-    def too_early(self: AllToAll, places_TK: Tensor, *others: Any) -> Any:
-        goes_nowhere = places_TK < 1 + self.context.shape.num_local_experts
-        return send_counts(self, places_TK - goes_nowhere.long(), *others)
+    def too_early(places_N: Tensor, length: int) -> Tensor:
+        return count_values(places_N - (places_N < width).long(), length)
 
-    monkeypatch.setattr(AllToAll, "_send_counts", too_early)
+    monkeypatch.setattr(alltoall, "count_values", too_early)
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "one_expert_per_rank")
     with pytest.raises(RuntimeError):
         run_all("alltoall", scenario_cases(scenario, 4), Ranks(timeout=datetime.timedelta(seconds=1)))

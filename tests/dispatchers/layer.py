@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -94,6 +95,8 @@ def outcomes_on(body: Callable[[Group], Any], size: int) -> list[Any]:
 def raises_everywhere(results: list[Any], kind: type[Exception], *texts: str) -> None:
     """Every rank raised ``kind`` with all of ``texts`` in its message."""
     for rank, result in enumerate(results):
-        assert isinstance(result, kind), f"rank {rank}: {result!r}"
+        if not isinstance(result, kind):
+            told = "".join(traceback.format_exception(result)) if isinstance(result, Exception) else repr(result)
+            raise AssertionError(f"rank {rank} must raise {kind.__name__}, got {told}")
         for text in texts:
             assert text in str(result), f"rank {rank}: {text!r} is not in {result}"

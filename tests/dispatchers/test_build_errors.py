@@ -100,8 +100,8 @@ def test_rule_that_needs_the_group(name: str) -> None:
         (
             "backend",
             "allgather",
-            "rank 0 has {'name': 'alltoall', 'reduction': 'fast', 'pair_rows': 'worst'}, "
-            "rank 3 has {'name': 'allgather'}",
+            "rank 0 has {'name': 'alltoall', 'reduction': 'fast', 'pair_rows': 'worst', 'levels': 1, "
+            "'ranks_per_node': None}, rank 3 has {'name': 'allgather'}",
         ),
         ("debug", True, "rank 0 has False, rank 3 has True"),
     ],

@@ -34,7 +34,10 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         for order in itertools.permutations(ALLTOALL)
     },
     "a name and a mapping": ({"backend": "alltoall"}, {"backend": {"name": "alltoall"}}),
-    "a name and all defaults": ({"backend": "alltoall"}, {"backend": ALLTOALL}),
+    "a name and all defaults": (
+        {"backend": "alltoall"},
+        {"backend": {**ALLTOALL, "levels": 1, "ranks_per_node": None}},
+    ),
     "a number of rows and its name": ({"pad_multiple": "fp8"}, {"pad_multiple": 16}),
     "no policy and agree": ({}, {"row_counts": "agree"}),
     "no policy and static": (SAFE, {**SAFE, "row_counts": "static"}),

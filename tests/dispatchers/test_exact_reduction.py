@@ -22,7 +22,7 @@ from tests.dispatchers.layer import (
 
 EXPERTS, SLOTS, HIDDEN, TOKENS = 8, 4, 32, 40
 # Tokens by rank: different on each, none on one.
-CUTS = {1: [40], 2: [33, 7], 4: [9, 0, 27, 4]}
+CUTS = {1: [40], 2: [33, 7], 4: [9, 0, 27, 4], 8: [3, 9, 0, 7, 11, 1, 5, 4]}
 
 
 def _layer(backend: dict[str, Any], dtype: torch.dtype, size: int, weights: str = "combine") -> dict[str, Tensor]:
@@ -71,6 +71,14 @@ def test_exact_has_the_same_bits_on_any_number_of_ranks(dtype: torch.dtype, weig
         got = _layer(EXACT, dtype, size, weights)
         differing = [name for name in expected if not torch.equal(got[name], expected[name])]
         assert not differing, f"ep {size}"
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_has_the_same_bits_on_two_levels(dtype: torch.dtype, size: int, ranks_per_node: int) -> None:
+    expected = _layer({"name": "local", "reduction": "exact"}, dtype, 1)
+    got = _layer({**EXACT, "levels": 2, "ranks_per_node": ranks_per_node}, dtype, size)
+    assert not [name for name in expected if not torch.equal(got[name], expected[name])]
 
 
 def test_fast_has_other_bits_in_bfloat16_so_exact_is_no_empty_promise() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,13 +25,14 @@ BACKENDS: dict[str, tuple[Any, int]] = {
     "alltoall": ("alltoall", 2),
     "alltoall, one expert a rank": ("alltoall", NUM_EXPERTS),
     "alltoall exact": ({"name": "alltoall", "reduction": "exact"}, 2),
+    "alltoall, two levels": ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, 4),
     "allgather": ("allgather", 2),
     "deepep v1": ({"name": "deepep", "emulate": "v1.2.1"}, 2),
     "deepep v2": (V2, 2),
     "deepep v2 expanded": ({**V2, "expand": True, "deterministic": False}, 2),
     "hybridep": ({"name": "hybridep", "emulate": "hybridep-744"}, 2),
 }
-GRAPH_SAFE = [name for name in BACKENDS if "exact" not in name]
+GRAPH_SAFE = [name for name in BACKENDS if "exact" not in name and "levels" not in name]
 # 65537 is 1 in 16 bits, and 2**32 + 1 is 1 in 32.
 INVALID = [NUM_EXPERTS, -2, 65537, 2**32 + 1, -(2**63)]
 
@@ -74,7 +76,7 @@ def test_it_raises_in_its_dispatch(name: str, invalid: int, async_op: bool) -> N
                 way = routing(invalid if is_last(group) else None)
                 sent = dispatcher.dispatch(rows(), way, async_op=async_op).wait()
                 result: Any = sent.real_tokens_per_expert
-            except (InputError, PeerError) as error:
+            except Exception as error:
                 result = error
             # The group is in step: every rank has left the dispatch.
             assert torch.equal(layer(dispatcher, routing()), layer(dispatcher, routing()))
@@ -147,8 +149,14 @@ def test_ids_of_rows_without_a_token_may_be_anything(name: str, graph_safe: bool
 def by_operators(call: Callable[[], Dispatched]) -> Dispatched:
     """Selective checkpointing calls operators, which can be saved."""
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-    sent: Dispatched = checkpoint(lambda _: call(), rows(), use_reentrant=False, context_fn=contexts)
-    return sent
+    try:
+        sent: Dispatched = checkpoint(lambda _: call(), rows(), use_reentrant=False, context_fn=contexts)
+        return sent
+    except Exception as error:
+        kind, text = type(error), str(error)
+    # An error without frames: in torch 2.10 the frame of `checkpoint` holds modes of this thread, which must end here.
+    gc.collect()
+    raise kind(text)
 
 
 @pytest.mark.parametrize("name", ["local", "alltoall", "allgather"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,6 +132,7 @@ def test_reading_metrics_exchanges_nothing_unless_asked() -> None:
     assert on_ranks(body, 2) == [(0, 2), (0, 2)]
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # of torch 2.10
 @pytest.mark.parametrize("backend", ["local", "alltoall", "allgather"])
 def test_profiles_show_each_verb_and_its_backward(backend: str) -> None:
     dispatcher = build_dispatcher(small_config(backend))
@@ -137,3 +141,30 @@ def test_profiles_show_each_verb_and_its_backward(backend: str) -> None:
     shown = Counter(event.name for event in profile.events() if event.name.startswith("moe_dispatch::"))
     verbs = ("dispatch", "combine", "combine.backward", "dispatch.backward")
     assert shown == dict.fromkeys((f"moe_dispatch::{verb}" for verb in verbs), 1)
+
+
+def test_counters_on_a_device_are_updated_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates outside of a turn could be lost if dispatches run on several streams."""
+    dispatcher = build_dispatcher(small_config("local", graph_safe=True, max_tokens_per_rank=8))
+    channel, inside, found = dispatcher._channel, False, []
+    drift, masked = channel.meter.record_drift, channel.meter.record_masked
+
+    @contextmanager
+    def turn(device: torch.device) -> Iterator[None]:
+        nonlocal inside
+        inside = True
+        yield
+        inside = False
+
+    def seen(update: Callable[..., None], *args: Any) -> None:
+        found.append((update, inside))
+        update(*args)
+
+    monkeypatch.setattr(channel.stream_order, "turn", turn)
+    monkeypatch.setattr(channel.meter, "record_drift", partial(seen, drift))
+    monkeypatch.setattr(channel.meter, "record_masked", partial(seen, masked))
+    way = random_routing(4)
+    routing = Routing(way.topk_ids, way.topk_weights, torch.tensor([1, 8]))
+    dispatcher.dispatch(random_rows(4).view(2, 2, HIDDEN), routing, BSHD(lengths=[1, 2]))
+    assert sorted(found, key=lambda pair: pair[0] == drift) == [(masked, True), (drift, True)]
+    assert dispatcher.metrics().rows_skipped["masked"] == 1

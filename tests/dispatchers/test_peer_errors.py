@@ -21,6 +21,7 @@ WRONG = 3
 # Where ranks exchange something anyway, or always (debug): the fields, and whether a plan may be given beforehand.
 EXCHANGES: dict[str, tuple[dict[str, Any], bool]] = {
     "counts": ({"backend": "alltoall"}, True),
+    "counts, two levels": ({"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, True),
     "agreement": ({"backend": "allgather"}, False),
     "check": ({"backend": "allgather", "row_counts": "check"}, False),
     "debug, counts": ({"backend": "alltoall", "debug": True}, True),

@@ -18,12 +18,15 @@ from moe_dispatch.testing import run_ranks
 
 EXPERTS, TOP_K, HIDDEN, MAXIMUM = 8, 3, 32, 40
 # What a route holds for its way back; the rest of it is the context, which outlives the call.
-TABLES = ("index", "source_S", "member_S", "cu_T")
+TABLES = ("index", "legs")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors(part)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from tensors(getattr(value, field.name))

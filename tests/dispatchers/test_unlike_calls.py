@@ -28,6 +28,7 @@ HYBRID = {"name": "hybridep", "emulate": "hybridep-744"}
 EXCHANGES: dict[str, tuple[dict[str, Any], bool]] = {
     "counts": ({"backend": "alltoall"}, False),
     "counts, plan": ({"backend": "alltoall"}, True),
+    "counts, two levels": ({"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, False),
     "agreement": ({"backend": "allgather"}, False),
     "check": ({"backend": "allgather", "row_counts": "check"}, False),
     "agreement on the largest": ({"backend": HYBRID, "hidden_size": 32, "wire_dtype": "bfloat16"}, False),

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.errors import ConfigError, LostPeerError
+from moe_dispatch.errors import ConfigError
 from moe_dispatch.testing import run_processes, run_ranks
 from moe_dispatch.watchdog import Call, Report, Watch, _late, watch_group, watch_of
 from tests.dispatchers.layer import (
@@ -132,17 +131,18 @@ def _skips_combine(group: dist.ProcessGroup) -> None:
         time.sleep(3)
 
 
+def _told_by_threads(rank: int) -> list[str]:
+    return [f"{type(result).__name__}: {result}" for result in outcomes(_skips_combine, 4)]
+
+
 def test_ranks_that_are_threads_name_the_one_that_stays_away() -> None:
-    results = outcomes(_skips_combine, 4)
-    assert results.pop(1) is None
-    raises_everywhere(
-        results,
-        LostPeerError,
-        "combine of 'layers.",
-        "without rank 1 on",
-        "rank 1 is elsewhere for",
-        "after dispatch of",
-    )
+    """In a process of its own: late in whole runs of the suite the ranks got the error of gloo, nobody knows why."""
+    (told,) = run_processes(_told_by_threads, 1)
+    assert told.pop(1) == "NoneType: None"
+    for text in told:
+        assert text.startswith("LostPeerError: ")
+        for part in ("combine of 'layers.", "without rank 1 on", "rank 1 is elsewhere for", "after dispatch of"):
+            assert part in text
 
 
 def _early_failure(group: dist.ProcessGroup) -> tuple[float, str]:
@@ -177,7 +177,7 @@ def test_a_group_without_a_store_is_refused() -> None:
 
 def test_a_store_that_cannot_be_cloned_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'got a group without one \(Tried to call .*clone"\)'):
-        watch_group(dist.ProcessGroup(FakeStore(), 0, 1), 5)
+        watch_group(dist.ProcessGroup(dist.Store(), 0, 1), 5)
 
 
 def test_one_time_limit_for_the_open_dispatchers_of_a_group() -> None:
@@ -400,7 +400,8 @@ def test_a_clean_run_prints_nothing_where_the_host_of_the_store_leaves_first(how
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-c", ENDS, how],
+            # Python 3.12 warns of a fork in a process that has threads.
+            [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", ENDS, how],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

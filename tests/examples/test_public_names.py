@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PUBLIC = frozenset({"moe_dispatch", "moe_dispatch.testing", "moe_dispatch.traces"})
+PUBLIC = frozenset(
+    {"moe_dispatch", "moe_dispatch.balance", "moe_dispatch.replay", "moe_dispatch.testing", "moe_dispatch.traces"}
+)
 
 
 def public_imports_only(tree: ast.AST, source: str, modules: frozenset[str] = PUBLIC) -> None:

@@ -1,14 +1,21 @@
-"""The script that torchrun starts on the hosts: ``job.py kit``, or ``job.py steps TIMEOUT NUMBER``.
+"""The script that torchrun starts on the hosts: ``job.py kit``, ``steps TIMEOUT NUMBER`` or ``levels TIMEOUT ROUNDS``.
 
 ``steps`` trains a layer and logs each step to ``run/``. TIMEOUT is the timeout of the process group in seconds, and
 NUMBER the number of steps. ``MOE_DISPATCH_WATCHDOG`` may set the watchdog.
+
+``levels`` runs an exchange and its backward with ``levels`` 1 and 2 in turn, and prints what it measured as JSON.
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
+import json
+import statistics
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +23,12 @@ import torch.distributed as dist
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.testing import SCENARIOS, Case
 from moe_dispatch.testing.case import case_config, run_rank
+from moe_dispatch.testing.kit import describe
 from moe_dispatch.traces import RunLog
 
 KIT = ("balanced", "rank_without_tokens", "two_in_flight", "checkpointed", "bfloat16")
-BACKENDS = ("allgather", "alltoall")
+TWO_LEVELS: dict[str, Any] = {"name": "alltoall", "levels": 2}
+BACKENDS = ("allgather", "alltoall", TWO_LEVELS)
 
 
 def run_kit() -> None:
@@ -30,7 +39,7 @@ def run_kit() -> None:
         case = Case(scenario=scenario, ep_size=dist.get_world_size(), input_layout="bshd", row_counts="agree")
         run_rank(case_config(backend, case), group, case)
         if dist.get_rank() == 0:
-            print(f"passed {backend} {scenario.name}", flush=True)
+            print(f"passed {describe(backend)} {scenario.name}", flush=True)
 
 
 def run_steps(number: int) -> None:
@@ -50,8 +59,59 @@ def run_steps(number: int) -> None:
             print(f"rank {rank}: step {step}", flush=True)
 
 
+def run_levels(rounds: int) -> None:
+    """Measure one and two levels on 2 ranks per host: seconds of an exchange, and bytes on the link of this host."""
+    rank, size, per_host, experts, top_k, hidden, rows = dist.get_rank(), dist.get_world_size(), 2, 16, 6, 1024, 1024
+    sizes: dict[str, Any] = {"num_experts": experts, "top_k": top_k, "hidden_size": hidden}
+    backends = {"1": {"name": "alltoall"}, "2": TWO_LEVELS, "2, configured": {**TWO_LEVELS, "ranks_per_node": per_host}}
+    layers = {
+        name: build_dispatcher(DispatcherConfig(backend=backend, **sizes), dist.group.WORLD)
+        for name, backend in backends.items()
+    }
+    torch.manual_seed(rank)
+    ids = torch.rand(rows, experts).argsort(1)[:, :top_k].contiguous()
+    weights, x = torch.rand(rows, top_k).requires_grad_(), torch.randn(rows, hidden).bfloat16().requires_grad_()
+    owner = ids // (experts // size)
+    pairs = {
+        # A row goes to a rank of the other host, or to the other host.
+        "1": sum(len({one for one in row if one // per_host != rank // per_host}) for row in owner.tolist()),
+        "2": sum(len({one // per_host for one in row} - {rank // per_host}) for row in owner.tolist()),
+    }
+    # A row with weights and ids, the row back, its gradient, and the gradient back with the gradients of the weights.
+    payload = {name: count * (4 * 2 * hidden + 6 * top_k + 4 * top_k) for name, count in pairs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
+    link: dict[str, int] = dict.fromkeys(layers, 0)
+    legs: dict[str, int] = {}
+    for turn in range(rounds + 1):
+        for name, layer in layers.items():
+            dist.barrier()
+            before, begin = sent_by_link(), time.perf_counter()
+            sent = layer.dispatch(x, Routing(ids, weights))
+            layer.combine(sent.rows, sent).backward(x.detach())
+            dist.barrier()
+            legs[name] = len(sent.state.route.legs)
+            if turn:  # the first turn warms up
+                seconds[name].append(time.perf_counter() - begin)
+                link[name] += sent_by_link() - before
+    found = {
+        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
+        "link": {name: nbytes // rounds for name, nbytes in link.items()},
+        "payload": payload,
+        "legs": legs,
+    }
+    print(f"rank {rank}: measured {json.dumps(found)}", flush=True)
+
+
+def sent_by_link() -> int:
+    """The bytes that the interface of this host has sent."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if (name := line.partition(":"))[0].strip() == "eth0":
+            return int(name[2].split()[8])
+    raise RuntimeError("this host has no eth0")
+
+
 if __name__ == "__main__":
     task, *numbers = sys.argv[1:]
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(numbers[0] if numbers else 60)))
-    run_kit() if task == "kit" else run_steps(int(numbers[1]))
+    run_kit() if task == "kit" else {"steps": run_steps, "levels": run_levels}[task](int(numbers[1]))
     dist.destroy_process_group()

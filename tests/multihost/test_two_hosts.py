@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_dispatch.testing.kit import describe
 from moe_dispatch.traces import RunLog, Trace
 from tests.multihost.hosts import Host, Job, Link, Result, make_hosts, missing
 from tests.multihost.job import BACKENDS, KIT
@@ -81,8 +82,25 @@ def test_both_lines_find_the_other_host(line: str, tmp_path: Path) -> None:
 def test_conformance_kit_over_a_slow_link(tmp_path: Path) -> None:
     with make_hosts(2, SLOW) as hosts:
         results = start(hosts, replaced(C10D, f"{JOB} kit"), tmp_path).results(240)
-    passed = re.findall(r"^passed (\w+) (\w+)$", expect_success(results), re.MULTILINE)
-    assert sorted(passed) == sorted((backend, name) for backend in BACKENDS for name in KIT)
+    passed = re.findall(r"^passed (.+) (\w+)$", expect_success(results), re.MULTILINE)
+    assert sorted(passed) == sorted((describe(backend), name) for backend in BACKENDS for name in KIT)
+
+
+@pytest.mark.slow
+def test_two_levels_send_a_row_once_over_the_link(tmp_path: Path) -> None:
+    """The link carries the bytes of the formula, with nodes found by host name or configured."""
+    with make_hosts(2, Link(megabits=1000, delay_ms=1)) as hosts:
+        results = start(hosts, replaced(STATIC, f"{JOB} levels 60 5"), tmp_path).results(150)
+    measured = [json.loads(line) for line in re.findall(r"measured (.*)$", expect_success(results), re.MULTILINE)]
+    assert [each["legs"] for each in measured] == [{"1": 1, "2": 2, "2, configured": 2}] * 4
+    payload = {name: sum(each["payload"][name] for each in measured) for name in ("1", "2")}
+    link = {
+        name: sum(each["link"][name] for each in measured) / 2 for name in measured[0]["link"]
+    }  # two ranks, one link
+    for name, nbytes in link.items():
+        assert payload[name[0]] < nbytes < 1.1 * payload[name[0]]
+    assert payload["2"] < 0.7 * payload["1"]
+    print("seconds", measured[0]["seconds"], "bytes on both links", link, "of rows", payload)
 
 
 def test_gloo_needs_the_interface_where_the_own_name_is_a_loopback_address(tmp_path: Path) -> None:

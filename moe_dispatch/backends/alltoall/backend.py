@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, final
+from typing import Annotated, Literal, final
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.fixed import send_table, send_table_bytes, wanted_here
-from moe_dispatch.backends.alltoall.route import AllToAllRoute, Splits, even_splits, splits_from
+from moe_dispatch.backends.alltoall.route import AllToAllRoute, Leg, Splits, even_splits, splits_from
+from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes, nodes_of
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
@@ -26,8 +30,17 @@ from moe_dispatch.backends.rank_major import arrive, back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import Started, read_host
-from moe_dispatch.errors import PeerError
-from moe_dispatch.permutation import SlotIndex, accumulation_dtype, count_values, group_slots, true_places
+from moe_dispatch.errors import ConfigError, PeerError
+from moe_dispatch.permutation import (
+    SlotIndex,
+    accumulation_dtype,
+    count_values,
+    group_slots,
+    index_kernels,
+    true_places,
+)
+
+logger = logging.getLogger("moe_dispatch")
 
 # The exchange of counts sends ``rows + mark * _MARK``, where ``mark`` is the mark of the sending rank. Every number of
 # rows is smaller than ``_MARK``, so a floor division gives the mark, and the remainder is the number of rows.
@@ -46,6 +59,11 @@ class AllToAllOptions(BackendOptions):
         pair_rows: In graph-safe mode, the number of rows that each rank sends to each rank. It is a multiple of the
             number that is expected if every token chooses its experts evenly, ``T * (1 - C(E-L, K) / C(E, K))``.
             "worst" stands for ``max_tokens_per_rank`` rows.
+        levels: With 1, a row goes once to each rank that owns one of its experts. With 2, it goes once to each node,
+            and there once to each rank; sums come back in the same way. So fewer bytes travel between nodes. If all
+            ranks are on one node, or each is on a node of its own, 2 has nothing to save and works as 1.
+        ranks_per_node: Number of consecutive ranks of the group that share a node, for ``levels=2``. None detects it by
+            host name.
     """
 
     name = "alltoall"
@@ -53,15 +71,32 @@ class AllToAllOptions(BackendOptions):
 
     reduction: Literal["fast", "exact"] = "fast"
     pair_rows: Factor = "worst"
+    levels: Literal[1, 2] = 1
+    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> AllToAllOptions:
+        if self.levels == 1 and self.ranks_per_node is not None:
+            raise ConfigError(
+                f"backend 'alltoall': ranks_per_node is for levels=2, got ranks_per_node={self.ranks_per_node} and "
+                "levels=1. Set levels=2, or leave ranks_per_node out."
+            )
+        return self
 
     def constraints(self, shape: MoEShape) -> Constraints:
+        reason = (
+            'reduction="exact" brings back one row for each slot, as many as the routing says; reduction="fast" would '
+            "work"
+        )
+        if self.levels == 2:
+            nodes_of(shape, self.ranks_per_node)
+            reason = "levels=2 has no exchange of fixed size; levels=1 would work"
         return Constraints(
             exchanges_counts=not shape.graph_safe,
             min_rows=int(shape.graph_safe),
             wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
-            graph_safe=self.reduction == "fast",
-            graph_safe_reason='reduction="exact" brings back one row for each slot, as many as the routing says; '
-            'reduction="fast" would work',
+            graph_safe=self.reduction == "fast" and self.levels == 1,
+            graph_safe_reason=reason,
             drop_order="weight",
             compilable=True,
         )
@@ -73,25 +108,29 @@ class AllToAllOptions(BackendOptions):
     def capacity(self, shape: MoEShape) -> Capacity:
         return capacity_of(shape, pair_factor=self.pair_rows)
 
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
         wide, back = accumulation_dtype(dtype), row_format(dtype, shape.hidden_size, back_wire(shape.wire_dtype))
         there = _form(shape, dtype, wide, note=shape.graph_safe)
-        out, returned, slots = volume.pairs_out, volume.pairs_in, shape.top_k
-        if self.reduction == "exact":
-            returned, slots = volume.slots_in, 1
-        if shape.graph_safe:
-            out = returned = volume.others * (self.capacity(shape).pair_rows or 0)
-        counts = {} if shape.graph_safe else {"counts": volume.others * 8 * (1 + shape.num_local_experts)}
-        return SentBytes(
-            sent={
-                **counts,
-                "dispatch": out * there.stride,
-                "combine": returned * back.nbytes,
-                "combine.backward": out * back.nbytes,
-                "dispatch.backward": returned * packet(back, slots, wide).stride,
-            },
-            row_dtypes=(there.row.wire_dtype, back.wire_dtype),
-        )
+        exact, nodes = self.reduction == "exact", self._nodes(shape, rank=0)
+        legs, width = {"": volume}, 1 + shape.num_local_experts
+        if nodes is not None:
+            if volume.legs is None or shape.ranks_per_node not in (None, nodes.ranks_per_node):
+                return None
+            legs, width = dict(zip(("", WITHIN_NODE), volume.legs, strict=True)), width + nodes.num_columns
+        sent = {} if shape.graph_safe else {"counts": volume.others * 8 * width}
+        for suffix, leg in legs.items():
+            out, returned, slots = leg.pairs_out, leg.pairs_in, shape.top_k
+            if exact:
+                returned, slots = leg.slots_in, 1
+            if shape.graph_safe:
+                out = returned = leg.others * (self.capacity(shape).pair_rows or 0)
+            sent |= {
+                f"dispatch{suffix}": out * there.stride,
+                f"combine{suffix}": returned * back.nbytes,
+                f"combine.backward{suffix}": out * back.nbytes,
+                f"dispatch.backward{suffix}": returned * packet(back, slots, wide).stride,
+            }
+        return SentBytes(sent=sent, row_dtypes=(there.row.wire_dtype, back.wire_dtype))
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
         assert sizes.capacity is not None
@@ -103,7 +142,29 @@ class AllToAllOptions(BackendOptions):
         return {**found, "wire": 2 * places * form.stride}
 
     def open(self, context: BackendContext) -> Backend:
-        return AllToAll(context, exact=self.reduction == "exact")
+        comm, shape = context.communicator, context.shape
+        nodes = self._nodes(shape, comm.rank)
+        if self.levels == 2 and comm.rank == 0:
+            logger.info(
+                "backend 'alltoall': levels=2, ranks per node: %d (%s), %s.",
+                nodes_of(shape, self.ranks_per_node),
+                "detected" if self.ranks_per_node is None else "configured",
+                f"nodes: {nodes.num_nodes}" if nodes else f"ranks: {comm.size}, so it works as levels=1",
+            )
+        return AllToAll(context, exact=self.reduction == "exact", nodes=nodes)
+
+    def _nodes(self, shape: MoEShape, rank: int) -> Nodes | None:
+        """Return the nodes of the group, seen from a rank, if rows travel in two legs; None if they travel in one."""
+        size = nodes_of(shape, self.ranks_per_node)
+        if self.levels == 1 or size in (1, shape.ep_size):
+            return None
+        return Nodes(
+            rank=rank,
+            ranks_per_node=size,
+            num_nodes=shape.ep_size // size,
+            num_local_experts=shape.num_local_experts,
+            exact=self.reduction == "exact",
+        )
 
 
 @final
@@ -117,12 +178,23 @@ class AllToAll(Backend):
     backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
     per top_k slot; in combine, the row; in a backward, the row, and 4 bytes per slot for the gradient of the weights.
 
+    With ``levels=2``, every exchange of rows takes two collectives: one between nodes, and one on each node. The number
+    of host syncs stays one. Between nodes, each distinct pair of a row and another node takes the bytes above. If a
+    dispatch is asynchronous, its collective on the node starts in ``wait``.
+
     Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
+
+    Args:
+        context: The objects that the backend is built with.
+        exact: Whether ``reduction`` is "exact".
+        nodes: The nodes of the group if rows travel in two legs; None if they travel in one.
     """
 
-    def __init__(self, context: BackendContext, *, exact: bool) -> None:
+    def __init__(self, context: BackendContext, *, exact: bool, nodes: Nodes | None = None) -> None:
         super().__init__(context)
         self._exact = exact
+        self._nodes = nodes
+        self._width = 1 + context.shape.num_local_experts + (0 if nodes is None else nodes.num_columns)
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()
@@ -135,41 +207,91 @@ class AllToAll(Backend):
             return self._dispatch_fixed(rows_TD, ids_TK, weights_TK, sizes.capacity)
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
         dtype = rows_TD.dtype  # ``complete`` needs only the dtype, so it does not keep the rows alive
-        shifted_TK = ids_TK + shape.num_local_experts
-        owner_TK = shifted_TK.div(shape.num_local_experts, rounding_mode="floor")
-        members_PT = rank_members(owner_TK, comm.size)
-        counts, counts_in, counting = self._send_counts(shifted_TK + owner_TK, members_PT, mark)
+        owner_TK, counts = self._count_slots(ids_TK)
+        members_PT, to = rank_members(owner_TK, comm.size), range(comm.size)
+        if self._nodes is None:
+            members, counting = members_PT, self._send_counts(counts, members_PT, mark)
+        else:
+            to, owner_TK = self._nodes.relays, self._nodes.node_of(owner_TK)
+            members = rank_members(owner_TK, len(to))
+            counting = self._send_counts(counts, members_PT, mark, members)
+        counts_in, work = counting
         form = _form(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
         # On the CPU, order the rows while the counts travel. On a GPU, the number of rows is known after the host read.
-        in_order = self._outgoing(packets, members_PT) if packets.is_cpu else None
-        if counting is not None:
-            counting.wait()
-        splits = self._read_counts(counts, counts_in)
-        source_S, outgoing = in_order or self._outgoing(packets, members_PT, sum(splits.rows_out))
-        received = space.take((sum(splits.rows_in), form.stride), rows_TD.device)
-        work = comm.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label="dispatch")
-        # While the rows travel, compute the order of the sums.
-        by_row = source_S.sort(stable=True)
-        cu_T = torch.searchsorted(by_row.values, torch.arange(rows_TD.shape[0] + 1, device=rows_TD.device))
-        slots_by_rank = group_slots(owner_TK - 1, splits.slots_out) if self._exact else None
+        in_order = self._outgoing(packets, members) if packets.is_cpu else None
+        if work is not None:
+            work.wait()
+        found = self._read_counts(counts, counts_in)
+        splits = found.splits[0]
+        in_order = in_order or self._outgoing(packets, members, sum(splits.rows_out))
+        leg, land = self._start(in_order, owner_TK, splits, to)
 
         def complete() -> Arrived:
-            rows_SD, weights_SK, local_ids_SK = self._land(work, form, outgoing, received)
+            received, legs = land(), [leg]
+            if self._nodes is not None:
+                second, received = self._forward(received, form, found.splits[1], self._nodes)
+                legs.append(second)
+            rows_SD, weights_SK, keys_SK = self._unpack(received, form)
+            if self._nodes is not None:
+                keys_SK = self._nodes.keys(keys_SK, found.rows_in)
             real_L = counts[: shape.num_local_experts]
-            index = group_slots(local_ids_SK, splits.tokens_per_expert, shape.pad_multiple, real_L=real_L)
-            route = self._route(
-                splits,
-                (source_S, by_row.indices, cu_T),
-                index=index,
-                slots_by_rank=slots_by_rank,
-                weights_TK=weights_TK if self._exact else None,
-            )
+            index = self.context.group(keys_SK, weights_SK, None, counts=found.tokens_per_expert, real_L=real_L)
+            route = self._route(legs, index, weights_TK if self._exact else None)
             arrived = arrive(route, rows_SD, weights_SK, dtype)
             space.give(received)
             return arrived
 
         return complete
+
+    def _forward(self, received: Tensor, form: Packet, splits: Splits, nodes: Nodes) -> tuple[Leg, Tensor]:
+        """Send packets that arrived on this node to the ranks of the node that need them.
+
+        Returns:
+            The leg, and the packets that arrived on this rank. ``received`` is given back to the workspace.
+        """
+        owner_SK, to = nodes.neighbour_of(form.ids(received)), nodes.neighbours
+        in_order = self._outgoing(received, rank_members(owner_SK, len(to)), sum(splits.rows_out))
+        self.context.workspace.give(received)
+        leg, land = self._start(in_order, owner_SK, splits, to, suffix=WITHIN_NODE)
+        return leg, land()
+
+    def _start(
+        self, in_order: tuple[Tensor, Tensor], owner_TK: Tensor, splits: Splits, to: range, *, suffix: str = ""
+    ) -> tuple[Leg, Callable[[], Tensor]]:
+        """Start to send packets.
+
+        Args:
+            in_order: Result of ``_outgoing``.
+            owner_TK: int64 (T, K), 1 + the place in ``to`` of the rank to which each slot goes; 0 for slots that go
+                nowhere.
+            splits: Counts of the exchange.
+            to: The ranks to which packets go.
+            suffix: Text behind the labels of the collectives of this leg.
+
+        Returns:
+            The leg, and a function that waits for the packets and returns them in memory of the workspace.
+        """
+        source_S, outgoing = in_order
+        space, device = self.context.workspace, source_S.device
+        received = space.take((sum(splits.rows_in), outgoing.shape[1]), device)
+        label = f"dispatch{suffix}"
+        work = self.context.communicator.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label=label)
+        # While the rows travel, compute the order of the sums.
+        by_row = source_S.sort(stable=True)
+        cu_T = torch.searchsorted(by_row.values, torch.arange(owner_TK.shape[0] + 1, device=device))
+        slots_by_rank = None
+        if self._exact:
+            slots_by_rank = group_slots(owner_TK - 1, [splits.slots_out[rank] for rank in to])
+        leg = self._leg(splits, (source_S, by_row.indices, cu_T), slots_by_rank, suffix=suffix)
+
+        def land() -> Tensor:
+            if work is not None:
+                work.wait()
+            space.give(outgoing)
+            return received
+
+        return leg, land
 
     def _dispatch_fixed(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, capacity: Capacity
@@ -194,10 +316,13 @@ class AllToAll(Backend):
         work = comm.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label="dispatch")
 
         def complete() -> Arrived:
-            rows_SD, weights_SK, local_ids_SK = self._land(work, form, outgoing, received)
+            if work is not None:
+                work.wait()
+            space.give(outgoing)
+            rows_SD, weights_SK, local_ids_SK = self._unpack(received, form)
             index = self.context.group(local_ids_SK, weights_SK, capacity)
             arrived = arrive(
-                self._route(splits, (table.source_S, table.member_N, table.cu_T), index=index),
+                self._route([self._leg(splits, (table.source_S, table.member_N, table.cu_T))], index),
                 rows_SD,
                 weights_SK,
                 dtype,
@@ -216,59 +341,63 @@ class AllToAll(Backend):
         self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
         return source_S, outgoing
 
-    def _land(
-        self, work: Started | None, form: Packet, outgoing: Tensor, received: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for packets. Return their rows, weights and local expert ids.
+    def _unpack(self, received: Tensor, form: Packet) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows of packets, their weights and their local expert ids.
 
         Ids 0 to L-1 are experts of this rank. Other ids, which may be negative, are not.
         """
-        if work is not None:
-            work.wait()
-        self.context.workspace.give(outgoing)
         rows_SD, weights_SK, ids_SK = form.unpack(received)
         return rows_SD, weights_SK, ids_SK - self.context.communicator.rank * self.context.shape.num_local_experts
 
-    def _route(
-        self,
-        splits: Splits,
-        tables: Sequence[Tensor],
-        *,
-        index: SlotIndex,
-        slots_by_rank: SlotIndex | None = None,
-        weights_TK: Tensor | None = None,
-    ) -> AllToAllRoute:
+    def _leg(
+        self, splits: Splits, tables: Sequence[Tensor], slots_by_rank: SlotIndex | None = None, *, suffix: str = ""
+    ) -> Leg:
         source_S, member_S, cu_T = tables
-        return AllToAllRoute(
+        return Leg(
             context=self.context,
             permutation=self.context.permutation_on(source_S.device),
             splits=splits,
-            index=index,
-            wire_dtype=self.context.shape.wire_dtype,
+            suffix=suffix,
             source_S=source_S,
             member_S=member_S,
             cu_T=cu_T,
             slots_by_rank=slots_by_rank,
+        )
+
+    def _route(self, legs: Sequence[Leg], index: SlotIndex, weights_TK: Tensor | None = None) -> AllToAllRoute:
+        return AllToAllRoute(
+            context=self.context,
+            permutation=legs[0].permutation,
+            legs=tuple(legs),
+            index=index,
+            wire_dtype=self.context.shape.wire_dtype,
             weights_TK=weights_TK,
         )
 
+    @property
+    def _suffixes(self) -> tuple[str, ...]:
+        """Text behind the labels of the collectives of each leg."""
+        return ("",) if self._nodes is None else ("", WITHIN_NODE)
+
     def restore(self, tensors: Sequence[Tensor]) -> AllToAllRoute:
         shape, rest = self.context.shape, list(tensors)
-        counts = None if shape.graph_safe else rest.pop(0)
-        weights_TK, by_rank = None, None
-        if self._exact:
-            weights_TK = rest.pop(0)
-            by_rank = SlotIndex.from_tensors([rest.pop(0) for _ in range(4)], shape.top_k, 1, fixed_size=False)
-        tables, index = rest[:3], self.context.index_from(rest[3:])
-        if counts is None:
-            return self._route(even_splits(tables[0].shape[0] // shape.ep_size, shape.ep_size), tables, index=index)
-        return self._route(
-            splits_from(counts, shape.ep_size, exact=self._exact),
-            tables,
-            index=index,
-            slots_by_rank=by_rank,
-            weights_TK=weights_TK,
-        )
+
+        def pop(count: int) -> list[Tensor]:
+            return [rest.pop(0) for _ in range(count)]
+
+        counts = [] if shape.graph_safe else pop(len(self._suffixes))
+        weights_TK = rest.pop(0) if self._exact else None
+        legs: list[Leg] = []
+        for number, suffix in enumerate(self._suffixes):
+            tables, by_rank = pop(3), None
+            if self._exact:
+                by_rank = SlotIndex.from_tensors(pop(4), shape.top_k, 1, fixed_size=False)
+            if shape.graph_safe:
+                splits = even_splits(tables[0].shape[0] // shape.ep_size, shape.ep_size)
+            else:
+                splits = splits_from(counts[number], shape.ep_size, exact=self._exact)
+            legs.append(self._leg(splits, tables, by_rank, suffix=suffix))
+        return self._route(legs, self.context.index_from(rest), weights_TK)
 
     def blank_route(
         self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
@@ -281,78 +410,111 @@ class AllToAll(Backend):
             assert capacity.pair_rows is not None
             places = capacity.pair_rows * shape.ep_size
             tables = table(places), table(num_rows * shape.ep_size), table(num_rows + 1)
-            return self._route(even_splits(capacity.pair_rows, shape.ep_size), tables, index=index(places))
-        sent, rows = new_size(), new_size() - 1 if num_rows is None else num_rows
+            return self._route([self._leg(even_splits(capacity.pair_rows, shape.ep_size), tables)], index(places))
         none, slots = [0] * shape.ep_size, [0] * (shape.ep_size if self._exact else 0)
-        splits = Splits(
-            rows_out=none,
-            rows_in=none,
-            slots_out=slots,
-            slots_in=slots,
-            tokens_per_expert=[0] * shape.num_local_experts,
-        )
-        tables = table(sent), table(sent), table(rows + 1)
+        splits = Splits(rows_out=none, rows_in=none, slots_out=slots, slots_in=slots)
+        legs: list[Leg] = []
+        for suffix in self._suffixes:
+            sent, edges = new_size(), new_size() if num_rows is None or legs else num_rows + 1
+            by_rank = None
+            if self._exact:
+                by_rank = SlotIndex.blank(edges - 1, shape.top_k, 1, new_size=new_size, device=device)
+            legs.append(self._leg(splits, (table(sent), table(sent), table(edges)), by_rank, suffix=suffix))
         if not self._exact:
-            return self._route(splits, tables, index=index(None))
-        by_rank = SlotIndex.blank(rows, shape.top_k, 1, new_size=new_size, device=device)
-        weights_TK = weights_TK.new_empty(new_size() if num_rows is None else num_rows, shape.top_k)
-        return self._route(splits, tables, index=index(None), slots_by_rank=by_rank, weights_TK=weights_TK)
+            return self._route(legs, index(None))
+        rows = new_size() if num_rows is None else num_rows
+        return self._route(legs, index(None), weights_TK.new_empty(rows, shape.top_k))
 
     def refuse(self, device: torch.device) -> None:
-        shape, comm = self.context.shape, self.context.communicator
-        mark = torch.full((comm.size, 1 + shape.num_local_experts), -1, dtype=torch.int64, device=device)
+        comm = self.context.communicator
+        mark = torch.full((comm.size, self._width), -1, dtype=torch.int64, device=device)
         ones = [1] * comm.size
         work = comm.all_to_all(torch.empty_like(mark), mark, ones, ones, label="counts")
         if work is not None:
             work.wait()
 
+    def _count_slots(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the owner of each slot as ``rank_members`` takes it, and the table of ``_send_counts`` with slots."""
+        slots, width = self.context.shape.num_local_experts, self._width
+        length, kernels = (
+            (1 + 2 * self.context.communicator.size) * width,
+            index_kernels(self.context.permutation, ids_TK),
+        )
+        if kernels is not None:
+            found: tuple[Tensor, Tensor] = kernels.count_owners(ids_TK, slots, width, length)
+            return found
+        shifted_TK = ids_TK + slots
+        owner_TK = shifted_TK.div(slots, rounding_mode="floor")
+        return owner_TK, count_values((shifted_TK + owner_TK * (width - slots)).reshape(-1), length)
+
     def _send_counts(
-        self, places_TK: Tensor, members_PT: Tensor, mark: Tensor | None
-    ) -> tuple[Tensor, Tensor, Started | None]:
+        self, counts: Tensor, members_PT: Tensor, mark: Tensor | None, members_MT: Tensor | None = None
+    ) -> tuple[Tensor, Started | None]:
         """Start to tell every rank how many slots come for each of its experts, and how many rows.
 
         The counts stand in a table of L + 1 columns: the number of slots of each of L experts, then the number of rows.
+        Columns of ``Nodes.write_counts`` may follow.
         Row 0 is for the sums of all counts that come in. Rows 1 to P are the counts that go to ranks 0 to P-1. Rows P+1
         to 2P are the counts that come from ranks 0 to P-1.
 
         Args:
-            places_TK: int64 (T, K), the entry of the flat table that counts the slot. It is (r + 1) * (L + 1) + e for
-                local expert e of rank r. Slots without an expert are counted in row 0, which is overwritten later.
+            counts: The table, int64 and flat. Entry (r + 1) * width + e counts the slots of local expert e of rank r.
+                Slots without an expert are counted in row 0, which is overwritten later. This function fills the rest.
             members_PT: Result of ``rank_members``.
             mark: Mark of this rank, which is added to each number of rows as ``mark * _MARK``; None for no mark. The
                 mark -1 makes the number negative.
+            members_MT: bool (M, T) with ``levels=2``, True if the node owns at least one expert of the row.
 
         Returns:
-            The table, int64 and flat; its last P rows, (P, L + 1), which the exchange fills; and the exchange under
-            way, or None if it is complete.
+            The last P rows of the table, which the exchange fills; and the exchange under way, or None if it is
+            complete.
         """
-        size, width = self.context.communicator.size, 1 + self.context.shape.num_local_experts
-        counts = count_values(places_TK.reshape(-1), (1 + 2 * size) * width)
+        size, width, rows_at = self.context.communicator.size, self._width, self.context.shape.num_local_experts
         _, outgoing, received = counts.view(-1, width).split_with_sizes([1, size, size])
-        num_rows_P = torch.sum(members_PT, 1, out=outgoing.select(1, -1))
+        num_rows_P = torch.sum(members_PT, 1, out=outgoing.select(1, rows_at))
+        if self._nodes is not None and members_MT is not None:
+            self._nodes.write_counts(outgoing, members_MT)
         if mark is not None:
             num_rows_P.add_(mark, alpha=_MARK)
         ones = [1] * size  # row p of ``outgoing`` goes to rank p; started, not awaited
-        return counts, received, self.context.communicator.all_to_all(received, outgoing, ones, ones, label="counts")
+        return received, self.context.communicator.all_to_all(received, outgoing, ones, ones, label="counts")
 
-    def _read_counts(self, counts: Tensor, received: Tensor) -> Splits:
+    def _read_counts(self, counts: Tensor, received: Tensor) -> _Counts:
         """Sum the counts that came in, and read all counts on the host at once."""
-        size, slots = self.context.communicator.size, self.context.shape.num_local_experts
-        torch.sum(received, 0, out=counts[: 1 + slots])
+        size, slots, width = self.context.communicator.size, self.context.shape.num_local_experts, self._width
+        torch.sum(received, 0, out=counts[:width])
         host = read_host(counts)
-        rows = host[slots :: 1 + slots]
+        rows = host[slots::width]
         marks = {count // _MARK for count in rows[1 + size :]}
         if len(marks) > 1 or min(marks) < 0:
             raise PeerError("Some rank refused its call, or made another one.")
         rows = [count % _MARK for count in rows]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
+        if self._nodes is not None:
+            host[slots::width] = rows
+            return _Counts(tokens_per_expert=host[:slots], rows_in=rows_in, splits=self._nodes.splits(host))
         slots_out, slots_in = [], []
         if self._exact:
-            by_rank = [sum(host[start : start + slots]) for start in range(1 + slots, len(host), 1 + slots)]
+            by_rank = [sum(host[start : start + slots]) for start in range(width, len(host), width)]
             slots_out, slots_in = by_rank[:size], by_rank[size:]
-        return Splits(
-            rows_out=rows_out, rows_in=rows_in, slots_out=slots_out, slots_in=slots_in, tokens_per_expert=host[:slots]
-        )
+        splits = Splits(rows_out=rows_out, rows_in=rows_in, slots_out=slots_out, slots_in=slots_in)
+        return _Counts(tokens_per_expert=host[:slots], rows_in=rows_in, splits=(splits,))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counts:
+    """The counts of one dispatch, on the host.
+
+    Attributes:
+        tokens_per_expert: Number of slots of each local expert.
+        rows_in: Number of rows of each rank with at least one expert here.
+        splits: Splits of each leg.
+    """
+
+    tokens_per_expert: list[int]
+    rows_in: list[int]
+    splits: tuple[Splits, ...]
 
 
 def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:

@@ -17,7 +17,7 @@ from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatc
 from moe_dispatch.probing import Usable
 
 # Releases to plan if deep_ep is not installed. This package emulates them, so it knows their rules.
-_RELEASES = {"deepep": ("v1.2.1", "v2-2.1.0"), "hybridep": ("hybridep-744",)}
+_RELEASES = {"deepep": ("v1.2.1", "v2.5.0"), "hybridep": ("hybridep-746",)}
 _AGREED_BYTES = 5 * 8  # five int64 with which dispatchers agree on row counts
 
 

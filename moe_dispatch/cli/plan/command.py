@@ -13,15 +13,9 @@ import torch
 from moe_dispatch.backends import known_backends
 from moe_dispatch.cli import console
 from moe_dispatch.cli.names import NamedBackend, parse_backend
-from moe_dispatch.cli.plan.forecast import (
-    FACTORS,
-    BackendPlan,
-    CapacityPlan,
-    Forecast,
-    cluster_of,
-    forecast,
-    graph_safe_config,
-)
+from moe_dispatch.cli.plan.balance import PlacementPlan
+from moe_dispatch.cli.plan.figures import BackendPlan, CapacityPlan
+from moe_dispatch.cli.plan.forecast import FACTORS, Forecast, cluster_of, forecast, graph_safe_config
 from moe_dispatch.cli.plan.models import Model, read_model
 from moe_dispatch.cli.plan.routing import Source, random_routing, traced_routing
 from moe_dispatch.cli.plan.sequences import Batch, Parallelism, sequences_of
@@ -52,6 +46,7 @@ class Request:
     factors: Sequence[float]
     graph_safe: bool
     changes: Sequence[str]
+    balance: bool = False
 
 
 def make_forecast(request: Request) -> Forecast:
@@ -73,7 +68,8 @@ def make_forecast(request: Request) -> Forecast:
     if request.graph_safe:
         model = dataclasses.replace(model, config=graph_safe_config(config, sequences.rows_per_rank, later))
     backends = _named(config, request.backends)
-    return forecast(model, cluster, sequences, source, backends=backends, factors=request.factors or FACTORS)
+    factors = request.factors or FACTORS
+    return forecast(model, cluster, sequences, source, backends=backends, factors=factors, balance=request.balance)
 
 
 def _changes(pairs: Sequence[str]) -> dict[str, Any]:
@@ -129,6 +125,8 @@ def _show(found: Forecast) -> None:
         elif "not usable here" in backend.rules:
             console.line(f"{backend.name}: planned by the {backend.rules}", mark="-")
     _show_capacities(found.capacities, simulated=found.simulated)
+    if found.placements:
+        _show_placements(found.placements)
 
 
 def _show_question(found: Forecast) -> None:
@@ -237,6 +235,27 @@ def _show_capacities(capacities: Sequence[CapacityPlan], *, simulated: bool) -> 
         ],
         caption="For a graph-safe capacity_factor: the share of dispatches, and of steps, in which some rank needs "
         f"more rows. The last two columns: pair_rows of alltoall for this factor, and its share of dispatches.{bounds}",
+    )
+
+
+def _show_placements(placements: Sequence[PlacementPlan]) -> None:
+    console.table(
+        ["placement", "spare slots", "busiest / mean", "worst", "peak rows", "copied experts", "MB"],
+        [
+            [
+                one.planner,
+                str(one.spare),
+                f"{one.imbalance:.2f}",
+                f"{one.worst_imbalance:.2f}",
+                f"{one.peak_rows:.0f}",
+                f"{one.copied_experts:.0f}",
+                "unknown" if one.copied_bytes is None else _megabytes(one.copied_bytes),
+            ]
+            for one in placements
+        ],
+        caption="Rows of the busiest rank, and expert weights in slots of other ranks. eplb copies once for all "
+        "dispatches, least_loaded for each. At most 16 dispatches are planned. MB: of the weights of a layer, in all "
+        "ranks together.",
     )
 
 

@@ -17,10 +17,20 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
-from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.cli.loads import Loads, count_loads, dtype_names, overflow_bounds, padded_rows
+from moe_dispatch.backends.volume import Volume
+from moe_dispatch.cli.loads import (
+    Loads,
+    count_loads,
+    dtype_names,
+    overflow_bounds,
+    padded_rows,
+    rows_between_nodes,
+    rows_within_nodes,
+)
 from moe_dispatch.cli.names import NamedBackend
+from moe_dispatch.cli.plan.balance import PlacementPlan, placement_plans
 from moe_dispatch.cli.plan.candidates import Candidate, candidates
+from moe_dispatch.cli.plan.figures import BackendPlan, CapacityPlan, Figure
 from moe_dispatch.cli.plan.models import Model
 from moe_dispatch.cli.plan.routing import Source
 from moe_dispatch.cli.plan.sequences import Sequences
@@ -29,7 +39,7 @@ from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 
 # Collectives of the forward. All other collectives belong to the backward.
-FORWARD = ("counts", "dispatch", "combine")
+FORWARD = ("counts", "dispatch", "dispatch.within_node", "combine", "combine.within_node")
 FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
 _RANKS_PER_NODE = 8  # if the request does not give the number of nodes
 
@@ -63,102 +73,13 @@ def cluster_of(ep_size: int, nodes: int | None) -> Cluster:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """Statistics of a number that each rank has in each dispatch.
-
-    Attributes:
-        expected: Mean over ranks and dispatches.
-        error: Standard error of ``expected``; 0 for recorded dispatches.
-        low: Smallest number of any rank in any dispatch.
-        high: Largest number of any rank in any dispatch.
-    """
-
-    expected: float
-    error: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> Figure:
-        """Multiply all numbers, for example by the number of layers."""
-        return Figure(**{name: value * factor for name, value in dataclasses.asdict(self).items()})
-
-    def plus(self, number: float) -> Figure:
-        """Add a number without an error."""
-        return dataclasses.replace(
-            self, expected=self.expected + number, low=self.low + number, high=self.high + number
-        )
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendPlan:
-    """The plan of one backend.
-
-    Attributes:
-        name: Name of the backend, with the release if its library is not installed.
-        rules: Source of the rules in this plan: an installed version, or the release that the emulation follows.
-        refused: Error message of the backend if it cannot be used here. Then all other attributes are empty.
-        rows_per_rank: Rows that a rank brings to the backend, including ``rank_padding`` rows of padding.
-        sequence_multiple: Multiple of the sequence length that makes ``rank_padding`` 0.
-        sent: Bytes that a rank sends to other ranks in a layer, by collective; None if the backend cannot say.
-        row_dtypes: Names of the dtypes of the rows on the wire, dispatch first.
-        forward: Bytes of all layers in the forward, and of one agreement on row counts.
-        backward: Bytes of all layers in the backward.
-        between_nodes: Mean of the bytes that a rank sends to other nodes in a step.
-        payload_only: Whether ``sent`` counts only rows.
-        buffers: Bytes by purpose. In graph-safe mode: the buffers of a dispatch. In eager mode: "rows", the rows of the
-            experts.
-    """
-
-    name: str
-    rules: str
-    refused: str | None = None
-    rows_per_rank: Figure | None = None
-    rank_padding: Figure | None = None
-    sequence_multiple: int | None = None
-    sent: dict[str, Figure] | None = None
-    row_dtypes: str = ""
-    forward: Figure | None = None
-    backward: Figure | None = None
-    between_nodes: float | None = None
-    payload_only: bool = False
-    buffers: dict[str, Figure] | None = None
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityPlan:
-    """The plan of one capacity factor of graph-safe mode. Each overflow is a share, given as two bounds.
-
-    Attributes:
-        factor: Capacity divided by the balanced load.
-        rows: Capacity of the experts of a rank, in rows.
-        buffer_rows: Rows of the buffer, which has room for expert padding.
-        buffer_bytes: Bytes of the buffer.
-        overflow: Share of dispatches in which some rank needs more rows.
-        step_overflow: Share of steps with such a dispatch, if layers are independent.
-        pair_rows: ``pair_rows`` of ``alltoall`` for this factor.
-        pair_overflow: Share of dispatches in which some pair of ranks needs more rows than ``pair_rows``.
-    """
-
-    factor: CapacityFactor
-    rows: int
-    buffer_rows: int
-    buffer_bytes: int
-    overflow: tuple[float, float]
-    step_overflow: tuple[float, float]
-    pair_rows: int
-    pair_overflow: tuple[float, float]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """A whole plan. All rows and bytes belong to one rank and one micro-batch.
 
     Attributes:
         dispatches: Number of dispatches that the figures are counted over.
         simulated: Whether the dispatches are drawn at random.
+        placements: Plans of placements; empty if they were not asked for.
     """
 
     model: dict[str, Any]
@@ -173,6 +94,7 @@ class Forecast:
     busiest_expert: Figure
     backends: tuple[BackendPlan, ...]
     capacities: tuple[CapacityPlan, ...]
+    placements: tuple[PlacementPlan, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Convert to plain data."""
@@ -199,6 +121,7 @@ def forecast(
     *,
     backends: Sequence[NamedBackend],
     factors: Sequence[float] = FACTORS,
+    balance: bool = False,
 ) -> Forecast:
     """Make a plan. It starts no ranks and allocates no buffers.
 
@@ -209,6 +132,7 @@ def forecast(
         source: Routing.
         backends: Backends to plan.
         factors: Capacity factors to plan.
+        balance: Whether to plan placements of experts too.
 
     Raises:
         ConfigError: Two numbers do not fit each other, for any backend.
@@ -218,6 +142,11 @@ def forecast(
         raise ConfigError(
             f"plan: a rank must bring at most max_tokens_per_rank ({config.max_tokens_per_rank}) rows, got {tokens}. "
             "Raise max_tokens_per_rank, or plan fewer tokens."
+        )
+    if config.spare_experts_per_rank:
+        raise ConfigError(
+            "plan: the config must have spare_experts_per_rank 0, because bytes and buffers are planned without a "
+            f"placement, got {config.spare_experts_per_rank}. Leave it out. --balance plans placements."
         )
     shape = shape_of(config, cluster.ep_size, cluster.ranks_per_node)
     loads = count_loads(source.dispatches(shape, tokens), shape)
@@ -239,6 +168,7 @@ def forecast(
             for candidate in candidates(named, config, shape, tokens)
         ),
         capacities=tuple(_capacity_plan(job, factor) for factor in _all_factors(config, factors)),
+        placements=tuple(placement_plans(loads.experts_CPE, shape, model.expert_bytes)) if balance else (),
     )
 
 
@@ -288,7 +218,7 @@ def _backend_plan(job: _Job, candidate: Candidate, sequences: Sequences) -> Back
         sequence_multiple=sequences.multiple_for(candidate.needs.row_multiple),
         buffers=_buffers(job, candidate, int(padded_CP.max())),
     )
-    wire = candidate.wire(job.shape, _volume(job.loads, padded_CP, ranks_per_node=1), job.model.dtype)
+    wire = candidate.wire(job.shape, _volume(job.loads, padded_CP, job.shape), job.model.dtype)
     if wire is None:
         return found
     sent = {label: job.figure(nbytes_CP) for label, nbytes_CP in wire.sent.items()}
@@ -307,49 +237,61 @@ def _backend_plan(job: _Job, candidate: Candidate, sequences: Sequences) -> Back
     )
 
 
-def _volume(loads: Loads, padded_CP: Tensor, *, ranks_per_node: int, once_per_node: bool = False) -> Volume:
-    """Count the rows that ranks exchange with ranks on other nodes.
+def _volume(loads: Loads, padded_CP: Tensor, shape: MoEShape, *, between_nodes: bool = False) -> Volume:
+    """Count the rows that ranks exchange with other ranks.
 
     Args:
         loads: Counts of the dispatches.
         padded_CP: Rows that ranks bring, with padding.
-        ranks_per_node: Number of consecutive ranks on a node. With 1, all other ranks are on other nodes.
-        once_per_node: Whether a row enters another node only once. It then goes to the rank with the same position on
-            its node as the sender.
+        shape: Sizes, with the number of consecutive ranks on a node.
+        between_nodes: Whether only rows that leave their node count.
     """
-    size = padded_CP.shape[1]
-    node_P = torch.arange(size) // ranks_per_node
-    away_PP = node_P.unsqueeze(1) != node_P
-    slots_CPP, pairs_CPP = loads.slots_CPP * away_PP, loads.pairs_CPP * away_PP
-    others, pairs_out, pairs_in = size - ranks_per_node, pairs_CPP.sum(2), pairs_CPP.sum(1)
-    if once_per_node:
-        nodes = size // ranks_per_node
-        away_CPN = loads.nodes_CPN * (node_P.unsqueeze(1) != torch.arange(nodes))
-        others, pairs_out = nodes - 1, away_CPN.sum(2)
-        pairs_in = away_CPN.unflatten(1, (nodes, -1)).sum(1).transpose(1, 2).flatten(1)
+    assert shape.ranks_per_node is not None
+    size, per_node = shape.ep_size, shape.ranks_per_node
+    near = per_node if between_nodes else 1  # number of ranks to which sent rows do not count
+    block_P = torch.arange(size) // near
+    away_PP = block_P.unsqueeze(1) != block_P
+    legs = None
+    if 1 < per_node < size:
+        nodes, counts = size // per_node, 0 if between_nodes else 1
+        slots_CPN = loads.slots_CPP.unflatten(2, (nodes, per_node)).sum(3)
+        across = [rows_between_nodes(table_CPN) for table_CPN in (loads.nodes_CPN, slots_CPN)]
+        within = [counts * rows_within_nodes(table_CPP, nodes) for table_CPP in (loads.pairs_CPP, loads.slots_CPP)]
+        legs = (
+            _exchanged(padded_CP, *across, others=nodes - 1),
+            _exchanged(padded_CP, *within, others=counts * (per_node - 1)),
+        )
+    return _exchanged(padded_CP, loads.pairs_CPP * away_PP, loads.slots_CPP * away_PP, others=size - near, legs=legs)
+
+
+def _exchanged(
+    padded_CP: Tensor,
+    pairs_CPP: Tensor,
+    slots_CPP: Tensor,
+    *,
+    others: int,
+    legs: tuple[Volume, Volume] | None = None,
+) -> Volume:
+    """Make a volume from the rows and slots that each rank sends to each rank."""
     return Volume(
         rows=padded_CP.double(),
         others=torch.full_like(padded_CP, others).double(),
-        pairs_out=pairs_out.double(),
-        pairs_in=pairs_in.double(),
+        pairs_out=pairs_CPP.sum(2).double(),
+        pairs_in=pairs_CPP.sum(1).double(),
         slots_out=slots_CPP.sum(2).double(),
         slots_in=slots_CPP.sum(1).double(),
+        legs=legs,
     )
 
 
 def _between_nodes(job: _Job, candidate: Candidate, padded_CP: Tensor) -> float:
     """Return the mean of the bytes that a rank sends to other nodes in a layer."""
-
-    def wire(*, once_per_node: bool) -> SentBytes:
-        assert job.shape.ranks_per_node is not None
-        volume = _volume(job.loads, padded_CP, ranks_per_node=job.shape.ranks_per_node, once_per_node=once_per_node)
-        found = candidate.wire(job.shape, volume, job.model.dtype)
+    volume = _volume(job.loads, padded_CP, job.shape, between_nodes=True)
+    found = candidate.wire(job.shape, volume, job.model.dtype)
+    assert found is not None
+    if found.once_per_node and volume.legs is not None:
+        found = candidate.wire(job.shape, volume.legs[0], job.model.dtype)
         assert found is not None
-        return found
-
-    found = wire(once_per_node=False)
-    if found.once_per_node:
-        found = wire(once_per_node=True)
     return float(sum(nbytes_CP.mean() for nbytes_CP in found.sent.values()))
 
 

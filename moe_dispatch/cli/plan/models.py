@@ -59,6 +59,7 @@ class Model:
         layers: Number of layers with experts.
         dtype: Dtype of the rows.
         groups: Limit of the router to a few groups of experts; None for a router without such a limit.
+        expert_bytes: Bytes of the three matrices of an expert in ``dtype``; None if the file does not tell its width.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Model:
     layers: int
     dtype: torch.dtype
     groups: GroupLimit | None = None
+    expert_bytes: int | None = None
 
 
 def read_model(
@@ -91,12 +93,15 @@ def read_model(
     text, told = _text_part(found), {**found, **_text_part(found)}
     fields = {name: _number(path, text, name) for name in ("num_experts", "top_k", "hidden_size")}
     config = DispatcherConfig.load(**{**fields, **(changes or {})})
+    row_dtype = _dtype(dtype or str(told.get("dtype") or told.get("torch_dtype") or "bfloat16"))
+    width = text.get("moe_intermediate_size") or text.get("intermediate_size")
     return Model(
         name=str(found.get("model_type") or found["architectures"][0]),
         config=config,
         layers=layers or _count_layers(path, text),
-        dtype=_dtype(dtype or str(told.get("dtype") or told.get("torch_dtype") or "bfloat16")),
+        dtype=row_dtype,
         groups=_group_limit(path, text, config),
+        expert_bytes=3 * config.hidden_size * width * row_dtype.itemsize if isinstance(width, int) else None,
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from moe_dispatch.backends import capacity, registry
-from moe_dispatch.cli.plan.forecast import BackendPlan, Forecast
+from moe_dispatch.cli.plan.figures import BackendPlan
+from moe_dispatch.cli.plan.forecast import Forecast
 from moe_dispatch.cli.plan.routing import random_routing
 from moe_dispatch.cli.plan.sequences import Batch, Parallelism
 from moe_dispatch.dispatchers.requirements import shape_of
@@ -197,7 +198,7 @@ def test_refusals_are_those_of_building(backend: str, fields: dict[str, Any], si
 
 def test_what_is_not_installed_is_planned_by_its_releases() -> None:
     plans = by_name(planned("deepep,hybridep", 8, fields={"hidden_size": 256}))
-    assert list(plans) == ["deepep v1.2.1", "deepep v2-2.1.0", "hybridep 744"]
+    assert list(plans) == ["deepep v1.2.1", "deepep v2.5.0", "hybridep 746"]
     for plan in plans.values():
         assert plan.refused is None
         assert "not usable here: no module named 'deep_ep' is installed" in plan.rules
@@ -227,6 +228,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"fields": {"max_tokens_per_rank": 5}},
         r"plan: a rank must bring at most max_tokens_per_rank \(5\) rows, got 24\.",
+    ),
+    (
+        {"fields": {"spare_experts_per_rank": 2}},
+        r"must have spare_experts_per_rank 0, because bytes and buffers are planned without a placement, got 2\.",
     ),
     ({"factors": [0.0]}, r"plan: a capacity factor must be above 0 and at most 1024, got 0.0\. Try 1.25"),
     ({"backend": "alltoal"}, r"Unknown backend 'alltoal'"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_dispatch.backends import MoEShape
+from moe_dispatch.cli.plan import routing
 from moe_dispatch.cli.plan.models import GroupLimit
 from moe_dispatch.cli.plan.routing import choose_experts, draw_experts, draw_limited_experts, popularity, random_routing
 from moe_dispatch.cli.plan.sequences import Batch
@@ -74,8 +75,9 @@ def test_without_a_limit_scores_have_the_distribution_of_draws() -> None:
     assert torch.allclose(ours, theirs, atol=5 * math.sqrt(0.5 / tokens))
 
 
-def test_traffic_between_nodes_is_that_of_every_token_counted() -> None:
+def test_traffic_between_nodes_is_that_of_every_token_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek-V3 on 8 nodes of a group each: without the limit a third more rows would cross."""
+    monkeypatch.setattr(routing, "_SIMULATED_TOKENS", 2**15)  # the loop below counts them one by one
     limited = random_routing("uniform", groups=LIMIT)
     given = config(**DEEPSEEK)
     shape = MoEShape(**DEEPSEEK, ep_size=64, pad_multiple=1, ranks_per_node=8)

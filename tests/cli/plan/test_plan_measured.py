@@ -77,6 +77,40 @@ def test_bytes_and_rows_are_those_of_a_run(name: str, dtype: torch.dtype, fields
     assert found.busiest_expert.expected == busiest
 
 
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (8, 2), (8, 4), (4, 1), (4, 4)])
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_bytes_of_two_levels_are_those_of_a_run(reduction: str, size: int, nodes: int) -> None:
+    ids, per_node = mixed_ids(size), size // nodes
+    name = f"alltoall+levels=2+ranks_per_node={per_node}+reduction={reduction}"
+    options = {"name": "alltoall", "levels": 2, "ranks_per_node": per_node, "reduction": reduction}
+    measured = run(config(backend=options), ids)
+    (plan,) = plan_of(config(), size, recorded(ids), name, nodes=nodes).backends
+    assert plan.sent is not None
+    assert plan.forward is not None
+    assert plan.backward is not None
+    assert any("within_node" in label for label in plan.sent) == (1 < nodes < size)
+    sent = {label: [metrics.bytes_sent.get(label, 0) for metrics, _ in measured] for label in plan.sent}
+    assert {label: (of.low, of.high, of.expected * size) for label, of in plan.sent.items()} == {
+        label: (min(of_ranks), max(of_ranks), sum(of_ranks)) for label, of_ranks in sent.items()
+    }
+    assert (plan.forward.expected + plan.backward.expected) * size == sum(seen for _, seen in measured)
+    if nodes in (1, size):
+        return
+    rows = sum(sum(of_ranks) for label, of_ranks in sent.items() if label in LABELS[1:])
+    counts = sum(sent["counts"]) * (size - per_node) / (size - 1)
+    assert plan.between_nodes == pytest.approx((rows + counts) / size)
+    (one_level,) = plan_of(config(), size, recorded(ids), f"alltoall+reduction={reduction}", nodes=nodes).backends
+    assert plan.between_nodes is not None
+    assert one_level.between_nodes is not None
+    assert plan.between_nodes < one_level.between_nodes
+
+
+def test_bytes_of_two_levels_are_unknown_for_other_nodes() -> None:
+    """The plan counts rows for the nodes of the cluster, and the backend was told of nodes of 4 ranks."""
+    (plan,) = plan_of(config(), 8, recorded(mixed_ids(8)), "alltoall+levels=2+ranks_per_node=4", nodes=4).backends
+    assert (plan.refused, plan.sent) == (None, None)
+
+
 def test_several_dispatches_are_their_mean_and_their_extremes() -> None:
     first, second = mixed_ids(4), mixed_ids(4, seed=1)
     given = config(backend="alltoall")

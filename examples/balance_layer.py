@@ -1,0 +1,136 @@
+"""Compare a layer with and without balancing, on Zipf loads: time, busiest rank, and bytes of weights.
+
+    python examples/balance_layer.py --ranks 4 --tokens 256 1024 4096
+
+Steps with and without ``balance`` take turns in one run. A step is the forward and the backward of one MoE layer with
+grouped GEMMs. Ranks that share cores disturb each other, so the table also has the processor time of the busiest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.balance import SlotWeights
+from moe_dispatch.testing import run_processes
+
+SIDES = {"without": {}, "with": {"balance": "least_loaded", "spare_experts_per_rank": 2}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Compare a layer with and without balancing.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--inner", type=int, default=512)
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the load of experts")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="tokens of a rank")
+    parser.add_argument("--steps", type=int, default=7, help="steps of each side")
+    given = parser.parse_args()
+    print(
+        "tokens per expert | balance | step ms (quartiles) | busiest rank: cpu ms, rows, saved MB | max/mean | moved MB"
+    )
+    for tokens in given.tokens:
+        of_ranks = run_processes(compare, given.ranks, tokens, given)
+        for side in SIDES:
+            print(
+                line([of_rank[side] for of_rank in of_ranks], side, tokens * given.top_k * given.ranks / given.experts)
+            )
+
+
+def compare(rank: int, tokens: int, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the measurements of one rank, by side."""
+    layers = {side: Layer(given, rank, **fields) for side, fields in SIDES.items()}
+    x, routing = draw(rank, tokens, given)
+    found: dict[str, dict[str, Any]] = {side: {"wall": [], "cpu": []} for side in SIDES}
+    for step in range(given.steps + 1):
+        for side in list(SIDES)[:: 1 if step % 2 else -1]:
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            layers[side](x, routing).square().sum().backward()
+            if step:  # the first step warms up
+                found[side]["wall"].append(time.perf_counter() - wall)
+                found[side]["cpu"].append(time.process_time() - cpu)
+    for side, layer in layers.items():
+        before = layer.dispatcher.metrics().bytes_sent.get("weights", 0)
+        found[side].update(rows=0, saved=saved_bytes(lambda layer=layer: layer(x, routing)))
+        found[side].update(moved=layer.dispatcher.metrics().bytes_sent.get("weights", 0) - before, rows=layer.rows)
+    return found
+
+
+class Layer:
+    """A MoE layer whose experts are two matrices each. All experts of a layer are drawn from one seed."""
+
+    def __init__(self, given: argparse.Namespace, rank: int, **fields: Any) -> None:
+        config = DispatcherConfig(
+            backend="alltoall", num_experts=given.experts, top_k=given.top_k, hidden_size=given.hidden, **fields
+        )
+        self.dispatcher: Dispatcher = build_dispatcher(config, dist.group.WORLD)
+        self.slot_weights = SlotWeights(self.dispatcher)
+        generator = torch.Generator().manual_seed(rank)
+        own = given.experts // given.ranks
+        self.up = (
+            torch.randn(own, given.hidden, given.inner, generator=generator) / given.hidden**0.5
+        ).requires_grad_()
+        self.down = (
+            torch.randn(own, given.inner, given.hidden, generator=generator) / given.inner**0.5
+        ).requires_grad_()
+        self.rows = 0
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        in_flight = self.dispatcher.dispatch(x, routing, async_op=True)
+        sent, (up, down) = self.slot_weights.fetch(in_flight, self.up, self.down)
+        self.rows = len(sent.rows)
+        return self.dispatcher.combine(sent.grouped_mm(torch.relu(sent.grouped_mm(sent.rows, up)), down), sent)
+
+
+def draw(rank: int, tokens: int, given: argparse.Namespace) -> tuple[Tensor, Routing]:
+    """Return x and a routing. Which experts are busy is drawn too, the same on all ranks."""
+    order = torch.randperm(given.experts, generator=torch.Generator().manual_seed(0))
+    odds = (torch.arange(given.experts) + 1.0).pow(-given.zipf)[order].expand(tokens, -1)
+    generator = torch.Generator().manual_seed(100 + rank)
+    ids = torch.multinomial(odds, given.top_k, generator=generator)
+    x = torch.randn(tokens, given.hidden, generator=generator, requires_grad=True)
+    return x, Routing(ids, torch.rand(tokens, given.top_k, generator=generator))
+
+
+def saved_bytes(forward: Any) -> int:
+    """Return the bytes that a forward saves for the backward. Tensors that share memory count once."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward().sum().backward()
+    return sum(storages.values())
+
+
+def line(of_ranks: list[dict[str, Any]], side: str, tokens_per_expert: float) -> str:
+    """Return a line of the table. A step takes as long as its slowest rank."""
+    walls = [1e3 * max(walls) for walls in zip(*(of_rank["wall"] for of_rank in of_ranks), strict=True)]
+    cpus = [1e3 * max(cpus) for cpus in zip(*(of_rank["cpu"] for of_rank in of_ranks), strict=True)]
+    low, middle, high = statistics.quantiles(walls, n=4, method="inclusive")
+    rows = [of_rank["rows"] for of_rank in of_ranks]
+    saved = max(of_rank["saved"] for of_rank in of_ranks) / 1e6
+    moved = sum(of_rank["moved"] for of_rank in of_ranks) / 1e6
+    return (
+        f"{tokens_per_expert:7.0f} | {side:7} | {middle:7.1f} ({low:.1f}-{high:.1f}) | {statistics.median(cpus):7.1f}, "
+        f"{max(rows):6d}, {saved:6.1f} | {max(rows) * len(rows) / sum(rows):5.2f} | {moved:5.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

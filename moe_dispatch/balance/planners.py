@@ -1,0 +1,345 @@
+"""Planners compute a placement from the rows that experts get. This module also finds planners by name.
+
+A planner is a pure function, so ranks that call it with the same counts get the same placement. It costs no exchange.
+Other packages declare a planner as an entry point of the group ``moe_dispatch.planners``.
+
+Sources: ``eplb`` follows the published expert-parallel load balancer of DeepSeek (pack groups to nodes, copy experts,
+pack copies to ranks). ``least_loaded`` has the aim of least-loaded expert parallelism (arXiv 2601.17111): move few
+experts until no rank is far above the mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moe_dispatch.balance.loads import Demand, demand_of, expert_shares, rank_loads
+from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
+from moe_dispatch.errors import ConfigError
+
+ENTRY_POINT_GROUP = "moe_dispatch.planners"
+
+
+class Planner(Protocol):
+    """The signature of a planner."""
+
+    def __call__(self, counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> ExpertPlacement:
+        """Return a placement with as many ranks, slots per rank and experts as ``home``.
+
+        Args:
+            counts: (P, E), the rows of each rank for each expert. Or (E,), if each rank has the same share of them.
+            home: Placement of the experts without copies. Its empty slots are the spare ones.
+            ranks_per_node: Number of consecutive ranks that share a node.
+        """
+        ...
+
+
+def eplb(
+    counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int, num_groups: int | None = None
+) -> ExpertPlacement:
+    """Fill every slot so that all ranks get nearly the same number of rows. For placements that stay for many steps.
+
+    Whole groups of experts are packed to nodes first. Then busy experts get copies on their node, and the copies are
+    packed to its ranks. Experts leave their home ranks, so nearly all weights move once.
+
+    Args:
+        counts: (P, E) or (E,), as in ``Planner``.
+        home: As in ``Planner``. Only its sizes, and the order of its slots, are used.
+        ranks_per_node: As in ``Planner``.
+        num_groups: Number of groups of consecutive experts that stay together on a node, as routers with limited groups
+            need it; None for single experts. If nodes cannot get equally many groups, nodes are ignored.
+
+    Raises:
+        ConfigError: The counts, the nodes or the groups do not fit the placement.
+
+    Cost: about P * slots_per_rank * log(P * slots_per_rank) steps on the host; 2 to 4 ms for 64 ranks and 256 experts
+    on one core.
+    """
+    demand = demand_of(counts, home, ranks_per_node)
+    num_groups = home.num_experts if num_groups is None else num_groups
+    if num_groups < 1 or home.num_experts % num_groups:
+        raise ConfigError(
+            f"eplb: num_groups must divide the number of experts ({home.num_experts}), got {num_groups}. "
+            "Use the number of groups of the router."
+        )
+    num_nodes = home.num_ranks // ranks_per_node
+    if num_groups % num_nodes:
+        num_nodes, ranks_per_node = 1, home.num_ranks
+    ranks: list[list[int]] = []
+    for experts in _pack_groups(demand.totals, num_groups, num_nodes):
+        copies = _copy_experts(demand.totals, experts, ranks_per_node, home.slots_per_rank)
+        ranks += _pack_copies(demand.totals, copies, ranks_per_node, home.slots_per_rank)
+    return _placed(home, ranks)
+
+
+def _pack_groups(totals: Sequence[float], num_groups: int, num_nodes: int) -> list[list[int]]:
+    """Give each node equally many groups, the busiest group first and to the node with the fewest rows."""
+    size = len(totals) // num_groups
+    groups = [range(start, start + size) for start in range(0, len(totals), size)]
+    rows = [sum(totals[expert] for expert in group) for group in groups]
+    room, experts_of = num_groups // num_nodes, [list[int]() for _ in range(num_nodes)]
+    nodes = [(0.0, node, 0) for node in range(num_nodes)]
+    for group in sorted(range(num_groups), key=lambda group: -rows[group]):
+        taken, node, held = heapq.heappop(nodes)
+        experts_of[node] += groups[group]
+        if held + 1 < room:
+            heapq.heappush(nodes, (taken + rows[group], node, held + 1))
+    return experts_of
+
+
+def _copy_experts(totals: Sequence[float], experts: Sequence[int], ranks: int, slots: int) -> dict[int, int]:
+    """Return the number of copies of each expert of a node: the next copy is of the expert with the busiest copies."""
+    copies = dict.fromkeys(experts, 1)
+    busiest = [(-totals[expert], expert) for expert in experts]
+    heapq.heapify(busiest)
+    for _ in range(ranks * slots - len(experts)):
+        while busiest and copies[busiest[0][1]] == ranks:  # it has a copy on every rank of the node
+            heapq.heappop(busiest)
+        if not busiest:
+            break
+        expert = busiest[0][1]
+        copies[expert] += 1
+        heapq.heapreplace(busiest, (-totals[expert] / copies[expert], expert))
+    return copies
+
+
+def _pack_copies(totals: Sequence[float], copies: dict[int, int], ranks: int, slots: int) -> list[list[int]]:
+    """Give each copy to the rank with the fewest rows, the busiest copy first. Then swap copies while this helps."""
+    share = {expert: totals[expert] / number for expert, number in copies.items()}
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    room = [(0.0, rank) for rank in range(ranks)]  # a heap of the ranks with a free slot
+    for expert in sorted(copies, key=lambda expert: (-share[expert], expert)):
+        # Near the end, fewer ranks may have room than the expert has copies. Then a slot stays empty.
+        chosen = [heapq.heappop(room)[1] for _ in range(min(copies[expert], len(room)))]
+        share[expert] = totals[expert] / len(chosen)
+        for rank in chosen:
+            held[rank].append(expert)
+            loads[rank] += share[expert]
+            if len(held[rank]) < slots:
+                heapq.heappush(room, (loads[rank], rank))
+    _swap(held, loads, share)
+    return held
+
+
+def _swap(held: list[list[int]], loads: list[float], share: dict[int, float]) -> None:
+    """Swap copies of the busiest rank with smaller ones of ranks with few rows, while the busiest rank loses rows."""
+    for _ in range(2 * len(held)):
+        busiest = max(range(len(held)), key=loads.__getitem__)
+        best, found = loads[busiest] * (1 - 1e-9), None
+        for other in heapq.nsmallest(8, range(len(held)), key=loads.__getitem__):
+            for mine in held[busiest]:
+                if mine in held[other]:
+                    continue
+                for theirs in held[other]:
+                    moved = share[mine] - share[theirs]
+                    worst = max(loads[busiest] - moved, loads[other] + moved)
+                    if worst < best and theirs not in held[busiest]:
+                        best, found = worst, (other, mine, theirs, moved)
+        if found is None:
+            return
+        other, mine, theirs, moved = found
+        held[busiest][held[busiest].index(mine)] = theirs
+        held[other][held[other].index(theirs)] = mine
+        loads[busiest] -= moved
+        loads[other] += moved
+
+
+def _placed(home: ExpertPlacement, ranks: Sequence[Sequence[int]]) -> ExpertPlacement:
+    """Return the placement of the experts of each rank. An expert that stays on its rank stays in its slot."""
+    slots = []
+    for before, experts in zip(home.slots, ranks, strict=True):
+        staying = set(before).intersection(experts)
+        new = iter(sorted(set(experts) - staying))
+        slots.append(tuple(expert if expert in staying else next(new, EMPTY) for expert in before))
+    return ExpertPlacement(home.num_experts, tuple(slots))
+
+
+def least_loaded(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int, bound: float = 1.05) -> ExpertPlacement:
+    """Copy or move few experts into spare slots, until the busiest rank has at most ``bound`` times the mean rows.
+
+    For a placement per micro-batch. Most experts stay at home, so few weights travel. Copies share the rows of their
+    expert evenly, so one spare slot per rank may be too few for the bound; two were enough on one node with Zipf(1)
+    loads. If the bound cannot be reached, the result is the best placement that was found.
+
+    Args:
+        counts: (P, E) or (E,), as in ``Planner``.
+        home: As in ``Planner``.
+        ranks_per_node: As in ``Planner``.
+        bound: Busiest rank over mean at which copying stops; at least 1.
+
+    Raises:
+        ConfigError: The counts or the nodes do not fit the placement, or ``bound`` is below 1.
+
+    Cost: about P * slots_per_rank steps on the host for each copy; 4 to 8 ms for 64 ranks and 256 experts on one core.
+    """
+    if not bound >= 1:
+        raise ConfigError(f"least_loaded: bound must be at least 1, got {bound}. Use 1.05.")
+    demand = demand_of(counts, home, ranks_per_node)
+    search = _Search(demand, home, bound * sum(demand.totals) / home.num_ranks)
+    while search.improve():
+        pass
+    search.bring_home(home)
+    return _placed(home, search.held)
+
+
+class _Search:
+    """The state of ``least_loaded``: which experts each rank holds, and how many rows it gets.
+
+    Attributes:
+        held: Experts of each rank.
+    """
+
+    def __init__(self, demand: Demand, home: ExpertPlacement, limit: float) -> None:
+        self.held = [[expert for expert in of_rank if expert != EMPTY] for of_rank in home.slots]
+        self._demand, self._limit, self._slots = demand, limit, home.slots_per_rank
+        self._ranks_of = [[slot // home.slots_per_rank for slot in slots] for slots in home.slots_of_expert]
+        self._loads = rank_loads(demand, home)
+        self._shares = [expert_shares(demand, expert, ranks) for expert, ranks in enumerate(self._ranks_of)]
+
+    def improve(self) -> bool:
+        """Copy or move one expert away from a rank above the limit. False if there is none, or if nothing helps."""
+        above = [rank for rank, load in enumerate(self._loads) if load > self._limit]
+        return any(self._relieve(rank) for rank in sorted(above, key=self._loads.__getitem__, reverse=True))
+
+    def _relieve(self, busy: int) -> bool:
+        """Copy or move the expert of a rank with which the fewest rows stay above the limit. False if nothing helps."""
+        loads = self._loads
+        by_load = sorted((r for r in range(len(loads)) if len(self.held[r]) < self._slots), key=loads.__getitem__)
+        found: tuple[float, int, list[int]] | None = None
+        for expert in self.held[busy]:
+            ranks = self._ranks_of[expert]
+            target = next((rank for rank in by_load if rank not in ranks), None)
+            if target is None:
+                continue
+            for holders in ([*ranks, target], [*(rank for rank in ranks if rank != busy), target]):
+                after = self._after(expert, holders)
+                saved = sum(self._above(loads[rank]) - self._above(load) for rank, load in after.items())
+                if saved > 1e-9 * self._limit and (found is None or saved > found[0]):
+                    found = saved, expert, holders
+        if found is None:
+            return False
+        self._set(*found[1:])
+        return True
+
+    def bring_home(self, home: ExpertPlacement) -> None:
+        """Take back the copies that became needless: without them, no rank gets more rows than the busiest has now."""
+        worst = max(self._limit, *self._loads)
+        for rank, of_rank in enumerate(home.slots):
+            for expert in of_rank:
+                for away in [] if expert == EMPTY else [other for other in self._ranks_of[expert] if other != rank]:
+                    left = [other for other in self._ranks_of[expert] if other != away] or [rank]
+                    fits = rank not in left or rank in self._ranks_of[expert] or len(self.held[rank]) < self._slots
+                    if fits and max(self._after(expert, left).values()) <= worst:
+                        self._set(expert, left)
+
+    def _above(self, load: float) -> float:
+        return max(0.0, load - self._limit)
+
+    def _after(self, expert: int, ranks: Sequence[int]) -> dict[int, float]:
+        """Return the rows of the ranks that hold the expert, before or after, if ``ranks`` hold it."""
+        before, after = self._shares[expert], expert_shares(self._demand, expert, ranks)
+        return {
+            rank: self._loads[rank] - before.get(rank, 0) + after.get(rank, 0) for rank in before.keys() | after.keys()
+        }
+
+    def _set(self, expert: int, ranks: list[int]) -> None:
+        for rank, load in self._after(expert, ranks).items():
+            self._loads[rank] = load
+        for rank in self._ranks_of[expert]:
+            self.held[rank].remove(expert)
+        for rank in ranks:
+            self.held[rank].append(expert)
+        self._ranks_of[expert], self._shares[expert] = ranks, expert_shares(self._demand, expert, ranks)
+
+
+_BUILT_IN: dict[str, Planner] = {"eplb": eplb, "least_loaded": least_loaded}
+
+
+def is_built_in(name: str) -> bool:
+    """Return whether a planner is one of this package."""
+    return name in _BUILT_IN
+
+
+def known_planners() -> list[str]:
+    """Return the names of all planners, sorted. No package is imported for this."""
+    return sorted({*_BUILT_IN, *_third_party()})
+
+
+def check_planner(name: str) -> None:
+    """Raise an error if no planner has this name. No package is imported for this.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if name not in known_planners():
+        near = difflib.get_close_matches(name, known_planners(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"Unknown planner {name!r}. Known planners: {', '.join(known_planners())}.{hint}")
+
+
+def load_planner(name: str) -> Planner:
+    """Return a planner by name.
+
+    Raises:
+        ConfigError: The name is unknown, or the package of the planner fails to import.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    check_planner(name)
+    point = _third_party()[name]
+    try:
+        planner: Planner = point.load()
+    except Exception as error:  # the import of another package may raise anything
+        raise ConfigError(
+            f"Planner {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
+            f"Repair its package, or choose one of: {', '.join(sorted(_BUILT_IN))}."
+        ) from error
+    return planner
+
+
+def run_planner(name: str, counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> ExpertPlacement:
+    """Run a planner by name, and check its result.
+
+    Args:
+        name: Name of the planner.
+        counts: As in ``Planner``.
+        home: As in ``Planner``.
+        ranks_per_node: As in ``Planner``.
+
+    Raises:
+        ConfigError: The name is unknown; or the planner raises, or returns no placement or one of other sizes.
+    """
+    planner = load_planner(name)
+    try:
+        found: Any = planner(counts, home, ranks_per_node=ranks_per_node)
+    except ConfigError:
+        raise
+    except Exception as error:  # a planner of another package may raise anything
+        raise ConfigError(
+            f"Planner {name!r} must return a placement, but it raised {type(error).__name__}: {error}. "
+            "Correct the planner."
+        ) from error
+    if not isinstance(found, ExpertPlacement):
+        raise ConfigError(
+            f"Planner {name!r} must return an ExpertPlacement, got {type(found).__name__}. Correct the planner."
+        )
+    sizes, expected = _sizes(found), _sizes(home)
+    if sizes != expected:
+        raise ConfigError(
+            f"Planner {name!r} must return a placement of {expected}, got one of {sizes}. Correct the planner."
+        )
+    return found
+
+
+def _sizes(placement: ExpertPlacement) -> str:
+    return f"{placement.num_experts} experts on {placement.num_ranks} ranks with {placement.slots_per_rank} slots each"
+
+
+def _third_party() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in _BUILT_IN}

@@ -1,0 +1,265 @@
+"""``balance`` of the config: a placement for every dispatch, results, costs, and planners that fail."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.balance import ExpertPlacement, SlotWeights, expected_rows, least_loaded, planners
+from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
+from moe_dispatch.testing import count_collectives
+from tests.balance.test_slot_weights import expect_dense, experts, gradients, inputs, own_part
+from tests.dispatchers.layer import Group, on_ranks, random_rows, small_config
+
+RANKS = 4
+BALANCED: dict[str, Any] = {"spare_experts_per_rank": 1, "balance": "least_loaded"}
+BACKENDS: list[Any] = [
+    "alltoall",
+    "allgather",
+    {"name": "deepep", "emulate": "v1.2.1"},
+    {"name": "hybridep", "emulate": "hybridep-744"},
+]
+
+
+def zipf_routing(rows: int, seed: int, num_experts: int = 8, top_k: int = 2) -> Routing:
+    generator = torch.Generator().manual_seed(seed)
+    odds = torch.arange(1, num_experts + 1).double().pow(-1.5).expand(rows, -1)
+    ids = torch.multinomial(odds, top_k, generator=generator)
+    return Routing(ids, torch.rand(rows, top_k, generator=generator))
+
+
+def _scaled(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> tuple[Tensor, Dispatched]:
+    """Experts that scale a row by different factors, so the same rows give the same bits anywhere."""
+    sent = dispatcher.dispatch(x, routing)
+    assert isinstance(sent, Dispatched)
+    rank, local = dispatcher._channel.communicator.rank, len(sent.tokens_per_expert)
+    held = torch.arange(rank * local, (rank + 1) * local)
+    if sent.placement is not None:
+        held = torch.tensor(sent.placement.slots[rank])
+    factors_R = torch.repeat_interleave(1.3 + held / 7, sent.tokens_per_expert)
+    return dispatcher.combine(torch.tanh(sent.rows * factors_R.to(x.dtype).unsqueeze(1)), sent), sent
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_results_are_those_without_balance(backend: Any) -> None:
+    vendor = isinstance(backend, dict)
+    dtype, tolerance = (torch.bfloat16, 2e-2) if vendor else (torch.float32, 2e-6)
+    fields: dict[str, Any] = {"hidden_size": 256} if vendor else {}
+
+    def body(group: Group) -> float:
+        assert group is not None
+        rank = group.rank()
+        results = []
+        for more in ({}, {**BALANCED, "spare_experts_per_rank": 2}):
+            dispatcher = build_dispatcher(small_config(backend, **fields, **more), group)
+            x = random_rows(40 + rank, dispatcher.config.hidden_size, seed=rank, dtype=dtype).requires_grad_()
+            y, sent = _scaled(dispatcher, x, zipf_routing(40 + rank, rank))
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad))
+        for one, other in zip(*results, strict=True):
+            assert one is not None
+            torch.testing.assert_close(other, one, rtol=0, atol=tolerance * float(one.abs().max()))
+        return float(sent.real_tokens_per_expert.sum())
+
+    loads = torch.tensor(on_ranks(body, RANKS))
+    assert loads.max() / loads.mean() < 1.15
+
+
+def test_exact_reduction_gives_the_same_bits() -> None:
+    backend = {"name": "alltoall", "reduction": "exact"}
+
+    def body(group: Group) -> bool:
+        assert group is not None
+        rank, results = group.rank(), []
+        for more in ({}, BALANCED):
+            x = random_rows(33 + rank, seed=rank).requires_grad_()
+            y, _ = _scaled(build_dispatcher(small_config(backend, **more), group), x, zipf_routing(33 + rank, rank))
+            y.square().sum().backward()
+            results.append([y, x.grad])
+        return all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+    assert all(on_ranks(body, RANKS))
+
+
+def test_rows_go_where_the_planner_says() -> None:
+    def body(group: Group) -> tuple[ExpertPlacement | None, list[int], list[int]]:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(**BALANCED), group)
+        routing = zipf_routing(60, group.rank())
+        sent = dispatcher.dispatch(random_rows(60), routing)
+        assert isinstance(sent, Dispatched)
+        counts = torch.bincount(routing.topk_ids.flatten(), minlength=8).tolist()
+        return sent.placement, counts, sent.real_tokens_per_expert.tolist()
+
+    placements, counts, slots = zip(*on_ranks(body, RANKS), strict=True)
+    home = ExpertPlacement.contiguous(8, RANKS, spare=1)
+    planned = least_loaded(torch.tensor(counts), home, ranks_per_node=RANKS)
+    assert set(placements) == {planned}
+    assert planned != home
+    expected = expected_rows(torch.tensor(counts), planned, ranks_per_node=RANKS)
+    assert (torch.tensor(slots).sum(1) - expected).abs().max() <= 4  # a row of rounding for each sender
+
+
+@pytest.mark.parametrize("layers", ["plain", "checkpointed"])
+def test_weight_gradients_are_those_of_the_dense_layer(layers: str) -> None:
+    def body(group: Group) -> list[Tensor]:
+        assert group is not None
+        stacked = own_part(group, torch.float64)
+        dispatcher = build_dispatcher(small_config(**BALANCED), group)
+        weights = SlotWeights(dispatcher, recomputed=layers == "checkpointed")
+
+        def layer(x: Tensor, routing: Routing) -> Tensor:
+            sent, slots = weights.fetch(dispatcher.dispatch(x, routing, async_op=True), *stacked)
+            return dispatcher.combine(experts(sent, *slots), sent)
+
+        outputs, upstreams = [], []
+        for call in range(2):
+            x, routing, upstream = inputs(group.rank(), call, torch.float64, rows=12)
+            run = layer if layers == "plain" else lambda *given: checkpoint(layer, *given, use_reentrant=False)
+            outputs.append(run(x.requires_grad_(), routing))
+            upstreams.append(upstream)
+        torch.autograd.backward(outputs, upstreams)
+        calls = dispatcher.metrics().collectives
+        assert calls["weights"] == calls["weights.backward"] > 0
+        return gradients(stacked)
+
+    expect_dense(on_ranks(body, RANKS), torch.float64, 2, rows=lambda rank: 12)
+
+
+def test_cost_is_one_small_all_gather() -> None:
+    def body(group: Group) -> dict[str, tuple[int, int]]:
+        assert group is not None
+        counts = {}
+        for name, more in (("without", {}), ("with", BALANCED)):
+            dispatcher = build_dispatcher(small_config(**more), group)
+            with count_collectives() as seen, torch.no_grad():
+                dispatcher.dispatch(random_rows(5), zipf_routing(5, 0))
+            gathers = [call for call in seen.calls if "allgather" in call.op]
+            counts[name] = len(seen.calls), sum(call.nbytes for call in gathers)
+        return counts
+
+    for found in on_ranks(body, 2):
+        assert found == {"without": (2, 0), "with": (3, 8 * (1 + 8))}
+
+
+def test_rows_that_are_no_tokens_do_not_count() -> None:
+    """A padded batch, of which all real rows go to expert 0 and all others name expert 5."""
+
+    def body(group: Group) -> ExpertPlacement | None:
+        dispatcher = build_dispatcher(small_config(top_k=1, **BALANCED), group)
+        ids = torch.tensor([[0], [0], [5], [5]])
+        x = random_rows(4).view(1, 4, -1)
+        sent = dispatcher.dispatch(x, Routing(ids, torch.ones(4, 1)), BSHD([2]))
+        assert isinstance(sent, Dispatched)
+        return sent.placement
+
+    counts = torch.zeros(2, 8, dtype=torch.int64)
+    counts[:, 0] = 2
+    planned = least_loaded(counts, ExpertPlacement.contiguous(8, 2, spare=1), ranks_per_node=2)
+    assert on_ranks(body, 2) == [planned] * 2
+
+
+def test_a_refused_call_is_told_to_the_peers() -> None:
+    def body(group: Group) -> str:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(**BALANCED), group)
+        routing = zipf_routing(5, 0)
+        with pytest.raises((InputError, PeerError)) as caught:
+            dispatcher.dispatch(random_rows(5 + group.rank()), routing)
+        dispatcher.dispatch(random_rows(5), routing)  # the ranks are still in step
+        return f"{caught.type.__name__}: {caught.value}"
+
+    first, second = on_ranks(body, 2)
+    assert second.startswith("InputError: Dispatcher.dispatch: x has 6 tokens but routing has 5")
+    assert first.startswith("PeerError: rank 1 refused: Dispatcher.dispatch: x has 6 tokens but routing has 5")
+
+
+def _outcomes(monkeypatch: pytest.MonkeyPatch, planner: Any) -> tuple[str, str]:
+    """The errors of two ranks whose planner, of another package, is given the rank."""
+    real = planners.load_planner
+    monkeypatch.setattr(planners, "known_planners", lambda: ["least_loaded", "theirs"])
+
+    def body(group: Group) -> str:
+        assert group is not None
+
+        def plan(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> Any:
+            mine = dispatcher_of_thread[threading.get_ident()]
+            return planner(mine, home)
+
+        monkeypatch.setattr(planners, "load_planner", lambda name: plan if name == "theirs" else real(name))
+        dispatcher_of_thread[threading.get_ident()] = group.rank()
+        dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1, balance="theirs"), group)
+        with pytest.raises((ConfigError, InputError, PeerError)) as caught:
+            dispatcher.dispatch(random_rows(5), zipf_routing(5, 0))
+        return f"{caught.type.__name__}: {caught.value}"
+
+    dispatcher_of_thread: dict[int, int] = {}
+    first, second = on_ranks(body, 2)
+    return first, second
+
+
+def test_a_planner_that_raises_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planner(rank: int, home: ExpertPlacement) -> ExpertPlacement:
+        if rank:
+            raise ArithmeticError("planted")
+        return home
+
+    first, second = _outcomes(monkeypatch, planner)
+    told = "Planner 'theirs' must return a placement, but it raised ArithmeticError: planted. Correct the planner."
+    assert second == f"ConfigError: {told}"
+    assert first == f"PeerError: rank 1 refused: {told} [MD08]"
+
+
+def test_a_planner_that_returns_nonsense_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = _outcomes(monkeypatch, lambda rank, home: home if rank else 7)
+    assert first == "ConfigError: Planner 'theirs' must return an ExpertPlacement, got int. Correct the planner."
+    assert second.startswith("PeerError: rank 0 refused: Planner 'theirs' must return an ExpertPlacement, got int")
+
+
+def test_a_planner_that_differs_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ExpertPlacement(8, ((0, 1, 2, 3, 4), (4, 5, 6, 7, -1)))
+    told = "InputError: Ranks disagree on the expert slots of rank 0: rank 0 has [0, 1, 2, 3, -1], rank 1 has"
+    for text in _outcomes(monkeypatch, lambda rank, home: other if rank else home):
+        assert text.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"balance": "least_loaded"}, r"balance needs spare_experts_per_rank of at least 1, got 0 with balance='least"),
+        ({**BALANCED, "balance": "least_loded"}, r"Unknown planner 'least_loded'.*Did you mean 'least_loaded'\?"),
+        (
+            {**BALANCED, "graph_safe": True, "max_tokens_per_rank": 8},
+            r"balance must be None with graph_safe=True, because the host reads counts .*, got 'least_loaded'",
+        ),
+    ],
+)
+def test_configs_that_cannot_work_are_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, **fields)
+
+
+def test_place_and_compiled_calls_are_refused() -> None:
+    dispatcher = build_dispatcher(small_config("local", **BALANCED))
+    with pytest.raises(ConfigError, match=r"the config must have balance=None, got balance='least_loaded'"):
+        dispatcher.place(ExpertPlacement.contiguous(8, 1, spare=1))
+    routing = zipf_routing(3, 0)
+
+    def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(x, Routing(ids, weights))
+        assert isinstance(sent, Dispatched)
+        return sent.rows
+
+    with pytest.raises(Exception, match=r"a config with balance must be called eagerly"):
+        torch.compile(call, fullgraph=True, backend="eager")(random_rows(3), routing.topk_ids, routing.topk_weights)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.moe_dispatch.dispatch.default])
+    given = random_rows(3), routing.topk_ids, routing.topk_weights
+    with pytest.raises(StateError, match="a config with balance must be called eagerly"):
+        checkpoint(call, *given, use_reentrant=False, context_fn=contexts)

@@ -1,0 +1,197 @@
+"""Planners: balance, limits, equal sizes, and planners that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch.balance import (
+    ExpertPlacement,
+    eplb,
+    expected_rows,
+    known_planners,
+    least_loaded,
+    planners,
+    run_planner,
+)
+from moe_dispatch.errors import ConfigError
+
+EPLB_SOURCE = os.environ.get("MOE_DISPATCH_EPLB_SOURCE", "")
+
+
+def zipf(num_experts: int, exponent: float, seed: int) -> Tensor:
+    """Rows of each expert, int64 (E,), in random order."""
+    shares = 1 / torch.arange(1, num_experts + 1, dtype=torch.float64) ** exponent
+    order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(seed))
+    return (shares[order] / shares.sum() * 1e6).round().long()
+
+
+def busiest_over_mean(counts: Tensor, placement: ExpertPlacement, ranks_per_node: int) -> float:
+    rows = expected_rows(counts, placement, ranks_per_node=ranks_per_node)
+    return float(rows.max() / rows.mean())
+
+
+def test_expected_rows_follow_every_row() -> None:
+    """The closed form against a walk over all rows: own copy, else copies on the node, else all copies, in turns."""
+    placement = ExpertPlacement(4, ((0, 1, 2), (2, 0, -1), (3, 0, -1), (1, -1, -1)))
+    counts = torch.tensor([[12, 6, 0, 6], [0, 12, 6, 0], [6, 6, 12, 0], [12, 0, 0, 18]])
+    rows = torch.zeros(4, dtype=torch.float64)
+    for source, of_rank in enumerate(counts.tolist()):
+        for expert, count in enumerate(of_rank):
+            holders = [rank for rank, slots in enumerate(placement.slots) if expert in slots]
+            near = [rank for rank in holders if rank // 2 == source // 2]
+            chosen = [source] if source in holders else near or holders
+            for row in range(count):
+                rows[chosen[row % len(chosen)]] += 1
+    torch.testing.assert_close(expected_rows(counts, placement, ranks_per_node=2), rows)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_experts"), [(4, 64), (8, 64), (16, 128), (64, 256)])
+@pytest.mark.parametrize("seed", range(3))
+def test_eplb_balances_zipf_loads(num_ranks: int, num_experts: int, seed: int) -> None:
+    counts, home = zipf(num_experts, 1.0, seed), ExpertPlacement.contiguous(num_experts, num_ranks, spare=1)
+    found = eplb(counts, home, ranks_per_node=num_ranks)
+    assert busiest_over_mean(counts, found, num_ranks) < 1.03 < busiest_over_mean(counts, home, num_ranks)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_experts"), [(4, 64), (8, 64), (16, 128), (64, 256)])
+@pytest.mark.parametrize("bound", [1.05, 1.2])
+def test_least_loaded_reaches_its_bound_with_few_copies(num_ranks: int, num_experts: int, bound: float) -> None:
+    counts, home = zipf(num_experts, 1.0, 0), ExpertPlacement.contiguous(num_experts, num_ranks, spare=2)
+    found = least_loaded(counts, home, ranks_per_node=num_ranks, bound=bound)
+    assert busiest_over_mean(counts, found, num_ranks) <= bound
+    stays = sum(
+        expert in new for new, old in zip(found.slots, home.slots, strict=True) for expert in old if expert >= 0
+    )
+    assert stays > 0.8 * num_experts
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_least_loaded_makes_no_copy_that_it_can_do_without(seed: int) -> None:
+    counts, home = zipf(16, 0.5, seed), ExpertPlacement.contiguous(16, 8, spare=1)
+    found = least_loaded(counts, home, ranks_per_node=8)
+    limit = max(1.05, busiest_over_mean(counts, found, 8))
+    for rank, slots in enumerate(found.slots):
+        for expert in set(slots) - set(home.slots[rank]):
+            if len(found.slots_of_expert[expert]) > 1:
+                fewer = tuple(-1 if expert == held else held for held in slots)
+                without = ExpertPlacement(16, (*found.slots[:rank], fewer, *found.slots[rank + 1 :]))
+                assert busiest_over_mean(counts, without, 8) > limit
+
+
+def test_balanced_loads_need_no_copy() -> None:
+    home = ExpertPlacement.contiguous(8, 4, spare=1)
+    for counts in (torch.full((8,), 5), torch.zeros(8, dtype=torch.int64), torch.zeros(4, 8)):
+        assert least_loaded(counts, home, ranks_per_node=4) == home
+
+
+def test_one_rank_and_no_spare_slot() -> None:
+    for home in (ExpertPlacement.contiguous(4, 1), ExpertPlacement.contiguous(4, 2)):
+        for planner in (eplb, least_loaded):
+            found = planner(torch.tensor([9, 9, 1, 1]), home, ranks_per_node=1)
+            assert sorted(expert for of_rank in found.slots for expert in of_rank) == [0, 1, 2, 3]
+
+
+def test_experts_of_a_group_stay_on_a_node() -> None:
+    home = ExpertPlacement.contiguous(16, 4, spare=1)
+    found = eplb(zipf(16, 1.0, 0), home, ranks_per_node=2, num_groups=4)
+    for node in (0, 1):
+        held = {expert for of_rank in found.slots[2 * node : 2 * node + 2] for expert in of_rank if expert >= 0}
+        assert {expert // 4 * 4 + i for expert in held for i in range(4)} == held
+
+
+def test_an_expert_that_stays_on_its_rank_keeps_its_slot() -> None:
+    home = ExpertPlacement.contiguous(8, 2, spare=2)
+    found = least_loaded(torch.tensor([90, 1, 1, 1, 1, 1, 1, 1]), home, ranks_per_node=2)
+    assert found.slots == ((0, 1, 2, 3, -1, -1), (4, 5, 6, 7, 0, -1))
+
+
+@pytest.mark.parametrize("planner", [eplb, least_loaded])
+@pytest.mark.parametrize(
+    ("counts", "nodes", "told"),
+    [
+        (torch.ones(3), 2, r"counts must have shape \(2, 4\) or \(4,\), got \(3,\)"),
+        (torch.ones(4, 2), 2, r"got \(4, 2\)"),
+        (torch.tensor([1.0, -1.0, 0.0, 0.0]), 2, r"finite and at least 0, got -1\.0 to 1\.0"),
+        (torch.tensor([1.0, float("nan"), 0.0, 0.0]), 2, r"finite and at least 0"),
+        (torch.ones(4), 3, r"ranks_per_node must divide the number of ranks \(2\), got 3"),
+    ],
+)
+def test_counts_that_do_not_fit_are_refused(planner: Any, counts: Tensor, nodes: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        planner(counts, ExpertPlacement.contiguous(4, 2), ranks_per_node=nodes)
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    home, counts = ExpertPlacement.contiguous(4, 2), torch.ones(4)
+    with pytest.raises(ConfigError, match=r"bound must be at least 1, got 0\.9"):
+        least_loaded(counts, home, ranks_per_node=2, bound=0.9)
+    with pytest.raises(ConfigError, match=r"num_groups must divide the number of experts \(4\), got 3"):
+        eplb(counts, home, ranks_per_node=2, num_groups=3)
+
+
+def _raises(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> ExpertPlacement:
+    raise IndexError("list index out of range")
+
+
+def _none(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> None:
+    return None
+
+
+def _too_large(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> ExpertPlacement:
+    return ExpertPlacement.contiguous(home.num_experts, home.num_ranks, spare=5)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("_raises", r"Planner 'other' must return a placement, but it raised IndexError: list index out of range"),
+        ("_none", r"Planner 'other' must return an ExpertPlacement, got NoneType"),
+        (
+            "_too_large",
+            r"must return a placement of 4 experts on 2 ranks with 2 slots each, got one of 4 experts on 2 ranks "
+            r"with 7 slots each",
+        ),
+        ("_missing", r"Planner 'other' cannot be used here: its import raised AttributeError"),
+    ],
+)
+def test_planners_of_other_packages(monkeypatch: pytest.MonkeyPatch, function: str, told: str) -> None:
+    point = EntryPoint("other", f"{__name__}:{function}", planners.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(planners, "entry_points", lambda group: [point])
+    assert known_planners() == ["eplb", "least_loaded", "other"]
+    with pytest.raises(ConfigError, match=told):
+        run_planner("other", torch.ones(4), ExpertPlacement.contiguous(4, 2), ranks_per_node=2)
+
+
+def test_unknown_planner() -> None:
+    home = ExpertPlacement.contiguous(4, 2, spare=1)
+    with pytest.raises(ConfigError, match=r"Unknown planner 'eplp'\. Known planners: .*\. Did you mean 'eplb'\?"):
+        run_planner("eplp", torch.ones(4), home, ranks_per_node=2)
+    assert run_planner("eplb", torch.ones(4), home, ranks_per_node=2).num_slots == 6
+
+
+@pytest.mark.skipif(not EPLB_SOURCE, reason="MOE_DISPATCH_EPLB_SOURCE names no eplb.py of deepseek-ai/EPLB")
+@pytest.mark.parametrize(("num_ranks", "num_experts", "nodes"), [(4, 64, 1), (8, 64, 1), (16, 128, 1), (16, 128, 2)])
+def test_eplb_is_never_worse_than_the_published_algorithm(num_ranks: int, num_experts: int, nodes: int) -> None:
+    """The published one may put two copies of an expert on one rank. A placement cannot; there only 3 % are allowed."""
+    published = runpy.run_path(str(Path(EPLB_SOURCE)))["rebalance_experts"]
+    home = ExpertPlacement.contiguous(num_experts, num_ranks, spare=1)
+    for seed in range(60):
+        counts = zipf(num_experts, 0.3 + seed / 50, seed)
+        experts, _, copies = published(counts[None].float(), home.num_slots, num_experts, nodes, num_ranks)
+        of_ranks = experts[0].view(num_ranks, -1)
+        doubled = any(len(set(of_rank)) < len(of_rank) for of_rank in of_ranks.tolist())
+        theirs = (counts / copies[0])[of_ranks].sum(1).max()
+        found = eplb(counts, home, ranks_per_node=num_ranks // nodes)
+        ours = max(
+            sum(counts[expert] / len(found.slots_of_expert[expert]) for expert in of_rank if expert >= 0)
+            for of_rank in found.slots
+        )
+        assert ours <= theirs * (1.03 if doubled else 1 + 1e-5)
