@@ -6,14 +6,25 @@ INSTALL := $(PY) -m pip install --quiet --constraint constraints.txt
 DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
 DOCS := $(VENV)/.installed-docs
+# Trainers, without what they need: tests/integration/frameworks runs those of their functions that run on a CPU.
+FRAMEWORKS := .frameworks/.installed
 # The older megatron-core that is tested, in an environment of its own.
 MEGATRON_VERSION := 0.16.1
 MEGATRON_VENV := .venv-megatron-0.16
 MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 MEGATRON := $(MEGATRON_VENV)/.installed
+# A CUDA build of torch, on stand-ins for NVIDIA's libraries: docs/simulated-cuda.md. Triton's version is that of constraints.txt.
+SIMGPU_TORCH := 2.12.1
+# Python of the machine for which make gpu-wheels fetches packages.
+GPU_PYTHON := 3.12
+SIMGPU_VENV := .venv-simgpu
+SIMGPU_PY := $(SIMGPU_VENV)/bin/python
+SIMGPU_INSTALL := $(SIMGPU_PY) -m pip install --quiet --no-warn-conflicts
+SIMGPU := $(SIMGPU_VENV)/.installed
+SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test multihost faults soak check format bench docs integration build clean
+.PHONY: help install demo notebook test multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +50,22 @@ $(MEGATRON): pyproject.toml constraints.txt
 	$(MEGATRON_PY) -m pip install --quiet --no-deps megatron-core==$(MEGATRON_VERSION)
 	@touch $@
 
+# No nvidia wheels but the headers: the libraries are compiled here.
+$(SIMGPU): Makefile constraints.txt
+	$(PYTHON) -m venv $(SIMGPU_VENV)
+	$(SIMGPU_INSTALL) --no-deps torch==$(SIMGPU_TORCH) 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'
+	$(SIMGPU_INSTALL) --constraint constraints.txt filelock fsspec jinja2 networkx numpy pydantic pytest setuptools sympy triton
+	@touch $@
+
+$(SIMGPU_LIBRARIES): $(SIMGPU) $(wildcard tests/simulated_cuda/libraries/*)
+	$(SIMGPU_PY) tests/simulated_cuda/libraries/build.py
+	@touch $@
+
+$(FRAMEWORKS): $(DEV)
+	$(PY) -m pip install --quiet --no-deps --ignore-requires-python --upgrade --target .frameworks \
+	    megatron-bridge==0.6.2 verl==0.9.1 areal==1.0.4 ms-swift==4.6.0 nemo-automodel==0.7.0
+	@touch $@
+
 $(DOCS): $(DEV)
 	$(INSTALL) --editable '.[docs]'
 	@touch $@
@@ -59,12 +86,31 @@ test: $(DEV) ## the tests, except tests/integration and tests/multihost
 multihost: $(DEV) ## the tests on two hosts, which are network namespaces of this machine; they need root
 	$(PY) -m pytest tests/multihost -o faulthandler_timeout=500 $(ARGS)
 
+placed: $(DEV) ## every scenario of the kit on every backend, under a random placement with copies of experts
+	$(PY) -m pytest tests/conformance/placed.py --numprocesses auto $(ARGS)
+
 faults: $(DEV) ## break one of four processes in every phase, 25 minutes; a table of what the others raised
 	$(PY) tests/reliability/faults.py --all --watchdog 5 --jobs 3 --table faults.md $(ARGS)
 	$(PY) tests/reliability/faults.py --watchdog 5 --slow-steps 10000
 
 soak: $(DEV) ## see that a process that runs for minutes does not grow; ARGS="--minutes 60"
 	$(PY) tests/reliability/soak.py $(ARGS)
+
+simgpu: $(SIMGPU_LIBRARIES) ## the kit, capture and the budget of launches on CUDA and NCCL that are simulated on the CPU
+	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin tests/simulated_cuda tests/gpu/test_graphs.py tests/gpu/test_permutation.py \
+	    -k 'not offsets_beyond_32_bits and not speed_of_a_copy' $(ARGS)
+
+gpu: ## what needs a GPU, in 25 minutes, with the torch of PYTHON and no network; the report is out/gpu/report.md
+	$(PYTHON) -c 'import pydantic, pytest' 2>/dev/null || $(PYTHON) -m pip install --quiet --no-index --no-deps --target out/gpu/packages \
+	    out/gpu/wheels/*.whl
+	PYTHONPATH=out/gpu/packages $(PYTHON) -m tests.gpu.first_hour $(ARGS)
+
+gpu-wheels: ## fetch what make gpu needs beside torch, for a machine without a network; GPU_PYTHON=3.12
+	$(PYTHON) -m pip download --quiet --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --dest out/gpu/wheels pydantic pytest
+
+matrix: ## a part of the tests with each tested version of Python and torch; ARGS="--only torch-2.15"
+	$(PYTHON) tests/matrix/run.py $(ARGS)
 
 check: $(DEV) ## formatting, lint and types
 	$(PY) -m ruff format --check .
@@ -78,7 +124,7 @@ format: $(DEV) ## format, and mend what ruff can mend
 bench: $(BENCH) ## moe-dispatch bench, with torchtitan and transformers installed
 	$(PY) -m moe_dispatch.cli bench $(ARGS)
 
-integration: $(BENCH) $(MEGATRON) ## the tests that need megatron-core (two versions), torchtitan and transformers
+integration: $(BENCH) $(MEGATRON) $(FRAMEWORKS) ## the tests that need megatron-core (two versions), torchtitan, transformers and trainers
 	$(PY) -m pytest tests/integration $(ARGS)
 	$(MEGATRON_PY) -m pytest tests/integration/megatron_core tests/integration/cases/test_case5_graph_safe_padding.py
 
@@ -92,4 +138,4 @@ build: $(DEV) ## build the wheel and the sdist into dist/, and check their metad
 	$(PY) -m twine check --strict dist/*
 
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(MEGATRON_VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MEGATRON_VENV) $(SIMGPU_VENV) .venv-matrix-* .frameworks dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,11 +73,24 @@ def capacity_table() -> str:
     return _markdown(lines)
 
 
+def budget_table() -> str:
+    """Return the budget of launches, copies and syncs of each verb, which ``make simgpu`` holds the verbs against."""
+    budget = json.loads((ROOT / "tests" / "simulated_cuda" / "budget.json").read_text(encoding="utf-8"))
+    verbs = ("dispatch", "combine", "combine.backward", "dispatch.backward")
+    lines = [["backend", "mode", "layout", *(f"`{verb}`" for verb in verbs)]]
+    for row in dict.fromkeys(key.rsplit(" ", 1)[0] for key in budget):
+        cells = (" / ".join(map(str, budget[f"{row} {verb}"].values())) for verb in verbs)
+        backend, mode, layout = row.split()
+        lines.append([f"`{backend}`", mode, layout, *cells])
+    return _markdown(lines)
+
+
 # The tables of each page, by name.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/backends.md": {"backends": backends_table},
     "docs/precision.md": {"wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
+    "docs/simulated-cuda.md": {"budget": budget_table},
 }
 
 

@@ -113,7 +113,7 @@ class Communicator:
         self._count(label, 2 * 8 * len(values) * (self.size - 1) // self.size)  # the bytes of a ring all-reduce
         if self.group is None:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64, device=control_device(self.group))
+        tensor = to_device(values, control_device(self.group))
         options = self._options(dist.AllreduceOptions)
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._started(self.group.allreduce([tensor], options), tensor).wait()
@@ -136,6 +136,15 @@ class Communicator:
         everyone = torch.empty(self.size * len(values), dtype=torch.int64, device=device)
         self.all_gather(everyone, mine, label=label)
         return [list(part) for part in everyone.view(self.size, -1).tolist()]
+
+    def gather_tensor(self, mine: Tensor, *, label: str) -> Tensor:
+        """Return the CPU tensors (N,) of all ranks as (P, N) on the CPU. A group without a CPU backend works too."""
+        if self.group is None:
+            return mine.unsqueeze(0)
+        mine = mine.to(control_device(self.group))
+        everyone = mine.new_empty(self.size * len(mine))
+        self.all_gather(everyone, mine, label=label)
+        return everyone.view(self.size, len(mine)).cpu()
 
     def gather_json(self, value: Any, *, label: str) -> list[Any]:
         """Return the JSON ``value`` of all ranks, by rank. Cost: two collectives; for building and reports only."""
@@ -309,6 +318,17 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     """
     kinds = device_types(group)
     return torch.device("cpu" if "cpu" in kinds or not kinds else sorted(kinds)[0])
+
+
+def to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Copy integers of the host to a device, int64. The host does not wait.
+
+    The memory is pinned, so that the copy is asynchronous. torch does not reuse pinned memory before the copy is done:
+    its allocator records an event behind each copy. Code that a CUDA graph captures must not call this function: a
+    replay would copy from memory that has been reused.
+    """
+    host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def read_host(tensor: Tensor) -> list[Any]:

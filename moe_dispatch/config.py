@@ -18,6 +18,7 @@ from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtyp
 from moe_dispatch.backends.capacity import Factor
 from moe_dispatch.backends.registry import AUTO, choose_backend, parse_backend
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
+from moe_dispatch.balance.planners import check_planner
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.probing import how_to_install
@@ -77,6 +78,10 @@ class DispatcherConfig(BaseModel):
         backend: Name of the backend, or a mapping with its ``name`` and its options. "auto" chooses a backend and logs
             the choice.
         num_experts: E, the number of experts in the whole expert-parallel group.
+        spare_experts_per_rank: Number of expert slots that each rank has beside those of its own experts, for copies
+            of busy experts. ``Dispatcher.place`` fills them, or ``balance``.
+        balance: Name of a planner that places experts anew in every dispatch, such as "least_loaded". None: placements
+            change only by ``Dispatcher.place``.
         top_k: K, the number of experts that a row is routed to.
         hidden_size: D, the number of columns of a row.
         pad_multiple: The rows of each expert are padded to a multiple of this number. "bf16" stands for 1, "fp8" for
@@ -125,6 +130,8 @@ class DispatcherConfig(BaseModel):
     num_experts: _Count
     top_k: _Count
     hidden_size: _Count
+    spare_experts_per_rank: Annotated[int, Field(ge=0)] = 0
+    balance: str | None = None
     pad_multiple: _Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
     weights: Literal["combine", "experts"] = "combine"
     wire_dtype: WireDtype | None = None
@@ -181,8 +188,24 @@ class DispatcherConfig(BaseModel):
                 f'graph_safe needs row_counts "static", got {self.row_counts!r}, which syncs with the host. '
                 "Leave row_counts out."
             )
+        self._check_balance()
         self._check_capacity()
         return self
+
+    def _check_balance(self) -> None:
+        if self.balance is None:
+            return
+        check_planner(self.balance)
+        if not self.spare_experts_per_rank:
+            raise ConfigError(
+                f"balance needs spare_experts_per_rank of at least 1, got 0 with balance={self.balance!r}. "
+                "Set it to 1 or 2."
+            )
+        if self.graph_safe:
+            raise ConfigError(
+                f"balance must be None with graph_safe=True, because the host reads counts and plans each dispatch, "
+                f"got {self.balance!r}. Use dispatcher.place(placement) instead."
+            )
 
     def _check_capacity(self) -> None:
         options = {} if self.backend_options is None else self.backend_options.capacity_bounds
@@ -272,7 +295,7 @@ class DispatcherConfig(BaseModel):
                 variable is nearly that of a field; or a field is wrong (the text has the file and the variables).
         """
         from_file = {} if file is None else _read(Path(file))
-        merged, variables = _overridden(from_file, os.environ if environment is None else environment)
+        merged, variables = overridden(from_file, os.environ if environment is None else environment)
         try:
             return cls(**{**merged, **fields})
         except ConfigError as error:
@@ -302,7 +325,7 @@ def _problems(error: ValidationError) -> str:
     )
 
 
-def _overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields, changed by the variables of the environment, and the names of these variables."""
     result, read, misspelled = dict(fields), [], []
     for variable in sorted(environment):  # MOE_DISPATCH_BACKEND comes before MOE_DISPATCH_BACKEND__REDUCTION

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Sizes
+from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.expert_rows import grouped_mm, split
 from moe_dispatch.layouts import Layout
@@ -36,10 +37,14 @@ class Routing:
             gets the row once, with the sum of both weights; each slot gets its own gradient.
         topk_weights: floating (T, K). They are applied in ``max(float32, x.dtype)``. The weight of a slot with id
             ``-1`` is never read.
+        drift: int64 (2,): the slots whose replayed expert differs from the router's choice, and all replayed slots.
+            ``moe_dispatch.replay.replayed`` counts them, and ``dispatch`` adds them to the metrics. None without
+            replay.
     """
 
     topk_ids: Tensor
     topk_weights: Tensor
+    drift: Tensor | None = None
 
     @classmethod
     def from_map(cls, routing_map: Tensor, probs: Tensor, *, top_k: int) -> Routing:
@@ -138,6 +143,8 @@ class Plan:
 class Dispatched:
     """The rows that this rank's experts work on, and the state that ``combine`` needs to bring them back.
 
+    Under a placement, the experts of a rank are its expert slots: L is their number, and all counts are those of slots.
+
     Attributes:
         rows: (R, D), grouped by expert. Each expert has its real rows, in the order of source rank and token, and then
             its zero padding.
@@ -147,6 +154,7 @@ class Dispatched:
             graph-safe mode.
         weights: float32 (R,), or float64 for float64 rows; 0 on padding. They are part of the autograd graph.
         pad_multiple: The rows of each expert are padded to a multiple of this number. Experts must not pad again.
+        placement: The expert in each expert slot of each rank; None if every rank holds its own experts only.
         state: Private state of the dispatcher and the backend.
     """
 
@@ -156,6 +164,7 @@ class Dispatched:
     host_counts: tuple[int, ...] | None
     weights: Tensor
     pad_multiple: int
+    placement: ExpertPlacement | None
     state: Any
 
     @property
@@ -279,9 +288,11 @@ class InFlight:
     """A dispatch whose rows may still be on their way; ``dispatch(..., async_op=True)`` returns it.
 
     Attributes:
+        placement: As in ``Dispatched``.
         finish: Function behind ``wait``.
     """
 
+    placement: ExpertPlacement | None
     finish: Callable[[], Dispatched]
 
     def wait(self) -> Dispatched:

@@ -108,6 +108,7 @@ def test_backend_of_the_page_passes_the_kit(
 @pytest.mark.parametrize(
     ("page", "holds"),
     [
+        ("balance.md", lambda names: names["balanced"].balance == "least_loaded"),
         ("deep-ep.md", lambda names: not names["emulated"]._lease._collected.alive),
         ("graph-safe.md", lambda names: names["matrices"].grad.isfinite().all()),
         ("layouts.md", lambda names: names["hidden"].shape == (20, 64)),

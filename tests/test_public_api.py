@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 import moe_dispatch
-from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, backends, dispatchers, errors, layouts
+from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, backends, dispatchers, errors, layouts, replay
 from moe_dispatch.backends.alltoall.backend import AllToAllOptions
 from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
@@ -29,6 +29,7 @@ LAYOUTS = """
     BSHD Layout Masked Rows SBHD Shard ShardKind THD broadcast_layout bshd_to_thd
     padded_length sequence_multiple shard_for_context_parallel thd_to_bshd unshard_from_context_parallel
 """
+REPLAY = "Cut Recording RoutingTable SequenceId replayed"
 DISPATCHERS = "Dispatcher Metrics RequiredCapacity build_dispatcher"
 ERRORS = (
     "BackendUnavailableError CapacityError ConfigError InputError IntegrationError LayoutError LostPeerError "
@@ -36,7 +37,8 @@ ERRORS = (
 )
 
 CONFIG_FIELDS = """
-    backend num_experts top_k hidden_size pad_multiple weights wire_dtype row_counts max_tokens_per_rank infer_layout
+    backend num_experts top_k hidden_size spare_experts_per_rank balance
+    pad_multiple weights wire_dtype row_counts max_tokens_per_rank infer_layout
     graph_safe capacity_factor on_overflow permutation device watchdog debug constraints
 """
 CONSTRAINTS = """
@@ -45,9 +47,9 @@ CONSTRAINTS = """
     wire_dtypes graph_safe graph_safe_reason drop_order compilable differentiable
 """
 VALUES: dict[type, str] = {
-    Routing: "topk_ids topk_weights",
+    Routing: "topk_ids topk_weights drift",
     Plan: "layout num_rows real_rows valid_T sizes owner footprint",
-    Dispatched: "rows tokens_per_expert real_tokens_per_expert host_counts weights pad_multiple state",
+    Dispatched: "rows tokens_per_expert real_tokens_per_expert host_counts weights pad_multiple placement state",
     Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list route demand",
     backends.Constraints: CONSTRAINTS,
     MoEShape: """
@@ -58,15 +60,22 @@ VALUES: dict[type, str] = {
     Capacity: "rows buffer_rows pair_rows",
     dispatchers.RequiredCapacity: "rows pair_rows capacity_factor pair_factor overflowed invalid_ids",
     dispatchers.Metrics: """
-        backend dispatches real_tokens_per_expert imbalance rows_padded rows_skipped bytes_sent collectives
+        backend dispatches real_tokens_per_expert imbalance rank_imbalance rows_padded rows_skipped bytes_sent
+        collectives slots_replayed slots_drifted
     """,
 }
 
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [(moe_dispatch, PACKAGE), (backends, BACKENDS), (layouts, LAYOUTS), (dispatchers, DISPATCHERS)],
-    ids=["package", "backends", "layouts", "dispatchers"],
+    [
+        (moe_dispatch, PACKAGE),
+        (backends, BACKENDS),
+        (layouts, LAYOUTS),
+        (dispatchers, DISPATCHERS),
+        (replay, REPLAY),
+    ],
+    ids=["package", "backends", "layouts", "dispatchers", "replay"],
 )
 def test_public_names(module: object, names: str) -> None:
     exported: Sequence[str] = module.__all__  # type: ignore[attr-defined]
@@ -123,7 +132,7 @@ def test_config_fields() -> None:
         "ranks_per_domain",
         "emulate",
     ]
-    assert list(AllToAllOptions.model_fields) == ["reduction", "pair_rows"]
+    assert list(AllToAllOptions.model_fields) == ["reduction", "pair_rows", "levels", "ranks_per_node"]
     assert list(LocalOptions.model_fields) == ["reduction"]
     assert list(BackendOptions.model_fields) == []
 
@@ -135,6 +144,8 @@ def test_config_defaults() -> None:
         "num_experts": 2,
         "top_k": 1,
         "hidden_size": 4,
+        "spare_experts_per_rank": 0,
+        "balance": None,
         "pad_multiple": 1,
         "weights": "combine",
         "wire_dtype": None,

@@ -80,7 +80,7 @@ def _use_a_closed_dispatcher() -> None:
 
 
 def _build_emulated(**fields: Any) -> None:
-    deepep = {"name": "deepep", "emulate": True}
+    deepep = {"name": "deepep", "emulate": "v1.2.1"}
     run_ranks(lambda group: build_dispatcher(_config(backend=deepep, wire_dtype="bfloat16", **fields), group), 2)
 
 

@@ -182,6 +182,7 @@ def plan_command(
     backends: Backends = None,
     capacity_factor: Annotated[list[float] | None, option("Capacity factor to plan; repeatable.", metavar="X")] = None,
     graph_safe: Annotated[bool, flag("--graph-safe", "Plan graph-safe mode.")] = False,
+    balance: Annotated[bool, flag("--balance", "Plan placements with copies of experts.")] = False,
     changes: Annotated[
         list[str] | None, option("Change a config field; repeatable.", "--set", metavar="FIELD=VALUE")
     ] = None,
@@ -199,6 +200,7 @@ def plan_command(
     moe-dispatch plan experiment.yaml --batch 2 --seq 4000 --set pad_multiple=fp8
     moe-dispatch plan config.json --tokens 4096 --routing zipf:0.5 --graph-safe
     moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall --json
+    moe-dispatch plan config.json --tokens 4096 --routing zipf --balance
     """  # noqa: D301
     from moe_dispatch.cli.plan import command as plan
     from moe_dispatch.cli.plan.sequences import Batch, Parallelism
@@ -217,6 +219,7 @@ def plan_command(
         factors=capacity_factor or (),
         graph_safe=graph_safe,
         changes=changes or (),
+        balance=balance,
     )
     return plan.run(plan.make_forecast(request), as_json=as_json)
 
@@ -286,6 +289,9 @@ def bench_command(
     ] = None,
     ranks: Annotated[int, count("Processes to start; ignored under torchrun.")] = 4,
     iterations: Annotated[int, count("Runs per contender after the cold run.")] = 10,
+    starts: Annotated[
+        int | None, count("Sets of new processes.", default="1; 6 with --save; as FILE with --against")
+    ] = None,
     quick: Annotated[bool, flag("--quick", "At most 256 tokens and 2 iterations.")] = False,
     save: Annotated[Path | None, option("Write the results as JSON.", metavar="FILE")] = None,
     picture: Annotated[Path | None, option("Draw the results as PNG or SVG.", metavar="FILE")] = None,
@@ -297,7 +303,7 @@ def bench_command(
     Contenders are backends, torchtitan, transformers, by-hand (alltoall without the dispatcher) and floor (bare
     collectives). They take turns on the same tokens, around experts that cost nothing. Ratios are to the first
     contender. Options for tokens, sizes, dtype and routing take several values separated by commas. Every combination
-    is measured.
+    is measured. A verdict of --against needs 4 starts on each side.
 
     \b
     layer       times, bytes and memory
@@ -324,7 +330,8 @@ def bench_command(
         "routing": routing,
     }
     request = make_request(suite, axes, contenders, ranks=ranks, iterations=iterations, quick=quick)
-    return bench.run(request, bench.Files(save=save, picture=picture, against=against), as_json=as_json)
+    files = bench.Files(save=save, picture=picture, against=against)
+    return bench.run(request, files, starts=1 if quick and starts is None else starts, as_json=as_json)
 
 
 @app.command("report")

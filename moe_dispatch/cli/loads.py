@@ -24,17 +24,22 @@ class Loads:
 
     Attributes:
         rows_CP: Rows that each rank brings, before padding.
-        tokens_CE: Rows that go to each expert.
+        experts_CPE: Rows of each rank that go to each expert.
         slots_CPP: For each sender and receiver: pairs of a row and one of its experts on the receiver.
         pairs_CPP: For each sender and receiver: rows with at least one expert on the receiver.
         nodes_CPN: For each sender and node: rows with at least one expert on the node.
     """
 
     rows_CP: Tensor
-    tokens_CE: Tensor
+    experts_CPE: Tensor
     slots_CPP: Tensor
     pairs_CPP: Tensor
     nodes_CPN: Tensor
+
+    @property
+    def tokens_CE(self) -> Tensor:
+        """Rows that go to each expert."""
+        return self.experts_CPE.sum(1)
 
     @property
     def received_CP(self) -> Tensor:
@@ -68,7 +73,7 @@ def count_loads(dispatches: Iterable[Sequence[Tensor]], shape: MoEShape) -> Load
     experts_CPE, pairs_CPP, nodes_CPN = (torch.cat(found) for found in counts)
     return Loads(
         rows_CP=torch.tensor(rows, dtype=torch.int64).view(-1, shape.ep_size),
-        tokens_CE=experts_CPE.sum(1),
+        experts_CPE=experts_CPE,
         slots_CPP=experts_CPE.unflatten(2, (shape.ep_size, local)).sum(3),
         pairs_CPP=pairs_CPP,
         nodes_CPN=nodes_CPN,
@@ -87,6 +92,36 @@ def _count_blocks(sorted_TK: Tensor, sender_T1: Tensor, shape: MoEShape, num_blo
     cells = shape.ep_size * num_blocks
     cell_TK = torch.where(counts_TK, sender_T1 * num_blocks + block_TK, cells)  # the last cell is discarded
     return torch.bincount(cell_TK.flatten(), minlength=cells + 1)[:cells].view(shape.ep_size, num_blocks)
+
+
+def rows_between_nodes(table_CPN: Tensor) -> Tensor:
+    """Return the rows, or slots, that senders send to relays on other nodes, by sender and relay, (C, P, P).
+
+    The relay of a node has the same place on its node as the sender has on its own.
+
+    Args:
+        table_CPN: Rows, or slots, of each sender for each node.
+    """
+    nodes = table_CPN.shape[2]
+    table = table_CPN.unflatten(1, (nodes, -1)) * ~torch.eye(nodes, dtype=torch.bool).unsqueeze(1)
+    same_GG = torch.eye(table.shape[2], dtype=torch.bool)
+    sent: Tensor = table.unsqueeze(4) * same_GG.unsqueeze(1)
+    return sent.flatten(3).flatten(1, 2)
+
+
+def rows_within_nodes(table_CPP: Tensor, num_nodes: int) -> Tensor:
+    """Return the rows, or slots, that relays send on to other ranks of their node, by relay and receiver, (C, P, P).
+
+    Args:
+        table_CPP: Rows, or slots, of each sender for each receiver.
+        num_nodes: Number of nodes.
+    """
+    same_NN = torch.eye(num_nodes, dtype=torch.bool)
+    # The dimensions are C, the place of the relay, the node, and the place of the receiver.
+    table = table_CPP.unflatten(1, (num_nodes, -1)).sum(1).unflatten(2, (num_nodes, -1))
+    table = table * ~torch.eye(table.shape[1], dtype=torch.bool).unsqueeze(1)
+    sent: Tensor = table.transpose(1, 2).unsqueeze(3) * same_NN[:, None, :, None]
+    return sent.flatten(3).flatten(1, 2)
 
 
 def padded_rows(rows_CP: Tensor, needs: Constraints, config: DispatcherConfig) -> Tensor:

@@ -88,6 +88,7 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
     return DispatcherConfig(
         backend=backend,
         num_experts=scenario.num_experts,
+        spare_experts_per_rank=scenario.spare,
         top_k=scenario.top_k,
         hidden_size=scenario.hidden,
         pad_multiple=scenario.pad_multiple,
@@ -121,6 +122,8 @@ def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Ca
     schedule = SCHEDULES[scenario.schedule]
     with allow_host_syncs():
         dispatcher = build_dispatcher(config, group)
+        if (placement := scenario.placement(case.ep_size)) is not None:
+            dispatcher.place(placement, device=case.device)
         calls = tuple(
             make_call(scenario, INPUT_LAYOUTS[case.input_layout](len(batches[rank].x_TD)), batches, rank, experts).to(
                 case.device

@@ -91,6 +91,14 @@ class DeviceKnown(Layout):
         """Delegate to ``base``."""
         return self.base.mask(num_rows)
 
+    def num_sequences(self, shape: Sequence[int]) -> int:
+        """Delegate to ``base``."""
+        return self.base.num_sequences(shape)
+
+    def places(self, shape: Sequence[int]) -> Tensor:
+        """Delegate to ``base``."""
+        return self.base.places(shape)
+
     def check_counts(self, num_rows: int) -> None:
         """Delegate to ``base``."""
         self.base.check_counts(num_rows)

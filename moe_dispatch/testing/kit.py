@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
 
-import torch
-
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, Rejected, parse_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.testing.case import BackendSpec, Case, run_case
 from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch.testing.ranks import Ranks
-from moe_dispatch.testing.scenario import Scenario
+from moe_dispatch.testing.reference import served_rows, slots_of_rank
+from moe_dispatch.testing.scenario import Batch, Scenario
 from moe_dispatch.testing.scenarios import SCENARIOS
 
 EP_SIZES = (1, 2, 4)
@@ -203,7 +203,7 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
             f"max_local_experts {needs.max_local_experts}",
         ),
         (needs.max_top_k is None or shape.top_k <= needs.max_top_k, f"max_top_k {needs.max_top_k}"),
-        (needs.idle_ranks or not _leaves_ranks_idle(scenario.drawn, shape.ep_size), "idle_ranks False"),
+        (needs.idle_ranks or not _leaves_ranks_idle(_placed(scenario), shape.ep_size), "idle_ranks False"),
         (needs.max_rows is None or _most_rows(scenario, needs) <= needs.max_rows, f"max_rows {needs.max_rows}"),
     )
     return next((rule for holds, rule in rules if not holds), None)
@@ -213,14 +213,24 @@ def _is_carried(scenario: Scenario, needs: Constraints) -> bool:
     return scenario.wire_dtype is not None or needs.dtypes is None or scenario.torch_dtype in needs.dtypes
 
 
+def _placed(scenario: Scenario) -> Scenario:
+    """Return the drawn scenario with the placement of the scenario."""
+    return dataclasses.replace(scenario.drawn, spare=scenario.spare)
+
+
 @cache
 def _leaves_ranks_idle(drawn: Scenario, ep_size: int) -> bool:
     """Return whether some rank receives no row in some call."""
-    num_local_experts = drawn.num_experts // ep_size
     calls = [drawn.batches(ep_size, call, turn) for call in range(3) for turn in range(len(drawn.tokens))]
-    ids = [torch.cat([batch.ids_TK for batch in batches]) for batches in calls]
-    owners = [ids_TK.div(num_local_experts, rounding_mode="floor").unique() for ids_TK in ids]
-    return any(len(found[found >= 0]) < ep_size for found in owners)
+    return any(_is_idle(drawn, batches, rank) for batches in calls for rank in range(ep_size))
+
+
+def _is_idle(drawn: Scenario, batches: Sequence[Batch], rank: int) -> bool:
+    served = [(expert, rank) for expert in slots_of_rank(drawn, rank, len(batches))]
+    sources = range(len(batches))
+    return not any(
+        bool(served_rows(drawn, batches, source, one, len(batches)).any()) for one in served for source in sources
+    )
 
 
 def _most_rows(scenario: Scenario, needs: Constraints) -> int:

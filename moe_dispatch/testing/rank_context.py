@@ -13,7 +13,7 @@ from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.layouts import Layout
 from moe_dispatch.testing.host_syncs import allow_host_syncs
 from moe_dispatch.testing.input_layouts import InputLayout
-from moe_dispatch.testing.reference import check_dispatched
+from moe_dispatch.testing.reference import check_dispatched, slots_of_rank
 from moe_dispatch.testing.scenario import Batch, Experts, Scenario
 from moe_dispatch.types import Dispatched, Plan, Routing
 
@@ -90,7 +90,7 @@ class RankContext:
     @allow_host_syncs()
     def check(self, sent: Dispatched, batches: tuple[Batch, ...]) -> None:
         """Compare the rows that this rank received with the tokens of all ranks."""
-        check_dispatched(sent, batches, self.scenario, self.rank)
+        check_dispatched(sent, batches, self.scenario, self.rank, self.dispatcher._channel.ranks_per_node)
 
     @allow_host_syncs()
     def run_experts(self, sent: Dispatched, experts: Experts) -> Tensor:
@@ -102,10 +102,10 @@ class RankContext:
         padding_R = padding_rows(sent)
         if self.scenario.poisons_padding:
             rows, weights = poison_gradient(rows, padding_R), poison_gradient(weights, padding_R)
-        first = self.rank * len(sent.tokens_per_expert)
+        numbers = slots_of_rank(self.scenario, self.rank, self.dispatcher._channel.shape.ep_size)
         *parts, slack = rows.split([*counts, len(rows) - sum(counts)])
         slack = torch.full_like(slack, float("nan"), dtype=torch.float64)
-        outputs = torch.cat([*(experts.apply(first + i, part) for i, part in enumerate(parts)), slack])
+        outputs = torch.cat([*(experts.apply(e, part) for e, part in zip(numbers, parts, strict=True)), slack])
         if self.scenario.weights == "experts":
             outputs = outputs * weights.unsqueeze(1)
         outputs = outputs.to(rows.dtype)

@@ -5,6 +5,7 @@ Expected results are computed densely in float64, without permutation, exchange,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -94,12 +95,15 @@ class ExpectedDispatch:
 
 
 @lru_cache(maxsize=256)
-def expected_dispatch(batches: tuple[Batch, ...], scenario: Scenario, rank: int) -> ExpectedDispatch:
-    """Collect for each expert of a rank the rows that name it, by source rank and token. Pad them with zeros."""
-    local = scenario.num_experts // len(batches)
+def expected_dispatch(
+    batches: tuple[Batch, ...], scenario: Scenario, rank: int, ranks_per_node: int
+) -> ExpectedDispatch:
+    """Collect for each expert of a rank the rows that go to it, by source rank and token. Pad them with zeros."""
     real, rows, weights, padded = [], [], [], []
-    for expert in range(rank * local, (rank + 1) * local):
-        chosen = [_goes_to(batch, expert) for batch in batches]
+    for expert in slots_of_rank(scenario, rank, len(batches)):
+        chosen = [
+            served_rows(scenario, batches, source, (expert, rank), ranks_per_node) for source in range(len(batches))
+        ]
         count = sum(int(mask.sum()) for mask in chosen)
         pad = -count % scenario.pad_multiple
         real.append(count)
@@ -122,12 +126,48 @@ def _merged_weights(batch: Batch, expert: int) -> Tensor:
     return torch.where(batch.ids_TK == expert, batch.weights_TK, 0).sum(1)
 
 
+def slots_of_rank(scenario: Scenario, rank: int, ep_size: int) -> Sequence[int]:
+    """Return the expert in each expert slot of a rank, or -1 for an empty slot."""
+    placement, local = scenario.placement(ep_size), scenario.num_experts // ep_size
+    return range(rank * local, (rank + 1) * local) if placement is None else placement.slots[rank]
+
+
+def served_rows(
+    scenario: Scenario, batches: Sequence[Batch], source: int, served: tuple[int, int], ranks_per_node: int
+) -> Tensor:
+    """Return bool (T,): whether a row of rank ``source`` goes to the copy of an expert on a rank.
+
+    A rank sends rows to its own copy if it has one. Otherwise it sends them in turns to the copies on its node, or to
+    all copies if its node has none.
+
+    Args:
+        scenario: Scenario of the case.
+        batches: Tokens of all ranks.
+        source: The rank that sends.
+        served: An expert, and a rank that has a slot for it.
+        ranks_per_node: Number of consecutive ranks that share a node.
+    """
+    (expert, rank), names = served, batches[source].ids_TK
+    if expert < 0:
+        return torch.zeros(len(names), dtype=torch.bool)
+    chosen_T = _goes_to(batches[source], expert)
+    ranks = [other for other in range(len(batches)) if expert in slots_of_rank(scenario, other, len(batches))]
+    near = [other for other in ranks if other // ranks_per_node == source // ranks_per_node]
+    ranks = [source] if source in ranks else near or ranks
+    if rank not in ranks:
+        return torch.zeros_like(chosen_T)
+    turn_T = chosen_T.cumsum(0) - 1
+    return chosen_T & ((turn_T + source) % len(ranks) == ranks.index(rank))
+
+
 def _goes_to(batch: Batch, expert: int) -> Tensor:
     """Return bool (T,): whether a row names an expert."""
     return (batch.ids_TK == expert).any(1)
 
 
-def check_dispatched(sent: Dispatched, batches: tuple[Batch, ...], scenario: Scenario, rank: int) -> None:
+def check_dispatched(
+    sent: Dispatched, batches: tuple[Batch, ...], scenario: Scenario, rank: int, ranks_per_node: int
+) -> None:
     """Compare every field of ``sent`` with the expected value.
 
     Args:
@@ -135,11 +175,12 @@ def check_dispatched(sent: Dispatched, batches: tuple[Batch, ...], scenario: Sce
         batches: Tokens of all ranks.
         scenario: Scenario of the case.
         rank: This rank.
+        ranks_per_node: Number of consecutive ranks that share a node. It matters if experts have copies.
 
     Raises:
         ConformanceError: A field is wrong.
     """
-    expected = expected_dispatch(batches, scenario, rank)
+    expected = expected_dispatch(batches, scenario, rank, ranks_per_node)
     padded = expected.padded
     _check_counts(sent, expected, scenario)
     rows_RD, weights_R = sent.rows, sent.weights

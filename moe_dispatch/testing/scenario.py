@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.base import WireDtype
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import RowCounts
 from moe_dispatch.permutation import round_up
 from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
@@ -152,6 +153,7 @@ class Scenario:
         input_layouts: Names in ``INPUT_LAYOUTS``, or "all". The default names three layouts. In the first every row is
             a token. In the second the dispatcher cuts the rows without a token. In the third it masks them.
         requires_grad: Which of "x" and "weights" collect gradients. The parameters of experts always collect them.
+        spare: Number of spare expert slots of a rank. If it is not 0, a random placement with copies is in force.
         inference: Whether the case runs under ``torch.inference_mode``.
         poisons_padding: Whether experts write NaN to padding rows of their output and of their input's gradient.
         skips_empty: Whether experts that received no row return a new tensor without autograd history.
@@ -175,6 +177,7 @@ class Scenario:
     row_counts: tuple[RowCounts, ...] = ("agree",)
     input_layouts: tuple[str, ...] | Literal["all"] = ("rows", "bshd", "thd_with_gaps_on_device")
     requires_grad: frozenset[Literal["x", "weights"]] = frozenset({"x", "weights"})
+    spare: int = 0
     inference: bool = False
     poisons_padding: bool = True
     skips_empty: bool = False
@@ -196,7 +199,7 @@ class Scenario:
     def shape(self, ep_size: int) -> MoEShape:
         """Return the sizes that constraints depend on."""
         return MoEShape(
-            num_experts=self.num_experts,
+            num_experts=self.num_experts + ep_size * self.spare,
             top_k=self.top_k,
             hidden_size=self.hidden,
             ep_size=ep_size,
@@ -206,6 +209,10 @@ class Scenario:
             graph_safe=self.graph_safe,
             max_tokens_per_rank=self.max_tokens if self.graph_safe else None,
         )
+
+    def placement(self, ep_size: int) -> ExpertPlacement | None:
+        """Return the placement of the scenario: experts on random ranks, with copies and empty slots."""
+        return _draw_placement(self.num_experts, ep_size, self.spare, self.seed) if self.spare else None
 
     @property
     def most_rows(self) -> int:
@@ -279,3 +286,21 @@ class Scenario:
 @cache
 def _most_rows(tokens: int) -> int:
     return max(build(tokens).num_rows for build in INPUT_LAYOUTS.values())
+
+
+@cache
+def _draw_placement(num_experts: int, ep_size: int, spare: int, seed: int) -> ExpertPlacement:
+    """Put each expert in a random slot. A third of the other slots stays empty, the others get random copies."""
+    generator = torch.Generator().manual_seed(seed)
+    local = num_experts // ep_size + spare
+    slots = [[-1] * local for _ in range(ep_size)]
+    places = torch.randperm(ep_size * local, generator=generator).tolist()
+    for expert, place in enumerate(places):
+        of_rank = slots[place // local]
+        if expert < num_experts:
+            of_rank[place % local] = expert
+            continue
+        wish = int(torch.randint(num_experts * 3 // 2, (), generator=generator))
+        if wish < num_experts and wish not in of_rank:
+            of_rank[place % local] = wish
+    return ExpertPlacement(num_experts, tuple(map(tuple, slots)))

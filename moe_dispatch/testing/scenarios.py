@@ -71,6 +71,10 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="experts_only", requires_grad=frozenset(), routing="first_half", skips_empty=True),
     Scenario(name="no_grad", requires_grad=frozenset(), pad_multiple=16, inference=True),
     Scenario(name="debug", debug=True, pad_multiple=16, routing="partly_nowhere"),
+    # Expert slots.
+    Scenario(name="placed", spare=2, pad_multiple=16, routing="skewed"),
+    Scenario(name="placed_partly_nowhere", spare=1, routing="partly_nowhere", schedule="two_in_flight"),
+    Scenario(name="placed_duplicates", spare=4, routing="duplicates", weights="experts", schedule="checkpointed"),
 )
 
 _INPUT_LAYOUTS = {False: ("bshd",), True: ("thd_with_gaps_on_device",)}

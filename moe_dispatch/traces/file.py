@@ -1,24 +1,48 @@
-"""Read and write trace files. This is the only module that imports safetensors.
+"""Read and write traces, and the routing tables of ``moe_dispatch.replay``. Only this module imports safetensors.
 
-A file has metadata, which are strings. For each rank r it has the tensors ``rank{r}.ids``, ``rank{r}.weights``,
-``rank{r}.calls``, ``rank{r}.shapes`` and ``rank{r}.layouts``. The module ``columns`` describes these tensors.
+A file has metadata, which are strings. A trace has the tensors ``rank{r}.ids``, ``rank{r}.weights``,
+``rank{r}.calls``, ``rank{r}.shapes`` and ``rank{r}.layouts`` of each rank r. The module ``columns`` describes these
+tensors.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.errors import TraceError
+from moe_dispatch.errors import MoEDispatchError, TraceError
 from moe_dispatch.probing import how_to_install
 
 FORMAT = 1
-_FORMAT_KEY = "moe_dispatch_trace"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A kind of file, for its metadata and its errors.
+
+    Attributes:
+        key: Key of the format in the metadata.
+        noun: What the file is, such as "a trace".
+        writer: Name of the function that writes it.
+        reader: Name of the function that reads it.
+    """
+
+    key: str
+    noun: str
+    writer: str
+    reader: str
+
+
+TRACE = Kind(key="moe_dispatch_trace", noun="a trace", writer="Trace.record", reader="Trace.load")
 
 
 def safetensors_of(where: str) -> Any:
@@ -57,40 +81,57 @@ def check_writable(path: Path) -> None:
         raise TraceError(f"Trace.record: {path} must be a file, got a directory. Name a file in this directory.")
 
 
-def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], kind: Kind = TRACE) -> None:
     """Write a file. If this fails, raise TraceError and leave no file."""
+    package = safetensors_of(kind.writer)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # save_file is not used, because it makes files that only the owner may read.
-        partial.write_bytes(safetensors_of("Trace.record").save(tensors, {_FORMAT_KEY: str(FORMAT), **metadata}))
+        partial.write_bytes(package.save(tensors, {kind.key: str(FORMAT), **metadata}))
         partial.replace(path)
     except Exception as error:  # safetensors has exceptions of its own, for example for a full disk
         partial.unlink(missing_ok=True)
-        raise TraceError(f"Trace.record: {path} cannot be written: {error}. Use another path.") from error
+        raise TraceError(f"{kind.writer}: {path} cannot be written: {error}. Use another path.") from error
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file. Raise TraceError if it is not a trace of this format."""
-    package = safetensors_of("Trace.load")
+@contextmanager
+def opened(path: Path, kind: Kind = TRACE) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Open a file, and return it with its metadata. Its tensors are read only on request.
+
+    Raises:
+        TraceError: The file is missing or damaged, or is not of this kind and format.
+    """
+    package = safetensors_of(kind.reader)
     if not path.is_file():
-        raise TraceError(f"Trace.load: {path} must be an existing file, got {_kind(path)}. Check the path.")
+        raise TraceError(f"{kind.reader}: {path} must be an existing file, got {_kind(path)}. Check the path.")
     try:
         with package.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - file is no mapping
+            _check_format(path, metadata, kind)
+            yield file, metadata
+    except MoEDispatchError:
+        raise
     except Exception as error:
         raise TraceError(
-            f"Trace.load: {path} must be a complete safetensors file, got an error: {error}. Record the trace again, "
-            "or copy the file again."
+            f"{kind.reader}: {path} must be a complete safetensors file, got an error: {error}. Record {kind.noun} "
+            "again, or copy the file again."
         ) from error
-    found = metadata.get(_FORMAT_KEY)
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a trace. Raise TraceError if the file is not a trace of this format."""
+    with opened(path) as (file, metadata):
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118 - file is no mapping
+
+
+def _check_format(path: Path, metadata: dict[str, str], kind: Kind) -> None:
+    found = metadata.get(kind.key)
     if found != str(FORMAT):
         told = "another safetensors file" if found is None else f"format {found}"
         raise TraceError(
-            f"Trace.load: {path} must be a trace of format {FORMAT}, got {told}. Use a file that "
-            "Trace.record of this version wrote."
+            f"{kind.reader}: {path} must be {kind.noun} of format {FORMAT}, got {told}. Use a file that "
+            f"{kind.writer} of this version wrote."
         )
-    return tensors, metadata
 
 
 def _kind(path: Path) -> str:

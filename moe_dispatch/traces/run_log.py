@@ -57,6 +57,9 @@ class RunLog:
         pairs_needed_SP: The largest number of rows from a rank to one receiving rank in any dispatch so far; None if
             the backend does not bound this number.
         pairs_room_S: The capacity for these rows; None if the backend does not bound them.
+        slots_replayed: The number of slots whose expert came from a ``RoutingTable``, each (S, P), by name of the
+            dispatcher.
+        slots_drifted: The number of these slots in which the router would not have chosen this expert.
     """
 
     config: DispatcherConfig
@@ -73,6 +76,8 @@ class RunLog:
     room_S: Tensor | None
     pairs_needed_SP: Tensor | None
     pairs_room_S: Tensor | None
+    slots_replayed: dict[str, Tensor]
+    slots_drifted: dict[str, Tensor]
 
     @staticmethod
     @contextmanager
@@ -196,6 +201,8 @@ def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
         "rows": {**metrics.rows_padded, **metrics.rows_skipped},
         "sent": metrics.bytes_sent,
     }
+    if metrics.slots_replayed:
+        totals["replayed"], totals["drifted"] = metrics.slots_replayed, metrics.slots_drifted
     if channel.capacity is not None:
         totals["needed"] = channel.high_water.read()[:2]
         totals["room"] = [channel.capacity.rows, channel.capacity.pair_rows]

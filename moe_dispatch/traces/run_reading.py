@@ -128,7 +128,7 @@ def _run_log(files: Sequence[_File]) -> RunLog:
         return torch.tensor(totals_PS, dtype=torch.int64).diff(dim=1).t()
 
     def each_of(key: str, name: str) -> Tensor:
-        return each_step([[total[key].get(name, 0) for total in rank] for rank in ranks])
+        return each_step([[total.get(key, {}).get(name, 0) for total in rank] for rank in ranks])
 
     def so_far(key: str, index: int) -> Tensor | None:
         """Return the value after every step, (S, P), or None if a rank has no such value."""
@@ -136,23 +136,38 @@ def _run_log(files: Sequence[_File]) -> RunLog:
             return None
         return torch.tensor([[total[key][index] for total in rank[1:]] for rank in ranks], dtype=torch.int64).t()
 
-    tokens = [torch.tensor([total["tokens"] for total in rank], dtype=torch.int64).diff(dim=0) for rank in ranks]
+    config = config_from(header["config"], header["versions"], where=f"RunLog.load: the config of {files[0].path}")
+    tokens = [
+        torch.tensor([_by_expert(total["tokens"], number, config.num_experts) for total in rank], dtype=torch.int64)
+        for number, rank in enumerate(ranks)
+    ]
+    layers = dict.fromkeys(name for rank in ranks for name in rank[-1].get("replayed", ()))
     labels = dict.fromkeys(label for rank in ranks for label in rank[-1]["sent"])
     sent = {label: each_of("sent", label) for label in labels}
     room_SP, pairs_room_SP = so_far("room", 0), so_far("room", 1)
     return RunLog(
-        config=config_from(header["config"], header["versions"], where=f"RunLog.load: the config of {files[0].path}"),
+        config=config,
         backend_name=header["backend"],
         name=header["name"],
         ep_size=header["ep_size"],
         versions=header["versions"],
         written=written,
         dispatches_SP=each_step([[total["dispatches"] for total in rank] for rank in ranks]),
-        tokens_SE=torch.cat(tokens, dim=1),
+        tokens_SE=torch.stack(tokens).sum(0).diff(dim=0),
         rows={cause: each_of("rows", cause) for cause in header["totals"]["rows"]},
         sent={label: counts for label, counts in sent.items() if counts.any()},  # only collectives with bytes
         needed_SP=so_far("needed", 0),
         room_S=None if room_SP is None else room_SP.amin(1),
         pairs_needed_SP=None if pairs_room_SP is None else so_far("needed", 1),
         pairs_room_S=None if pairs_room_SP is None else pairs_room_SP.amin(1),
+        slots_replayed={name: each_of("replayed", name) for name in layers},
+        slots_drifted={name: each_of("drifted", name) for name in layers},
     )
+
+
+def _by_expert(tokens: list[int], rank: int, num_experts: int) -> list[int]:
+    """Return the counts of all experts on one rank. Without a placement, the rank has counts of its own experts."""
+    if len(tokens) == num_experts:
+        return tokens
+    before = rank * len(tokens)
+    return [*[0] * before, *tokens, *[0] * (num_experts - before - len(tokens))]

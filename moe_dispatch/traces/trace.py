@@ -156,8 +156,11 @@ class Trace:
 
     @property
     def shape(self) -> MoEShape:
-        """Sizes of the layer on the recorded group. The constraints of a backend depend on them."""
-        return shape_of(self.config, self.ep_size, self.ranks_per_node)
+        """Sizes of the layer on the recorded group. The constraints of a backend depend on them.
+
+        Spare expert slots are left out, because a trace has ids of experts and no placement.
+        """
+        return shape_of(self.config.replace(spare_experts_per_rank=0), self.ep_size, self.ranks_per_node)
 
     def cuts(self, part: Part) -> bool:
         """Return whether the dispatcher left out the padding rows of a part, instead of masking them."""

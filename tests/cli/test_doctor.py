@@ -71,11 +71,11 @@ def test_missing_library_is_told_and_what_emulates_it(command: Command, monkeypa
     monkeypatch.setattr("moe_dispatch.backends.deep_ep.library.find_spec", lambda name: None)
     backend = named(found(command, "--backend", "deepep", status=1), "deepep")
     assert backend["reason"] == "no module named 'deep_ep' is installed"
-    assert backend["emulations"] == ["v1.2.1", "v2-2.1.0"]
+    assert backend["emulations"] == ["v1.2.1", "v2-2.1.0", "v2.5.0"]
     assert backend["constraints"] == {}
     answer = command("doctor", "--backend", "deepep")
     assert "deepep: not usable: no module named 'deep_ep' is installed" in answer.out
-    assert "can be emulated (--emulated): v1.2.1, v2-2.1.0" in answer.out
+    assert "can be emulated (--emulated): v1.2.1, v2-2.1.0, v2.5.0" in answer.out
 
 
 def test_emulations_are_tested_on_request(command: Command) -> None:
@@ -84,10 +84,12 @@ def test_emulations_are_tested_on_request(command: Command) -> None:
     assert [one["emulates"] for one in emulated] == [
         "v1.2.1",
         "v2-2.1.0",
+        "v2.5.0",
         "hybridep-0ed15b5",
         "hybridep-34152ae",
         "hybridep-94a9f8f",
         "hybridep-744",
+        "hybridep-746",
     ]
     assert all((one["self_test"]["passed"], one["self_test"]["ranks"]) == (True, 2) for one in emulated)
     assert named(report, "hybridep", "hybridep-34152ae")["constraints"]["row_multiple"] == 64

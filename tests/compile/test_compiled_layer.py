@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moe_dispatch import BSHD, SBHD, THD, Routing, Rows
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import ConstraintOverrides
 from moe_dispatch.layouts import Layout
 from tests.compile.layer import (
@@ -35,6 +36,21 @@ def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str) -
     with no_recompilation():
         for seed in range(1, 20):
             expect_same(compiled, layer, tensors(10, seed, torch.bfloat16))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"graph_safe": True, "max_tokens_per_rank": 16}], ids=["eager", "graph-safe"])
+def test_a_new_placement_is_used_without_compiling_again(fields: dict[str, Any]) -> None:
+    dispatcher = dispatcher_for("alltoall", spare_experts_per_rank=1, **fields)
+    layer = Layer(dispatcher, torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    inputs = tensors(10, 0, torch.float32)
+    results = []
+    for slots in ((0, 1, 2, 3, 4, 5, 6, 7, -1), (7, -1, 5, 4, 3, 2, 1, 0, 6), (4, 3, 2, 1, 0, 5, -1, 7, 6)):
+        dispatcher.place(ExpertPlacement(8, (slots,)))
+        expect_same(compiled, layer, inputs)
+        results.append(step(layer, layer, inputs)[0])
+    assert not torch.equal(results[0], results[1])  # this layer has the matrices of slots, not of experts
     assert graphs() == 1
 
 

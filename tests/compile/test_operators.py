@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,11 +29,13 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _calls(channel: str, real_rows: Tensor | None) -> dict[str, Arguments]:
+def _calls(channel: str, real_rows: Tensor | None, table: Sequence[Tensor] = ()) -> dict[str, Arguments]:
     """Arguments of each operator, in the order of one layer."""
     x, ids, weights = tensors(10, 0, torch.float32)
     ids[ids[:, 0] == ids[:, 1], 1] = -1  # what comes to an operator has no duplicates
-    calls: dict[str, Arguments] = {"dispatch": (x, ids, weights, real_rows, None, channel, True, *[None] * 5)}
+    calls: dict[str, Arguments] = {
+        "dispatch": (x, ids, weights, real_rows, None, list(table), channel, True, *[None] * 5)
+    }
     with torch.no_grad():
         rows, weights_R, _, *state = torch.ops.moe_dispatch.dispatch(*calls["dispatch"])
     rows, weights_R = rows.requires_grad_(), weights_R.requires_grad_()
@@ -58,8 +61,15 @@ def _calls(channel: str, real_rows: Tensor | None) -> dict[str, Arguments]:
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_torch_finds_nothing_wrong(name: str, cut: bool) -> None:
-    dispatcher = dispatcher_for(**{"backend": name, **BACKENDS[name]})
-    calls = _calls(dispatcher.plan(like=torch.empty(10, 16)).owner, torch.tensor([0, 2, 3, 7]) if cut else None)
+    placed = cut and name == "alltoall"
+    dispatcher = dispatcher_for(**{"backend": name, **BACKENDS[name]}, spare_experts_per_rank=int(placed))
+    table = dispatcher._lease.table
+    calls = _calls(
+        dispatcher.plan(like=torch.empty(10, 16)).owner,
+        torch.tensor([0, 2, 3, 7]) if cut else None,
+        () if table is None else (table.copies_EC, table.experts_L),
+    )
+    assert len(calls["dispatch"][5]) == 2 * placed
     assert set(calls) == set(BODIES)
     for operator, arguments in calls.items():
         overload = getattr(torch.ops.moe_dispatch, operator).default
@@ -77,7 +87,7 @@ def test_bodies_are_what_operators_run() -> None:
 def test_channel_that_is_not_there() -> None:
     x, ids, weights = tensors(10, 0, torch.float32)
     with pytest.raises(StateError, match=r"channel 'alltoall-0-0' must be open in this process, got none of that name"):
-        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, "alltoall-0-0", True, *[None] * 5)
+        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, [], "alltoall-0-0", True, *[None] * 5)
 
 
 @pytest.mark.parametrize("name", known_backends())

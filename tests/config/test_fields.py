@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "neither of two types": (
         {"backend": {"name": "hybridep", "emulate": "old"}},
-        r"^DispatcherConfig: backend.emulate: .* boolean; or .*'hybridep-94a9f8f' or 'hybridep-744', got 'old'\.$",
+        r"^DispatcherConfig: backend.emulate: .* boolean; or .*'hybridep-744' or 'hybridep-746', got 'old'\.$",
     ),
     "override of no constraint": ({"constraints": {"rows": 3}}, r"(?s)rows.*Extra inputs are not permitted"),
     "override below 1": ({"constraints": {"row_multiple": 0}}, r"(?s)row_multiple.*greater than or equal to 1"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moe_dispatch import MoEDispatchError, Routing, Rows, build_dispatcher
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.dispatchers import Metrics
 from moe_dispatch.errors import PeerError, StateError, TraceError
 from moe_dispatch.testing import count_collectives
@@ -72,6 +73,21 @@ def test_steps_are_what_the_dispatcher_counted(backend: str, fields: dict[str, A
         assert log.dispatches_SP[step].tolist() == [2] * size
     assert sum(int(counts.sum()) for counts in log.sent.values()) > 0 or size == 1
     assert int(log.rows["cut" if not fields else "masked"].sum()) == 2 * 2 * STEPS * size
+
+
+def test_rows_count_for_experts_before_and_after_a_placement(tmp_path: Path) -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(top_k=1), group)
+        routing = Routing(torch.tensor([[0], [5]]), torch.ones(2, 1))
+        with RunLog.record(dispatcher, tmp_path / "run") as log:
+            for placement in (None, ExpertPlacement(8, ((5, 6, 7, 4), (3, 2, 1, 0)))):
+                if placement is not None:
+                    dispatcher.place(placement)
+                dispatcher.dispatch(random_rows(2), routing)
+                log.step()
+
+    on_ranks(body, 2)
+    assert RunLog.load(tmp_path / "run").tokens_SE.tolist() == [[2, 0, 0, 0, 0, 2, 0, 0]] * 2
 
 
 def after_minus_before(before: Metrics, after: Metrics) -> tuple[list[int], dict[str, int], dict[str, int]]:
@@ -296,5 +312,5 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 def test_fields_are_frozen() -> None:
     assert " ".join(item.name for item in dataclasses.fields(RunLog)) == (
         "config backend_name name ep_size versions written dispatches_SP tokens_SE rows sent needed_SP room_S "
-        "pairs_needed_SP pairs_room_S"
+        "pairs_needed_SP pairs_room_S slots_replayed slots_drifted"
     )

@@ -237,6 +237,7 @@ class Odd(Layout):
         return None
 
     grid = sequence_dim = mask = check_counts = check_values = check_shard = shard_rows = nothing
+    num_sequences = places = nothing
 
 
 def test_layout_of_somebody_else(tmp_path: Path) -> None:

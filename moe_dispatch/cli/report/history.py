@@ -17,7 +17,7 @@ from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capacity_of
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.volume import Volume
-from moe_dispatch.cli.loads import Loads, count_loads, padded_rows
+from moe_dispatch.cli.loads import Loads, count_loads, padded_rows, rows_between_nodes, rows_within_nodes
 from moe_dispatch.cli.report.load_sections import Timeline
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_group
@@ -154,18 +154,21 @@ def _with_traffic(share: Share, history: History, options: BackendOptions, padde
     others_PP = 1.0 - torch.eye(shape.ep_size, dtype=torch.float64)
     total_PP, sent, payload_only = torch.zeros_like(others_PP), dict[str, float](), False
     row_dtypes: dict[torch.dtype, None] = {}
-    for call, pairs_PP, slots_PP, padded_P in zip(
-        history.trace.calls, history.loads.pairs_CPP, history.loads.slots_CPP, padded_CP, strict=True
+    loads, nodes = history.loads, history.loads.nodes_CPN.shape[2]
+    for number, (call, pairs_PP, slots_PP, padded_P) in enumerate(
+        zip(history.trace.calls, loads.pairs_CPP, loads.slots_CPP, padded_CP, strict=True)
     ):
         # ``wire_bytes`` takes the rows of each rank. Bytes are linear in rows, so it takes the rows of pairs as well.
-        volume = Volume(
-            rows=padded_P.double().unsqueeze(1) * others_PP,
-            others=others_PP,
-            pairs_out=pairs_PP * others_PP,
-            pairs_in=pairs_PP.t() * others_PP,
-            slots_out=slots_PP * others_PP,
-            slots_in=slots_PP.t() * others_PP,
-        )
+        rows_PP, legs = padded_P.double().unsqueeze(1) * others_PP, None
+        if 1 < nodes < shape.ep_size:
+            slots_PN = slots_PP.unflatten(1, (nodes, -1)).sum(2)
+            across = rows_between_nodes(torch.stack([loads.nodes_CPN[number], slots_PN]))
+            within = rows_within_nodes(torch.stack([pairs_PP, slots_PP]), nodes)
+            legs = (
+                _of_pairs(rows_PP, others_PP, across[0], across[1]),
+                _of_pairs(rows_PP, others_PP, within[0], within[1]),
+            )
+        volume = _of_pairs(rows_PP, others_PP, pairs_PP * others_PP, slots_PP * others_PP, legs)
         wire = options.wire_bytes(shape, volume, call.parts[0].dtype)
         if wire is None:
             return share
@@ -180,6 +183,25 @@ def _with_traffic(share: Share, history: History, options: BackendOptions, padde
         bytes_PP=total_PP,
         payload_only=payload_only,
         row_dtypes=tuple(row_dtypes),
+    )
+
+
+def _of_pairs(
+    rows_PP: Tensor,
+    others_PP: Tensor,
+    pairs_PP: Tensor,
+    slots_PP: Tensor,
+    legs: tuple[Volume, Volume] | None = None,
+) -> Volume:
+    """Make a volume whose entries belong to a sender and a receiver."""
+    return Volume(
+        rows=rows_PP,
+        others=others_PP,
+        pairs_out=pairs_PP,
+        pairs_in=pairs_PP.t(),
+        slots_out=slots_PP,
+        slots_in=slots_PP.t(),
+        legs=legs,
     )
 
 

@@ -35,6 +35,7 @@ def run_page(name: str, run: RunLog) -> str:
         padding_section(run, timeline),
         bytes_section(run),
         overflow_section(run, timeline),
+        *([replay_section(run, timeline)] if run.slots_replayed else []),
     ]
     return render(f"Run {name}", _intro(run, timeline), _settings(run), sections)
 
@@ -206,6 +207,51 @@ def overflow_section(run: RunLog, timeline: Timeline) -> Section:
         ],
         pictures=[curves(lines, name="overflow", alt=alt, stride=timeline.stride, ylabel="rows", bottom=0.0)],
         tables=[_overflow_table(kinds)],
+    )
+
+
+def replay_section(run: RunLog, timeline: Timeline) -> Section:
+    """Show the share of replayed slots in which the router would have chosen another expert."""
+    drifted_LS = {name: counts.sum(1) for name, counts in run.slots_drifted.items()}
+    slots_LS = {name: counts.sum(1) for name, counts in run.slots_replayed.items()}
+    share_SL = torch.stack([100 * drifted_LS[name] / slots.clamp(min=1) for name, slots in slots_LS.items()], 1)
+    alt = (
+        "Line over steps: percent of replayed slots whose expert the router would not have chosen, the mean of all "
+        f"dispatchers, at most {figure(share_SL.max())}."
+    )
+    return Section(
+        heading="Routing replay",
+        text=[
+            "The share of replayed slots in which the router would not have chosen the replayed expert. If it grows "
+            "from step to step, the model moves away from the pass that was recorded.",
+            "The line is the mean of all dispatchers. The band around it goes from the smallest to the largest value.",
+        ],
+        pictures=[
+            curves(
+                [_line("drift", share_SL, timeline)],
+                name="replay",
+                alt=alt,
+                stride=timeline.stride,
+                ylabel="% of slots",
+                bottom=0.0,
+            )
+        ],
+        tables=[
+            Table(
+                caption="Replayed slots by dispatcher",
+                headings=("dispatcher", "replayed", "drifted", "share", "largest share of a step"),
+                rows=[
+                    (
+                        name or "without a name",
+                        number(slots.sum()),
+                        number(drifted_LS[name].sum()),
+                        percent(int(drifted_LS[name].sum()), int(slots.sum())),
+                        f"{float(share_SL[:, column].max()):.1f} %",
+                    )
+                    for column, (name, slots) in enumerate(slots_LS.items())
+                ],
+            )
+        ],
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +99,8 @@ CONFIGS: dict[str, DispatcherConfig] = {
     "alltoall": small_config(pad_multiple=4),
     "alltoall wide": small_config(num_experts=32, top_k=4, hidden_size=128, wire_dtype="float8_e4m3fn"),
     "alltoall exact": small_config({"name": "alltoall", "reduction": "exact"}, pad_multiple=16),
+    "alltoall two levels": small_config({"name": "alltoall", "levels": 2}),
+    "alltoall two levels exact": small_config({"name": "alltoall", "levels": 2, "reduction": "exact"}),
     "alltoall graph-safe": small_config(pad_multiple=4, **SAFE),
     "allgather": small_config("allgather", pad_multiple=4),
     "allgather static": small_config("allgather", row_counts="static", max_tokens_per_rank=30),
@@ -108,9 +112,11 @@ CONFIGS: dict[str, DispatcherConfig] = {
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_padding_and_bytes_are_those_measured(
-    name: str, size: int, tmp_path: Path, to_ranks: Counter[tuple[int, int]]
+    name: str, size: int, tmp_path: Path, to_ranks: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIGS[name]
+    if "two levels" in name:  # ranks 0 and 1 are on one host, ranks 2 and 3 on another
+        monkeypatch.setattr(socket, "gethostname", lambda: f"host{int(threading.current_thread().name[-1]) // 2}")
     measured = run(config, tmp_path / "run.safetensors", size)
     history = history_of(Trace.load(tmp_path / "run.safetensors"))
     share, metrics = recorded_share(history), measured[0].metrics
