@@ -183,6 +183,9 @@ def plan_command(
     capacity_factor: Annotated[list[float] | None, option("Capacity factor to plan; repeatable.", metavar="X")] = None,
     graph_safe: Annotated[bool, flag("--graph-safe", "Plan graph-safe mode.")] = False,
     balance: Annotated[bool, flag("--balance", "Plan placements with copies of experts.")] = False,
+    flop_per_byte: Annotated[
+        float | None, option("FLOP of a device while it sends one byte, for the break-even of placements.", metavar="X")
+    ] = None,
     changes: Annotated[
         list[str] | None, option("Change a config field; repeatable.", "--set", metavar="FIELD=VALUE")
     ] = None,
@@ -200,7 +203,8 @@ def plan_command(
     moe-dispatch plan experiment.yaml --batch 2 --seq 4000 --set pad_multiple=fp8
     moe-dispatch plan config.json --tokens 4096 --routing zipf:0.5 --graph-safe
     moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall --json
-    moe-dispatch plan config.json --tokens 4096 --routing zipf --balance
+    moe-dispatch plan config.json --tokens 4096 --routing zipf --balance --flop-per-byte 8000
+    moe-dispatch plan experiment.yaml --tokens 4096 --set spare_experts_per_rank=1 --set balance=least_loaded
     """  # noqa: D301
     from moe_dispatch.cli.plan import command as plan
     from moe_dispatch.cli.plan.sequences import Batch, Parallelism
@@ -220,6 +224,7 @@ def plan_command(
         graph_safe=graph_safe,
         changes=changes or (),
         balance=balance,
+        flop_per_byte=flop_per_byte,
     )
     return plan.run(plan.make_forecast(request), as_json=as_json)
 

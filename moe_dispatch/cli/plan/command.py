@@ -13,9 +13,10 @@ import torch
 from moe_dispatch.backends import known_backends
 from moe_dispatch.cli import console
 from moe_dispatch.cli.names import NamedBackend, parse_backend
-from moe_dispatch.cli.plan.balance import PlacementPlan
+from moe_dispatch.cli.placements import PlacementPlan
 from moe_dispatch.cli.plan.figures import BackendPlan, CapacityPlan
-from moe_dispatch.cli.plan.forecast import FACTORS, Forecast, cluster_of, forecast, graph_safe_config
+from moe_dispatch.cli.plan.forecast import FACTORS, Forecast, forecast, graph_safe_config
+from moe_dispatch.cli.plan.job import cluster_of
 from moe_dispatch.cli.plan.models import Model, read_model
 from moe_dispatch.cli.plan.routing import Source, random_routing, traced_routing
 from moe_dispatch.cli.plan.sequences import Batch, Parallelism, sequences_of
@@ -25,6 +26,7 @@ from moe_dispatch.errors import ConfigError
 _DEFAULT_RANKS = 8
 _LEAST_SHARE = 1e-6  # smaller shares are shown as "< 1e-6", because the normal distribution is wrong there
 _TRACE_ENDING = ".safetensors"
+_BREAK_EVEN = " break-even: tokens per expert from which the busiest rank saves more time than the weights take."
 _GRAPH_SAFE_FIELDS = ("capacity_factor", "on_overflow")  # fields that a config in eager mode refuses
 
 
@@ -47,6 +49,7 @@ class Request:
     graph_safe: bool
     changes: Sequence[str]
     balance: bool = False
+    flop_per_byte: float | None = None
 
 
 def make_forecast(request: Request) -> Forecast:
@@ -63,7 +66,7 @@ def make_forecast(request: Request) -> Forecast:
     model = read_model(request.file, layers=request.layers, dtype=request.dtype, changes=fields)
     config = model.config
     source, ranks = _source(request, model)
-    cluster = cluster_of(ranks, request.nodes)
+    cluster = cluster_of(ranks, request.nodes, request.flop_per_byte)
     sequences = sequences_of(config, request.parallelism, request.batch, recorded=source.tokens)
     if request.graph_safe:
         model = dataclasses.replace(model, config=graph_safe_config(config, sequences.rows_per_rank, later))
@@ -124,7 +127,8 @@ def _show(found: Forecast) -> None:
             console.line(f"{backend.name}: {backend.refused}", mark="-")
         elif "not usable here" in backend.rules:
             console.line(f"{backend.name}: planned by the {backend.rules}", mark="-")
-    _show_capacities(found.capacities, simulated=found.simulated)
+    if found.capacities:
+        _show_capacities(found.capacities, simulated=found.simulated)
     if found.placements:
         _show_placements(found.placements)
 
@@ -140,6 +144,13 @@ def _show_question(found: Forecast) -> None:
         f"expert parallelism over {cluster.ep_size} ranks, {cluster.nodes} nodes of {cluster.ranks_per_node}; "
         f"{'graph-safe' if model['graph_safe'] else 'eager'} mode"
     )
+    if model["spare_experts_per_rank"]:
+        local = model["num_experts"] // cluster.ep_size
+        planner = "which stay empty" if model["balance"] is None else f"filled by {model['balance']} in each dispatch"
+        console.line(
+            f"a rank has {local + model['spare_experts_per_rank']} expert slots, "
+            f"{model['spare_experts_per_rank']} of them spare, {planner}"
+        )
     console.line(f"routing {found.routing}")
     console.line(f"sequences: pad to a multiple of {sequences.multiple} in the data loader")
     if sequences.length is not None:
@@ -239,23 +250,37 @@ def _show_capacities(capacities: Sequence[CapacityPlan], *, simulated: bool) -> 
 
 
 def _show_placements(placements: Sequence[PlacementPlan]) -> None:
+    told = any(one.break_even is not None for one in placements)
     console.table(
-        ["placement", "spare slots", "busiest / mean", "worst", "peak rows", "copied experts", "MB"],
+        [
+            "placement",
+            *(
+                "spare\nslots",
+                "busiest\n/ mean",
+                "worst",
+                "peak\nrows",
+                "copied\nexperts",
+                "MB\ncopied",
+                "MB of\nslots",
+            ),
+            *(["break-\neven"] if told else []),
+        ],
         [
             [
-                one.planner,
+                f"{one.planner} once" if one.once else one.planner,
                 str(one.spare),
                 f"{one.imbalance:.2f}",
                 f"{one.worst_imbalance:.2f}",
                 f"{one.peak_rows:.0f}",
                 f"{one.copied_experts:.0f}",
-                "unknown" if one.copied_bytes is None else _megabytes(one.copied_bytes),
+                *("unknown" if nbytes is None else _megabytes(nbytes) for nbytes in (one.copied_bytes, one.slot_bytes)),
+                *(["-" if one.break_even is None else f"{one.break_even:.0f}"] if told else []),
             ]
             for one in placements
         ],
-        caption="Rows of the busiest rank, and expert weights in slots of other ranks. eplb copies once for all "
-        "dispatches, least_loaded for each. At most 16 dispatches are planned. MB: of the weights of a layer, in all "
-        "ranks together.",
+        caption="Rows of the busiest rank, and expert weights in slots of other ranks. A planner copies for each "
+        "dispatch, or once for all. At most 16 dispatches are planned. MB: of the weights of a layer. Copied: in all "
+        f"ranks together, in a forward, and as many gradients in a backward. Slots: of one rank.{_BREAK_EVEN * told}",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,7 +20,6 @@ from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_ro
 from moe_dispatch.backends.volume import Volume
 from moe_dispatch.cli.loads import (
     Loads,
-    count_loads,
     dtype_names,
     overflow_bounds,
     padded_rows,
@@ -28,47 +27,27 @@ from moe_dispatch.cli.loads import (
     rows_within_nodes,
 )
 from moe_dispatch.cli.names import NamedBackend
-from moe_dispatch.cli.plan.balance import PlacementPlan, placement_plans
+from moe_dispatch.cli.placements import (
+    CHOICES,
+    MOST_DISPATCHES,
+    UNPLACED,
+    Choice,
+    ExpertCost,
+    PlacementPlan,
+    placement_plans,
+)
 from moe_dispatch.cli.plan.candidates import Candidate, candidates
 from moe_dispatch.cli.plan.figures import BackendPlan, CapacityPlan, Figure
+from moe_dispatch.cli.plan.job import Cluster, Job, make_job, without_slots
 from moe_dispatch.cli.plan.models import Model
 from moe_dispatch.cli.plan.routing import Source
 from moe_dispatch.cli.plan.sequences import Sequences
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 
 # Collectives of the forward. All other collectives belong to the backward.
-FORWARD = ("counts", "dispatch", "dispatch.within_node", "combine", "combine.within_node")
+FORWARD = ("balance", "counts", "dispatch", "dispatch.within_node", "combine", "combine.within_node")
 FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
-_RANKS_PER_NODE = 8  # if the request does not give the number of nodes
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """The ranks of one expert-parallel group, and their nodes. Consecutive ranks share a node."""
-
-    ep_size: int
-    nodes: int
-    ranks_per_node: int
-
-
-def cluster_of(ep_size: int, nodes: int | None) -> Cluster:
-    """Describe a cluster, by default with 8 ranks per node.
-
-    Raises:
-        ConfigError: The ranks cannot be divided among the nodes.
-    """
-    if ep_size < 1:
-        raise ConfigError(f"plan: ep must be 1 or more, got {ep_size}. Give the number of ranks of one group.")
-    if nodes is None:
-        nodes = ep_size // math.gcd(ep_size, _RANKS_PER_NODE)
-    if nodes < 1 or ep_size % nodes:
-        raise ConfigError(
-            f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the number of nodes of one group."
-        )
-    return Cluster(ep_size=ep_size, nodes=nodes, ranks_per_node=ep_size // nodes)
 
 
 @final
@@ -76,10 +55,12 @@ def cluster_of(ep_size: int, nodes: int | None) -> Cluster:
 class Forecast:
     """A whole plan. All rows and bytes belong to one rank and one micro-batch.
 
+    With spare expert slots, rows are counted by slot: those of a copy belong to the rank of the copy.
+
     Attributes:
         dispatches: Number of dispatches that the figures are counted over.
         simulated: Whether the dispatches are drawn at random.
-        placements: Plans of placements; empty if they were not asked for.
+        placements: Plans of placements; empty if they were not asked for, and the config has no spare expert slots.
     """
 
     model: dict[str, Any]
@@ -132,7 +113,7 @@ def forecast(
         source: Routing.
         backends: Backends to plan.
         factors: Capacity factors to plan.
-        balance: Whether to plan placements of experts too.
+        balance: Whether to plan placements of experts beside that of the config.
 
     Raises:
         ConfigError: Two numbers do not fit each other, for any backend.
@@ -143,14 +124,8 @@ def forecast(
             f"plan: a rank must bring at most max_tokens_per_rank ({config.max_tokens_per_rank}) rows, got {tokens}. "
             "Raise max_tokens_per_rank, or plan fewer tokens."
         )
-    if config.spare_experts_per_rank:
-        raise ConfigError(
-            "plan: the config must have spare_experts_per_rank 0, because bytes and buffers are planned without a "
-            f"placement, got {config.spare_experts_per_rank}. Leave it out. --balance plans placements."
-        )
-    shape = shape_of(config, cluster.ep_size, cluster.ranks_per_node)
-    loads = count_loads(source.dispatches(shape, tokens), shape)
-    job = _Job(model=model, shape=shape, loads=loads, tokens=tokens, simulated=source.simulated)
+    job = make_job(model, cluster, source, tokens)
+    shape, loads = job.shape, job.loads
     return Forecast(
         model=_described(model),
         cluster=cluster,
@@ -161,40 +136,35 @@ def forecast(
         received=job.figure(loads.received_CP),
         busiest_rank=job.figure(loads.received_CP.amax(1, keepdim=True)),
         expert_padding=job.figure(loads.expert_padding_CP(shape.pad_multiple)),
-        busiest_expert=job.figure(loads.tokens_CE.amax(1, keepdim=True)),
+        busiest_expert=job.figure(job.experts_CPE.sum(1).amax(1, keepdim=True)),
         backends=tuple(
             _backend_plan(job, candidate, sequences)
             for named in backends
             for candidate in candidates(named, config, shape, tokens)
         ),
-        capacities=tuple(_capacity_plan(job, factor) for factor in _all_factors(config, factors)),
-        placements=tuple(placement_plans(loads.experts_CPE, shape, model.expert_bytes)) if balance else (),
+        # Balancing per dispatch is not possible in graph-safe mode.
+        capacities=()
+        if config.balance
+        else tuple(_capacity_plan(job, factor) for factor in _all_factors(config, factors)),
+        placements=tuple(_placement_plans(job, cluster, balance=balance)),
     )
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Job:
-    """The inputs of all parts of a plan. ``tokens`` is the largest number of rows of a rank."""
-
-    model: Model
-    shape: MoEShape
-    loads: Loads
-    tokens: int
-    simulated: bool
-
-    def figure(self, values_CP: Tensor) -> Figure:
-        """Compute the statistics of a number of each dispatch and rank."""
-        values_CP = values_CP.double()
-        error = float(values_CP.mean(1).std()) / math.sqrt(len(values_CP)) if self.simulated else 0.0
-        return Figure(
-            expected=float(values_CP.mean()), error=error, low=float(values_CP.min()), high=float(values_CP.max())
-        )
+def _placement_plans(job: Job, cluster: Cluster, *, balance: bool) -> Iterator[PlacementPlan]:
+    """Plan the placement of the config, if it has spare expert slots, and others if ``balance``."""
+    config, model = job.model.config, job.model
+    own = Choice(config.balance or UNPLACED, config.spare_experts_per_rank)
+    if not (balance or config.spare_experts_per_rank):
+        return iter(())
+    choices = dict.fromkeys([*(CHOICES if balance else CHOICES[:1]), own])
+    cost = ExpertCost(itemsize=model.dtype.itemsize, nbytes=model.expert_bytes, flop_per_byte=cluster.flop_per_byte)
+    return placement_plans(job.experts_CPE[:MOST_DISPATCHES], without_slots(job.shape, config), choices, cost)
 
 
 def _described(model: Model) -> dict[str, Any]:
     config = model.config
-    fields = ("num_experts", "top_k", "hidden_size", "wire_dtype", "graph_safe", "max_tokens_per_rank")
+    sizes = ("num_experts", "top_k", "hidden_size", "spare_experts_per_rank", "balance")
+    fields = (*sizes, "wire_dtype", "graph_safe", "max_tokens_per_rank")
     return {
         "name": model.name,
         **{field: getattr(config, field) for field in fields},
@@ -206,7 +176,7 @@ def _described(model: Model) -> dict[str, Any]:
     }
 
 
-def _backend_plan(job: _Job, candidate: Candidate, sequences: Sequences) -> BackendPlan:
+def _backend_plan(job: Job, candidate: Candidate, sequences: Sequences) -> BackendPlan:
     plan = BackendPlan(name=candidate.label, rules=candidate.rules, refused=candidate.refused)
     if candidate.needs is None or candidate.refused is not None:
         return plan
@@ -221,14 +191,16 @@ def _backend_plan(job: _Job, candidate: Candidate, sequences: Sequences) -> Back
     wire = candidate.wire(job.shape, _volume(job.loads, padded_CP, job.shape), job.model.dtype)
     if wire is None:
         return found
-    sent = {label: job.figure(nbytes_CP) for label, nbytes_CP in wire.sent.items()}
     zeros_CP = torch.zeros_like(padded_CP, dtype=torch.float64)
-    forward = job.figure(sum((of for label, of in wire.sent.items() if label in FORWARD), zeros_CP))
-    backward = job.figure(sum((of for label, of in wire.sent.items() if label not in FORWARD), zeros_CP))
+    sent_CP = dict(wire.sent)
+    if counts := job.balance_bytes(job.shape.ep_size - 1):
+        sent_CP["balance"] = zeros_CP + counts
+    forward = job.figure(sum((of for label, of in sent_CP.items() if label in FORWARD), zeros_CP))
+    backward = job.figure(sum((of for label, of in sent_CP.items() if label not in FORWARD), zeros_CP))
     layers, once = job.model.layers, candidate.agreement_bytes(job.model.config, job.shape.ep_size)
     return dataclasses.replace(
         found,
-        sent=sent,
+        sent={label: job.figure(nbytes_CP) for label, nbytes_CP in sent_CP.items()},
         row_dtypes=dtype_names(wire.row_dtypes),
         forward=forward.times(layers).plus(once),
         backward=backward.times(layers),
@@ -284,18 +256,20 @@ def _exchanged(
     )
 
 
-def _between_nodes(job: _Job, candidate: Candidate, padded_CP: Tensor) -> float:
+def _between_nodes(job: Job, candidate: Candidate, padded_CP: Tensor) -> float:
     """Return the mean of the bytes that a rank sends to other nodes in a layer."""
+    assert job.shape.ranks_per_node is not None
     volume = _volume(job.loads, padded_CP, job.shape, between_nodes=True)
     found = candidate.wire(job.shape, volume, job.model.dtype)
     assert found is not None
     if found.once_per_node and volume.legs is not None:
         found = candidate.wire(job.shape, volume.legs[0], job.model.dtype)
         assert found is not None
-    return float(sum(nbytes_CP.mean() for nbytes_CP in found.sent.values()))
+    counts = job.balance_bytes(job.shape.ep_size - job.shape.ranks_per_node)
+    return counts + float(sum(nbytes_CP.mean() for nbytes_CP in found.sent.values()))
 
 
-def _buffers(job: _Job, candidate: Candidate, rows: int) -> dict[str, Figure]:
+def _buffers(job: Job, candidate: Candidate, rows: int) -> dict[str, Figure]:
     if job.shape.graph_safe:
         found = candidate.footprint(job.shape, rows, job.model.dtype)
         return {purpose: Figure(expected=size, error=0.0, low=size, high=size) for purpose, size in found.items()}
@@ -303,7 +277,7 @@ def _buffers(job: _Job, candidate: Candidate, rows: int) -> dict[str, Figure]:
     return {"rows": job.figure(rows_CP).times(job.shape.hidden_size * job.model.dtype.itemsize)}
 
 
-def _capacity_plan(job: _Job, factor: CapacityFactor) -> CapacityPlan:
+def _capacity_plan(job: Job, factor: CapacityFactor) -> CapacityPlan:
     most = job.shape.max_tokens_per_rank or job.tokens
     shape = dataclasses.replace(job.shape, max_tokens_per_rank=most, capacity_factor=factor)
     capacity = capacity_of(shape)
@@ -323,7 +297,7 @@ def _capacity_plan(job: _Job, factor: CapacityFactor) -> CapacityPlan:
     )
 
 
-def _overflow(job: _Job, rows_CPP: Tensor, limit: int, worst: int, *, summed: bool) -> tuple[float, float]:
+def _overflow(job: Job, rows_CPP: Tensor, limit: int, worst: int, *, summed: bool) -> tuple[float, float]:
     """Return the share of dispatches in which some rank, or some pair of ranks, needs more than ``limit`` rows."""
     if limit >= worst:
         return 0.0, 0.0

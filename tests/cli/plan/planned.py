@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.cli.names import parse_backend
-from moe_dispatch.cli.plan.forecast import Forecast, cluster_of, forecast, graph_safe_config
+from moe_dispatch.cli.plan.forecast import Forecast, forecast, graph_safe_config
+from moe_dispatch.cli.plan.job import cluster_of
 from moe_dispatch.cli.plan.models import Model
 from moe_dispatch.cli.plan.routing import Source, recorded_routing
 from moe_dispatch.cli.plan.sequences import Batch, Parallelism, sequences_of
@@ -22,7 +23,7 @@ from moe_dispatch.testing.scenario import ROUTINGS
 EXPERTS, TOP_K, HIDDEN, TOKENS = 16, 4, 128, 24
 RANKS = Ranks()
 # What a plan tells of, of all that is counted.
-LABELS = ("counts", "dispatch", "combine", "combine.backward", "dispatch.backward")
+LABELS = ("balance", "counts", "dispatch", "combine", "combine.backward", "dispatch.backward")
 
 
 def config(**fields: Any) -> DispatcherConfig:
@@ -68,7 +69,7 @@ def plan_of(
         config = graph_safe_config(config, sequences.rows_per_rank, fields)
     return forecast(
         Model(name="test", config=config, layers=more.pop("layers", 1), dtype=dtype),
-        cluster_of(size, more.pop("nodes", 1)),
+        cluster_of(size, more.pop("nodes", 1), more.pop("flop_per_byte", None)),
         sequences,
         source,
         backends=[parse_backend(name) for name in backend.split(",")],

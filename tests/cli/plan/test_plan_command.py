@@ -74,7 +74,7 @@ def test_options_reach_the_plan(command: Command, model: str) -> None:
     found = asked(command, model, *shape, *more, "-b", "alltoall", "--routing", "zipf:0.5", "--capacity-factor", "1.7")
     described = {name: found["model"][name] for name in ("layers", "dtype", "pad_multiple", "wire_dtype")}
     assert described == {"layers": 3, "dtype": "float32", "pad_multiple": 16, "wire_dtype": "bfloat16"}
-    assert found["cluster"] == {"ep_size": 4, "nodes": 2, "ranks_per_node": 2}
+    assert found["cluster"] == {"ep_size": 4, "nodes": 2, "ranks_per_node": 2, "flop_per_byte": None}
     assert (found["sequences"]["multiple"], found["sequences"]["rows_per_rank"]) == (16, 504)
     assert found["routing"].startswith("zipf with exponent 0.5")
     assert [backend["name"] for backend in found["backends"]] == ["alltoall"]
