@@ -397,10 +397,11 @@ def running_total(counts: Tensor) -> Tensor:
     return total
 
 
-def count_values(values_N: Tensor, length: int) -> Tensor:
+def count_values(values_N: Tensor, length: int, *, graph_safe: bool = False) -> Tensor:
     """Count how often each number of ``range(length)`` occurs in int64 (N,). Return int64 (length,). No host sync."""
-    if values_N.device.type == "cpu":
-        return torch.bincount(values_N, minlength=length)  # on a GPU, bincount would wait for the largest value
+    if values_N.device.type == "cpu" and not graph_safe:
+        # Faster on the CPU. Its length depends on the largest value, for which a GPU would wait.
+        return torch.bincount(values_N, minlength=length)
     counts = torch.zeros(length, dtype=torch.int64, device=values_N.device)
     return counts.scatter_add_(0, values_N, torch.ones_like(values_N))
 

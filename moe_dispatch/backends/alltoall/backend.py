@@ -300,7 +300,8 @@ class AllToAll(Backend):
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
         pair_rows, dtype = capacity.pair_rows, rows_TD.dtype
         assert pair_rows is not None
-        owner_TK = (ids_TK + shape.num_local_experts).div(shape.num_local_experts, rounding_mode="floor")
+        owner_TK, counts = self._count_slots(ids_TK)
+        wanted_P = counts.view(-1, self._width)[1 : 1 + comm.size].sum(1)
         table = send_table(
             rank_members(owner_TK, comm.size),
             owner_TK,
@@ -311,7 +312,7 @@ class AllToAll(Backend):
         form = _form(shape, rows_TD.dtype, weights_TK.dtype, note=True)
         outgoing, received = (space.take((comm.size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
         permutation = self.context.permutation_on(rows_TD.device)
-        table.fill(outgoing, form.pack(rows_TD, weights_TK, ids_TK), form, permutation)
+        table.fill(outgoing, form.pack(rows_TD, weights_TK, ids_TK), wanted_P, form, permutation)
         splits = even_splits(pair_rows, comm.size)
         work = comm.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label="dispatch")
 
@@ -435,17 +436,16 @@ class AllToAll(Backend):
 
     def _count_slots(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the owner of each slot as ``rank_members`` takes it, and the table of ``_send_counts`` with slots."""
-        slots, width = self.context.shape.num_local_experts, self._width
-        length, kernels = (
-            (1 + 2 * self.context.communicator.size) * width,
-            index_kernels(self.context.permutation, ids_TK),
-        )
+        shape, width = self.context.shape, self._width
+        slots, length = shape.num_local_experts, (1 + 2 * shape.ep_size) * width
+        kernels = index_kernels(self.context.permutation, ids_TK)
         if kernels is not None:
             found: tuple[Tensor, Tensor] = kernels.count_owners(ids_TK, slots, width, length)
             return found
         shifted_TK = ids_TK + slots
         owner_TK = shifted_TK.div(slots, rounding_mode="floor")
-        return owner_TK, count_values((shifted_TK + owner_TK * (width - slots)).reshape(-1), length)
+        places_N = (shifted_TK + owner_TK * (width - slots)).reshape(-1)
+        return owner_TK, count_values(places_N, length, graph_safe=shape.graph_safe)
 
     def _send_counts(
         self, counts: Tensor, members_PT: Tensor, mark: Tensor | None, members_MT: Tensor | None = None

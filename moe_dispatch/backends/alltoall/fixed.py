@@ -23,32 +23,33 @@ class SendTable:
     """The rows in the S = P * pair_rows places of a send buffer. The first pair_rows places go to rank 0, and so on.
 
     For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. With P = 2 and pair_rows = 2,
-    ``source_S`` is [1, 0, 0, 1], ``is_used_S`` is [True, False, True, True], ``member_N`` is [2, 0, 3, 0] and ``cu_T``
-    is [0, 1, 3].
+    ``source_S`` is [1, 0, 0, 1], ``is_empty_S`` is [False, True, False, False], ``member_N`` is [2, 0, 3, 0] and
+    ``cu_T`` is [0, 1, 3].
 
     Attributes:
-        source_S: int64 (S,), the row in each place, ascending for each destination rank; 0 in unused places.
-        is_used_S: bool (S,).
+        source_S: int64 (S,), the row in each place, ascending for each destination rank; 0 in empty places.
+        is_empty_S: bool (S,).
         member_N: int64 (P * T,), the used places, ordered by their row and then by place. Entries from ``cu_T[-1]`` on
             may be anything.
         cu_T: int64 (T+1,), where the places of each row begin in ``member_N``.
         busiest: int64 (), the largest number of rows that this rank had for any one rank.
-        wanted_P: int64 (P,), the number of slots that this rank had for each rank.
     """
 
     source_S: Tensor
-    is_used_S: Tensor
+    is_empty_S: Tensor
     member_N: Tensor
     cu_T: Tensor
     busiest: Tensor
-    wanted_P: Tensor
 
-    def fill(self, outgoing: Tensor, packets: Tensor, form: Packet, permutation: Permutation) -> None:
-        """Copy packets, uint8 (T, stride) with T at least 1, to their places in ``outgoing``, (S, stride)."""
+    def fill(self, outgoing: Tensor, packets: Tensor, wanted_P: Tensor, form: Packet, permutation: Permutation) -> None:
+        """Copy packets, uint8 (T, stride) with T at least 1, to their places in ``outgoing``, (S, stride).
+
+        ``wanted_P`` is the number of slots that this rank has for each rank, int64 (P,).
+        """
         permutation.gather(packets, self.source_S, outgoing)
-        form.ids(outgoing).masked_fill_(~self.is_used_S.unsqueeze(1), -1)
-        pair_rows = len(self.source_S) // len(self.wanted_P)
-        form.notes(outgoing)[::pair_rows, 0] = self.wanted_P.int()
+        form.ids(outgoing).masked_fill_(self.is_empty_S.unsqueeze(1), -1)
+        pair_rows = len(self.source_S) // len(wanted_P)
+        form.notes(outgoing)[::pair_rows, 0] = wanted_P
 
 
 def wanted_here(received: Tensor, form: Packet, pair_rows: int) -> Tensor:
@@ -75,21 +76,18 @@ def send_table(
     size, count = members_PT.shape
     kept_PT = _heaviest(members_PT, owner_TK, weights_TK, pair_rows) if may_overflow else members_PT
     nowhere = size * pair_rows
-    at_PT = kept_PT.cumsum(1) - 1 + torch.arange(0, nowhere, pair_rows, device=owner_TK.device).unsqueeze(1)
+    at_PT = kept_PT.cumsum(1) + torch.arange(-1, nowhere - 1, pair_rows, device=owner_TK.device).unsqueeze(1)
     at_PT = torch.where(kept_PT, at_PT, nowhere)
     row_PT = torch.arange(count, device=owner_TK.device).expand(size, count)
     source_S = torch.full((nowhere + 1,), -1, dtype=torch.int64, device=owner_TK.device)
     source_S = source_S.index_copy_(0, at_PT.reshape(-1), row_PT.reshape(-1))[:nowhere]
     kept_TP = kept_PT.t()
-    wanted_P = torch.zeros(size + 1, dtype=torch.int64, device=owner_TK.device)
-    wanted_P.scatter_add_(0, owner_TK.reshape(-1), torch.ones_like(owner_TK).reshape(-1))
     return SendTable(
         source_S=source_S.clamp(min=0),
-        is_used_S=source_S >= 0,
+        is_empty_S=source_S < 0,
         member_N=front(at_PT.t().reshape(-1), kept_TP.reshape(-1)),
         cu_T=running_total(kept_TP.sum(1)),
         busiest=members_PT.sum(1).amax(),
-        wanted_P=wanted_P[1:],
     )
 
 
