@@ -119,6 +119,27 @@ class Communicator:
         self._started(self.group.allreduce([tensor], options), tensor).wait()
         return read_host(tensor)
 
+    def max_and_sum(self, values: Sequence[int], sums: Sequence[Tensor], *, label: str) -> list[int]:
+        """Return the maximum of each host integer over the ranks, then the sum of each number of ``sums``.
+
+        Args:
+            values: Integers of this rank; every rank passes the same number of them.
+            sums: int64 tensors of one dimension on the control device; their lengths are the same on every rank.
+            label: Name under which the call and its bytes are counted.
+
+        Cost: one all-reduce; on a GPU also a host sync.
+        """
+        assert self.group is not None
+        # Every rank adds its values at a place of their own, where the other ranks add zeros.
+        mine = [0] * (self.size * len(values))
+        mine[self.rank :: self.size] = values
+        tensor = torch.cat([to_device(mine, control_device(self.group)), *sums])
+        self._count(label, 2 * tensor.nbytes * (self.size - 1) // self.size)
+        self._started(self.group.allreduce([tensor], self._options(dist.AllreduceOptions)), tensor).wait()
+        found = read_host(tensor)
+        highest = [max(found[begin : begin + self.size]) for begin in range(0, len(mine), self.size)]
+        return highest + found[len(mine) :]
+
     def touch(self, device: torch.device) -> None:
         """Run a collective of one element, so that the group makes its communicator for the device."""
         if self.group is not None:
@@ -203,6 +224,7 @@ def raise_alike(
     problem: Exception | None,
     *,
     values: Sequence[int] = (),
+    sums: Sequence[Tensor] = (),
     facts: Mapping[str, Any] | None = None,
     of_call: bool = False,
     label: str,
@@ -217,12 +239,13 @@ def raise_alike(
         problem: Error of this rank, or None.
         values: Integers of this rank; every rank passes the same number of them. If a rank has a problem, they are not
             used.
+        sums: Counts of this rank, as in ``Communicator.max_and_sum``.
         facts: JSON values, by name, that must be equal on all ranks.
         of_call: Whether the facts describe one call (InputError) or the setup of the ranks (ConfigError).
         label: Name under which calls and bytes are counted.
 
     Returns:
-        The maximum of each of ``values`` over the ranks.
+        The maximum of each of ``values`` over the ranks, then the sum of each number of ``sums``.
 
     Raises:
         Exception: This rank has a problem; ``problem`` itself is raised.
@@ -230,17 +253,19 @@ def raise_alike(
         ConfigError: The facts differ. The error has the name of a fact and its values on two ranks.
         InputError: The facts differ, and ``of_call`` is True.
 
-    Cost: one all-reduce of the values and three more integers; on a GPU-only group also a host sync. If something is
-    wrong, also an exchange of texts.
+    Cost: one all-reduce of the values and three more integers; with ``sums``, of these integers of each rank and of the
+    sums. On a GPU-only group also a host sync. If something is wrong, also an exchange of texts.
     """
     unheard: Exception | None = None
     try:
         number = digest(facts or {})
         # max(number) equals -max(-number), which is min(number), only if all ranks have the same number.
-        refused, high, low, *highest = control.max([int(problem is not None), number, -number, *values], label=label)
+        told = [int(problem is not None), number, -number, *values]
+        found = control.max_and_sum(told, sums, label=label) if sums else control.max(told, label=label)
+        refused, high, low, *highest = found
         if not refused and high == -low:
             return highest
-        told = control.gather_json([_plain(facts), None if problem is None else _text(problem)], label=label)
+        texts = control.gather_json([_plain(facts), None if problem is None else _text(problem)], label=label)
     except Exception as failure:  # the peers are in another collective; this rank's own error matters more
         if problem is None:
             raise
@@ -250,10 +275,9 @@ def raise_alike(
             problem.add_note(f"The other ranks were not told: {unheard}")
         raise problem
     if not refused:
-        _refuse_difference([of_rank or {} for of_rank, _ in told], of_call=of_call)
-    raise PeerError(
-        "; ".join(f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(told) if text is not None) + " [MD08]"
-    )
+        _refuse_difference([of_rank or {} for of_rank, _ in texts], of_call=of_call)
+    refusals = (f"rank {rank} refused: {text}" for rank, (_, text) in enumerate(texts) if text is not None)
+    raise PeerError("; ".join(refusals) + " [MD08]")
 
 
 def digest(facts: Mapping[str, Any]) -> int:

@@ -44,6 +44,7 @@ CONFIG_FIELDS = """
 CONSTRAINTS = """
     row_multiple equal_rows group_max min_rows max_rows hidden_multiple max_hidden dtypes devices max_top_k
     group_sizes group_sizes_hint local_experts_multiple max_local_experts idle_ranks pads_experts exchanges_counts
+    counts_with_sizes
     wire_dtypes graph_safe graph_safe_reason drop_order compilable differentiable
 """
 VALUES: dict[type, str] = {
@@ -56,7 +57,7 @@ VALUES: dict[type, str] = {
         num_experts top_k hidden_size ep_size pad_multiple wire_dtype max_tokens_per_rank ranks_per_node graph_safe
         capacity_factor
     """,
-    Sizes: "padded_rows group_max_rows capacity",
+    Sizes: "padded_rows group_max_rows capacity tokens_per_expert",
     Capacity: "rows buffer_rows pair_rows",
     dispatchers.RequiredCapacity: "rows pair_rows capacity_factor pair_factor overflowed invalid_ids",
     dispatchers.Metrics: """

@@ -40,7 +40,12 @@ class AllGatherOptions(BackendOptions):
     def constraints(self, shape: MoEShape) -> Constraints:
         # No wire_dtype is offered: a reduce-scatter adds on the way, so a narrow dtype would round at every hop.
         return Constraints(
-            equal_rows=True, min_rows=int(shape.graph_safe), graph_safe=True, drop_order="weight", compilable=True
+            equal_rows=True,
+            min_rows=int(shape.graph_safe),
+            counts_with_sizes=not shape.graph_safe,
+            graph_safe=True,
+            drop_order="weight",
+            compilable=True,
         )
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
@@ -111,7 +116,8 @@ class AllGatherRoute(RankMajorRoute):
 class AllGather(Backend):
     """All rows go to all ranks. This is P times the bytes, but no message size depends on the routing.
 
-    Cost: one all-gather and one host sync (the counts) per dispatch, one reduce-scatter per combine.
+    Cost: one all-gather and one host sync per dispatch, one reduce-scatter per combine. The host reads the counts, or,
+    if the ranks agree on sizes in this dispatch, sizes and counts together.
     """
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
@@ -123,8 +129,11 @@ class AllGather(Backend):
         rows_SD, weights_SK, ids_SK = form.unpack(everyone)
         first, counts = comm.rank * shape.num_local_experts, list[int]()
         if sizes.capacity is None:
-            of_all = count_experts(ids_SK.long(), shape.num_experts)
-            counts = read_host(of_all[first : first + shape.num_local_experts])
+            mine, of_all = slice(first, first + shape.num_local_experts), sizes.tokens_per_expert
+            if of_all is None:
+                counts = read_host(count_experts(ids_SK.long(), shape.num_experts)[mine])
+            else:
+                counts = list(of_all[mine])
         index = self.context.group(ids_SK - first, weights_SK, sizes.capacity, counts=counts)
         arrived = arrive(self._route(index, rows_TD.device), rows_SD, weights_SK, rows_TD.dtype)
         self.context.workspace.give(everyone)

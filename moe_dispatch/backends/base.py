@@ -46,11 +46,14 @@ class Sizes:
         padded_rows: Number of rows that every rank brings; None if each rank brings its own number.
         group_max_rows: Largest number of rows that any rank brings, padding included. None if it is not needed.
         capacity: Capacity of a graph-safe dispatch; None if sizes follow the routing.
+        tokens_per_expert: Number of slots of all ranks that name each expert, (E,), if the ranks counted them while
+            they agreed on the sizes of one dispatch (``Constraints.counts_with_sizes``); else None.
     """
 
     padded_rows: int | None = None
     group_max_rows: int | None = None
     capacity: Capacity | None = None
+    tokens_per_expert: tuple[int, ...] | None = None
 
 
 @final
@@ -79,6 +82,8 @@ class Constraints:
             our permutation does.
         exchanges_counts: Whether ranks exchange counts in every dispatch, so that a rank can refuse a call by a mark
             among its counts (``Backend.refuse``).
+        counts_with_sizes: Whether the backend uses ``Sizes.tokens_per_expert``. If so, ranks that agree on the sizes of
+            a dispatch sum the counts in the same exchange.
         wire_dtypes: Supported values of ``wire_dtype`` besides None.
         graph_safe: Whether the backend can work without host syncs and data-dependent shapes.
         graph_safe_reason: Why it cannot, for the error message.
@@ -107,6 +112,7 @@ class Constraints:
     idle_ranks: bool = True
     pads_experts: bool = False
     exchanges_counts: bool = False
+    counts_with_sizes: bool = False
     wire_dtypes: frozenset[WireDtype] = frozenset()
     graph_safe: bool = False
     graph_safe_reason: str = "it has no static path"

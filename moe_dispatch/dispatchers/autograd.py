@@ -18,13 +18,13 @@ from torch import Size, Tensor
 
 from moe_dispatch.backends.base import Arrived, Route, Sizes
 from moe_dispatch.balance.placement import ExpertPlacement
-from moe_dispatch.balance.slot_table import SlotTable, slots_of
+from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.planning import facts_of_rows, number_of_rows, problem_of_ids, valid_ids
+from moe_dispatch.dispatchers.ids import SentIds, problem_of_ids
+from moe_dispatch.dispatchers.planning import facts_of_rows, number_of_rows
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import index_kernels
 
 
 @final
@@ -50,8 +50,10 @@ class Selection:
 
     def take(self, tensor: Tensor, fill: float = 0) -> Tensor:
         """Turn (T, ...) into (Tp, ...): select rows, and append padding rows of ``fill``."""
-        if self.real_rows is not None:
-            tensor = tensor.index_select(0, self.real_rows)
+        return self.pad(tensor if self.real_rows is None else tensor.index_select(0, self.real_rows), fill)
+
+    def pad(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """Append padding rows of ``fill`` to selected rows."""
         assert self.padded is not None
         missing = self.padded - tensor.shape[0]
         assert missing >= 0
@@ -97,7 +99,7 @@ class State:
 
 def run_dispatch(
     channel: Channel,
-    tensors: tuple[Tensor, Tensor, Tensor],
+    tensors: tuple[Tensor, SentIds, Tensor],
     valid_T: Tensor | None,
     selection: Selection,
     sizes: Sizes,
@@ -105,7 +107,7 @@ def run_dispatch(
     recorded: bool,
     table: SlotTable | None,
 ) -> Callable[[], Arrived]:
-    """Mask, cut, pad and send rows. The returned function waits until rows have arrived. Call both with gradients off.
+    """Cut, pad and send rows. The returned function waits until rows have arrived. Call both with gradients off.
 
     Slots with an invalid id go nowhere. In graph-safe mode, ``check`` reports them. Otherwise the call raises. If the
     ranks exchange counts, it raises before rows travel, and the peers raise too. Without such an exchange it raises
@@ -113,48 +115,42 @@ def run_dispatch(
 
     Args:
         channel: Channel of the dispatcher.
-        tensors: Rows (T, D), ids (T, K) and weights (T, K) of the model, without duplicate ids in a row.
+        tensors: Rows (T, D) of the model; the ids to send; and weights (T, K) of the model.
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
         selection: The rows that go to the backend.
         sizes: Sizes that the ranks have settled.
         recorded: Whether the call records gradients.
-        table: Table that turns ids of experts into ids of expert slots, which the backend gets; None if they are equal.
+        table: Table with which ids of experts were turned into ids of expert slots; None if they are equal.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
         PeerError: The ranks exchange counts, and another rank refused its call.
     """
-    (rows_TD, ids_TK, weights_TK), padded = tensors, selection.padded
+    (rows_TD, ids, weights_TK), padded = tensors, selection.padded
     assert padded is not None
     if sizes.capacity is not None:
         channel.prepare_counters(rows_TD.device)
-    if valid_T is not None:
-        ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
-    given_TK, num_experts = selection.take(ids_TK, -1), channel.config.num_experts
-    number = number_of_rows(rows_TD.dtype, recorded=recorded) if channel.needs.exchanges_counts else None
-    kernels = index_kernels(channel.config.permutation, given_TK)
-    ids_TK, invalid = valid_ids(given_TK, num_experts, number if sizes.capacity is None else None, kernels=kernels)
-    if table is not None:
-        ids_TK = slots_of(ids_TK, table.copies_EC.to(ids_TK.device))
-    sent = selection.take(rows_TD), ids_TK, selection.take(weights_TK)
+    sent = selection.take(rows_TD), selection.pad(ids.ids_TK, -1), selection.take(weights_TK)
     mark, is_invalid = None, None
-    if number is not None:
-        mark = invalid if sizes.capacity is None else torch.where(invalid > 0, -1, number)
-    elif sizes.capacity is None:
-        is_invalid = HostCopy(invalid)
+    if channel.needs.exchanges_counts:
+        number = number_of_rows(rows_TD.dtype, recorded=recorded)
+        mark = ids.outcome if sizes.capacity is None else torch.where(ids.outcome > 0, -1, number)
+    elif sizes.capacity is None and sizes.tokens_per_expert is None:
+        is_invalid = HostCopy(ids.outcome)
     try:
         finish = channel.backend.dispatch_async(*sent, sizes, *([] if mark is None else [mark]))
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
-        problem, facts = problem_of_ids(given_TK, num_experts), facts_of_rows(rows_TD.dtype, recorded=recorded)
+        problem = problem_of_ids(ids.given_TK, channel.config.num_experts)
+        facts = facts_of_rows(rows_TD.dtype, recorded=recorded)
         raise_alike(channel.control, problem, facts=facts, of_call=True, label="refusal")
         raise
 
     def complete() -> Arrived:
         arrived = finish()
         if is_invalid is not None and is_invalid.read():
-            problem = problem_of_ids(given_TK, num_experts)
+            problem = problem_of_ids(ids.given_TK, channel.config.num_experts)
             assert problem is not None
             raise problem
         cut = selection.num_rows - selection.count
@@ -163,7 +159,7 @@ def run_dispatch(
             if valid_T is not None:
                 channel.meter.record_masked(valid_T)
             if arrived.demand is not None:
-                channel.high_water.record(arrived.demand, invalid)
+                channel.high_water.record(arrived.demand, ids.outcome)
         return arrived
 
     return complete

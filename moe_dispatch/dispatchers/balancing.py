@@ -9,17 +9,15 @@ from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.planners import is_built_in, run_planner
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import raise_alike, read_host
-from moe_dispatch.dispatchers.autograd import Selection, profiler_range
+from moe_dispatch.dispatchers.autograd import profiler_range
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.placing import check_placement, facts_of
-from moe_dispatch.dispatchers.planning import REFUSED, valid_ids
+from moe_dispatch.dispatchers.planning import REFUSED
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation import count_values
 
 
-def plan_balance(
-    channel: Channel, ids_TK: Tensor, valid_T: Tensor | None, selection: Selection
-) -> tuple[ExpertPlacement, SlotTable]:
+def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement, SlotTable]:
     """Return the placement of a dispatch, and its table on this rank. Collective; call with gradients off.
 
     The planners of this package give the same placement on all ranks, because all ranks have the same counts. A planner
@@ -27,9 +25,7 @@ def plan_balance(
 
     Args:
         channel: Channel of the dispatcher; its config has ``balance``.
-        ids_TK: Expert ids, without duplicates in a row.
-        valid_T: As in ``run_dispatch``.
-        selection: The rows that go to the backend.
+        ids_TK: Valid ids of the rows that are sent, as in ``SentIds``.
 
     Raises:
         ConfigError: The planner raises, or its placement does not fit.
@@ -42,11 +38,6 @@ def plan_balance(
     config, shape, name = channel.config, channel.shape, channel.config.balance
     assert name is not None
     with profiler_range("balance"):
-        if valid_T is not None:
-            ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
-        if selection.real_rows is not None:
-            ids_TK = ids_TK.index_select(0, selection.real_rows)
-        ids_TK, _ = valid_ids(ids_TK, config.num_experts)
         counts = read_host(count_values(ids_TK.flatten() + 1, config.num_experts + 1)[1:])
         everyone = channel.control.gather_integers([len(ids_TK), *counts], label="balance")
         if any(rows == REFUSED for rows, *_ in everyone):

@@ -21,7 +21,7 @@ from moe_dispatch.backends.base import BackendContext, BackendOptions, Constrain
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
-from moe_dispatch.communication import Communicator
+from moe_dispatch.communication import Communicator, control_device, device_types
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.overflow import HighWaterMark
@@ -58,6 +58,9 @@ class Channel:
     """One backend, open on one group, for one config.
 
     Only three attributes change later: the refcount ``users``, the capacity (in ``grow``), and the recorder.
+
+    Attributes:
+        sums_tallies: Whether ranks that agree on sizes also sum their counts of slots (``SentIds.tally``).
     """
 
     def __init__(
@@ -80,6 +83,11 @@ class Channel:
         self.recorder: Recorder | None = None
         self.users = 0
         self._capacity = options.capacity(shape) if config.graph_safe else None
+        # The counts are on the device of the rows, so sizes must be agreed on there too.
+        device = None if control.group is None else control_device(control.group).type
+        same_device = device_types(communicator.group) == {device}
+        # With ``balance``, the slots of experts are planned after the sizes.
+        self.sums_tallies = self.needs.counts_with_sizes and same_device and config.balance is None
         self.backend = options.open(
             BackendContext(shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation)
         )

@@ -164,8 +164,9 @@ class Dispatcher(nn.Module):
             PeerError: The call failed on another rank.
 
         Cost: mostly nothing. If the backend needs equal rows or the largest row count, and ``row_counts`` is "agree" or
-        "check", one all-reduce of five integers on the control group and one host sync. A backend with buffers may
-        grow the buffers here, which is collective.
+        "check", one all-reduce of five integers on the control group and one host sync. On ``allgather`` the all-reduce
+        has five integers of each rank and one for each expert. A backend with buffers may grow the buffers here, which
+        is collective.
         """
         verbs.refuse_tracing("plan")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,7 @@ from moe_dispatch.dispatchers.autograd import (
     run_dispatch_backward,
 )
 from moe_dispatch.dispatchers.channel import Channel, named_channel
+from moe_dispatch.dispatchers.ids import sent_ids
 from moe_dispatch.dispatchers.planning import (
     Draft,
     check_again,
@@ -44,6 +45,7 @@ from moe_dispatch.dispatchers.planning import (
     check_tensors,
     check_values,
     draft_plan,
+    mark_of,
     settle,
 )
 from moe_dispatch.errors import ConfigError
@@ -90,6 +92,7 @@ def dispatch(
         link.recorder.refuse("torch.compile or selective checkpointing")
     given = _sizes_from(numbers)
     settled = (given.padded_rows, given.group_max_rows) != (None, None)
+    placed = SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None
 
     def check(link: Channel) -> Draft:
         routing = Routing(ids, weights)
@@ -99,15 +102,16 @@ def dispatch(
         return draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
 
     with torch.no_grad(), profiler_range("dispatch"):
-        plan = settle(lambda: link, check, settled=settled, x=rows, recorded=recorded)
+        mark = mark_of(link, rows.dtype, recorded=recorded)
+        find_ids = cache(lambda: sent_ids(link, ids, valid, real_rows, mark=mark).placed(placed))
+        plan = settle(lambda: link, check, settled=settled, x=rows, recorded=recorded, ids=find_ids)
         # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
         sizes = given if plan is None else dataclasses.replace(plan.sizes, capacity=given.capacity)
         count = rows.shape[0] if real_rows is None else real_rows.shape[0]
         padded = None if given.capacity is None else _foreseen_rows(link, count)
         padded = link.needs.brought(count, sizes) if padded is None else padded
         selection = Selection(num_rows=rows.shape[0], real_rows=real_rows, padded=padded)
-        placed = SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None
-        tensors = (rows, ids, weights)
+        tensors = (rows, find_ids(), weights)
         arrived = run_dispatch(link, tensors, valid, selection, sizes, recorded=recorded, table=placed)()
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
 

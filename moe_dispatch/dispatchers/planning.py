@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints, Sizes
-from moe_dispatch.communication import device_of, digest, raise_alike
+from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.dispatchers.ids import SentIds, problem_of_ids
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
@@ -76,15 +77,15 @@ def cuts_rows(channel: Channel, layout: Layout) -> bool:
     return not layout.all_real and layout.on_host and not channel.config.graph_safe
 
 
-def _settle_plan(channel: Channel, draft: Draft, facts: Facts | None) -> Plan:
+def _settle_plan(channel: Channel, draft: Draft, facts: Facts | None, ids: SentIds | None) -> Plan:
     """Agree on sizes. Collective if ``agrees_on_rows``.
 
     Raises:
         InputError: Some rank has too many rows, the facts of the ranks differ, or the numbers of rows differ under
-            ``row_counts="check"``. Raised on every rank.
-        PeerError: Another rank refused its call.
+            ``row_counts="check"``; raised on every rank. Or an id of this rank is invalid.
+        PeerError: Another rank refused its call, or has an invalid id.
     """
-    sizes = _agreed_sizes(channel, draft.count, facts)
+    sizes = _agreed_sizes(channel, draft.count, facts, ids)
     channel.backend.reserve(sizes)
     return Plan(
         layout=draft.layout,
@@ -163,6 +164,13 @@ def number_of_rows(dtype: torch.dtype, *, recorded: bool) -> int:
     return digest(facts_of_rows(dtype, recorded=recorded)) % 2**22
 
 
+def mark_of(channel: Channel, dtype: torch.dtype, *, recorded: bool) -> int | None:
+    """Return the mark that ``valid_ids`` takes in a dispatch of these rows; None if it must count the invalid ids."""
+    if channel.config.graph_safe or not channel.needs.exchanges_counts:
+        return None
+    return number_of_rows(dtype, recorded=recorded)
+
+
 def settle(
     find: Callable[[], Channel],
     check: Callable[[Channel], Draft | None],
@@ -170,6 +178,7 @@ def settle(
     settled: bool = False,
     x: Tensor | None = None,
     recorded: bool = False,
+    ids: Callable[[], SentIds] | None = None,
 ) -> Plan | None:
     """Run this rank's checks of a call, tell the peers if one fails, and agree on sizes.
 
@@ -179,9 +188,11 @@ def settle(
         settled: Whether a plan has settled the sizes before. If so, the ranks do not agree on sizes here.
         x: Hidden states of a dispatch, in which peers may wait for this rank's counts; None in a call of ``plan``.
         recorded: Whether the call records gradients.
+        ids: Function that returns the ids of a dispatch, called after ``check``; None in a call of ``plan``.
 
     Returns:
-        The plan; None if ``settled``.
+        The plan; None if ``settled``. If the ranks have summed their counts of slots, its sizes hold the sums, and the
+        plan is for this dispatch only.
 
     Raises:
         Exception: ``find`` or ``check`` raised it on this rank.
@@ -199,7 +210,7 @@ def settle(
         facts = _facts_of_call(x, agrees=agrees, settled=settled, recorded=recorded)
     if debug and (settled or not agrees):  # first, because settling may make buffers, which is collective
         _agree_on_largest(channel, 0, facts=facts, label="debug")
-    return None if settled or draft is None else _settle_plan(channel, draft, facts)
+    return None if settled or draft is None else _settle_plan(channel, draft, facts, None if ids is None else ids())
 
 
 def _facts_of_call(x: Tensor | None, *, agrees: bool, settled: bool, recorded: bool) -> Facts:
@@ -260,8 +271,8 @@ def _needs_agreement(channel: Channel) -> bool:
     return channel.needs.equal_rows or channel.needs.group_max
 
 
-def _agreed_sizes(channel: Channel, count: int | None, facts: Facts | None) -> Sizes:
-    needs, policy = channel.needs, channel.config.row_counts_policy
+def _agreed_sizes(channel: Channel, count: int | None, facts: Facts | None, ids: SentIds | None) -> Sizes:
+    needs, policy, sums = channel.needs, channel.config.row_counts_policy, list[int]()
     if not _needs_agreement(channel):
         return Sizes(capacity=channel.capacity)
     if policy == "static":
@@ -270,9 +281,14 @@ def _agreed_sizes(channel: Channel, count: int | None, facts: Facts | None) -> S
     elif policy == "assume":
         largest = count or 0
     else:
-        largest = _agree_on_largest(channel, count or 0, facts=facts)
+        largest, sums = _agree_on_largest(channel, count or 0, facts=facts, ids=ids)
     check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
-    return channel.sizes(largest)
+    if ids is None or not sums:
+        return channel.sizes(largest)
+    invalid, *tokens_per_expert = sums
+    if invalid:
+        raise_alike(channel.control, problem_of_ids(ids.given_TK, channel.config.num_experts), label="refusal")
+    return replace(channel.sizes(largest), tokens_per_expert=tuple(tokens_per_expert))
 
 
 def _agree_on_largest(
@@ -281,16 +297,25 @@ def _agree_on_largest(
     problem: Exception | None = None,
     *,
     facts: Facts | None = None,
+    ids: SentIds | None = None,
     label: str = "sizes",
-) -> int:
-    """Return the largest row count of any rank, if all ranks make the same call.
+) -> tuple[int, list[int]]:
+    """Return the largest row count of any rank, if all ranks make the same call, and the sums of ``SentIds.tally``.
 
     Each count travels with its rank, so that an error can name both. This exchange has the same form in all calls: with
-    ``debug``, a rank that has a plan and a rank that has none meet here.
+    ``debug``, a rank that has a plan and a rank that has none meet here. So if the channel sums tallies, a call without
+    ids adds zeros. If it does not, there are no sums.
     """
-    size, rank = channel.control.size, channel.control.rank
+    size, rank, num_experts = channel.control.size, channel.control.rank, channel.shape.num_experts
     values = (count * size + rank, -count * size + rank)
-    high, low = raise_alike(channel.control, problem, values=values, facts=facts, of_call=True, label=label)
+    tally: list[Tensor] = []
+    if channel.sums_tallies:
+        assert channel.control.group is not None
+        zeros = partial(torch.zeros, 1 + num_experts, dtype=torch.int64, device=control_device(channel.control.group))
+        tally = [zeros()] if ids is None else ids.tally(num_experts)
+    high, low, *sums = raise_alike(
+        channel.control, problem, values=values, sums=tally, facts=facts, of_call=True, label=label
+    )
     largest, smallest = high // size, -(low // size)
     if channel.config.row_counts == "check" and largest != smallest:
         raise InputError(
@@ -298,7 +323,7 @@ def _agree_on_largest(
             f"{largest} on rank {high % size} and {smallest} on rank {low % size}. "
             'Pad them alike, or use row_counts="agree".'
         )
-    return largest
+    return largest, sums
 
 
 def refuse_routing(routing: object) -> NoReturn:
@@ -438,34 +463,3 @@ def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> 
         raise InputError(
             f"Dispatcher.dispatch: topk_weights must be finite, got {wrong} that are not. Check the router's logits."
         )
-
-
-def problem_of_ids(ids: Tensor, num_experts: int) -> InputError | None:
-    """Return an error with the lowest and the highest id if some id is invalid, otherwise None. A host sync."""
-    low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
-    if -1 <= low <= high < num_experts:
-        return None
-    return InputError(
-        f"Dispatcher.dispatch: topk_ids must lie in -1..{num_experts - 1}, got {low}..{high}. Check the router."
-    )
-
-
-def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, kernels: Any = None) -> tuple[Tensor, Tensor]:
-    """Replace invalid ids, those outside -1..num_experts-1, so that the ids can serve as indices. No host sync.
-
-    Args:
-        ids: int64 ids of the router.
-        num_experts: E.
-        mark: Mark that this rank sends if all its ids are valid; None if it sends none.
-        kernels: Result of ``index_kernels``: a kernel that does all, or None for operators of torch.
-
-    Returns:
-        The ids, with -1 for each invalid id; and an int64 (). Without ``mark`` it is the number of invalid ids, else it
-        is ``mark``, or -1 if there are invalid ids.
-    """
-    if kernels is not None:
-        return kernels.valid_ids(ids, num_experts, mark)  # type: ignore[no-any-return]
-    nearest = ids.clamp(-1, num_experts - 1)
-    invalid = nearest != ids
-    outcome = invalid.sum() if mark is None else torch.where(invalid.any(), -1, mark)
-    return nearest.masked_fill_(invalid, -1), outcome

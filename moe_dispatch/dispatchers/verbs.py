@@ -8,7 +8,8 @@ device, change a counter or exchange anything with other ranks: the operators do
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from moe_dispatch.dispatchers import autograd, operators
 from moe_dispatch.dispatchers.autograd import Selection, State, anchor, attach, run_dispatch, tie
 from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers.ids import SentIds, sent_ids
 from moe_dispatch.dispatchers.planning import (
     Draft,
     check_again,
@@ -31,6 +33,7 @@ from moe_dispatch.dispatchers.planning import (
     check_values,
     cuts_rows,
     draft_plan,
+    mark_of,
     refuse_routing,
     settle,
 )
@@ -79,35 +82,40 @@ def dispatch(
         async_op: Whether to return before the rows have arrived.
     """
     given = plan if isinstance(plan, Plan) else None
-    x_TD = x
+    x_TD, recorded = x, torch.is_grad_enabled()
+    known: Draft | Plan | None = given
 
     def check(channel: Channel) -> Draft | None:
-        nonlocal x_TD
+        nonlocal x_TD, known
         x_TD, draft = _checked(channel, x, routing, plan, infer)
+        known = draft or given
         return draft
 
-    recorded = torch.is_grad_enabled()
-    settled = settle(lambda: lease.channel, check, settled=given is not None, x=x, recorded=recorded) or given
+    @cache
+    def prepare() -> _Prepared:
+        assert routing is not None
+        assert known is not None
+        return _prepared(lease, x_TD, routing, known, recorded=recorded)
+
+    has_plan, ids_of_call = given is not None, lambda: prepare().ids
+    settled = settle(lambda: lease.channel, check, settled=has_plan, x=x, recorded=recorded, ids=ids_of_call) or given
     assert settled is not None
     assert routing is not None
     channel, layout, recorder = lease.channel, settled.layout, lease.channel.recorder
     note = None if recorder is None else recorder.note(lease, lease.name, x, routing, layout)
     wants_weights = routing.topk_weights.requires_grad
-    weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x.dtype)), channel)
-    kernels = index_kernels(channel.config.permutation, routing.topk_ids)
-    asks = not channel.config.graph_safe
-    ids_TK, weights_TK = merged_slots(routing.topk_ids, weights_TK, asks=asks, kernels=kernels)
-    real_rows, valid_T = _real_rows(channel, settled, x_TD)
+    ids, weights_TK, real_rows, valid_T = prepare()
     count = x_TD.shape[0] if real_rows is None else real_rows.shape[0]
     padded = channel.needs.brought(count, settled.sizes)
     selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
     placement, table = lease.placement, lease.table
     with torch.no_grad():
         if channel.config.balance is not None:
-            placement, table = plan_balance(channel, ids_TK, valid_T, selection)
+            placement, table = plan_balance(channel, ids.ids_TK)
+            ids = ids.placed(table)
         finish = run_dispatch(
             channel,
-            (x_TD, ids_TK, weights_TK),
+            (x_TD, ids, weights_TK),
             valid_T,
             selection,
             settled.sizes,
@@ -178,7 +186,37 @@ def layout_in(plan: Plan | Layout | None, infer: Callable[[], Layout]) -> Layout
     return layout
 
 
-def _real_rows(channel: Channel, plan: Plan, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+class _Prepared(NamedTuple):
+    """The parts of a dispatch that do not depend on the agreed sizes.
+
+    Attributes:
+        ids: Ids of the rows to send.
+        weights_TK: Weights of all rows, in the accumulation dtype.
+        real_rows: As in ``Selection``.
+        valid_T: As in ``run_dispatch``.
+    """
+
+    ids: SentIds
+    weights_TK: Tensor
+    real_rows: Tensor | None
+    valid_T: Tensor | None
+
+
+def _prepared(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, *, recorded: bool) -> _Prepared:
+    """Merge duplicate ids, select the ids of the rows to send, and replace invalid ids. No host sync on a GPU."""
+    channel = lease.channel
+    weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
+    kernels = index_kernels(channel.config.permutation, routing.topk_ids)
+    asks = not channel.config.graph_safe
+    ids_TK, weights_TK = merged_slots(routing.topk_ids, weights_TK, asks=asks, kernels=kernels)
+    real_rows, valid_T = _real_rows(channel, plan, x_TD)
+    ids = sent_ids(channel, ids_TK, valid_T, real_rows, mark=mark_of(channel, x_TD.dtype, recorded=recorded))
+    if channel.config.balance is None:  # else the slots of experts are not planned yet
+        ids = ids.placed(lease.table)
+    return _Prepared(ids, weights_TK, real_rows, valid_T)
+
+
+def _real_rows(channel: Channel, plan: Draft | Plan, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices of the rows that are tokens, or a mask (T,) of them.
 
     The indices are returned if the other rows are cut out. Both are None if all rows are tokens.

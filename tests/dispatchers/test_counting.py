@@ -31,11 +31,11 @@ TABLE: list[tuple[str, str, bool, dict[str, int], int]] = [
     ("alltoall", "static", True, ALLTOALL, LAYERS),
     ("alltoall", "static", False, ALLTOALL, LAYERS),
     ("allgather", "agree", True, {**ALLGATHER, "allreduce": 1}, LAYERS + 1),
-    ("allgather", "agree", False, {**ALLGATHER, "allreduce": LAYERS}, 2 * LAYERS),
+    ("allgather", "agree", False, {**ALLGATHER, "allreduce": LAYERS}, LAYERS),
     ("allgather", "assume", True, ALLGATHER, LAYERS),
     ("allgather", "assume", False, ALLGATHER, LAYERS),
     ("allgather", "check", True, {**ALLGATHER, "allreduce": 1}, LAYERS + 1),
-    ("allgather", "check", False, {**ALLGATHER, "allreduce": LAYERS}, 2 * LAYERS),
+    ("allgather", "check", False, {**ALLGATHER, "allreduce": LAYERS}, LAYERS),
     ("allgather", "static", True, ALLGATHER, LAYERS),
     ("allgather", "static", False, ALLGATHER, LAYERS),
 ]
