@@ -55,6 +55,8 @@ _READ_THE_DEVICE = {
     "aten::unique_dim",
     "aten::_unique2",
 }
+# Operators whose first result is the value. The others are notes for the backward, in a form of each device.
+_WITH_NOTES = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"}
 
 
 @final
@@ -172,6 +174,8 @@ class _Values(TorchDispatchMode):
         return again
 
     def _write(self, name: str, results: Any, found: Any) -> None:
+        if name in _WITH_NOTES:
+            results, found = results[0], found[0]
         pairs = zip(tree_flatten(results)[0], tree_flatten(found)[0], strict=True)
         for result, value in pairs:
             if not isinstance(result, Tensor):
