@@ -250,6 +250,9 @@ def compare_command(
         float | None,
         option("Largest difference from the reference.", metavar="X", default="by dtype"),
     ] = None,
+    expert_width: Annotated[
+        int | None, count("Width of the experts that are timed if experts are placed.", default="2 x hidden size")
+    ] = None,
     seed: Annotated[int, count("Seed of all data.", least=0)] = 0,
     as_json: Json = False,
 ) -> int:
@@ -257,7 +260,8 @@ def compare_command(
 
     Each backend runs forward and backward. The tables show how far it is from a dense float64 reference and from the
     first backend, and what a step costs: bytes, padding, host syncs, time. Without --backends the backend of CONFIG
-    runs, or all known backends if that is "auto". The exit status is 1 if a backend differs by more than the tolerance,
+    runs, or all known backends if that is "auto". A name may also set balance and spare_experts_per_rank. The command
+    then shows what balancing saves. The exit status is 1 if a backend differs by more than the tolerance,
     or if a named backend cannot run. Otherwise it is 0.
 
     \b
@@ -265,6 +269,7 @@ def compare_command(
     moe-dispatch compare -b alltoall,allgather experiment.yaml --dtype float32
     moe-dispatch compare -b alltoall,hybridep+emulate=true experiment.yaml
     moe-dispatch compare -b alltoall,my_package:MyBackend experiment.yaml
+    moe-dispatch compare -b alltoall,alltoall+spare_experts_per_rank=1+balance=least_loaded experiment.yaml
     moe-dispatch compare experiment.yaml --trace run.safetensors --tolerance 0.01
     torchrun --nproc-per-node 8 --no-python moe-dispatch compare experiment.yaml
     """  # noqa: D301
@@ -273,7 +278,9 @@ def compare_command(
     workload, own_ranks = compare.make_workload(
         tokens=tokens, steps=steps, dtype=dtype, routing=routing, seed=seed, trace=trace
     )
-    task = compare.make_task(config, backends, mode.split(","), workload, tolerance=tolerance)
+    task = compare.make_task(
+        config, backends, mode.split(","), workload, tolerance=tolerance, expert_width=expert_width
+    )
     return compare.run(task, own_ranks if ranks is None else ranks, as_json=as_json)
 
 

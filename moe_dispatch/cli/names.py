@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -26,11 +26,13 @@ class NamedBackend:
         label: Text from the command line.
         where: Registered name, or the path of a class, "package.module:Class".
         options: Options of the backend by name.
+        fields: Fields of the config that stand among the options.
     """
 
     label: str
     where: str
     options: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def emulated(self) -> bool:
@@ -63,14 +65,19 @@ class NamedBackend:
         return {"name": cls.name, **self.options}
 
 
-def parse_backend(text: str) -> NamedBackend:
+def parse_backend(text: str, *, fields: Collection[str] = ()) -> NamedBackend:
     """Parse ``NAME[+OPTION=VALUE...]``, where NAME may be the path of a class.
+
+    Args:
+        text: Text from the command line.
+        fields: Names that are fields of the config. All other names are options of the backend.
 
     Raises:
         ConfigError: An option has no value.
     """
     where, *pairs = text.split("+")
-    options = {}
+    options: dict[str, Any] = {}
+    of_config: dict[str, Any] = {}
     for pair in pairs:
         option, separator, value = pair.partition("=")
         if not (option and separator and value):
@@ -78,8 +85,8 @@ def parse_backend(text: str) -> NamedBackend:
                 f"backend {text!r}: options must be written NAME+OPTION=VALUE, got {pair!r}. "
                 "Write, for example, alltoall+reduction=exact."
             )
-        options[option] = json_or_text(value)
-    return NamedBackend(label=text, where=where, options=options)
+        (of_config if option in fields else options)[option] = json_or_text(value)
+    return NamedBackend(label=text, where=where, options=options, fields=of_config)
 
 
 @contextmanager

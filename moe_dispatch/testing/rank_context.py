@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -93,8 +94,14 @@ class RankContext:
         check_dispatched(sent, batches, self.scenario, self.rank, self.dispatcher._channel.ranks_per_node)
 
     @allow_host_syncs()
-    def run_experts(self, sent: Dispatched, experts: Experts) -> Tensor:
-        """Apply this rank's experts in float64 and round once. Rows after the last expert's rows become NaN."""
+    def run_experts(self, sent: Dispatched, experts: Experts, numbers: Sequence[int] | None = None) -> Tensor:
+        """Apply this rank's experts in float64 and round once. Rows after the last expert's rows become NaN.
+
+        Args:
+            sent: Rows of this rank.
+            experts: Parameters of experts.
+            numbers: The entry of ``experts`` for each expert slot; None for experts of the whole group.
+        """
         counts = sent.tokens_per_expert.tolist()
         if self.scenario.skips_empty and not sum(counts):
             return torch.zeros_like(sent.rows)
@@ -102,7 +109,8 @@ class RankContext:
         padding_R = padding_rows(sent)
         if self.scenario.poisons_padding:
             rows, weights = poison_gradient(rows, padding_R), poison_gradient(weights, padding_R)
-        numbers = slots_of_rank(self.scenario, self.rank, self.dispatcher._channel.shape.ep_size)
+        if numbers is None:
+            numbers = slots_of_rank(self.scenario, self.rank, self.dispatcher._channel.shape.ep_size)
         *parts, slack = rows.split([*counts, len(rows) - sum(counts)])
         slack = torch.full_like(slack, float("nan"), dtype=torch.float64)
         outputs = torch.cat([*(experts.apply(e, part) for e, part in zip(numbers, parts, strict=True)), slack])

@@ -22,6 +22,8 @@ from moe_dispatch.testing.scenario import ROUTINGS, TOLERANCES, DtypeName
 from moe_dispatch.traces import Trace
 
 DEFAULT_RANKS = 4
+# Fields of the config that may differ between the backends of a comparison. They stand among the options of a backend.
+PLACEMENT_FIELDS = ("balance", "spare_experts_per_rank")
 
 
 def make_workload(
@@ -60,7 +62,13 @@ def make_workload(
 
 
 def make_task(
-    file: Path, backends: str | None, modes: Sequence[str], workload: Workload, *, tolerance: float | None = None
+    file: Path,
+    backends: str | None,
+    modes: Sequence[str],
+    workload: Workload,
+    *,
+    tolerance: float | None = None,
+    expert_width: int | None = None,
 ) -> Task:
     """Make the task of the command line.
 
@@ -71,6 +79,7 @@ def make_task(
         modes: Names in ``MODES``.
         workload: Tokens and routing.
         tolerance: Tolerance; None for the tolerance of the dtype.
+        expert_width: As in ``Task``.
 
     Raises:
         ConfigError: The config, the name or an option of a backend, the mode or the tolerance is wrong.
@@ -88,6 +97,7 @@ def make_task(
         workload=workload,
         explicit=backends is not None or config.backend_name != "auto",
         tolerance=tolerance,
+        expert_width=expert_width,
     )
 
 
@@ -98,9 +108,11 @@ def _check_choice(option: str, value: str, known: Iterable[str]) -> None:
 
 def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]:
     if backends is not None:
-        named = [parse_backend(text) for text in dict.fromkeys(backends.split(","))]
+        named = [parse_backend(text, fields=PLACEMENT_FIELDS) for text in dict.fromkeys(backends.split(","))]
         for backend in named:
             backend.spec()
+            if backend.fields:  # a wrong value is wrong in every mode
+                Variant(backend=backend, mode="eager").config(config, 1)
         return named
     if config.backend_name == "auto":
         return [parse_backend(name) for name in known_backends()]
@@ -147,6 +159,7 @@ def _show(comparison: Comparison) -> None:
     if ran:
         _show_differences(comparison, ran)
         _show_costs(ran)
+        _show_loads(comparison, ran)
     for outcome in comparison.outcomes:
         if outcome.refused is not None:
             console.line(f"{outcome.backend}, {outcome.mode}: not run: {outcome.refused}", mark="-")
@@ -200,6 +213,40 @@ def _show_costs(ran: Sequence[Outcome]) -> None:
         caption="One plan, dispatch, combine and backward. MB (1e6 bytes) and padded rows: sum of all ranks, mean of "
         "all steps. Host syncs: of rank 0. ms: median time. ratio: to the first line.",
     )
+
+
+def _show_loads(comparison: Comparison, ran: Sequence[Outcome]) -> None:
+    rows = []
+    for outcome in ran:
+        if outcome.predicted is None or outcome.measured is None:
+            continue
+        for kind, load in (("predicted", outcome.predicted), ("measured", outcome.measured)):
+            measured = load is outcome.measured
+            rows.append(
+                [
+                    *([outcome.backend, outcome.mode] if not measured else ["", ""]),
+                    kind,
+                    f"{load.imbalance:.2f}",
+                    f"{load.peak_rows:.0f}",
+                    f"{load.copied_bytes / 1e6:.3f}",
+                    "-" if load.break_even is None else f"{load.break_even:.0f}",
+                    f"{outcome.busiest_ms:.1f}" if measured else "",
+                    f"{outcome.busiest_ratio:.2f}" if measured else "",
+                ]
+            )
+    if not rows:
+        return
+    console.table(
+        ["backend", "mode", "", "busiest\n/ mean", "peak\nrows", "MB of\nweights", "break-\neven", "ms", "ratio"],
+        rows,
+        text_columns=3,
+        caption="Rows of the busiest rank. MB of weights: of experts that travel in a forward, sum of all ranks, mean "
+        "of all steps; as many gradients travel back. break-even: tokens per expert from which balancing saves time; "
+        f"here are {comparison.tokens_per_expert:.0f}. ms, ratio: busiest rank in a step with experts of width "
+        f"{comparison.task.width}; processor time on CPUs.",
+    )
+    if comparison.flop_per_byte is not None:
+        console.line(f"FLOP of the experts in the time of one byte between ranks: {comparison.flop_per_byte:.0f}")
 
 
 def _complaint(comparison: Comparison, ran: Sequence[Outcome]) -> str:

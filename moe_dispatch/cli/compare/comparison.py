@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
+from moe_dispatch.cli.compare.load import Load
 from moe_dispatch.cli.compare.workload import Workload
 from moe_dispatch.cli.names import NamedBackend
 from moe_dispatch.config import DispatcherConfig
@@ -36,6 +37,7 @@ class Variant:
             max_tokens_per_rank=max_tokens,
             capacity_factor="worst",
             on_overflow=None,
+            **self.backend.fields,
         )
 
 
@@ -50,6 +52,7 @@ class Task:
         workload: Tokens and routing.
         explicit: Whether the user named the backends. A named backend that cannot run is a failure.
         tolerance: Largest allowed difference from the reference; None for the tolerance of the dtype.
+        expert_width: Width of the experts whose time is measured if experts are placed; None for twice the hidden size.
     """
 
     config: DispatcherConfig
@@ -57,6 +60,20 @@ class Task:
     workload: Workload
     explicit: bool = True
     tolerance: float | None = None
+    expert_width: int | None = None
+
+    @property
+    def places_experts(self) -> bool:
+        """Whether any variant has spare expert slots. Loads and the time of experts are then measured."""
+        return any(
+            one.backend.fields.get("spare_experts_per_rank", self.config.spare_experts_per_rank)
+            for one in self.variants
+        )
+
+    @property
+    def width(self) -> int:
+        """Width of the timed experts."""
+        return self.expert_width or 2 * self.config.hidden_size
 
 
 @final
@@ -77,6 +94,10 @@ class Outcome:
         host_syncs: Host syncs of rank 0 in the first step, including the plan; None for an emulation.
         milliseconds: Median time of plan, dispatch, combine and backward on the slowest rank. Experts cost nothing.
         time_ratio: ``milliseconds``, divided by ``milliseconds`` of the first variant that ran.
+        predicted: Load of the ranks, predicted from the routing; None if no variant has spare expert slots.
+        measured: The same, measured.
+        busiest_ms: Milliseconds of the busiest rank in a step with experts, as in ``Times``; None as above.
+        busiest_ratio: ``busiest_ms``, divided by that of the first variant that ran.
     """
 
     backend: str
@@ -91,6 +112,10 @@ class Outcome:
     host_syncs: int | None = None
     milliseconds: float | None = None
     time_ratio: float | None = None
+    predicted: Load | None = None
+    measured: Load | None = None
+    busiest_ms: float | None = None
+    busiest_ratio: float | None = None
 
     def agrees(self, tolerance: float) -> bool:
         """Return whether it ran and differs from the reference by at most the tolerance. NaN does not agree."""
@@ -107,6 +132,8 @@ class Comparison:
         transport: "nccl" or "gloo".
         tokens: Largest number of tokens of each rank in a step.
         most_rows: Largest number of rows of any rank in any step: ``max_tokens_per_rank`` of the dispatchers.
+        tokens_per_expert: Rows at experts divided by the number of experts, mean of all steps.
+        flop_per_byte: FLOP of the experts in the time of one byte between ranks, measured; None if it was not.
     """
 
     task: Task
@@ -115,6 +142,8 @@ class Comparison:
     tokens: tuple[int, ...]
     most_rows: int
     outcomes: tuple[Outcome, ...]
+    tokens_per_expert: float = 0.0
+    flop_per_byte: float | None = None
 
     @property
     def passes(self) -> bool:
@@ -156,6 +185,8 @@ class Comparison:
             "dtype": workload.dtype,
             "routing": workload.routing if workload.trace is None else None,
             "trace": workload.trace and {"file": str(workload.trace), "dispatches": workload.recorded},
+            "tokens_per_expert": self.tokens_per_expert,
+            "flop_per_byte": self.flop_per_byte,
             "notes": list(self.notes),
             "config": self.task.config.model_dump(mode="json", exclude={"backend"}),
             "outcomes": [self._described(outcome) for outcome in self.outcomes],
@@ -176,6 +207,10 @@ class Comparison:
             "host_syncs": outcome.host_syncs,
             "milliseconds": outcome.milliseconds,
             "time_ratio": outcome.time_ratio,
+            "predicted": outcome.predicted and asdict(outcome.predicted),
+            "measured": outcome.measured and asdict(outcome.measured),
+            "busiest_ms": outcome.busiest_ms,
+            "busiest_ratio": outcome.busiest_ratio,
         }
 
 

@@ -16,7 +16,19 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.volume import Volume
+from moe_dispatch.balance import SlotWeights
 from moe_dispatch.cli.compare.comparison import QUANTITIES, Comparison, Outcome, Task, Variant
+from moe_dispatch.cli.compare.load import (
+    Observed,
+    Survey,
+    TimedExperts,
+    Times,
+    clock,
+    count_experts,
+    loads_of,
+    seconds_per_byte,
+    weights_of_expert,
+)
 from moe_dispatch.cli.compare.workload import Step, make_material
 from moe_dispatch.cli.loads import dtype_names
 from moe_dispatch.cli.names import noting
@@ -29,7 +41,8 @@ from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.testing.counting import count_collectives
 from moe_dispatch.testing.host_syncs import count_host_syncs
 from moe_dispatch.testing.rank_context import Call, RankContext
-from moe_dispatch.types import Plan
+from moe_dispatch.testing.scenario import Experts
+from moe_dispatch.types import Dispatched
 
 # Smallest number of timed rounds. Variants take turns, so that a change in the machine's load affects all of them.
 ROUNDS = 5
@@ -38,7 +51,14 @@ ROUNDS = 5
 @final
 @dataclass(kw_only=True, slots=True, eq=False)
 class Candidate:
-    """A variant on this rank, and its measurements so far."""
+    """A variant on this rank, and its measurements so far.
+
+    Attributes:
+        experts: Experts whose time is measured; None if no variant of the task has spare expert slots.
+        rows: Rows that the experts of this rank got, by step.
+        copied_bytes: Bytes of the weights of experts, sum of all ranks, mean of all steps.
+        busy: Busy seconds of this rank around experts that cost nothing, and with experts, by round.
+    """
 
     variant: Variant
     dispatcher: Dispatcher | None = None
@@ -49,6 +69,10 @@ class Candidate:
     rows_padded: dict[str, float] = field(default_factory=dict)
     host_syncs: int = 0
     seconds: list[float] = field(default_factory=list)
+    experts: TimedExperts | None = None
+    rows: list[int] = field(default_factory=list)
+    copied_bytes: float = 0
+    busy: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -66,16 +90,26 @@ def measure(task: Task, place: Place, send: Send) -> Comparison:
     for done, step in enumerate(steps, start=1):
         _hold_against_reference(step, candidates, place)
         send((done, len(steps) + rounds))
-    runners = [candidate for candidate in candidates if candidate.refused is None]
+    runners, dtype = [candidate for candidate in candidates if candidate.refused is None], material.scenario.torch_dtype
     for candidate in runners:
+        if task.places_experts:
+            candidate.experts = TimedExperts(_dispatcher(candidate), task.width, dtype, place.device)
         with noting(candidate.name):
             _count(candidate, steps, place)
     for done in range(1, rounds + 1):
         call = steps[done % len(steps)].call(place.device)
         for candidate in runners:
             with noting(candidate.name):
-                candidate.seconds.append(_time(candidate, call, place))
+                elapsed, free = _time(candidate, call, place)
+                candidate.seconds.append(elapsed)
+                if candidate.experts is not None:
+                    candidate.busy.append((free, _time(candidate, call, place, experts=candidate.experts)[1]))
         send((len(steps) + done, len(steps) + rounds))
+    outcomes, speed, tokens_per_expert = tuple(_gathered(candidates, dtype, place)), None, 0.0
+    if task.places_experts and runners:
+        survey = _survey(task, steps, runners[0], place)
+        outcomes, speed = _with_loads(outcomes, candidates, survey, place)
+        tokens_per_expert = survey.tokens_per_expert
     for candidate in runners:
         _dispatcher(candidate).close()
     return Comparison(
@@ -84,7 +118,9 @@ def measure(task: Task, place: Place, send: Send) -> Comparison:
         transport="nccl" if place.device.type == "cuda" else "gloo",
         tokens=material.tokens,
         most_rows=max(material.most_rows, 1),
-        outcomes=tuple(_gathered(candidates, material.scenario.torch_dtype, place)),
+        outcomes=outcomes,
+        tokens_per_expert=tokens_per_expert,
+        flop_per_byte=speed,
     )
 
 
@@ -136,14 +172,21 @@ def _results(dispatcher: Dispatcher, step: Step, place: Place) -> dict[str, Tens
     call = step.call(place.device)
     context = RankContext(scenario=step.scenario, dispatcher=dispatcher, rank=place.rank, calls=(call,))
     sent = dispatcher.dispatch(call.x, call.routing, context.plan(call))
-    y = dispatcher.combine(context.run_experts(sent, call.experts), sent)
+    experts, numbers = call.experts, None
+    if sent.placement is not None:
+        local = dispatcher.config.num_experts // place.size
+        own = slice(place.rank * local, (place.rank + 1) * local)
+        stacked = (experts.matrix_EWW[own], experts.bias_ED[own])
+        sent, (matrix_SWW, bias_SD) = SlotWeights(dispatcher).fetch(sent, *stacked)
+        experts, numbers = Experts(matrix_EWW=matrix_SWW, bias_ED=bias_SD), range(len(bias_SD))
+    y = dispatcher.combine(context.run_experts(sent, experts, numbers), sent)
     y.backward(call.upstream)
-    experts = [_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)]
+    of_experts = [_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)]
     return {
         "y": y.detach().cpu().view(-1, y.shape[-1]),
         "x": _gradient(call.x).view(-1, y.shape[-1]),
         "weights": _gradient(call.weights_TK),
-        "experts": torch.cat([part.flatten() for part in experts]),
+        "experts": torch.cat([part.flatten() for part in of_experts]),
     }
 
 
@@ -168,45 +211,59 @@ def _keep_largest(largest: dict[str, float], name: str, value: float) -> None:
     largest[name] = max(largest.get(name, 0.0), value)
 
 
-def _layer(dispatcher: Dispatcher, call: Call, plan: Plan) -> None:
-    """Run forward and backward with experts that cost nothing."""
-    sent = dispatcher.dispatch(call.x, call.routing, plan)
-    rows = sent.rows
+def _layer(candidate: Candidate, call: Call, *, experts: TimedExperts | None = None) -> Dispatched:
+    """Run plan, forward and backward around experts that cost nothing, or ``experts``. Return the dispatched rows."""
+    dispatcher = _dispatcher(candidate)
+    leaves: tuple[Tensor, ...] = (call.x, call.weights_TK)
+    weights: tuple[Tensor, ...] = ()
+    sent = dispatcher.dispatch(call.x, call.routing, dispatcher.plan(call.layout, like=call.x))
+    if candidate.experts is not None:
+        leaves = (*leaves, *candidate.experts.own)
+        sent, weights = candidate.experts.fetch(sent)
+    rows = sent.rows if experts is None else experts.apply(sent, weights)
     if dispatcher.config.weights == "experts":
         rows = (rows * sent.weights.unsqueeze(1)).to(rows.dtype)
-    torch.autograd.grad(dispatcher.combine(rows, sent), (call.x, call.weights_TK), call.upstream)
+    # Experts that cost nothing use no weights.
+    torch.autograd.grad(dispatcher.combine(rows, sent), leaves, call.upstream, allow_unused=True)
+    return sent
 
 
 def _count(candidate: Candidate, steps: Sequence[Step], place: Place) -> None:
-    """Count bytes and padding, mean of all steps, and the host syncs of the first step. This also warms up."""
+    """Count rows, bytes and padding of all steps, and the host syncs of the first step. This also warms up."""
     dispatcher, nbytes = _dispatcher(candidate), 0
-    before = dispatcher.metrics(gather=True).rows_padded
+    before = dispatcher.metrics(gather=True)
     for step in steps:
         call = step.call(place.device)
         with count_collectives() as collectives:
-            _layer(dispatcher, call, dispatcher.plan(call.layout, like=call.x))
+            sent = _layer(candidate, call)
         nbytes += collectives.nbytes
-    after = dispatcher.metrics(gather=True).rows_padded
+        candidate.rows.append(int(sent.real_tokens_per_expert.sum()))
+    after = dispatcher.metrics(gather=True)
+    copied = [metrics.bytes_sent.get("weights", 0) for metrics in (before, after)]
     candidate.bytes_sent = nbytes / len(steps)
-    candidate.rows_padded = {cause: (after[cause] - before[cause]) / len(steps) for cause in after}
+    candidate.copied_bytes = (copied[1] - copied[0]) / len(steps)
+    candidate.rows_padded = {
+        cause: (rows - before.rows_padded[cause]) / len(steps) for cause, rows in after.rows_padded.items()
+    }
     call = steps[0].call(place.device)
     if place.rank == 0:
         with count_host_syncs() as reads:
-            _layer(dispatcher, call, dispatcher.plan(call.layout, like=call.x))
+            _layer(candidate, call)
         candidate.host_syncs = len(reads)
     else:
-        _layer(dispatcher, call, dispatcher.plan(call.layout, like=call.x))
+        _layer(candidate, call)
 
 
-def _time(candidate: Candidate, call: Call, place: Place) -> float:
-    """Time one call on this rank, in seconds. All ranks start together."""
-    dispatcher = _dispatcher(candidate)
+def _time(
+    candidate: Candidate, call: Call, place: Place, *, experts: TimedExperts | None = None
+) -> tuple[float, float]:
+    """Time one call on this rank: elapsed and busy seconds. All ranks start together."""
     place.sum(torch.zeros(1, device=place.device))
     _wait(place)
-    started = time.perf_counter()
-    _layer(dispatcher, call, dispatcher.plan(call.layout, like=call.x))
+    started, busy = time.perf_counter(), clock(place)
+    _layer(candidate, call, experts=experts)
     _wait(place)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, clock(place) - busy
 
 
 def _wait(place: Place) -> None:
@@ -246,6 +303,52 @@ def _gathered(candidates: Sequence[Candidate], dtype: torch.dtype, place: Place)
             )
         )
     return outcomes
+
+
+def _survey(task: Task, steps: Sequence[Step], runner: Candidate, place: Place) -> Survey:
+    """Gather the rows for each expert, and measure how fast weights travel. Collective."""
+    dtype, config = steps[0].scenario.torch_dtype, task.config
+    weights = weights_of_expert(config, task.width)
+    speed = seconds_per_byte(_dispatcher(runner), dtype, weights, place)
+    counts = [count_experts(step.batch().ids_TK, config.num_experts) for step in steps]
+    everyone = Communicator(place.control or place.group).gather_json([counts, speed], label="compare")
+    experts_PCE = torch.tensor([of_rank for of_rank, _ in everyone], dtype=torch.int64)
+    return Survey(
+        experts_CPE=experts_PCE.transpose(0, 1),
+        weights=weights,
+        itemsize=dtype.itemsize,
+        byte_seconds=max(slowest for _, slowest in everyone),
+    )
+
+
+def _with_loads(
+    outcomes: Sequence[Outcome], candidates: Sequence[Candidate], survey: Survey, place: Place
+) -> tuple[tuple[Outcome, ...], float | None]:
+    """Add the loads of the ranks to the outcomes, and return the FLOP per byte of this machine. Collective."""
+    mine = [[candidate.rows, candidate.busy] for candidate in candidates]
+    everyone = Communicator(place.control or place.group).gather_json(mine, label="compare")
+    observed = {}
+    for index, candidate in enumerate(candidates):
+        if candidate.refused is None:
+            rows_PC, busy = zip(*(of_rank[index] for of_rank in everyone), strict=True)
+            sides = [[max(run[side] for run in runs) for runs in zip(*busy, strict=True)] for side in (0, 1)]
+            observed[index] = Observed(
+                dispatcher=_dispatcher(candidate),
+                rows_CP=list(zip(*rows_PC, strict=True)),
+                copied_bytes=candidate.copied_bytes,
+                times=Times(free=median(sides[0]), full=median(sides[1])),
+            )
+    loads, speed = loads_of(survey, list(observed.values()))
+    found, base = list(outcomes), next(iter(observed.values())).times.full
+    for (index, one), (predicted, measured) in zip(observed.items(), loads, strict=True):
+        found[index] = replace(
+            found[index],
+            predicted=predicted,
+            measured=measured,
+            busiest_ms=1e3 * one.times.full,
+            busiest_ratio=one.times.full / base,
+        )
+    return tuple(found), speed
 
 
 def _row_dtypes(candidate: Candidate, dtype: torch.dtype, ranks: int) -> str:

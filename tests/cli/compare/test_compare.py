@@ -23,10 +23,13 @@ from tests.cli.conftest import Command
 from tests.cli.test_command import start
 
 FIELDS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "pad_multiple": 16}
-KEYS = "agree tolerance ranks transport tokens steps dtype routing trace notes config outcomes"
+KEYS = """
+    agree tolerance ranks transport tokens steps dtype routing trace tokens_per_expert flop_per_byte notes config
+    outcomes
+"""
 OUTCOME_KEYS = """
     backend mode refused agrees emulated from_reference from_first bytes_sent row_dtypes rows_padded host_syncs
-    milliseconds time_ratio
+    milliseconds time_ratio predicted measured busiest_ms busiest_ratio
 """
 
 

@@ -1,0 +1,117 @@
+"""``compare`` of a layer with and without balancing: the results agree, and loads are those that a plan predicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_dispatch.balance import SlotWeights
+from moe_dispatch.cli.compare import measurement
+from moe_dispatch.cli.compare.load import Times, break_even, count_experts, flop_per_byte
+from moe_dispatch.testing.ranks import run_ranks
+from tests.cli.compare.test_compare import outcome, written
+from tests.cli.conftest import Command
+from tests.dispatchers.layer import small_config
+from tests.traces.recorded import record_batches
+
+BALANCED = "alltoall+balance=least_loaded"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    return written(tmp_path, spare_experts_per_rank=1, hidden_size=16, pad_multiple=1)
+
+
+def asked(command: Command, *arguments: str, status: int = 0) -> dict[str, Any]:
+    answer = command("compare", *arguments, "--mode", "eager", "--dtype", "float32", "--json")
+    assert answer.status == status, answer
+    report: dict[str, Any] = json.loads(answer.out)
+    return report
+
+
+def test_loads_are_predicted_and_measured(command: Command, config: str) -> None:
+    shape = ["--ranks", "2", "--tokens", "64", "--steps", "2", "--routing", "last_expert", "--expert-width", "8"]
+    report = asked(command, "-b", f"alltoall,{BALANCED}", config, *shape)
+    plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
+    assert report["agree"]
+    # All 64 + 56 rows name an expert of rank 1. With a copy, each rank keeps its own rows.
+    without = {"imbalance": 2, "peak_rows": 120, "copied_bytes": 0, "break_even": None}
+    assert (plain["predicted"], plain["measured"], plain["busiest_ratio"]) == (without, without, 1)
+    for kind in ("predicted", "measured"):
+        found = {name: balanced[kind][name] for name in ("imbalance", "peak_rows", "copied_bytes")}
+        assert found == {"imbalance": pytest.approx(64 / 60), "peak_rows": 64, "copied_bytes": 3 * 16 * 8 * 4}
+    assert balanced["busiest_ms"] > 0
+    assert report["tokens_per_expert"] == 120 / 8
+
+
+def test_tables_name_what_balancing_saves(command: Command, config: str) -> None:
+    shape = ["--ranks", "2", "--tokens", "8", "--steps", "1", "--expert-width", "8"]
+    shown = command("compare", "-b", f"alltoall,{BALANCED}", config, *shape).out
+    assert shown.count("predicted") == 3, "of alltoall in both modes, and of the balanced variant in eager mode"
+    assert "graph-safe: not run: balance must be None with graph_safe=True" in " ".join(shown.split())
+    assert "experts of width 8" in " ".join(shown.split())
+
+
+def test_without_spare_slots_there_are_no_loads(command: Command, tmp_path: Path) -> None:
+    report = asked(command, "-b", "alltoall", written(tmp_path), "--ranks", "2", "--tokens", "4", "--steps", "1")
+    found = outcome(report, "alltoall")
+    assert (found["predicted"], found["measured"], found["busiest_ms"], report["flop_per_byte"]) == (None,) * 4
+
+
+def test_a_trace_is_balanced_as_it_was_routed(command: Command, tmp_path: Path) -> None:
+    """Ids named twice, ids of -1, a rank without tokens, lengths that only a device knew."""
+    path = tmp_path / "run.safetensors"
+    run_ranks(lambda group: record_batches(group, path, small_config("alltoall", pad_multiple=4)), 2)
+    file = written(tmp_path, num_experts=8, hidden_size=16, pad_multiple=4, spare_experts_per_rank=2)
+    report = asked(command, "-b", f"alltoall,{BALANCED}", file, "--trace", str(path), "--expert-width", "8")
+    assert report["agree"]
+    assert outcome(report, "alltoall")["measured"] == outcome(report, "alltoall")["predicted"]
+    balanced = outcome(report, BALANCED)
+    assert balanced["measured"]["copied_bytes"] == pytest.approx(balanced["predicted"]["copied_bytes"])
+    assert balanced["measured"]["peak_rows"] <= outcome(report, "alltoall")["measured"]["peak_rows"]
+
+
+def test_weights_in_wrong_slots_are_seen(command: Command, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the weights of a rank's slots are in the opposite order."""
+
+    class Wrong(SlotWeights):  # type: ignore[misc]
+        def fetch(self, sent: Any, *stacked: Any) -> Any:
+            landed, weights = super().fetch(sent, *stacked)
+            return landed, tuple(weight.flip(0) for weight in weights)
+
+    monkeypatch.setattr(measurement, "SlotWeights", Wrong)
+    shape = ["--ranks", "2", "--tokens", "16", "--steps", "1", "--expert-width", "8"]
+    assert not asked(command, "-b", BALANCED, config, *shape, status=1)["agree"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["compare", "-b", BALANCED], "balance needs spare_experts_per_rank of at least 1, got 0"),
+        (["compare", "-b", f"{BALANCED}x+spare_experts_per_rank=1"], "Unknown planner 'least_loadedx'"),
+        (["plan", "--tokens", "8", "-b", BALANCED], f"backend '{BALANCED}': balance: Extra inputs are not permitted"),
+    ],
+)
+def test_wrong_fields_are_refused(arguments: list[str], told: str, command: Command, tmp_path: Path) -> None:
+    answer = command(*arguments, written(tmp_path))
+    assert (answer.status, answer.out) == (2, "")
+    assert told in answer.error
+
+
+def test_break_even_by_hand() -> None:
+    """Balancing adds 6 s and saves 4 s of experts with 100 tokens per expert, so it needs 150."""
+    plain = Times(free=2, full=12)
+    assert break_even(plain, Times(free=8, full=14), 100) == 150
+    assert break_even(plain, Times(free=1, full=7), 100) == 0, "it adds nothing"
+    assert break_even(plain, Times(free=8, full=18), 100) is None, "it saves nothing"
+    # 30 rows at 20 weights take 3600 FLOP in 10 s; a byte takes 2 s.
+    assert flop_per_byte(plain, 30, 20, 2) == 720
+    assert flop_per_byte(Times(free=2, full=2), 30, 20, 2) is None
+
+
+def test_an_expert_counts_once_for_a_row() -> None:
+    assert count_experts(torch.tensor([[2, 2], [0, -1], [2, 1]]), 4) == [1, 1, 2, 0]
