@@ -30,6 +30,7 @@ class Cut:
         stored_TLK: The ids as the table stores them, on the device of the cut.
         layers: Numbers of the MoE layers of the cut, L of them.
         step: Number of the training step, for ``RoutingTable.check_used``.
+        table: The table that it was cut out of.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Cut:
         self.stored_TLK = stored_TLK
         self.layers = layers
         self.step = step
-        self._table = table
+        self.table = table
         self._rows_T = rows_T
         self._counted: set[int] = set()
 
@@ -59,7 +60,7 @@ class Cut:
             )
         if layer not in self._counted and not torch.compiler.is_compiling():
             self._counted.add(layer)
-            self._table._uses.count(self._table, self._rows_T, (layer,), self.step)
+            self.table._uses.count(self.table, self._rows_T, (layer,), self.step)
         return ids_of(self.stored_TLK[:, self.layers.index(layer)])
 
 

@@ -6,10 +6,11 @@
     attach(model)
 
 ``register`` registers a config under a name. transformers then wires the experts to it. ``attach`` makes every forward
-pass its padding to the dispatchers.
+pass its padding to the dispatchers. ``RoutingReplay`` makes the routers choose the experts of a ``RoutingTable``.
 """
 
 from moe_dispatch.integrations.transformers.model_config import config_for
 from moe_dispatch.integrations.transformers.registration import attach, dispatchers_of, register
+from moe_dispatch.integrations.transformers.replay import RoutingReplay
 
-__all__ = ["attach", "config_for", "dispatchers_of", "register"]
+__all__ = ["RoutingReplay", "attach", "config_for", "dispatchers_of", "register"]

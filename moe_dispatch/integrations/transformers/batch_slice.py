@@ -45,6 +45,10 @@ class BatchSlice:
         start, stop = self.span(len(x))
         return x[start:stop]
 
+    def share(self, counts: Tensor) -> Tensor:
+        """Return this rank's part of counts of all T rows, which every rank knows: all of them on the first rank."""
+        return counts if self._group.rank == 0 else torch.zeros_like(counts)
+
     def take(self, x: Tensor) -> Tensor:
         """Return the slice of (T, ...), with autograd: every rank gets the gradient of all T rows.
 

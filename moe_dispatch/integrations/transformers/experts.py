@@ -38,12 +38,15 @@ class ExpertParallel:
         _check_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
         self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)
         self.slices = BatchSlice(tp_mesh.get_group())
+        self.drift: Tensor | None = None  # of the routing that comes next, if it is replayed
         self._forward = experts.forward
         setattr(experts, WIRED, self)  # for attach
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
-        routing = Routing(self.slices.cut(top_k_index), self.slices.take(top_k_weights))
+        drift, self.drift = self.drift, None
+        shared = None if drift is None else self.slices.share(drift)
+        routing = Routing(self.slices.cut(top_k_index), self.slices.take(top_k_weights), shared)
         y_TD = _through(self.dispatcher, self._forward, self.slices.take(hidden_states), routing)
         return self.slices.put_together(y_TD, len(hidden_states))
 
@@ -68,6 +71,7 @@ class ExpertsFunction:
         self.dispatcher = Dispatcher(config, group)
         self.group = group
         self.slices = BatchSlice()
+        self.drift: Tensor | None = None  # of the routing that comes next, if it is replayed
         self._implementation = implementation
         ranks = group.get_group() if isinstance(group, DeviceMesh) else group
         self._rank, self._size = ranks.rank(), ranks.size()
@@ -78,7 +82,8 @@ class ExpertsFunction:
         def forward(*rows: Tensor) -> Tensor:
             return self._implementation(self.local(experts), *rows)
 
-        return _through(self.dispatcher, forward, hidden_states, Routing(top_k_index, top_k_weights))
+        routing, self.drift = Routing(top_k_index, top_k_weights, self.drift), None
+        return _through(self.dispatcher, forward, hidden_states, routing)
 
     def local(self, experts: nn.Module) -> Any:
         """Return the module, or a view of it with the experts of this rank. Raise ConfigError if it lacks any."""

@@ -1,12 +1,13 @@
-"""One plan per forward of a model, for all layers, also when a checkpointed layer is recomputed.
+"""What belongs to one forward of a model: its plan and its replayed routing, also when a layer is recomputed.
 
-Modules hold no state of a call. A context variable holds the plan of the running forward. For a checkpointed layer, the
-closure that its backward runs again holds the plan.
+Modules hold no state of a call. Context variables hold the plan and the cut of the running forward. For a checkpointed
+layer, the closure that its backward runs again holds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,16 @@ from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import LayoutError, StateError
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.layouts import Layout, Masked, Rows
+from moe_dispatch.replay import Cut
 from moe_dispatch.types import Plan
 
 # A module inside another module may have its own plan. The last plan applies.
 _Plans = tuple[tuple[nn.Module, Plan], ...]
 _PLANS: ContextVar[_Plans] = ContextVar("moe_dispatch_plans", default=())
+
+# Each RoutingReplay has its own cut. The last cut of a replay applies.
+_Cuts = tuple[tuple[object, Cut], ...]
+_CUTS: ContextVar[_Cuts] = ContextVar("moe_dispatch_cuts", default=())
 
 # Attributes that hold a checkpointing function: in transformers' layers, and in torch's CheckpointWrapper.
 _CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -39,6 +45,21 @@ def plan_in_force(config: DispatcherConfig) -> Plan | None:
             "outside such a forward. Call attach(model) after loading it; checkpoint layers with transformers' switch."
         )
     return plans[-1][1] if plans else None
+
+
+def cut_in_force(replay: object) -> Cut | None:
+    """Return the cut of the running forward for this replay, or None outside a block of its ``micro_batch``."""
+    return next((cut for owner, cut in reversed(_CUTS.get()) if owner is replay), None)
+
+
+@contextmanager
+def cut_for_forwards(replay: object, cut: Cut) -> Iterator[None]:
+    """Put a cut of this replay in force in the block."""
+    token = _CUTS.set((*_CUTS.get(), (replay, cut)))
+    try:
+        yield
+    finally:
+        _CUTS.reset(token)
 
 
 @final
@@ -65,7 +86,7 @@ class PlanBeforeForward:
         like = torch.empty(stop - start, 0, device=positions.device)
         plan = self.dispatcher.plan(self.slices.layout(layout_of(call), num_rows), like=like)
         if torch.is_grad_enabled() and module.training:
-            _keep_plans_in_checkpoints(module)
+            keep_in_checkpoints(module)
         _PLANS.set((*_PLANS.get(), (module, plan)))
 
 
@@ -77,31 +98,32 @@ def end_plan(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 @final
-class CheckpointWithPlans:
-    """A checkpointing function. Its recomputation uses the plans of its forward."""
+class CheckpointWithContext:
+    """A checkpointing function. Its recomputation uses the plans and the cuts of its forward."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.checkpoint(partial(_with_plans, _PLANS.get(), function), *args, **kwargs)
+        return self.checkpoint(partial(_in_context, _PLANS.get(), _CUTS.get(), function), *args, **kwargs)
 
 
-def _with_plans(plans: _Plans, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    token = _PLANS.set(plans)
+def _in_context(plans: _Plans, cuts: _Cuts, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    plans_token, cuts_token = _PLANS.set(plans), _CUTS.set(cuts)
     try:
         return function(*args, **kwargs)
     finally:
-        _PLANS.reset(token)
+        _PLANS.reset(plans_token)
+        _CUTS.reset(cuts_token)
 
 
-def _keep_plans_in_checkpoints(model: nn.Module) -> None:
+def keep_in_checkpoints(model: nn.Module) -> None:
     """Wrap checkpointing functions. Each forward does so, because checkpointing may be enabled at any time."""
     for module in model.modules():
         for name in _CHECKPOINT_FUNCTIONS:
             checkpoint = module.__dict__.get(name)
-            if checkpoint is not None and not isinstance(checkpoint, CheckpointWithPlans):
-                setattr(module, name, CheckpointWithPlans(checkpoint))
+            if checkpoint is not None and not isinstance(checkpoint, CheckpointWithContext):
+                setattr(module, name, CheckpointWithContext(checkpoint))
 
 
 def layout_of(call: Mapping[str, Any]) -> Layout:

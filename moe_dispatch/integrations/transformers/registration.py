@@ -115,14 +115,13 @@ def _is_registered(
 
 
 def _wired_experts(model: nn.Module) -> dict[str, ExpertParallel | ExpertsFunction]:
-    """Return the wiring of each experts module, by name. transformers' decorator gives experts an ``_apply_gate``."""
-    modules = {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")}
-    found = {name: _wiring_of(module) for name, module in modules.items()}
+    """Return the wiring of each experts module, by name."""
+    modules = experts_of("attach", model)
+    found = {name: wiring_of(module) for name, module in modules.items()}
     wired = {name: wiring for name, wiring in found.items() if wiring is not None}
-    if not modules:
-        raise ConfigError(
-            f"attach: the model must have MoE layers, got {type(model).__name__} without any. Use the model as it is."
-        )
+    for name, wiring in wired.items():
+        if isinstance(wiring, ExpertsFunction):
+            wiring.local(modules[name])  # raises if the experts do not fit the config
     if not wired:
         raise ConfigError(
             f"attach: the experts must be wired, got {type(model).__name__} with {len(modules)} experts "
@@ -132,15 +131,27 @@ def _wired_experts(model: nn.Module) -> dict[str, ExpertParallel | ExpertsFuncti
     return wired
 
 
-def _wiring_of(module: nn.Module) -> ExpertParallel | ExpertsFunction | None:
-    wiring = getattr(module, WIRED, None)
+def experts_of(where: str, model: nn.Module) -> dict[str, nn.Module]:
+    """Return the experts modules of a model, by name. transformers' decorator gives experts an ``_apply_gate``.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    modules = {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")}
+    if not modules:
+        raise ConfigError(
+            f"{where}: the model must have MoE layers, got {type(model).__name__} without any. Use the model as it is."
+        )
+    return modules
+
+
+def wiring_of(experts: Any) -> ExpertParallel | ExpertsFunction | None:
+    """Return what runs an experts module, if it is ours."""
+    wiring = getattr(experts, WIRED, None)
     if isinstance(wiring, ExpertParallel):
         return wiring
-    function = _experts_functions().get(getattr(module.config, "_experts_implementation", None))
-    if not isinstance(function, ExpertsFunction):
-        return None
-    function.local(module)  # raises if the experts do not fit the config
-    return function
+    function = _experts_functions().get(getattr(getattr(experts, "config", None), "_experts_implementation", None))
+    return function if isinstance(function, ExpertsFunction) else None
 
 
 def _module_with_mask(model: nn.Module, name: str) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -54,12 +55,36 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(_FAMILIES)
+# For every other family, under all names that their configs use. A config takes the names that it has.
+_SIZES: dict[str, Any] = {
+    **_COMMON,
+    **_MOE,
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(("moe_k", "moe_topk", "top_k_experts"), TOP_K),
+    **dict.fromkeys(("routed_scaling_factor", "route_scale", "router_scaling_factor"), 2.5),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 0),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"), 8),
+    "qk_rope_head_dim": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 16,
+    "layer_types": ["full_attention"] * LAYERS,
+    "mlp_layer_types": ["sparse"] * LAYERS,
+    "enable_moe_block": True,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
 
 
 def config_of(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **changes})
+    if family in _FAMILIES:
+        return AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **changes})
+    known = {*inspect.signature(CONFIG_MAPPING[family].__init__).parameters, *CONFIG_MAPPING[family].attribute_map}
+    sizes = {name: value for name, value in _SIZES.items() if name in known}
+    return AutoConfig.for_model(family, **{**sizes, **changes})
 
 
 def build(family: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moe_dispatch.testing.ranks import run_processes
 from tests.integration.transformers.models import BATCHES, LAYERS, build
+from tests.integration.transformers.replaying import draw_table
 
 PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "transformers.md"
 
@@ -20,17 +21,21 @@ pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="from_pr
 
 
 def run_blocks(rank: int, path: str) -> list[dict[str, int]]:
-    """What the dispatchers of the first block skipped."""
+    """What the dispatchers of the first block skipped. The last block replays a table."""
     batch = BATCHES[rank]
     namespace: dict[str, Any] = {
         "path": path,
         "ep_group": dist.group.WORLD,
+        "table": draw_table(LAYERS),
+        "names": [f"{rank}.{row}" for row in range(len(batch.labels))],
+        "step": 0,
         "batch": {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels},
     }
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for code in blocks:
         exec(compile(code, str(PAGE), "exec"), namespace)
+    namespace["table"].check_used(namespace["names"])
     namespace["model"](**namespace["batch"]).loss.backward()
     return list(namespace["skipped"].values())
 
