@@ -49,6 +49,7 @@ class RunLog:
         written: The number of steps in the file of each rank. It exceeds S if a rank crashed earlier than others.
         dispatches_SP: The number of calls of dispatch.
         tokens_SE: The number of rows that went to each expert.
+        received_SP: The number of rows that the experts on each rank got, copies of other ranks' experts included.
         rows: The number of padding rows, each (S, P), by cause: "rank", "expert", "cut" and "masked" of ``Metrics``.
         sent: The number of bytes sent to other ranks, each (S, P), by collective.
         needed_SP: The largest number of rows that any dispatch so far needed for the experts of a rank; None if not
@@ -70,6 +71,7 @@ class RunLog:
     written: tuple[int, ...]
     dispatches_SP: Tensor
     tokens_SE: Tensor
+    received_SP: Tensor
     rows: dict[str, Tensor]
     sent: dict[str, Tensor]
     needed_SP: Tensor | None

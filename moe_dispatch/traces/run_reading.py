@@ -154,6 +154,7 @@ def _run_log(files: Sequence[_File]) -> RunLog:
         written=written,
         dispatches_SP=each_step([[total["dispatches"] for total in rank] for rank in ranks]),
         tokens_SE=torch.stack(tokens).sum(0).diff(dim=0),
+        received_SP=torch.stack([of_rank.sum(1) for of_rank in tokens], 1).diff(dim=0),
         rows={cause: each_of("rows", cause) for cause in header["totals"]["rows"]},
         sent={label: counts for label, counts in sent.items() if counts.any()},  # only collectives with bytes
         needed_SP=so_far("needed", 0),

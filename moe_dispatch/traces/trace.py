@@ -160,7 +160,8 @@ class Trace:
 
         Spare expert slots are left out, because a trace has ids of experts and no placement.
         """
-        return shape_of(self.config.replace(spare_experts_per_rank=0), self.ep_size, self.ranks_per_node)
+        config = self.config.replace(spare_experts_per_rank=0, balance=None)
+        return shape_of(config, self.ep_size, self.ranks_per_node)
 
     def cuts(self, part: Part) -> bool:
         """Return whether the dispatcher left out the padding rows of a part, instead of masking them."""

@@ -87,7 +87,9 @@ def test_rows_count_for_experts_before_and_after_a_placement(tmp_path: Path) -> 
                 log.step()
 
     on_ranks(body, 2)
-    assert RunLog.load(tmp_path / "run").tokens_SE.tolist() == [[2, 0, 0, 0, 0, 2, 0, 0]] * 2
+    log = RunLog.load(tmp_path / "run")
+    assert log.tokens_SE.tolist() == [[2, 0, 0, 0, 0, 2, 0, 0]] * 2
+    assert log.received_SP.tolist() == [[2, 2], [2, 2]], "the ranks exchange their experts"
 
 
 def after_minus_before(before: Metrics, after: Metrics) -> tuple[list[int], dict[str, int], dict[str, int]]:
@@ -311,6 +313,6 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 def test_fields_are_frozen() -> None:
     assert " ".join(item.name for item in dataclasses.fields(RunLog)) == (
-        "config backend_name name ep_size versions written dispatches_SP tokens_SE rows sent needed_SP room_S "
-        "pairs_needed_SP pairs_room_S slots_replayed slots_drifted"
+        "config backend_name name ep_size versions written dispatches_SP tokens_SE received_SP rows sent needed_SP "
+        "room_S pairs_needed_SP pairs_room_S slots_replayed slots_drifted"
     )

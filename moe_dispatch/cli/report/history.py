@@ -6,7 +6,7 @@ Dimensions: ``C`` dispatches of the trace, ``E`` experts in the whole group, ``P
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -18,9 +18,10 @@ from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capaci
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.backends.volume import Volume
 from moe_dispatch.cli.loads import Loads, count_loads, padded_rows, rows_between_nodes, rows_within_nodes
+from moe_dispatch.cli.placements import in_slots
 from moe_dispatch.cli.report.load_sections import Timeline
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.requirements import check_group
+from moe_dispatch.dispatchers.requirements import check_group, shape_of
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.traces import Part, Trace
 
@@ -37,6 +38,7 @@ class History:
         loads: Rows that the backend gets, and their destinations.
         cut_CP: Padding rows of a rank that the dispatcher leaves out.
         masked_CP: Padding rows of a rank that the dispatcher keeps, with ids of -1.
+        received_CP: Rows that the experts on each rank got if the run planned a placement for each dispatch; else None.
     """
 
     trace: Trace
@@ -45,6 +47,7 @@ class History:
     loads: Loads
     cut_CP: Tensor
     masked_CP: Tensor
+    received_CP: Tensor | None
 
     @property
     def timeline(self) -> Timeline:
@@ -55,6 +58,7 @@ class History:
             layer_C=self.layer_C,
             step_C=self.step_C,
             tokens_CE=self.loads.tokens_CE,
+            received_CP=self.received_CP,
         )
 
 
@@ -69,14 +73,22 @@ def history_of(trace: Trace) -> History:
     parts = [part for call in trace.calls for part in call.parts]
     idle_CP = torch.tensor([_idle_rows(part) for part in parts], dtype=torch.int64).view(-1, trace.ep_size)
     cuts_CP = torch.tensor([trace.cuts(part) for part in parts], dtype=torch.bool).view(-1, trace.ep_size)
-    sent = ([part.sent_ids(cut=trace.cuts(part)) for part in call.parts] for call in trace.calls)
+
+    def sent() -> Iterator[list[Tensor]]:
+        return ([part.sent_ids(cut=trace.cuts(part)) for part in call.parts] for call in trace.calls)
+
+    received_CP = None
+    if trace.config.balance is not None:  # planners are pure, so they give the placements of the run again
+        shape = shape_of(trace.config, trace.ep_size, trace.ranks_per_node)
+        received_CP = count_loads(in_slots(sent(), trace.config, shape, []), shape).received_CP
     return History(
         trace=trace,
         layer_C=torch.tensor([call.layer for call in trace.calls], dtype=torch.int64),
         step_C=torch.tensor([call.step for call in trace.calls], dtype=torch.int64),
-        loads=count_loads(sent, trace.shape),
+        loads=count_loads(sent(), trace.shape),
         cut_CP=idle_CP * cuts_CP,
         masked_CP=idle_CP * ~cuts_CP,
+        received_CP=received_CP,
     )
 
 

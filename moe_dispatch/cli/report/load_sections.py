@@ -30,6 +30,7 @@ class Timeline:
         layer_C: Index of the name, int64.
         step_C: Number of earlier dispatches or steps with the same name, int64.
         tokens_CE: Rows that went to each expert, int64.
+        received_CP: Rows that the experts on each rank got, int64; None if every rank computed its own experts.
     """
 
     names: Sequence[str]
@@ -37,6 +38,7 @@ class Timeline:
     layer_C: Tensor
     step_C: Tensor
     tokens_CE: Tensor
+    received_CP: Tensor | None = None
 
     @property
     def steps(self) -> int:
@@ -56,7 +58,17 @@ class Timeline:
     @property
     def rank_imbalance_C(self) -> Tensor:
         """Rows of the busiest rank, divided by the mean of all ranks, float64. The other ranks wait for this rank."""
+        return self.unplaced_imbalance_C if self.received_CP is None else _over_mean(self.received_CP)
+
+    @property
+    def unplaced_imbalance_C(self) -> Tensor:
+        """The same number, if every rank had computed its own experts."""
         return _over_mean(self.tokens_CE.unflatten(1, (self.ep_size, -1)).sum(2))
+
+    @property
+    def placed(self) -> bool:
+        """Whether ranks computed experts of other ranks."""
+        return self.received_CP is not None and not self.rank_imbalance_C.equal(self.unplaced_imbalance_C)
 
     def blocks(self, values_C: Tensor) -> list[Tensor]:
         """Split the values of all names into blocks of ``stride`` steps."""
@@ -126,6 +138,8 @@ def imbalance_section(timeline: Timeline) -> Section:
     kinds = {"busiest expert": timeline.imbalance_C}
     if timeline.ep_size > 1:
         kinds["busiest rank"] = timeline.rank_imbalance_C
+    if timeline.placed:
+        kinds["busiest rank without placements"] = timeline.unplaced_imbalance_C
     alt = "Lines over steps: " + "; ".join(
         f"{label}, {float(values.mean()):.2f} times the mean on average, at most {float(values.max()):.2f} times"
         for label, values in kinds.items()
@@ -137,10 +151,20 @@ def imbalance_section(timeline: Timeline) -> Section:
         text=[
             "Rows of the busiest expert and of the busiest rank, divided by the mean of all. 1 is balanced. The "
             "busiest rank decides the time of a step, because the other ranks wait for it in combine.",
+            *([_saved(timeline)] * timeline.placed),
             *([_BANDS] * several),
         ],
         pictures=[curves(lines, name="imbalance", alt=alt, stride=timeline.stride, ylabel="of the mean")],
         tables=[_imbalance_table(timeline, kinds)],
+    )
+
+
+def _saved(timeline: Timeline) -> str:
+    with_C, without_C = timeline.rank_imbalance_C, timeline.unplaced_imbalance_C
+    return (
+        f"Experts were placed on other ranks. The busiest rank got {float(with_C.mean()):.2f} times the mean on "
+        "average. If every rank had computed its own experts, it would have got "
+        f"{float(without_C.mean()):.2f} times the mean."
     )
 
 

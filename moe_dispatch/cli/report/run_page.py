@@ -28,6 +28,7 @@ def run_page(name: str, run: RunLog) -> str:
         layer_C=torch.zeros(run.steps, dtype=torch.int64),
         step_C=torch.arange(run.steps),
         tokens_CE=run.tokens_SE,
+        received_CP=run.received_SP,
     )
     sections = [
         load_section(timeline),
@@ -64,6 +65,7 @@ def _settings(run: RunLog) -> list[tuple[str, str]]:
         ("ranks", str(run.ep_size)),
         *((field, str(getattr(config, field))) for field in ("num_experts", "top_k", "hidden_size", "pad_multiple")),
         ("graph_safe", str(config.graph_safe)),
+        *((("balance", f"{config.balance}, spare slots: {config.spare_experts_per_rank}"),) if config.balance else ()),
         *((("capacity_factor", str(config.capacity_factor)),) if config.graph_safe else ()),
         ("steps", number(run.steps)),
         ("dispatches of a rank", number(run.dispatches_SP[:, 0].sum())),

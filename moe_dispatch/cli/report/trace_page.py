@@ -23,6 +23,7 @@ from moe_dispatch.cli.report.history import (
 )
 from moe_dispatch.cli.report.load_sections import imbalance_section, load_section
 from moe_dispatch.cli.report.page import PADDING_CAUSES, Section, Table, figure, number, percent, render, unit_of
+from moe_dispatch.cli.report.placement_section import placement_section
 from moe_dispatch.config import PAD_MULTIPLES
 from moe_dispatch.traces import Trace
 
@@ -30,6 +31,11 @@ _MATRIX_RANKS = 16
 _FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 _CURVE_POINTS = 81
 _WAYS = ("counts", "dispatch", "combine", "combine.backward", "dispatch.backward")
+_NO_PLACEMENT = (
+    "A trace has no placement. So padding, bytes and overflow are those of a run in which every rank computes its own "
+    "experts. If the config has balance, the busiest rank is that of the run, because the planner gives the same "
+    "placements again."
+)
 _CAUSES = ("masked", "for ranks", "for experts")
 
 
@@ -48,11 +54,13 @@ def trace_page(name: str, trace: Trace) -> str:
     sections = [
         load_section(history.timeline),
         imbalance_section(history.timeline),
+        *([placement_section(history)] if trace.ep_size > 1 else []),
         padding_section(history, [recorded, *others]),
         bytes_section(history, recorded, others),
         overflow_section(history),
     ]
-    return render(f"Routing of {name}", [_summary(history)], _settings(history), sections)
+    intro = [_summary(history), *([_NO_PLACEMENT] if trace.config.spare_experts_per_rank else [])]
+    return render(f"Routing of {name}", intro, _settings(history), sections)
 
 
 def _summary(history: History) -> str:
@@ -75,6 +83,7 @@ def _settings(history: History) -> list[tuple[str, str]]:
         ("hidden_size", str(config.hidden_size)),
         ("pad_multiple", str(config.pad_multiple)),
         ("graph_safe", str(config.graph_safe)),
+        *((("balance", f"{config.balance}, spare slots: {config.spare_experts_per_rank}"),) if config.balance else ()),
         ("dispatchers", str(len(trace.layers))),
         ("steps", str(trace.steps)),
         ("tokens dispatched", number((history.loads.rows_CP - history.masked_CP).sum())),

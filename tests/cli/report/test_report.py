@@ -29,10 +29,12 @@ STEPS, LAYERS = 3, ("layers.0 <mlp>", "layers.1 & more")
 SECTIONS = [
     "Expert load over steps",
     "Imbalance over steps",
+    "Placements",
     "Padding by cause",
     "Bytes by pair of ranks",
     "Overflow",
 ]
+ONE_RANK = [heading for heading in SECTIONS if heading != "Placements"]
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +185,7 @@ def test_one_rank_and_one_step(tmp_path: Path) -> None:
     with Trace.record(dispatcher, tmp_path / "run.safetensors"):
         dispatcher.dispatch(random_rows(4), Routing(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)))
     found = Outline(write_report(tmp_path / "run.safetensors", tmp_path).read_text(encoding="utf-8"))
-    assert found.headings == SECTIONS
+    assert found.headings == ONE_RANK
     assert not any("rank to rank" in caption for caption in found.tables)
 
 
@@ -191,7 +193,7 @@ def test_no_tokens_at_all(tmp_path: Path) -> None:
     dispatcher = build_dispatcher(DispatcherConfig(backend="local", num_experts=1, top_k=1, hidden_size=4))
     with Trace.record(dispatcher, tmp_path / "run.safetensors"):
         dispatcher.dispatch(random_rows(0, 4), Routing(torch.zeros(0, 1, dtype=torch.int64), torch.ones(0, 1)))
-    assert Outline(write_report(tmp_path / "run.safetensors", tmp_path).read_text()).headings == SECTIONS
+    assert Outline(write_report(tmp_path / "run.safetensors", tmp_path).read_text()).headings == ONE_RANK
 
 
 def test_what_cannot_be_reported(tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +292,7 @@ def test_browser_shows_it(page: Path, tmp_path: Path, width: int, dark: bool) ->
     assert (luminance(view["paper"]) < 0.05) == dark
     assert view["wide"] <= width, "nothing makes the page scroll sideways"
     assert view["columns"] == (2 if width > 1100 else 1), "sections stand side by side where there is room"
-    assert len(view["pictures"]) == 6
+    assert len(view["pictures"]) == len(LAYERS) + len(SECTIONS) - 1
     for left, right, height in view["pictures"]:
         assert 0 <= left < right <= width
         assert right - left > min(width, 500) * 0.85, "a picture uses the width there is"
