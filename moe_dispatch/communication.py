@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError
+from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError
 from moe_dispatch.watchdog import Call, watch_of
 
 Options = TypeVar("Options")
@@ -153,7 +153,7 @@ class Communicator:
         if self.group is None:
             return [list(values)]
         device = control_device(self.group)
-        mine = torch.tensor(values, dtype=torch.int64, device=device)
+        mine = to_device(values, device)
         everyone = torch.empty(self.size * len(values), dtype=torch.int64, device=device)
         self.all_gather(everyone, mine, label=label)
         return [list(part) for part in everyone.view(self.size, -1).tolist()]
@@ -344,15 +344,30 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu" if "cpu" in kinds or not kinds else sorted(kinds)[0])
 
 
-def to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Copy integers of the host to a device, int64. The host does not wait.
+def to_device(values: Sequence[Any] | Tensor, device: torch.device | str) -> Tensor:
+    """Copy numbers of the host to a device. The host does not wait.
 
     The memory is pinned, so that the copy is asynchronous. torch does not reuse pinned memory before the copy is done:
-    its allocator records an event behind each copy. Code that a CUDA graph captures must not call this function: a
-    replay would copy from memory that has been reused.
+    its allocator records an event behind each copy.
+
+    Args:
+        values: Integers, which become int64; or a tensor. A tensor that is on a device already is moved from there.
+        device: The device.
+
+    Raises:
+        StateError: A CUDA graph is being captured. A replay would copy from memory that has been reused.
     """
-    host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64, device="cpu")
+    device = torch.device(device)
+    if device.type == "cuda" and host.is_cpu and type(host) is Tensor and not torch.compiler.is_compiling():
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "Dispatcher: lengths of a layout must be on the device before a CUDA graph captures a call, got "
+                "lengths on the host inside a capture. Pass plan(layout, like=x) that was made before, or keep lengths "
+                "on the device."
+            )
+        host = host.pin_memory()
+    return host.to(device, non_blocking=host.is_cpu)
 
 
 def read_host(tensor: Tensor) -> list[Any]:

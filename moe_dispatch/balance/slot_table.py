@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
+from moe_dispatch.communication import to_device
 
 
 @final
@@ -52,7 +53,7 @@ class SlotTable:
         rows = [[len(slots), *slots, *[0] * (width - len(slots))] for slots in used]
         experts = [placement.num_experts if expert == EMPTY else expert for expert in placement.slots[rank]]
         with torch.inference_mode(False):  # training must be able to write to a table that an evaluation made
-            return cls(copies_EC=torch.tensor(rows, device=device), experts_L=torch.tensor(experts, device=device))
+            return cls(copies_EC=to_device(rows, device), experts_L=to_device(experts, device))
 
     def update(self, other: SlotTable) -> bool:
         """Copy another table into the tensors of this one. Return False, and do nothing, if shape or device differs."""

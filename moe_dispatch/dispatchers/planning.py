@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints, Sizes
-from moe_dispatch.communication import control_device, device_of, digest, raise_alike
+from moe_dispatch.communication import control_device, device_of, digest, raise_alike, to_device
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.ids import SentIds, problem_of_ids
@@ -65,7 +65,7 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
         valid_T = layout.valid_T(num_rows, like.device)
     _check_count(channel, layout, count)
     if like is not None and real_rows is not None:
-        real_rows = real_rows.to(like.device, non_blocking=True)
+        real_rows = to_device(real_rows, like.device)
     return Draft(layout=layout, num_rows=num_rows, real_rows=real_rows, valid_T=valid_T, count=count)
 
 

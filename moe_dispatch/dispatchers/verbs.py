@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch.backends.base import Arrived, Sizes
+from moe_dispatch.communication import to_device
 from moe_dispatch.dispatchers import autograd, operators
 from moe_dispatch.dispatchers.autograd import Selection, State, anchor, attach, run_dispatch, tie
 from moe_dispatch.dispatchers.balancing import plan_balance
@@ -226,7 +227,7 @@ def _real_rows(channel: Channel, plan: Draft | Plan, x_TD: Tensor) -> tuple[Tens
     if cuts_rows(channel, layout):
         if plan.num_rows is None:
             real_rows = layout.real_rows(num_rows)
-        return None if real_rows is None else real_rows.to(x_TD.device, non_blocking=True), None
+        return None if real_rows is None else to_device(real_rows, x_TD.device), None
     return None, layout.valid_T(num_rows, x_TD.device) if plan.valid_T is None else plan.valid_T
 
 
@@ -317,7 +318,7 @@ def dispatch_by_operator(
     if isinstance(plan, Plan):
         _check_plan_by_shape(channel, plan, num_rows)
         sizes, valid_T = plan.sizes, plan.valid_T
-        real_rows = None if plan.real_rows is None else plan.real_rows.to(x.device, non_blocking=True)
+        real_rows = None if plan.real_rows is None else to_device(plan.real_rows, x.device)
     # Without a plan, rows that are no tokens are masked. To cut them out, their number would have to be read here.
     if real_rows is None and valid_T is None:
         valid_T = layout.valid_T(num_rows, x.device)

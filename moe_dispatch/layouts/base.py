@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from moe_dispatch.communication import to_device
 from moe_dispatch.errors import LayoutError
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
@@ -102,9 +103,10 @@ class Layout(ABC):
         if self.all_real:
             return None
         mask = self.mask(num_rows)
-        # A copy from the host may be asynchronous, because it is staged before the call returns. A copy to the host may
-        # not, because its result would be read too early.
-        return mask if device is None else mask.to(device, non_blocking=is_host(mask))
+        if device is None:
+            return mask
+        # A copy to the host must not be asynchronous, because its result would be read too early.
+        return to_device(mask, device) if is_host(mask) else mask.to(device)
 
     @final
     def real_rows(self, num_rows: int) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_dispatch.communication import to_device
 from moe_dispatch.errors import LayoutError
 from moe_dispatch.layouts.base import Layout, ShardKind, is_host
 from moe_dispatch.layouts.thd import THD, locate
@@ -167,7 +168,7 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     were not gathered get zero gradient. These rows, and the gradients of zero rows, are never multiplied, so they may
     hold NaN.
     """
-    index = index.to(x.device, non_blocking=True)
+    index = to_device(index, x.device)
     gathered: Tensor = _Gather.apply(x, index, _inverse(index, len(x)))  # type: ignore[no-untyped-call]
     return gathered
 

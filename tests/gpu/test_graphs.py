@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher, capture
+from moe_dispatch import BSHD, Dispatcher, DispatcherConfig, Routing, build_dispatcher, capture
 from moe_dispatch.errors import InputError, StateError
 from tests.gpu.syncs import refused_syncs
 
@@ -131,3 +131,19 @@ def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         dispatcher.dispatch(x, Routing(ids, weights))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_on_the_host_cannot_be_captured_without_a_plan(backend: str, nccl: dist.ProcessGroup) -> None:
+    """A replay would copy them from memory of the host that has been reused."""
+    dispatcher, (x, ids, weights) = dispatcher_of(backend, nccl), inputs_of(0)
+    x, layout = x.detach().view(2, -1, HIDDEN), BSHD(lengths=[7, 40])
+    dispatcher.dispatch(x, Routing(ids, weights), layout)
+    with (
+        pytest.raises(StateError, match="lengths of a layout must be on the device before a CUDA graph captures"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        dispatcher.dispatch(x * 2, Routing(ids, weights), layout)  # torch warns of a graph without a kernel
+    plan = dispatcher.plan(layout, like=x)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        dispatcher.dispatch(x, Routing(ids, weights), plan)

@@ -1,0 +1,92 @@
+"""A captured call takes nothing from the host and gives it nothing: no copy to or from host memory, and no wait.
+
+A replay would repeat such a copy with memory that has been reused. CUDA refuses a wait in a capture, but not a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch import BSHD, Dispatcher, Plan, Routing, Rows
+from moe_dispatch.dispatchers import verbs
+from moe_dispatch.layouts import Layout
+from tests.simulated_cuda.device import Record, recorded
+from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, VERBS, Step, dispatcher_of
+from tests.simulated_cuda.ranks import NcclRanks
+
+# torch warns of the run before the capture, in which a leaf is used on two streams.
+pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+RANKS = NcclRanks()
+BACKENDS = ("local", "alltoall", "allgather")
+LENGTHS = [7, LENGTH]
+MakePlan = Callable[[Dispatcher, Tensor], Layout | Plan]
+LAYOUTS: dict[str, MakePlan] = {
+    "rows": lambda dispatcher, x: Rows(),
+    "lengths on the device": lambda dispatcher, x: BSHD(lengths=torch.tensor(LENGTHS, device="cuda")),
+    "lengths on the host, with a plan": lambda dispatcher, x: dispatcher.plan(BSHD(lengths=LENGTHS), like=x),
+}
+ROOM: dict[str, dict[str, Any]] = {"worst": {}, "drops": {"capacity_factor": 0.5, "on_overflow": "drop"}}
+
+
+def captured(backend: str, make_plan: MakePlan, fields: dict[str, Any]) -> list[Record]:
+    """Capture all verbs of a layer on one rank, over NCCL except for ``local``. Return the records of the capture."""
+
+    def body(group: dist.ProcessGroup) -> list[Record]:
+        dispatcher = dispatcher_of(backend, group, graph_safe=True, max_tokens_per_rank=32, **fields)
+        x = torch.randn(BATCH, LENGTH, HIDDEN, device="cuda").bfloat16().requires_grad_()
+        weights, ids = torch.rand(BATCH * LENGTH, EXPERTS, device="cuda").topk(TOP_K)
+        plan = make_plan(dispatcher, x)
+        step = Step(dispatcher, x, Routing(ids, weights.requires_grad_()), plan)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for verb in VERBS:
+                step.run(verb)
+        torch.cuda.current_stream().wait_stream(side)
+        with recorded() as found, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            for verb in VERBS:
+                step.run(verb)
+        dispatcher.close()
+        return [record for record in found if record.capture]
+
+    (records,) = RANKS.run(body, 1)
+    return records
+
+
+def with_the_host(records: list[Record]) -> list[str]:
+    """Return the copies to and from host memory, and the waits, each with its line."""
+    within = ("copy", "device to device")
+    return [
+        f"{each.kind} {each.detail}, at {each.place}"
+        for each in records
+        if each.kind == "sync" or (each.kind.startswith("copy") and (each.kind, each.detail) != within)
+    ]
+
+
+@pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_captured_layer_exchanges_nothing_with_the_host(backend: str, layout: str, room: str) -> None:
+    records = captured(backend, LAYOUTS[layout], ROOM[room])
+    assert {"kernel", "copy"} <= {each.kind for each in records}
+    assert not with_the_host(records)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_planted_copy_from_the_host_is_found(pinned: bool) -> None:
+    merged = verbs.merged_slots
+
+    def with_a_number_of_the_host(ids: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros(1, dtype=ids.dtype, pin_memory=pinned)
+        return merged(ids + zero.to(ids.device, non_blocking=True), weights, **options)
+
+    with patch.object(verbs, "merged_slots", with_a_number_of_the_host):
+        (found,) = with_the_host(captured("local", LAYOUTS["rows"], {}))
+    assert "dispatchers/verbs.py" in found
