@@ -97,8 +97,7 @@ soak: $(DEV) ## see that a process that runs for minutes does not grow; ARGS="--
 	$(PY) tests/reliability/soak.py $(ARGS)
 
 simgpu: $(SIMGPU_LIBRARIES) ## the kit, capture and the budget of launches on CUDA and NCCL that are simulated on the CPU
-	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin tests/simulated_cuda tests/gpu/test_graphs.py tests/gpu/test_permutation.py \
-	    -k 'not offsets_beyond_32_bits and not speed_of_a_copy' $(ARGS)
+	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin tests/simulated_cuda tests/gpu/test_graphs.py tests/gpu/test_permutation.py $(ARGS)
 
 gpu: ## what needs a GPU, in 25 minutes, with the torch of PYTHON and no network; the report is out/gpu/report.md
 	$(PYTHON) -c 'import pydantic, pytest' 2>/dev/null || $(PYTHON) -m pip install --quiet --no-index --no-deps --target out/gpu/packages \

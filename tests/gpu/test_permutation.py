@@ -100,6 +100,7 @@ def test_no_pass_waits_for_the_gpu(permutation: Permutation, dtype: torch.dtype)
         passes(permutation, index, *cuda)
 
 
+@pytest.mark.real_gpu
 def test_offsets_beyond_32_bits(permutation: Permutation) -> None:
     """The last of 2**31 numbers and more, read and written."""
     num_rows, width = (1 << 31) // 4096 + 8, 4096
@@ -114,6 +115,7 @@ def test_offsets_beyond_32_bits(permutation: Permutation) -> None:
     assert not rows_SD[:-1].any()
 
 
+@pytest.mark.real_gpu
 def test_triton_moves_bytes_at_half_the_speed_of_a_copy_or_more() -> None:
     """Each pass reads or writes all grouped rows; it is held against copying as many."""
     verdict = probe_permutation("triton", "cuda")

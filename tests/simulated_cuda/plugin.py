@@ -26,6 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("torch does not run on simulated CUDA here. Run the tests with make simgpu.")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("real_gpu") is not None:
+        pytest.skip("a simulated device has neither the speed nor the memory of a GPU")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     from tests.simulated_cuda.values import simulated
