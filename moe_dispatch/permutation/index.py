@@ -228,25 +228,27 @@ def group_slots(
     counts: Sequence[int],
     pad_multiple: int = 1,
     *,
+    entries_per_key: int = 1,
     real_L: Tensor | None = None,
     kernels: Any = None,
 ) -> SlotIndex:
     """Make the index of a table of keys when the host knows how many slots each key has.
 
     Args:
-        keys_SK: int16, int32 or int64 (S, K). A slot whose entry lies outside ``[0, len(counts))`` has no key. Or each
-            key may be a range of M entries, ``[key * M, (key + 1) * M)``; then the rows of a key are ordered by entry
-            first.
+        keys_SK: int16, int32 or int64 (S, K). With M ``entries_per_key``, the entries of a key are
+            ``[key * M, (key + 1) * M)``. A slot whose entry belongs to none of the keys has no key.
         counts: The number of slots of each key, on the host.
         pad_multiple: The number of rows of each key is rounded up to a multiple of this; a key without rows stays
             empty.
+        entries_per_key: M. The rows of a key are ordered by entry first.
         real_L: int64 (L,), ``counts`` on the device, if the caller has them there. The index keeps this tensor.
         kernels: Result of ``index_kernels``: kernels that make the tables, or None for operators of torch.
 
     Cost: one stable sort of S*K keys, one sort of N slots, and single passes; no host sync.
     """
     if kernels is not None:
-        return kernels.group_slots(keys_SK, counts, pad_multiple)  # type: ignore[no-any-return]
+        made: SlotIndex = kernels.group_slots(keys_SK, counts, pad_multiple, entries_per_key)
+        return made
     num_rows, top_k = keys_SK.shape
     real, device = sum(counts), keys_SK.device
     # Without its sign bit, a negative key is large (-1 in int64 becomes 2**63 - 1), so it sorts behind all groups.

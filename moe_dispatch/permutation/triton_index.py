@@ -95,6 +95,7 @@ def place_kernel(
     padding,
     num_sorted,
     num_keys,
+    entries,
     num_rows,
     top_k,
     multiple,
@@ -105,13 +106,14 @@ def place_kernel(
     """Write the tables of a ``SlotIndex``. Element ``at`` has a part in each of the three.
 
     The first part places the slot that is number ``at`` in the order of the keys. ``seen`` holds the number of slots
-    with a key up to and including each slot. The second part writes ``cu[at]``. The third part is number
-    ``at % (multiple - 1)`` of the padding of key ``at // (multiple - 1)``, if the key has so much padding.
+    with a key up to and including each slot. In ``cleaned``, each key has ``entries`` entries. The second part writes
+    ``cu[at]``. The third part is number ``at % (multiple - 1)`` of the padding of key ``at // (multiple - 1)``, if the
+    key has so much padding.
     """
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     sorted_ = at < num_sorted
     slot = tl.load(slots + at, mask=sorted_, other=0)
-    key = tl.load(cleaned + slot, mask=sorted_, other=0)
+    key = tl.load(cleaned + slot, mask=sorted_, other=0) // entries
     placed = sorted_ & (key < num_keys)
     to = at
     if is_padded:
@@ -203,7 +205,7 @@ def owners_kernel(ids, owners, counts, num_ids, slots, width, block: tl.constexp
     tl.atomic_add(counts + place, tl.full((block,), 1, tl.int64), mask=inside & (owner > 0))
 
 
-def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int) -> SlotIndex:
+def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int, entries_per_key: int) -> SlotIndex:
     """Do what ``index.group_slots`` does. Cost: a stable sort, a scan, two launches, a copy from pinned memory."""
     num_rows, top_k = keys_SK.shape
     device, num_keys, real = keys_SK.device, len(counts), sum(counts)
@@ -213,7 +215,7 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int) -> Sl
     packed = [*counts, *padded, *shifts, *accumulate(counts)]
     real_L, padded_L, shifts_L, ends_L = to_device(packed, device).view(4, num_keys).unbind()
     new = _tables(device)
-    cleaned, slots, seen = _sorted(keys_SK, num_keys, None, ())
+    cleaned, slots, seen = _sorted(keys_SK, num_keys * entries_per_key, None, ())
     source_R, byrow_N, cu_S = new(num_grouped), new(real), new(num_rows + 1)
     place_N, masked_R, padding = (new(size) if is_padded else None for size in (real, num_grouped, num_grouped - real))
     slot_N = slots[:real]
@@ -221,7 +223,7 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int) -> Sl
     with torch.cuda.device_of(keys_SK):
         place_kernel[(triton.cdiv(elements, _BLOCK),)](
             *(slot_N, cleaned, seen, real_L, shifts_L, ends_L, source_R, masked_R, place_N, byrow_N, cu_S, padding),
-            *(real, num_keys, num_rows, top_k, pad_multiple),
+            *(real, num_keys, entries_per_key, num_rows, top_k, pad_multiple),
             is_padded=is_padded,
             fixed=False,
             **_OPTIONS,
@@ -263,7 +265,7 @@ def group_statically(keys_SK: Tensor, num_keys: int, *, buffer_rows: int, pad_mu
         )
         place_kernel[(triton.cdiv(elements, _BLOCK),)](
             *(slots, cleaned, seen, real_L, shifts_L, ends_L, source_R, filled_R, place_N, byrow_N, cu_S, padding),
-            *(num_slots, num_keys, num_rows, top_k, pad_multiple),
+            *(num_slots, num_keys, 1, num_rows, top_k, pad_multiple),
             is_padded=is_padded,
             fixed=True,
             **_OPTIONS,

@@ -71,6 +71,19 @@ def test_keys_may_be_narrow_and_strided(dtype: torch.dtype) -> None:
     expect_equal(group_slots(keys_SK, counts, 4, kernels=kernels_of(keys_SK)), group_slots(keys_SK, counts, 4))
 
 
+@pytest.mark.parametrize("pad_multiple", [1, 4])
+def test_a_key_may_have_several_entries(pad_multiple: int) -> None:
+    entries = 3
+    entry_SK = keys_of(40, 8, 5 * entries, torch.int32)
+    keys_SK = entry_SK.div(entries, rounding_mode="floor")
+    counts = [int((keys_SK == key).sum()) for key in range(5)]
+    found, expected = (
+        group_slots(entry_SK, counts, pad_multiple, entries_per_key=entries, kernels=kernels)
+        for kernels in (kernels_of(entry_SK), None)
+    )
+    expect_equal(found, expected)
+
+
 @pytest.mark.parametrize("dropping", [False, True])
 @pytest.mark.parametrize("pad_multiple", [1, 2, 16])
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)

@@ -18,13 +18,20 @@ TABLE = Path(__file__).with_name("budget.json")
 KINDS = {"launches": ("kernel", "memset"), "copies": ("copy",), "pageable": ("copy-pageable",), "syncs": ("sync",)}
 MODES: dict[str, dict[str, Any]] = {"eager": {}, "graph-safe": {"graph_safe": True, "max_tokens_per_rank": 32}}
 LAYOUTS = ("rows", "bshd")
+# The backend, the number of ranks, and the modes, by the name in the table.
+BACKENDS: dict[str, tuple[Any, int, tuple[str, ...]]] = {
+    "local": ("local", 1, tuple(MODES)),
+    "alltoall": ("alltoall", 2, tuple(MODES)),
+    "alltoall-levels-2": ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, 4, ("eager",)),
+    "allgather": ("allgather", 2, tuple(MODES)),
+}
 Counts = dict[str, int]
 
 
 def combinations() -> Iterator[tuple[str, str, str]]:
     """Yield every backend, mode and layout of the table. "bshd" has lengths that the host knows, and no plan."""
-    for backend in ("local", "alltoall", "allgather"):
-        for mode in MODES:
+    for backend, (_, _, modes) in BACKENDS.items():
+        for mode in modes:
             for layout in LAYOUTS:
                 yield backend, mode, layout
 
@@ -36,13 +43,13 @@ def counted(records: list[Any]) -> Counts:
 
 
 def measure(backend: str, mode: str, layout: str) -> dict[str, list[Any]]:
-    """Return the records of each verb on device 0, on two ranks; on one for ``local``."""
+    """Return the records of each verb on device 0."""
     from tests.simulated_cuda.layer import Recorder, record_verbs
     from tests.simulated_cuda.ranks import NcclRanks
 
-    size = 1 if backend == "local" else 2
+    config, size, _ = BACKENDS[backend]
     recorder = Recorder(size)
-    by_rank = NcclRanks().run(lambda group: record_verbs(group, recorder, backend, layout, MODES[mode]), size)
+    by_rank = NcclRanks().run(lambda group: record_verbs(group, recorder, config, layout, MODES[mode]), size)
     return by_rank[0]
 
 

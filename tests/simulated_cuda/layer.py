@@ -21,7 +21,7 @@ VERBS = ("dispatch", "combine", "combine.backward", "dispatch.backward")
 Records = dict[str, list[Record]]
 
 
-def dispatcher_of(backend: str, group: dist.ProcessGroup | None, **fields: Any) -> Dispatcher:
+def dispatcher_of(backend: Any, group: dist.ProcessGroup | None, **fields: Any) -> Dispatcher:
     config = DispatcherConfig(
         backend=backend, num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, pad_multiple=16, **fields
     )
@@ -45,7 +45,7 @@ class Recorder:
 
 
 def record_verbs(
-    group: dist.ProcessGroup, recorder: Recorder, backend: str, layout: str, fields: dict[str, Any]
+    group: dist.ProcessGroup, recorder: Recorder, backend: Any, layout: str, fields: dict[str, Any]
 ) -> Records:
     """Run a layer twice. Return the records of each verb in the second run."""
     rank, device = group.rank(), torch.device("cuda", group.rank())

@@ -233,10 +233,17 @@ class AllToAll(Backend):
                 second, received = self._forward(received, form, found.splits[1], self._nodes)
                 legs.append(second)
             rows_SD, weights_SK, keys_SK = self._unpack(received, form)
+            entries = 1
             if self._nodes is not None:
-                keys_SK = self._nodes.keys(keys_SK, found.rows_in)
-            real_L = counts[: shape.num_local_experts]
-            index = self.context.group(keys_SK, weights_SK, None, counts=found.tokens_per_expert, real_L=real_L)
+                keys_SK, entries = self._nodes.keys(keys_SK, found.rows_in), self._nodes.num_nodes
+            index = self.context.group(
+                keys_SK,
+                weights_SK,
+                None,
+                counts=found.tokens_per_expert,
+                entries_per_key=entries,
+                real_L=counts[: shape.num_local_experts],
+            )
             route = self._route(legs, index, weights_TK if self._exact else None)
             arrived = arrive(route, rows_SD, weights_SK, dtype)
             space.give(received)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_dispatch.backends.alltoall.route import Splits
 from moe_dispatch.backends.base import MoEShape
+from moe_dispatch.communication import to_device
 from moe_dispatch.errors import ConfigError
 
 WITHIN_NODE = ".within_node"  # behind the labels of the collectives of the second leg
@@ -149,7 +150,7 @@ class Nodes:
         return found
 
     def keys(self, local_ids_SK: Tensor, rows_in: list[int]) -> Tensor:
-        """Return numbers that sort slots by expert, then by the node that their row comes from.
+        """Return numbers that sort slots by expert, then by the node that their row comes from: M for each expert.
 
         Rows arrive ordered by relay, then by the node of their sender, then by row. So after a stable sort by these
         numbers, the rows of an expert are ordered by their sender, as if they had come without a relay.
@@ -158,8 +159,8 @@ class Nodes:
             local_ids_SK: integer (S, K), local expert ids. Other ids are no experts of this rank.
             rows_in: Number of rows from each rank of the group.
         """
-        counts = torch.tensor(rows_in, dtype=torch.int64, device="cpu").view(self.num_nodes, self.ranks_per_node)
-        repeats = counts.t().reshape(-1).to(local_ids_SK.device, non_blocking=True)
+        by_place = [count for place in range(self.ranks_per_node) for count in rows_in[place :: self.ranks_per_node]]
+        repeats = to_device(by_place, local_ids_SK.device)
         nodes = torch.arange(self.num_nodes, device=local_ids_SK.device).repeat(self.ranks_per_node)
         origin_S = nodes.repeat_interleave(repeats, output_size=sum(rows_in))
         return local_ids_SK.int() * self.num_nodes + origin_S.int().unsqueeze(1)
