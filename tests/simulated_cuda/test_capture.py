@@ -1,6 +1,7 @@
 """A captured call takes nothing from the host and gives it nothing: no copy to or from host memory, and no wait.
 
-A replay would repeat such a copy with memory that has been reused. CUDA refuses a wait in a capture, but not a copy.
+A replay would repeat such a copy with memory that has been reused. CUDA refuses a wait in a capture, and torch 2.12.1 a
+copy of pageable memory. Nothing refuses a copy of pinned memory.
 """
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ def test_a_captured_layer_exchanges_nothing_with_the_host(backend: str, layout: 
     assert not with_the_host(records)
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_a_planted_copy_from_the_host_is_found(pinned: bool) -> None:
+def test_a_planted_copy_of_pinned_memory_is_found() -> None:
     merged = verbs.merged_slots
 
     def with_a_number_of_the_host(ids: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        zero = torch.zeros(1, dtype=ids.dtype, pin_memory=pinned)
+        zero = torch.zeros(1, dtype=ids.dtype, pin_memory=True)
         return merged(ids + zero.to(ids.device, non_blocking=True), weights, **options)
 
     with patch.object(verbs, "merged_slots", with_a_number_of_the_host):
         (found,) = with_the_host(captured("local", LAYOUTS["rows"], {}))
+    assert found.startswith("copy pinned to device")
     assert "dispatchers/verbs.py" in found
