@@ -11,11 +11,12 @@ import pytest
 
 from moe_dispatch.backends import known_backends
 from moe_dispatch.testing import SCENARIOS, Excuse, Ranks, conformance_cases, excuses
+from moe_dispatch.testing.case import BackendSpec
 from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch.testing.kit import EP_SIZES, describe
 from moe_dispatch.testing.scenario import ROUTINGS
 from moe_dispatch.testing.schedules import SCHEDULES
-from tests.conformance.backends import BACKENDS, IN_ONE_LAYOUT, more_backends
+from tests.conformance.backends import BACKENDS, IN_ONE_LAYOUT, OLDER_RELEASES, more_backends
 
 EVERY = {
     frozenset(scenario.name for scenario in SCENARIOS): "every scenario",
@@ -31,13 +32,15 @@ def all_cases() -> list[Any]:
             pytest.param(run, id=f"{describe(backend)}-{name}")
             for backend in BACKENDS
             for name, run in conformance_cases(backend, ranks=ranks)
-            if backend not in IN_ONE_LAYOUT or _is_enough(name)
+            if backend not in IN_ONE_LAYOUT or _is_enough(name, backend)
         ]
 
 
-def _is_enough(name: str) -> bool:
-    """Return whether backends in ``IN_ONE_LAYOUT`` run a case too."""
-    return "-bshd-" in name and ("_graph_safe-" not in name or "-ep2-" in name)
+def _is_enough(name: str, backend: BackendSpec) -> bool:
+    """Return whether a backend of ``IN_ONE_LAYOUT`` runs a case too."""
+    if "_graph_safe-" in name:
+        return "-bshd-" in name and "-ep2-" in name
+    return "-bshd-" in name and ("-ep4-" in name or backend not in OLDER_RELEASES)
 
 
 @pytest.mark.parametrize("run", all_cases())
