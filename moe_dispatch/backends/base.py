@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, final
 
@@ -35,6 +35,9 @@ PROTOCOL = 1
 WireDtype = Literal["bfloat16", "float8_e4m3fn"]
 PermutationName = Literal["auto", "torch", "triton", "te"]
 DropOrder = Literal["weight", "position"]
+
+MARKED_DISPATCHERS = 64
+"""Numbers of dispatchers that marks tell apart, with 0 for an unknown one. A mark is ``facts * 64 + dispatcher``."""
 
 
 @final
@@ -476,6 +479,16 @@ class Arrived:
     demand: Tensor | None = None
 
 
+def marks_agree(marks: Collection[int]) -> bool:
+    """Return whether no rank refuses, and all make the same call, from the marks of all ranks.
+
+    A mark is -1 if its rank refuses. Its lowest 6 bits are the number of the dispatcher, which compiled code does not
+    know and sends as 0. So ranks of which only some fell back to eager mode agree.
+    """
+    dispatchers = {mark % MARKED_DISPATCHERS for mark in marks} - {0}
+    return min(marks) >= 0 and len(dispatchers) <= 1 and len({mark // MARKED_DISPATCHERS for mark in marks}) == 1
+
+
 class Backend(ABC):
     """An open backend. It moves aligned rows between ranks, and knows nothing of models, layouts or padding of tokens.
 
@@ -529,7 +542,7 @@ class Backend(ABC):
                 ``Constraints.exchanges_counts``.
 
         Raises:
-            PeerError: The mark of some rank is -1, or the marks of the ranks differ. All ranks raise it.
+            PeerError: ``marks_agree`` is false for the marks of the ranks. All ranks raise it.
         """
         arrived = self.dispatch(rows_TD, ids_TK, weights_TK, sizes)
         return lambda: arrived

@@ -4,14 +4,15 @@ One call passes these modules, in this order:
 
 - ``dispatcher``: the class that a model calls.
 - ``verbs``: dispatch and combine, for eager and for traced calls.
-- ``planning``: checks a call, agrees on sizes with the other ranks, and tells them if this rank refuses the call.
+- ``planning``: checks a call on its own rank.
+- ``agreement``: agrees on sizes with the other ranks, and tells them if this rank refuses the call.
 - ``autograd``: the computation of both verbs and of their backwards.
 - ``operators``: the same computation as operators of torch, for ``torch.compile`` and selective checkpointing.
 
 There are two kinds of padding:
 
 - Rank padding makes the number of rows of each rank fit the backend's ``Constraints`` (``padded`` and ``brought``).
-  ``planning`` agrees on the number, and ``autograd.Selection`` adds the rows.
+  ``agreement`` settles the number, and ``autograd.Selection`` adds the rows.
 - Expert padding makes the rows of each expert a multiple of the config's ``pad_multiple``. ``permutation.index`` adds
   these rows after the exchange. If the backend has ``pads_experts``, its library adds them.
 

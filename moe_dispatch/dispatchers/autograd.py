@@ -20,9 +20,9 @@ from moe_dispatch.backends.base import Arrived, Route, Sizes
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import HostCopy, raise_alike
+from moe_dispatch.dispatchers.agreement import Caller
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.ids import SentIds, problem_of_ids
-from moe_dispatch.dispatchers.planning import facts_of_rows, number_of_rows
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 
@@ -104,7 +104,7 @@ def run_dispatch(
     selection: Selection,
     sizes: Sizes,
     *,
-    recorded: bool,
+    caller: Caller,
     table: SlotTable | None,
 ) -> Callable[[], Arrived]:
     """Cut, pad and send rows. The returned function waits until rows have arrived. Call both with gradients off.
@@ -119,7 +119,7 @@ def run_dispatch(
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
         selection: The rows that go to the backend.
         sizes: Sizes that the ranks have settled.
-        recorded: Whether the call records gradients.
+        caller: Who makes the dispatch.
         table: Table with which ids of experts were turned into ids of expert slots; None if they are equal.
 
     Raises:
@@ -133,7 +133,7 @@ def run_dispatch(
     sent = selection.take(rows_TD), selection.pad(ids.ids_TK, -1), selection.take(weights_TK)
     mark, is_invalid = None, None
     if channel.needs.exchanges_counts:
-        number = number_of_rows(rows_TD.dtype, recorded=recorded)
+        number = caller.mark(rows_TD.dtype)
         mark = ids.outcome if sizes.capacity is None else torch.where(ids.outcome > 0, -1, number)
     elif sizes.capacity is None and sizes.tokens_per_expert is None:
         is_invalid = HostCopy(ids.outcome)
@@ -143,7 +143,7 @@ def run_dispatch(
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
         problem = problem_of_ids(ids.given_TK, channel.config.num_experts)
-        facts = facts_of_rows(rows_TD.dtype, recorded=recorded)
+        facts = caller.described(caller.facts(rows_TD.dtype))
         raise_alike(channel.control, problem, facts=facts, of_call=True, label="refusal")
         raise
 

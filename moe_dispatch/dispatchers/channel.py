@@ -57,7 +57,8 @@ class Blueprint:
 class Channel:
     """One backend, open on one group, for one config.
 
-    Only three attributes change later: the refcount ``users``, the capacity (in ``grow``), and the recorder.
+    Only four attributes change later: the refcount ``users``, the capacity (in ``grow``), the recorder and ``numbers``,
+    which counts the dispatchers that the ranks have built on the channel.
 
     Attributes:
         sums_tallies: Whether ranks that agree on sizes also sum their counts of slots (``SentIds.tally``).
@@ -82,6 +83,7 @@ class Channel:
         self.stream_order = StreamOrder()
         self.recorder: Recorder | None = None
         self.users = 0
+        self.numbers = itertools.count()
         self._capacity = options.capacity(shape) if config.graph_safe else None
         # The counts are on the device of the rows, so sizes must be agreed on there too.
         device = None if control.group is None else control_device(control.group).type
@@ -163,6 +165,8 @@ class Lease:
 
     Attributes:
         name: Name of the dispatcher.
+        number: Number of the dispatcher on its channel, in the order of building, so it is equal on all ranks. A copy
+            has the number of its original.
         placement: Placement in force. None if every rank holds its own experts and has no spare expert slots. Only
             ``place`` changes it.
         table: Table of the placement; None without one.
@@ -172,6 +176,7 @@ class Lease:
         with _lock:
             channel.users += 1
         self.name = name
+        self.number = 0
         self.placement: ExpertPlacement | None = None
         self.table: SlotTable | None = None
         self._channel = channel
@@ -239,6 +244,7 @@ class Lease:
         Models are copied to average their weights, for example.
         """
         lease = Lease(self.channel, self.name)
+        lease.number = self.number
         if self.placement is not None and self.table is not None:
             lease.place(self.placement, self.table.copies_EC.device)
         return lease

@@ -14,6 +14,7 @@ from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import overflow, verbs
+from moe_dispatch.dispatchers.agreement import settle
 from moe_dispatch.dispatchers.autograd import State, profiler_range
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.ddp import DDPWatch
@@ -21,7 +22,7 @@ from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.placing import device_of_tables, place
-from moe_dispatch.dispatchers.planning import Draft, draft_plan, settle
+from moe_dispatch.dispatchers.planning import Draft, draft_plan
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
@@ -164,9 +165,9 @@ class Dispatcher(nn.Module):
             PeerError: The call failed on another rank.
 
         Cost: mostly nothing. If the backend needs equal rows or the largest row count, and ``row_counts`` is "agree" or
-        "check", one all-reduce of five integers on the control group and one host sync. On ``allgather`` the all-reduce
-        has five integers of each rank and one for each expert. A backend with buffers may grow the buffers here, which
-        is collective.
+        "check", one all-reduce of seven integers on the control group and one host sync. On ``allgather`` the
+        all-reduce has seven integers of each rank and one for each expert. A backend with buffers may grow the buffers
+        here, which is collective.
         """
         verbs.refuse_tracing("plan")
 

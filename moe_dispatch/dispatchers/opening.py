@@ -58,6 +58,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=facts, label="build")
     if not opens:
         assert lease is not None
+        lease.number = next(lease.channel.numbers)
         return lease
     nodes = ranks_per_node(control.gather_json(socket.gethostname(), label="build"))
     blueprint, problem = _attempt(lambda: _draw(config, communicator, nodes))
@@ -67,7 +68,9 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     opened, problem = _attempt(lambda: Channel(config, communicator, control, blueprint))
     raise_alike(control, problem, label="build")
     assert opened is not None
-    return keep_channel(key, opened, name)
+    lease = keep_channel(key, opened, name)
+    lease.number = next(opened.numbers)
+    return lease
 
 
 def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> float | None:

@@ -26,6 +26,7 @@ from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.custom_operators import operator
+from moe_dispatch.dispatchers.agreement import Caller, settle
 from moe_dispatch.dispatchers.autograd import (
     Selection,
     profiler_range,
@@ -45,8 +46,6 @@ from moe_dispatch.dispatchers.planning import (
     check_tensors,
     check_values,
     draft_plan,
-    mark_of,
-    settle,
 )
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import Rows
@@ -102,9 +101,10 @@ def dispatch(
         return draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
 
     with torch.no_grad(), profiler_range("dispatch"):
-        mark = mark_of(link, rows.dtype, recorded=recorded)
+        caller = Caller(recorded)
+        mark = caller.mark_in(link, rows.dtype)
         find_ids = cache(lambda: sent_ids(link, ids, valid, real_rows, mark=mark).placed(placed))
-        plan = settle(lambda: link, check, settled=settled, x=rows, recorded=recorded, ids=find_ids)
+        plan = settle(lambda: link, check, settled=settled, x=rows, caller=caller, ids=find_ids)
         # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
         sizes = given if plan is None else dataclasses.replace(plan.sizes, capacity=given.capacity)
         count = rows.shape[0] if real_rows is None else real_rows.shape[0]
@@ -112,7 +112,7 @@ def dispatch(
         padded = link.needs.brought(count, sizes) if padded is None else padded
         selection = Selection(num_rows=rows.shape[0], real_rows=real_rows, padded=padded)
         tensors = (rows, find_ids(), weights)
-        arrived = run_dispatch(link, tensors, valid, selection, sizes, recorded=recorded, table=placed)()
+        arrived = run_dispatch(link, tensors, valid, selection, sizes, caller=caller, table=placed)()
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
 
 

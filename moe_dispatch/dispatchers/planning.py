@@ -1,27 +1,22 @@
-"""Check a call on each rank, and settle the sizes of a micro-batch between ranks before rows move."""
+"""Check a call on its own rank, and draft its plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
 from typing import NoReturn, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints, Sizes
-from moe_dispatch.communication import control_device, device_of, digest, raise_alike, to_device
+from moe_dispatch.backends.base import Constraints
+from moe_dispatch.communication import to_device
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
-from moe_dispatch.dispatchers.ids import SentIds, problem_of_ids
+from moe_dispatch.dispatchers.ids import problem_of_ids
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, Routing
-
-REFUSED = -1
-"""Number of rows that a rank tells its peers instead of its own, if it refuses a call."""
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
@@ -77,33 +72,6 @@ def cuts_rows(channel: Channel, layout: Layout) -> bool:
     return not layout.all_real and layout.on_host and not channel.config.graph_safe
 
 
-def _settle_plan(channel: Channel, draft: Draft, facts: Facts | None, ids: SentIds | None) -> Plan:
-    """Agree on sizes. Collective if ``agrees_on_rows``.
-
-    Raises:
-        InputError: Some rank has too many rows, the facts of the ranks differ, or the numbers of rows differ under
-            ``row_counts="check"``; raised on every rank. Or an id of this rank is invalid.
-        PeerError: Another rank refused its call, or has an invalid id.
-    """
-    sizes = _agreed_sizes(channel, draft.count, facts, ids)
-    channel.backend.reserve(sizes)
-    return Plan(
-        layout=draft.layout,
-        num_rows=draft.num_rows,
-        real_rows=draft.real_rows,
-        valid_T=draft.valid_T,
-        sizes=sizes,
-        owner=channel.name,
-        footprint=None if sizes.capacity is None else _footprint(channel, draft, sizes),
-    )
-
-
-def _footprint(channel: Channel, draft: Draft, sizes: Sizes) -> Callable[[torch.dtype], dict[str, int]]:
-    most = channel.config.max_tokens_per_rank if draft.count is None else draft.count
-    assert most is not None  # graph_safe asks for it
-    return partial(channel.options.footprint, channel.shape, sizes, channel.needs.brought(most, sizes))
-
-
 def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:
     """Refuse a plan that is not for this call.
 
@@ -141,118 +109,13 @@ def check_owner(channel: Channel, plan: Plan) -> None:
 
 def agrees_on_rows(channel: Channel) -> bool:
     """Return whether the ranks settle sizes with a collective."""
-    return _needs_agreement(channel) and channel.config.row_counts_policy in ("agree", "check")
-
-
-Facts = Mapping[str, str]
-
-
-@cache
-def facts_of_rows(dtype: torch.dtype | None, *, recorded: bool) -> Facts:
-    """Return the facts about rows that must be equal on all ranks of a dispatch, by name.
-
-    Args:
-        dtype: Dtype of x.
-        recorded: Whether gradients are recorded. A rank that does not record them takes part in no backward.
-    """
-    return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": "enabled" if recorded else "disabled"}
-
-
-@cache
-def number_of_rows(dtype: torch.dtype, *, recorded: bool) -> int:
-    """Return ``facts_of_rows`` as a number of 22 bits, which fits into the exchange of counts."""
-    return digest(facts_of_rows(dtype, recorded=recorded)) % 2**22
-
-
-def mark_of(channel: Channel, dtype: torch.dtype, *, recorded: bool) -> int | None:
-    """Return the mark that ``valid_ids`` takes in a dispatch of these rows; None if it must count the invalid ids."""
-    if channel.config.graph_safe or not channel.needs.exchanges_counts:
-        return None
-    return number_of_rows(dtype, recorded=recorded)
-
-
-def settle(
-    find: Callable[[], Channel],
-    check: Callable[[Channel], Draft | None],
-    *,
-    settled: bool = False,
-    x: Tensor | None = None,
-    recorded: bool = False,
-    ids: Callable[[], SentIds] | None = None,
-) -> Plan | None:
-    """Run this rank's checks of a call, tell the peers if one fails, and agree on sizes.
-
-    Args:
-        find: Function that returns the channel, or raises if it is closed.
-        check: Function that checks the call on this rank, and returns a draft of the plan.
-        settled: Whether a plan has settled the sizes before. If so, the ranks do not agree on sizes here.
-        x: Hidden states of a dispatch, in which peers may wait for this rank's counts; None in a call of ``plan``.
-        recorded: Whether the call records gradients.
-        ids: Function that returns the ids of a dispatch, called after ``check``; None in a call of ``plan``.
-
-    Returns:
-        The plan; None if ``settled``. If the ranks have summed their counts of slots, its sizes hold the sums, and the
-        plan is for this dispatch only.
-
-    Raises:
-        Exception: ``find`` or ``check`` raised it on this rank.
-        InputError: The ranks make different calls, and they agree on sizes or have ``debug``. Raised on every rank.
-        PeerError: The check failed on another rank, and the ranks exchange something before rows travel.
-    """
-    try:
-        channel = find()
-        draft = check(channel)
-    except Exception as error:
-        _tell_peers(find, error, settled=settled, x=x)
-        raise
-    debug, agrees, facts = channel.config.debug, agrees_on_rows(channel), None
-    if debug or (agrees and not settled):
-        facts = _facts_of_call(x, agrees=agrees, settled=settled, recorded=recorded)
-    if debug and (settled or not agrees):  # first, because settling may make buffers, which is collective
-        _agree_on_largest(channel, 0, facts=facts, label="debug")
-    return None if settled or draft is None else _settle_plan(channel, draft, facts, None if ids is None else ids())
-
-
-def _facts_of_call(x: Tensor | None, *, agrees: bool, settled: bool, recorded: bool) -> Facts:
-    """Return the facts that must be equal on all ranks of a call.
-
-    If the ranks agree on sizes, either all of them must have a plan or none.
-    """
-    if x is None:
-        return {"the call": "plan"}
-    how = "" if not agrees else " with a plan" if settled else " without a plan"
-    return {"the call": "dispatch" + how, **facts_of_rows(x.dtype, recorded=recorded)}
-
-
-def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool, x: Tensor | None) -> None:
-    """Enter the first exchange of this call with a mark that this rank refuses, so that the peers raise too.
-
-    If there is no such exchange, or the exchange fails, the error gets a note that the peers do not know of it.
-    """
-    try:
-        channel = find()
-        if channel.config.debug or (not settled and agrees_on_rows(channel)):
-            _agree_on_largest(channel, 0, error)
-        elif x is not None and channel.config.balance is not None:
-            channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
-            raise_alike(channel.control, error, label="refusal")
-        elif x is not None and channel.needs.exchanges_counts:
-            preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
-            channel.backend.refuse(device_of(channel.communicator.group, preferred))
-            raise_alike(channel.control, error, label="refusal")
-        elif channel.control.size > 1:
-            error.add_note(
-                "The other ranks were not told: nothing is exchanged before rows travel. debug=True tells them."
-            )
-    except Exception as failure:  # a closed dispatcher, a broken group: the error itself matters more
-        if failure is not error:
-            error.add_note(f"The other ranks were not told: {failure}")
+    return needs_agreement(channel) and channel.config.row_counts_policy in ("agree", "check")
 
 
 def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
     """Check this rank's number of rows, as far as no other rank is needed."""
     needs, maximum = channel.needs, channel.config.max_tokens_per_rank
-    if count is None and _needs_agreement(channel) and channel.config.row_counts_policy != "static":
+    if count is None and needs_agreement(channel) and channel.config.row_counts_policy != "static":
         raise InputError(
             f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does not "
             "know its own. Pass like=x, any tensor shaped like the hidden states."
@@ -263,67 +126,13 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
             "Raise max_tokens_per_rank."
         )
     # Ranks that agree on nothing later have no chance to refuse together, so each rank checks its own rows here.
-    if not _needs_agreement(channel) or channel.config.row_counts_policy == "assume":
+    if not needs_agreement(channel) or channel.config.row_counts_policy == "assume":
         check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
 
 
-def _needs_agreement(channel: Channel) -> bool:
+def needs_agreement(channel: Channel) -> bool:
+    """Return whether all ranks must bring the same number of rows, or know the largest one."""
     return channel.needs.equal_rows or channel.needs.group_max
-
-
-def _agreed_sizes(channel: Channel, count: int | None, facts: Facts | None, ids: SentIds | None) -> Sizes:
-    needs, policy, sums = channel.needs, channel.config.row_counts_policy, list[int]()
-    if not _needs_agreement(channel):
-        return Sizes(capacity=channel.capacity)
-    if policy == "static":
-        assert channel.config.max_tokens_per_rank is not None  # a rule of the config
-        largest = channel.config.max_tokens_per_rank
-    elif policy == "assume":
-        largest = count or 0
-    else:
-        largest, sums = _agree_on_largest(channel, count or 0, facts=facts, ids=ids)
-    check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
-    if ids is None or not sums:
-        return channel.sizes(largest)
-    invalid, *tokens_per_expert = sums
-    if invalid:
-        raise_alike(channel.control, problem_of_ids(ids.given_TK, channel.config.num_experts), label="refusal")
-    return replace(channel.sizes(largest), tokens_per_expert=tuple(tokens_per_expert))
-
-
-def _agree_on_largest(
-    channel: Channel,
-    count: int,
-    problem: Exception | None = None,
-    *,
-    facts: Facts | None = None,
-    ids: SentIds | None = None,
-    label: str = "sizes",
-) -> tuple[int, list[int]]:
-    """Return the largest row count of any rank, if all ranks make the same call, and the sums of ``SentIds.tally``.
-
-    Each count travels with its rank, so that an error can name both. This exchange has the same form in all calls: with
-    ``debug``, a rank that has a plan and a rank that has none meet here. So if the channel sums tallies, a call without
-    ids adds zeros. If it does not, there are no sums.
-    """
-    size, rank, num_experts = channel.control.size, channel.control.rank, channel.shape.num_experts
-    values = (count * size + rank, -count * size + rank)
-    tally: list[Tensor] = []
-    if channel.sums_tallies:
-        assert channel.control.group is not None
-        zeros = partial(torch.zeros, 1 + num_experts, dtype=torch.int64, device=control_device(channel.control.group))
-        tally = [zeros()] if ids is None else ids.tally(num_experts)
-    high, low, *sums = raise_alike(
-        channel.control, problem, values=values, sums=tally, facts=facts, of_call=True, label=label
-    )
-    largest, smallest = high // size, -(low // size)
-    if channel.config.row_counts == "check" and largest != smallest:
-        raise InputError(
-            'Dispatcher.plan: row_counts="check" needs equal rows on all ranks, got '
-            f"{largest} on rank {high % size} and {smallest} on rank {low % size}. "
-            'Pad them alike, or use row_counts="agree".'
-        )
-    return largest, sums
 
 
 def refuse_routing(routing: object) -> NoReturn:

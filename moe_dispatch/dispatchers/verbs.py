@@ -19,10 +19,11 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from moe_dispatch.backends.base import Arrived, Sizes
 from moe_dispatch.communication import to_device
 from moe_dispatch.dispatchers import autograd, operators
+from moe_dispatch.dispatchers.agreement import Caller, settle
 from moe_dispatch.dispatchers.autograd import Selection, State, anchor, attach, run_dispatch, tie
-from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.ids import SentIds, sent_ids
+from moe_dispatch.dispatchers.placing import plan_balance
 from moe_dispatch.dispatchers.planning import (
     Draft,
     check_again,
@@ -34,9 +35,7 @@ from moe_dispatch.dispatchers.planning import (
     check_values,
     cuts_rows,
     draft_plan,
-    mark_of,
     refuse_routing,
-    settle,
 )
 from moe_dispatch.dispatchers.streams import refuse_other_stream, stream_of
 from moe_dispatch.errors import InputError, StateError
@@ -83,7 +82,7 @@ def dispatch(
         async_op: Whether to return before the rows have arrived.
     """
     given = plan if isinstance(plan, Plan) else None
-    x_TD, recorded = x, torch.is_grad_enabled()
+    x_TD, caller = x, Caller(torch.is_grad_enabled(), lease)
     known: Draft | Plan | None = given
 
     def check(channel: Channel) -> Draft | None:
@@ -96,10 +95,10 @@ def dispatch(
     def prepare() -> _Prepared:
         assert routing is not None
         assert known is not None
-        return _prepared(lease, x_TD, routing, known, recorded=recorded)
+        return _prepared(lease, x_TD, routing, known, caller)
 
     has_plan, ids_of_call = given is not None, lambda: prepare().ids
-    settled = settle(lambda: lease.channel, check, settled=has_plan, x=x, recorded=recorded, ids=ids_of_call) or given
+    settled = settle(lambda: lease.channel, check, settled=has_plan, x=x, caller=caller, ids=ids_of_call) or given
     assert settled is not None
     assert routing is not None
     channel, layout, recorder = lease.channel, settled.layout, lease.channel.recorder
@@ -120,7 +119,7 @@ def dispatch(
             valid_T,
             selection,
             settled.sizes,
-            recorded=recorded,
+            caller=caller,
             table=table,
         )
         if routing.drift is not None:
@@ -203,7 +202,7 @@ class _Prepared(NamedTuple):
     valid_T: Tensor | None
 
 
-def _prepared(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, *, recorded: bool) -> _Prepared:
+def _prepared(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, caller: Caller) -> _Prepared:
     """Merge duplicate ids, select the ids of the rows to send, and replace invalid ids. No host sync on a GPU."""
     channel = lease.channel
     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
@@ -211,7 +210,7 @@ def _prepared(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, 
     asks = not channel.config.graph_safe
     ids_TK, weights_TK = merged_slots(routing.topk_ids, weights_TK, asks=asks, kernels=kernels)
     real_rows, valid_T = _real_rows(channel, plan, x_TD)
-    ids = sent_ids(channel, ids_TK, valid_T, real_rows, mark=mark_of(channel, x_TD.dtype, recorded=recorded))
+    ids = sent_ids(channel, ids_TK, valid_T, real_rows, mark=caller.mark_in(channel, x_TD.dtype))
     if channel.config.balance is None:  # else the slots of experts are not planned yet
         ids = ids.placed(lease.table)
     return _Prepared(ids, weights_TK, real_rows, valid_T)

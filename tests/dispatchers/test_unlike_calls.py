@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatched, Dispatcher, Rows, build_dispatcher
-from moe_dispatch.dispatchers.planning import ROW_DTYPES, number_of_rows
+from moe_dispatch.backends.base import MARKED_DISPATCHERS, marks_agree
+from moe_dispatch.dispatchers.agreement import Caller
+from moe_dispatch.dispatchers.planning import ROW_DTYPES
 from moe_dispatch.errors import InputError
 from tests.dispatchers.layer import (
     Group,
@@ -109,10 +112,51 @@ def test_a_plan_meets_a_dispatch(debug: bool) -> None:
 
 
 def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
-    numbers = {number_of_rows(dtype, recorded=recorded) for dtype in ROW_DTYPES for recorded in (False, True)}
-    assert len(numbers) == 2 * len(ROW_DTYPES)
-    assert min(numbers) >= 0
-    assert max(numbers) < 2**22
+    marks = {Caller(recorded).mark(dtype) for dtype in ROW_DTYPES for recorded in (False, True)}
+    assert len(marks) == 2 * len(ROW_DTYPES)
+    assert min(marks) >= 0
+    assert max(marks) + MARKED_DISPATCHERS < 2**22
+    assert marks_agree([mark := min(marks)] * 2)
+    assert not any(marks_agree([mark, other]) for other in marks - {mark})
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_one_rank_swaps_two_layers(name: str) -> None:
+    """The rows have equal sizes, so nothing else tells that they reach the experts of another layer."""
+    fields, planned = EXCHANGES[name]
+
+    def body(group: Group) -> Exception:
+        assert group is not None
+        layers = [build_dispatcher(small_config(**fields), group, name=name) for name in ("layers.0", "layers.1")]
+        layers = copy.deepcopy(layers)  # a copy stands for its original
+        with pytest.raises(InputError) as caught:
+            call(layers[group.rank() == 2], planned)
+        for layer in layers:
+            call(layer, planned)
+        return caught.value
+
+    text = (
+        "Ranks disagree on the dispatcher: rank 0 has \"'layers.0', number 0\", rank 2 has \"'layers.1', number 1\". "
+        "Make the same call on every rank."
+    )
+    raises_everywhere(outcomes(body, 4, seconds=8), InputError, text)
+
+
+@pytest.mark.parametrize("name", ["counts", "agreement", "debug"])
+def test_names_may_differ_and_operators_do_not_know_them(name: str) -> None:
+    """One rank may fall back to eager mode where the others run compiled code."""
+    fields, _ = EXCHANGES[name]
+
+    def body(group: Group) -> None:
+        assert group is not None
+        rank = group.rank()
+        build_dispatcher(small_config(**fields), group)
+        layer = build_dispatcher(small_config(**fields), group, name=f"layers.{rank}")
+        for eager in (True, rank == 1):
+            sent = call(layer, False) if eager else by_operators(layer)
+            assert len(layer.combine(sent.rows, sent)) == 4
+
+    assert on_ranks(body, 2) == [None, None]
 
 
 def by_operators(dispatcher: Dispatcher, dtype: torch.dtype = torch.float32) -> Dispatched:

@@ -372,7 +372,7 @@ from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-config = DispatcherConfig(backend="alltoall", num_experts=8, top_k=2, hidden_size=16, watchdog=2)
+config = DispatcherConfig(backend="alltoall", num_experts=8, top_k=2, hidden_size=16, watchdog=5)
 dispatcher = build_dispatcher(config, dist.group.WORLD)
 sent = dispatcher.dispatch(torch.ones(4, 16), Routing(torch.tensor([[0, 7]] * 4), torch.ones(4, 2)))
 dispatcher.combine(sent.rows, sent)

@@ -24,6 +24,7 @@ from moe_dispatch.backends.base import (
     MoEShape,
     Sizes,
     grouped_bytes,
+    marks_agree,
 )
 from moe_dispatch.backends.capacity import Capacity, CapacityFactor, Factor, capacity_of, tokens_of
 from moe_dispatch.backends.rank_major import arrive, back_wire
@@ -492,8 +493,7 @@ class AllToAll(Backend):
         torch.sum(received, 0, out=counts[:width])
         host = read_host(counts)
         rows = host[slots::width]
-        marks = {count // _MARK for count in rows[1 + size :]}
-        if len(marks) > 1 or min(marks) < 0:
+        if not marks_agree({count // _MARK for count in rows[1 + size :]}):
             raise PeerError("Some rank refused its call, or made another one.")
         rows = [count % _MARK for count in rows]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]

@@ -153,7 +153,7 @@ def without_gaps(rank: int) -> float:
 
 def agreements(rank: int, how: str) -> int:
     """How often ranks settled sizes in a forward of two MoE layers that need it."""
-    from moe_dispatch.dispatchers import planning
+    from moe_dispatch.dispatchers import agreement
     from moe_dispatch.integrations.megatron import convert, follow_packed_sequences, moe_layer_spec
     from tests.integration.megatron_core.layer import groups, own_spec
 
@@ -167,13 +167,13 @@ def agreements(rank: int, how: str) -> int:
         block = moe_block(case)
         convert(block, backend=backend)
     hidden = torch.randn(4 + rank, 2, 256, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    with patch.object(planning, "_agree_on_largest", wraps=planning._agree_on_largest) as agreement:
+    with patch.object(agreement, "_agree_on_largest", wraps=agreement._agree_on_largest) as agreed:
         block(hidden, None)
         if how == "twice":
             block(hidden, None)
     for layer in block.layers:
         assert layer.mlp.token_dispatcher.plans is None
-    return agreement.call_count
+    return agreed.call_count
 
 
 def wrong_length(rank: int) -> str:

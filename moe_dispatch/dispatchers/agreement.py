@@ -1,0 +1,236 @@
+"""Agree on a call between ranks before rows move: on its sizes, and on who makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import MARKED_DISPATCHERS, Sizes
+from moe_dispatch.communication import control_device, device_of, digest, raise_alike
+from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers.ids import SentIds, problem_of_ids
+from moe_dispatch.dispatchers.planning import Draft, agrees_on_rows, needs_agreement
+from moe_dispatch.dispatchers.requirements import check_max_rows
+from moe_dispatch.errors import InputError
+from moe_dispatch.types import Plan
+
+REFUSED = -1
+"""Number of rows that a rank tells its peers instead of its own, if it refuses a call."""
+
+Facts = Mapping[str, str]
+Agree = Callable[..., tuple[int, list[int]]]
+_UNKNOWN = -(2**40)  # less than any number of a dispatcher, and than its negative
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a dispatch, as far as it must be equal on all ranks.
+
+    Attributes:
+        recorded: Whether the call records gradients. A rank that does not record them takes part in no backward.
+        lease: Lease of the dispatcher; None in compiled code, which does not know it.
+    """
+
+    recorded: bool
+    lease: Lease | None = None
+
+    def facts(self, dtype: torch.dtype) -> Facts:
+        """Return the facts about rows of this dtype that must be equal on all ranks, by name."""
+        return _facts_of_rows(dtype, self.recorded)
+
+    def described(self, facts: Facts) -> Facts:
+        """Return the facts with the dispatcher, for the error on ranks that are known to differ. Names may differ."""
+        if self.lease is None:
+            return facts
+        return {**facts, "the dispatcher": f"{self.lease.name!r}, number {self.lease.number}"}
+
+    def mark(self, dtype: torch.dtype) -> int:
+        """Return the facts and the dispatcher as a mark of the exchange of counts, which ``marks_agree`` compares."""
+        number = 0 if self.lease is None else 1 + self.lease.number % (MARKED_DISPATCHERS - 1)
+        return _number_of_rows(dtype, self.recorded) * MARKED_DISPATCHERS + number
+
+    def mark_in(self, channel: Channel, dtype: torch.dtype) -> int | None:
+        """Return the mark that ``valid_ids`` takes in a dispatch; None if it must count the invalid ids."""
+        return None if channel.config.graph_safe or not channel.needs.exchanges_counts else self.mark(dtype)
+
+
+@cache
+def _facts_of_rows(dtype: torch.dtype, recorded: bool) -> Facts:
+    return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": "enabled" if recorded else "disabled"}
+
+
+@cache
+def _number_of_rows(dtype: torch.dtype, recorded: bool) -> int:
+    """Return the facts about rows as a number of 16 bits."""
+    return digest(_facts_of_rows(dtype, recorded)) % 2**16
+
+
+def settle(
+    find: Callable[[], Channel],
+    check: Callable[[Channel], Draft | None],
+    *,
+    settled: bool = False,
+    x: Tensor | None = None,
+    caller: Caller | None = None,
+    ids: Callable[[], SentIds] | None = None,
+) -> Plan | None:
+    """Run this rank's checks of a call, tell the peers if one fails, and agree on sizes.
+
+    Args:
+        find: Function that returns the channel, or raises if it is closed.
+        check: Function that checks the call on this rank, and returns a draft of the plan.
+        settled: Whether a plan has settled the sizes before. If so, the ranks do not agree on sizes here.
+        x: Hidden states of a dispatch, in which peers may wait for this rank's counts; None in a call of ``plan``.
+        caller: Who makes the dispatch; None in a call of ``plan``.
+        ids: Function that returns the ids of a dispatch, called after ``check``; None in a call of ``plan``.
+
+    Returns:
+        The plan; None if ``settled``. If the ranks have summed their counts of slots, its sizes hold the sums, and the
+        plan is for this dispatch only.
+
+    Raises:
+        Exception: ``find`` or ``check`` raised it on this rank.
+        InputError: The ranks make different calls, and they agree on sizes or have ``debug``. Raised on every rank.
+        PeerError: The check failed on another rank, and the ranks exchange something before rows travel.
+    """
+    try:
+        channel = find()
+        draft = check(channel)
+    except Exception as error:
+        _tell_peers(find, error, settled=settled, x=x)
+        raise
+    debug, agrees, facts = channel.config.debug, agrees_on_rows(channel), None
+    if debug or (agrees and not settled):
+        facts = _facts_of_call(x, caller, agrees=agrees, settled=settled)
+    agree = partial(_agree_on_largest, channel, facts=facts, caller=caller)
+    if debug and (settled or not agrees):  # first, because settling may make buffers, which is collective
+        agree(0, label="debug")
+    return None if settled or draft is None else _settle_plan(channel, draft, agree, None if ids is None else ids())
+
+
+def _facts_of_call(x: Tensor | None, caller: Caller | None, *, agrees: bool, settled: bool) -> Facts:
+    """Return the facts that must be equal on all ranks of a call.
+
+    If the ranks agree on sizes, either all of them must have a plan or none.
+    """
+    if x is None or caller is None:
+        return {"the call": "plan"}
+    how = "" if not agrees else " with a plan" if settled else " without a plan"
+    return {"the call": "dispatch" + how, **caller.facts(x.dtype)}
+
+
+def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool, x: Tensor | None) -> None:
+    """Enter the first exchange of this call with a mark that this rank refuses, so that the peers raise too.
+
+    If there is no such exchange, or the exchange fails, the error gets a note that the peers do not know of it.
+    """
+    try:
+        channel = find()
+        if channel.config.debug or (not settled and agrees_on_rows(channel)):
+            _agree_on_largest(channel, 0, error)
+        elif x is not None and channel.config.balance is not None:
+            channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
+            raise_alike(channel.control, error, label="refusal")
+        elif x is not None and channel.needs.exchanges_counts:
+            preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
+            channel.backend.refuse(device_of(channel.communicator.group, preferred))
+            raise_alike(channel.control, error, label="refusal")
+        elif channel.control.size > 1:
+            error.add_note(
+                "The other ranks were not told: nothing is exchanged before rows travel. debug=True tells them."
+            )
+    except Exception as failure:  # a closed dispatcher, a broken group: the error itself matters more
+        if failure is not error:
+            error.add_note(f"The other ranks were not told: {failure}")
+
+
+def _settle_plan(channel: Channel, draft: Draft, agree: Agree, ids: SentIds | None) -> Plan:
+    """Agree on sizes. Collective if ``agrees_on_rows``.
+
+    Raises:
+        InputError: Some rank has too many rows, the facts of the ranks differ, or the numbers of rows differ under
+            ``row_counts="check"``; raised on every rank. Or an id of this rank is invalid.
+        PeerError: Another rank refused its call, or has an invalid id.
+    """
+    sizes = _agreed_sizes(channel, draft.count, agree, ids)
+    channel.backend.reserve(sizes)
+    return Plan(
+        layout=draft.layout,
+        num_rows=draft.num_rows,
+        real_rows=draft.real_rows,
+        valid_T=draft.valid_T,
+        sizes=sizes,
+        owner=channel.name,
+        footprint=None if sizes.capacity is None else _footprint(channel, draft, sizes),
+    )
+
+
+def _footprint(channel: Channel, draft: Draft, sizes: Sizes) -> Callable[[torch.dtype], dict[str, int]]:
+    most = channel.config.max_tokens_per_rank if draft.count is None else draft.count
+    assert most is not None  # graph_safe asks for it
+    return partial(channel.options.footprint, channel.shape, sizes, channel.needs.brought(most, sizes))
+
+
+def _agreed_sizes(channel: Channel, count: int | None, agree: Agree, ids: SentIds | None) -> Sizes:
+    needs, policy, sums = channel.needs, channel.config.row_counts_policy, list[int]()
+    if not needs_agreement(channel):
+        return Sizes(capacity=channel.capacity)
+    if policy == "static":
+        assert channel.config.max_tokens_per_rank is not None  # a rule of the config
+        largest = channel.config.max_tokens_per_rank
+    elif policy == "assume":
+        largest = count or 0
+    else:
+        largest, sums = agree(count or 0, ids=ids)
+    check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
+    if ids is None or not sums:
+        return channel.sizes(largest)
+    invalid, *tokens_per_expert = sums
+    if invalid:
+        raise_alike(channel.control, problem_of_ids(ids.given_TK, channel.config.num_experts), label="refusal")
+    return replace(channel.sizes(largest), tokens_per_expert=tuple(tokens_per_expert))
+
+
+def _agree_on_largest(
+    channel: Channel,
+    count: int,
+    problem: Exception | None = None,
+    *,
+    facts: Facts | None = None,
+    caller: Caller | None = None,
+    ids: SentIds | None = None,
+    label: str = "sizes",
+) -> tuple[int, list[int]]:
+    """Return the largest row count of any rank, and the sums of ``SentIds.tally``, if all ranks make the same call.
+
+    The same call is one of the same dispatcher. Each count travels with its rank, so that an error can name both. This
+    exchange has the same form in all calls: with ``debug``, a rank that has a plan and a rank that has none meet here.
+    So if the channel sums tallies, a call without ids adds zeros. If it does not, there are no sums.
+    """
+    size, rank, num_experts = channel.control.size, channel.control.rank, channel.shape.num_experts
+    number = None if caller is None or caller.lease is None else caller.lease.number
+    numbers = (_UNKNOWN, _UNKNOWN) if number is None else (number, -number)
+    values = (count * size + rank, -count * size + rank, *numbers)
+    tally: list[Tensor] = []
+    if channel.sums_tallies:
+        assert channel.control.group is not None
+        zeros = partial(torch.zeros, 1 + num_experts, dtype=torch.int64, device=control_device(channel.control.group))
+        tally = [zeros()] if ids is None else ids.tally(num_experts)
+    raise_same = partial(raise_alike, channel.control, of_call=True, label=label)
+    high, low, last, first, *sums = raise_same(problem, values=values, sums=tally, facts=facts)
+    if last not in (-first, _UNKNOWN):  # of the ranks that know their dispatcher, two call different ones
+        raise_same(None, facts=facts if caller is None else caller.described(facts or {}))
+    largest, smallest = high // size, -(low // size)
+    if channel.config.row_counts == "check" and largest != smallest:
+        raise InputError(
+            'Dispatcher.plan: row_counts="check" needs equal rows on all ranks, got '
+            f"{largest} on rank {high % size} and {smallest} on rank {low % size}. "
+            'Pad them alike, or use row_counts="agree".'
+        )
+    return largest, sums
