@@ -183,9 +183,7 @@ def plan_command(
     capacity_factor: Annotated[list[float] | None, option("Capacity factor to plan; repeatable.", metavar="X")] = None,
     graph_safe: Annotated[bool, flag("--graph-safe", "Plan graph-safe mode.")] = False,
     balance: Annotated[bool, flag("--balance", "Plan placements with copies of experts.")] = False,
-    flop_per_byte: Annotated[
-        float | None, option("FLOP of a device while it sends one byte, for the break-even of placements.", metavar="X")
-    ] = None,
+    flop_per_byte: Annotated[float | None, option("FLOP of a device per byte that it sends.", metavar="X")] = None,
     changes: Annotated[
         list[str] | None, option("Change a config field; repeatable.", "--set", metavar="FIELD=VALUE")
     ] = None,

@@ -230,8 +230,7 @@ def _show_loads(comparison: Comparison, ran: Sequence[Outcome]) -> None:
                     f"{load.peak_rows:.0f}",
                     f"{load.copied_bytes / 1e6:.3f}",
                     "-" if load.break_even is None else f"{load.break_even:.0f}",
-                    f"{outcome.busiest_ms:.1f}" if measured else "",
-                    f"{outcome.busiest_ratio:.2f}" if measured else "",
+                    *(_times(outcome) if measured else ["", ""]),
                 ]
             )
     if not rows:
@@ -247,6 +246,12 @@ def _show_loads(comparison: Comparison, ran: Sequence[Outcome]) -> None:
     )
     if comparison.flop_per_byte is not None:
         console.line(f"FLOP of the experts in the time of one byte between ranks: {comparison.flop_per_byte:.0f}")
+
+
+def _times(outcome: Outcome) -> list[str]:
+    if outcome.busiest_ms is None:
+        return ["emulated", "-"]
+    return [f"{outcome.busiest_ms:.1f}", f"{outcome.busiest_ratio:.2f}"]
 
 
 def _complaint(comparison: Comparison, ran: Sequence[Outcome]) -> str:

@@ -96,7 +96,8 @@ class Outcome:
         time_ratio: ``milliseconds``, divided by ``milliseconds`` of the first variant that ran.
         predicted: Load of the ranks, predicted from the routing; None if no variant has spare expert slots.
         measured: The same, measured.
-        busiest_ms: Milliseconds of the busiest rank in a step with experts, as in ``Times``; None as above.
+        busiest_ms: Milliseconds of the busiest rank in a step with experts, as in ``Times``; None as above, and for an
+            emulation.
         busiest_ratio: ``busiest_ms``, divided by that of the first variant that ran.
     """
 

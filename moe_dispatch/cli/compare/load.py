@@ -186,13 +186,13 @@ class Observed:
         dispatcher: Dispatcher of the variant on this rank.
         rows_CP: Rows that the experts of each rank got.
         copied_bytes: As in ``Load``.
-        times: Times of the busiest rank.
+        times: Times of the busiest rank; None for an emulation.
     """
 
     dispatcher: Dispatcher
     rows_CP: Sequence[Sequence[int]]
     copied_bytes: float
-    times: Times
+    times: Times | None
 
 
 def loads_of(survey: Survey, variants: Sequence[Observed]) -> tuple[list[tuple[Load, Load]], float | None]:
@@ -200,17 +200,17 @@ def loads_of(survey: Survey, variants: Sequence[Observed]) -> tuple[list[tuple[L
 
     Balanced variants are compared with the first one that is not. Without such a variant there is no break-even.
     """
-    plain = next((one for one in variants if one.dispatcher.config.balance is None), None)
-    speed = None
-    if plain is not None:
-        rows = mean(map(max, plain.rows_CP))
-        speed = flop_per_byte(plain.times, rows, survey.weights, survey.byte_seconds)
+    plain, speed = None, None
+    for one in variants:
+        if plain is None and one.times is not None and one.dispatcher.config.balance is None:
+            plain, rows = one.times, mean(map(max, one.rows_CP))
+            speed = flop_per_byte(plain, rows, survey.weights, survey.byte_seconds)
     cost = ExpertCost(itemsize=survey.itemsize, nbytes=survey.weights * survey.itemsize, flop_per_byte=speed)
     found = []
     for one in variants:
         even = None
-        if plain is not None and one.dispatcher.config.balance is not None:
-            even = break_even(plain.times, one.times, survey.tokens_per_expert)
+        if plain is not None and one.times is not None and one.dispatcher.config.balance is not None:
+            even = break_even(plain, one.times, survey.tokens_per_expert)
         measured = Load(
             imbalance=mean(max(rows_P) / max(mean(rows_P), 1) for rows_P in one.rows_CP),
             peak_rows=max(map(max, one.rows_CP)),

@@ -336,18 +336,17 @@ def _with_loads(
                 dispatcher=_dispatcher(candidate),
                 rows_CP=list(zip(*rows_PC, strict=True)),
                 copied_bytes=candidate.copied_bytes,
-                times=Times(free=median(sides[0]), full=median(sides[1])),
+                times=None
+                if candidate.variant.backend.emulated
+                else Times(free=median(sides[0]), full=median(sides[1])),
             )
     loads, speed = loads_of(survey, list(observed.values()))
-    found, base = list(outcomes), next(iter(observed.values())).times.full
+    found, base = list(outcomes), None
     for (index, one), (predicted, measured) in zip(observed.items(), loads, strict=True):
-        found[index] = replace(
-            found[index],
-            predicted=predicted,
-            measured=measured,
-            busiest_ms=1e3 * one.times.full,
-            busiest_ratio=one.times.full / base,
-        )
+        found[index] = replace(found[index], predicted=predicted, measured=measured)
+        if one.times is not None:
+            base = base or one.times.full
+            found[index] = replace(found[index], busiest_ms=1e3 * one.times.full, busiest_ratio=one.times.full / base)
     return tuple(found), speed
 
 

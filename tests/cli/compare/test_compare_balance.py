@@ -88,6 +88,19 @@ def test_weights_in_wrong_slots_are_seen(command: Command, config: str, monkeypa
     assert not asked(command, "-b", BALANCED, config, *shape, status=1)["agree"]
 
 
+def test_an_emulation_has_loads_and_no_times(command: Command, tmp_path: Path) -> None:
+    file = written(tmp_path, spare_experts_per_rank=2, hidden_size=128)
+    shape = ["--ranks", "2", "--tokens", "8", "--steps", "1", "--mode", "eager", "--dtype", "bfloat16"]
+    names = "hybridep+emulate=true,hybridep+emulate=true+balance=least_loaded"
+    answer = command("compare", "-b", names, file, *shape, "--expert-width", "8", "--json")
+    assert answer.status == 0, answer
+    plain, balanced = json.loads(answer.out)["outcomes"]
+    assert plain["measured"] == plain["predicted"]
+    assert balanced["measured"]["copied_bytes"] == balanced["predicted"]["copied_bytes"]
+    assert balanced["measured"]["break_even"] is None
+    assert [one["busiest_ms"] for one in (plain, balanced)] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
