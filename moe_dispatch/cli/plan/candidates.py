@@ -18,7 +18,7 @@ from moe_dispatch.probing import Usable
 
 # Releases to plan if deep_ep is not installed. This package emulates them, so it knows their rules.
 _RELEASES = {"deepep": ("v1.2.1", "v2.5.0"), "hybridep": ("hybridep-746",)}
-_AGREED_BYTES = 5 * 8  # five int64 with which dispatchers agree on row counts
+_AGREED_INTEGERS = 5  # int64 with which dispatchers agree on row counts
 
 
 @final
@@ -55,13 +55,16 @@ class Candidate:
         sizes = dataclasses.replace(self.needs.sizes(shape.max_tokens_per_rank), capacity=self.options.capacity(shape))
         return self.options.footprint(shape, sizes, rows, dtype)
 
-    def agreement_bytes(self, config: DispatcherConfig, ep_size: int) -> int:
-        """Return the bytes that a rank sends to agree on the row counts of a micro-batch."""
+    def agreement_bytes(self, config: DispatcherConfig, shape: MoEShape) -> int:
+        """Return the bytes that a rank sends to agree on the row counts of a micro-batch, on a group of one device."""
         assert self.needs is not None
         agrees = self.needs.equal_rows or self.needs.group_max
         if not agrees or config.graph_safe or config.row_counts_policy not in ("agree", "check"):
             return 0
-        return 2 * _AGREED_BYTES * (ep_size - 1) // ep_size
+        integers = _AGREED_INTEGERS
+        if self.needs.counts_with_sizes and config.balance is None:  # those of each rank, and sums of counts
+            integers = _AGREED_INTEGERS * shape.ep_size + 1 + shape.num_experts
+        return 2 * 8 * integers * (shape.ep_size - 1) // shape.ep_size
 
 
 def candidates(named: NamedBackend, config: DispatcherConfig, shape: MoEShape, rows: int) -> list[Candidate]:

@@ -197,7 +197,7 @@ def _backend_plan(job: Job, candidate: Candidate, sequences: Sequences) -> Backe
         sent_CP["balance"] = zeros_CP + counts
     forward = job.figure(sum((of for label, of in sent_CP.items() if label in FORWARD), zeros_CP))
     backward = job.figure(sum((of for label, of in sent_CP.items() if label not in FORWARD), zeros_CP))
-    layers, once = job.model.layers, candidate.agreement_bytes(job.model.config, job.shape.ep_size)
+    layers, once = job.model.layers, candidate.agreement_bytes(job.model.config, job.shape)
     return dataclasses.replace(
         found,
         sent={label: job.figure(nbytes_CP) for label, nbytes_CP in sent_CP.items()},

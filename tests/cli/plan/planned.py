@@ -23,7 +23,7 @@ from moe_dispatch.testing.scenario import ROUTINGS
 EXPERTS, TOP_K, HIDDEN, TOKENS = 16, 4, 128, 24
 RANKS = Ranks()
 # What a plan tells of, of all that is counted.
-LABELS = ("balance", "counts", "dispatch", "combine", "combine.backward", "dispatch.backward")
+LABELS = ("counts", "dispatch", "combine", "combine.backward", "dispatch.backward", "balance")
 
 
 def config(**fields: Any) -> DispatcherConfig:
