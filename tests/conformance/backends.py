@@ -35,8 +35,8 @@ VARIANTS: tuple[BackendSpec, ...] = (
     *OLDER_RELEASES,
 )
 # These run with one input layout, and graph-safe scenarios on two ranks only. The dispatcher handles layouts, so it is
-# enough that our own backends run with all of them, and ``strict``, which needs equal, aligned rows.
-IN_ONE_LAYOUT: tuple[BackendSpec, ...] = ("ring", *VARIANTS)
+# enough that our own backends run with all of them: ``allgather`` needs equal, aligned rows, as ``strict`` does.
+IN_ONE_LAYOUT: tuple[BackendSpec, ...] = ("ring", "strict", *VARIANTS)
 
 
 @contextmanager
