@@ -18,7 +18,7 @@ from moe_dispatch.probing import Usable
 
 # Releases to plan if deep_ep is not installed. This package emulates them, so it knows their rules.
 _RELEASES = {"deepep": ("v1.2.1", "v2.5.0"), "hybridep": ("hybridep-746",)}
-_AGREED_INTEGERS = 5  # int64 with which dispatchers agree on row counts
+_AGREED_INTEGERS = 7  # int64 with which dispatchers agree on row counts
 
 
 @final

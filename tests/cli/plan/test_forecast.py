@@ -74,14 +74,14 @@ def test_on_one_node_nothing_crosses() -> None:
 
 
 def test_forward_counts_the_agreement_once() -> None:
-    """An all-reduce of 5 integers of each of 4 ranks, of 16 counts, and of the number of invalid ids: 37 integers."""
+    """An all-reduce of 7 integers of each of 4 ranks, of 16 counts, and of the number of invalid ids: 45 integers."""
     (plan,) = planned("allgather", layers=7).backends
     assert plan.forward is not None
     assert plan.sent is not None
-    assert plan.forward.expected == 7 * (plan.sent["dispatch"].expected + plan.sent["combine"].expected) + 444
+    assert plan.forward.expected == 7 * (plan.sent["dispatch"].expected + plan.sent["combine"].expected) + 540
     (assumed,) = planned("allgather", fields={"row_counts": "assume"}, layers=7).backends
     assert assumed.forward is not None
-    assert plan.forward.expected - assumed.forward.expected == 444
+    assert plan.forward.expected - assumed.forward.expected == 540
 
 
 def test_sequences_are_padded_for_the_loader_and_for_the_backend() -> None:
