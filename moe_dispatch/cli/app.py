@@ -201,8 +201,8 @@ def plan_command(
     moe-dispatch plan experiment.yaml --batch 2 --seq 4000 --set pad_multiple=fp8
     moe-dispatch plan config.json --tokens 4096 --routing zipf:0.5 --graph-safe
     moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall --json
-    moe-dispatch plan config.json --tokens 4096 --routing zipf --balance --flop-per-byte 8000
-    moe-dispatch plan experiment.yaml --tokens 4096 --set spare_experts_per_rank=1 --set balance=least_loaded
+    moe-dispatch plan config.json --tokens 4096 --routing zipf --balance
+    moe-dispatch plan experiment.yaml --tokens 64 --set spare_experts_per_rank=1
     """  # noqa: D301
     from moe_dispatch.cli.plan import command as plan
     from moe_dispatch.cli.plan.sequences import Batch, Parallelism
@@ -267,7 +267,7 @@ def compare_command(
     moe-dispatch compare -b alltoall,allgather experiment.yaml --dtype float32
     moe-dispatch compare -b alltoall,hybridep+emulate=true experiment.yaml
     moe-dispatch compare -b alltoall,my_package:MyBackend experiment.yaml
-    moe-dispatch compare -b alltoall,alltoall+spare_experts_per_rank=1+balance=least_loaded experiment.yaml
+    moe-dispatch compare -b alltoall,alltoall+balance=least_loaded spare.yaml
     moe-dispatch compare experiment.yaml --trace run.safetensors --tolerance 0.01
     torchrun --nproc-per-node 8 --no-python moe-dispatch compare experiment.yaml
     """  # noqa: D301
