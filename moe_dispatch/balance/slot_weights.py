@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_dispatch.balance.movement import Movement, movement_of
 from moe_dispatch.balance.placement import ExpertPlacement
@@ -34,15 +34,14 @@ class SlotWeights:
     Args:
         dispatcher: Dispatcher of the layer.
         recomputed: Whether the layer runs inside activation checkpointing. The weights that arrived are then kept until
-            the parameters change, and a recomputation uses them instead of fetching them again. Weights of equal shapes
-            must then be fetched in one call.
+            the parameters change, and a recomputation uses them instead of fetching them again. Tensors of equal shapes
+            must then be fetched in one call, unless they are parameters.
     """
 
     def __init__(self, dispatcher: Dispatcher, *, recomputed: bool = False) -> None:
         self._dispatcher = dispatcher
         self._recomputed = recomputed
-        self._kept: dict[tuple[ExpertPlacement, tuple[torch.Size, ...]], Tensor] = {}
-        self._versions: list[int] = []
+        self._kept: dict[tuple[int | torch.Size, ...], tuple[list[int], dict[ExpertPlacement, Tensor]]] = {}
 
     def fetch(self, sent: Dispatched | InFlight, *stacked: Tensor) -> tuple[Dispatched, tuple[Tensor, ...]]:
         """Return the weights of this rank's expert slots, in the order of ``sent.placement``. Collective.
@@ -118,18 +117,20 @@ class SlotWeights:
             return lambda: stacked[0].new_empty(0, _width(stacked))
         if not self._recomputed or torch.is_inference_mode_enabled():
             return _exchange(channel, movement, _side_by_side(stacked, movement.sent))
-        key = placement, tuple(weight.shape for weight in stacked)
-        if torch._C._current_graph_task_id() != -1 and key in self._kept:  # a recomputation in the backward
-            return lambda: self._kept[key]
+        # Tensors that are made anew in each forward can only be told apart by their shapes.
+        key = tuple(id(weight) if isinstance(weight, nn.Parameter) else weight.shape for weight in stacked)
+        before, kept = self._kept.get(key, ([], {}))
+        if torch._C._current_graph_task_id() != -1 and placement in kept:  # a recomputation in the backward
+            return lambda: kept[placement]
         versions = [weight._version for weight in stacked]
-        if versions != self._versions:
-            self._kept.clear()
-            self._versions = versions
+        if versions != before:
+            kept = {}
+            self._kept[key] = versions, kept
         finish = _exchange(channel, movement, _side_by_side(stacked, movement.sent))
 
         def keep() -> Tensor:
-            self._kept[key] = finish()
-            return self._kept[key]
+            kept[placement] = finish()
+            return kept[placement]
 
         return keep
 

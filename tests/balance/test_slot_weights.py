@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
@@ -60,6 +60,11 @@ def dense_gradients(dtype: torch.dtype, calls: int, rows: Callable[[int], int] =
 def own_part(group: Group, dtype: torch.dtype) -> list[Tensor]:
     assert group is not None
     return [weight.chunk(RANKS)[group.rank()].clone().requires_grad_() for weight in all_weights(dtype)]
+
+
+def three_weights(group: Group) -> list[Tensor]:
+    up, down = own_part(group, torch.float64)
+    return [up.detach(), up.detach().flip(0, 2), down.detach()]
 
 
 def experts(sent: Dispatched, up: Tensor, down: Tensor) -> Tensor:
@@ -187,6 +192,39 @@ def test_a_recomputation_fetches_no_weights(reentrant: bool, recomputed: bool, a
     found = on_ranks(body, RANKS)
     assert [counts for _, *counts in found] == [[(1 + apart) * (2 if recomputed else 4), (1 + apart) * 2]] * RANKS
     expect_dense([one for one, *_ in found], torch.float64, 2)
+
+
+def test_parameters_of_equal_shapes_may_be_fetched_apart() -> None:
+    """As gate and up of gated experts are: the recomputation once took the weights of one for the other."""
+
+    def body(group: Group) -> list[list[Tensor]]:
+        assert group is not None
+        found = []
+        for checkpointed in (False, True):
+            dispatcher = placed(group)
+            gate, up, down = (nn.Parameter(weight) for weight in three_weights(group))
+            weights = SlotWeights(dispatcher, recomputed=checkpointed)
+
+            def layer(x: Tensor, routing: Routing) -> Tensor:
+                sent = dispatcher.dispatch(x, routing)  # noqa: B023 - called in this turn
+                slots = []
+                for weight in (gate, up, down):  # noqa: B023
+                    sent, (of_slots,) = weights.fetch(sent, weight)  # noqa: B023
+                    slots.append(of_slots)
+                hidden = torch.tanh(sent.grouped_mm(sent.rows, slots[0])) * sent.grouped_mm(sent.rows, slots[1])
+                return dispatcher.combine(sent.grouped_mm(hidden, slots[2]), sent)  # noqa: B023
+
+            x, routing, upstream = inputs(group.rank(), 0, torch.float64)
+            x.requires_grad_()
+            y = checkpoint(layer, x, routing, use_reentrant=False) if checkpointed else layer(x, routing)
+            y.backward(upstream)
+            assert dispatcher.metrics().collectives["weights"] == 3
+            found.append(gradients([gate, up, down]))
+            dispatcher.close()
+        return found
+
+    for plain, recomputed in on_ranks(body, RANKS):
+        torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 
 def test_kept_weights_go_with_the_parameters() -> None:
