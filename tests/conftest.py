@@ -18,9 +18,11 @@ from moe_dispatch.dispatchers import channel
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Ranks are threads or processes here: intra-op threads on top of them only compete for cores.
 torch.set_num_threads(1)
-# A rank that is a process is forked from a server that has imported of torch what ranks import.
-multiprocessing.set_start_method("forkserver")
-multiprocessing.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.checkpoint"])
+# A rank that is a process is forked from a server that has imported of torch what ranks import. These imports look for
+# GPUs, after which no forked process can use CUDA. So where there is a GPU, ranks are spawned.
+if not torch.cuda.is_available():
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.checkpoint"])
 # A pool of compilers takes 15 s to start on two cores, and no process with its threads may be forked.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
