@@ -22,6 +22,7 @@ from moe_dispatch.cli.placements import (
     placement_plans,
     rows_of_experts,
 )
+from moe_dispatch.cli.plan import routing
 from moe_dispatch.dispatchers.requirements import shape_of
 from tests.cli.conftest import Command
 from tests.cli.plan.planned import config, mixed_ids
@@ -29,6 +30,11 @@ from tests.cli.plan.test_models import QWEN3, written
 
 SHAPE = MoEShape(num_experts=8, top_k=2, hidden_size=16, ep_size=4, pad_multiple=1, ranks_per_node=4)
 COST = ExpertCost(itemsize=2, nbytes=1000, flop_per_byte=600)
+
+
+@pytest.fixture(autouse=True)
+def few_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "_MOST_DISPATCHES", 8)
 
 
 def plans(experts_CPE: torch.Tensor) -> dict[tuple[str, int], PlacementPlan]:
@@ -89,8 +95,7 @@ def test_command(command: Command, tmp_path: Path) -> None:
     assert shown.status == 0, shown.error
     assert "least_loaded" in shown.out
     assert "least_loaded" not in command(*arguments).out
-    narrow = command(*arguments, "--balance", "--flop-per-byte", "500")
-    assert "break-" in narrow.out
+    assert "break-" in command(*arguments, "--balance", "--flop-per-byte", "500").out
     assert "break-" not in shown.out
     told: Any = json.loads(command(*arguments, "--balance", "--json").out)["placements"]
     none, _, least, _ = told
