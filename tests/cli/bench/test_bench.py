@@ -79,7 +79,8 @@ def test_bytes_are_those_of_the_collectives(command: Command) -> None:
     gathered = case["contenders"]["allgather"]["bytes_sent"]
     assert gathered["combine"] == 16 * 32 * 4, "half of both ranks' rows"
     assert sent["dispatch"] < gathered["dispatch"]
-    assert gathered["backward"] == gathered["combine"] + gathered["dispatch"] - 40 - 16 * 2 * 2, "no counts, no ids"
+    agreement = 8 * (2 * 7 + 1 + 4)  # seven integers of each rank, invalid ids, slots of each expert
+    assert gathered["backward"] == gathered["combine"] + gathered["dispatch"] - agreement - 16 * 2 * 2, "and no ids"
 
 
 def _rows_to_the_other(rank: int) -> int:
