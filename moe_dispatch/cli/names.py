@@ -16,6 +16,9 @@ from moe_dispatch.backends import BackendOptions, load_backend, register_backend
 from moe_dispatch.config import json_or_text
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 
+# Fields of the config that may differ between the backends of a comparison. They stand among the options of a backend.
+PLACEMENT_FIELDS = ("balance", "spare_experts_per_rank")
+
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)

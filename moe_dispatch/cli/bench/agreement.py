@@ -49,8 +49,8 @@ def check_agreement(contenders: dict[str, Contender], tokens: Tokens, group: dis
 
 
 def _outcome(contender: Contender, tokens: Tokens, group: dist.ProcessGroup) -> Outcome:
-    scales_PL = _scales(tokens).view(group.size(), -1)
-    return run_layer(contender, tokens, scaling_experts(scales_PL[group.rank()]))
+    scales_E = _scales(tokens)
+    return run_layer(contender, tokens, scaling_experts(scales_E, group.rank() * len(scales_E) // group.size()))
 
 
 def _scales(tokens: Tokens) -> Tensor:

@@ -18,9 +18,10 @@ from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.cli.bench.workload import Shape, Tokens
 from moe_dispatch.dispatchers.autograd import Selection, State, attach, combine
 from moe_dispatch.layouts import Rows
+from moe_dispatch.types import Dispatched
 
-# A function from rows (R, D) to rows (R, D). Its second argument is a function that returns the local expert of each
-# row, int64 (R,).
+# A function from rows (R, D) to rows (R, D). Its second argument is a function that returns the expert of each row,
+# int64 (R,), counted from the first expert of this rank. It is not in 0..L-1 if a slot holds an expert of another rank.
 Experts = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
@@ -75,8 +76,16 @@ class Ours(Contender):
 
     def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
         sent = self.dispatcher.dispatch(x_TD, Routing(tokens.ids_TK, weights_TK))
-        rows_RD = experts(sent.rows, lambda: _experts_up_to(sent.offs, len(sent.rows)))
+        rows_RD = experts(sent.rows, lambda: self._experts_of_rows(sent))
         return self.dispatcher.combine(rows_RD, sent)
+
+    def _experts_of_rows(self, sent: Dispatched) -> Tensor:
+        slots_R = _experts_up_to(sent.offs, len(sent.rows))
+        if sent.placement is None:
+            return slots_R
+        ranks = self.dispatcher._channel.communicator
+        first = ranks.rank * self.dispatcher.config.num_experts // ranks.size
+        return torch.tensor(sent.placement.slots[ranks.rank], device=slots_R.device)[slots_R] - first
 
     def close(self) -> None:
         self.dispatcher.close()
@@ -97,11 +106,11 @@ def experts_of_rows(tokens_per_expert_L: Tensor) -> Tensor:
     return experts_L.repeat_interleave(tokens_per_expert_L)
 
 
-def scaling_experts(scales_L: Tensor) -> Experts:
-    """Make experts that multiply each row by the number of its expert."""
+def scaling_experts(scales_E: Tensor, first: int) -> Experts:
+    """Make experts that multiply each row by the number of its expert. This rank's experts begin with ``first``."""
 
     def scale(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
-        return rows_RD * scales_L[local_ids()].to(rows_RD.dtype).unsqueeze(1)
+        return rows_RD * scales_E[first + local_ids()].to(rows_RD.dtype).unsqueeze(1)
 
     return scale
 

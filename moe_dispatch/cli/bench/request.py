@@ -13,7 +13,7 @@ from moe_dispatch.cli.bench.contenders import ByHand, Contender, Ours
 from moe_dispatch.cli.bench.floor import Floor
 from moe_dispatch.cli.bench.peers import PEERS, missing_packages
 from moe_dispatch.cli.bench.workload import Case, Dtype, Shape, Skew
-from moe_dispatch.cli.names import NamedBackend, parse_backend
+from moe_dispatch.cli.names import PLACEMENT_FIELDS, NamedBackend, parse_backend
 from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import num_ranks, under_torchrun
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
@@ -53,6 +53,7 @@ class NamedContender:
         spec = self.backend.spec()
         alone = spec["name"] == "local" and place.size == 1
         fields = {"backend": spec} if self.capacity_factor is None else self._graph_safe(shape, spec)
+        fields |= self.backend.fields
         return Ours(shape, None if alone else place.group, None if alone else place.control, **fields)
 
     @property
@@ -101,7 +102,7 @@ def _named(text: str) -> NamedContender:
         )
     if text in CONTENDERS:
         return NamedContender(label=text)
-    backend = parse_backend(text)
+    backend = parse_backend(text, fields=PLACEMENT_FIELDS)
     try:
         backend.spec()
     except ConfigError as error:

@@ -14,7 +14,7 @@ from moe_dispatch.cli import console
 from moe_dispatch.cli.compare.comparison import MODES, QUANTITIES, Comparison, Outcome, Task, Variant
 from moe_dispatch.cli.compare.measurement import measure
 from moe_dispatch.cli.compare.workload import MOST_STEPS, Replay, Workload
-from moe_dispatch.cli.names import NamedBackend, parse_backend
+from moe_dispatch.cli.names import PLACEMENT_FIELDS, NamedBackend, parse_backend
 from moe_dispatch.cli.ranks import num_ranks, on_ranks, this_rank
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
@@ -22,8 +22,6 @@ from moe_dispatch.testing.scenario import ROUTINGS, TOLERANCES, DtypeName
 from moe_dispatch.traces import Trace
 
 DEFAULT_RANKS = 4
-# Fields of the config that may differ between the backends of a comparison. They stand among the options of a backend.
-PLACEMENT_FIELDS = ("balance", "spare_experts_per_rank")
 
 
 def make_workload(

@@ -101,6 +101,19 @@ def test_floor_and_backend_by_hand_do_the_same_work(command: Command) -> None:
         assert 0 < floor["error"] < (1e-5 if case["case"]["dtype"] == "float32" else 2.5e-2)
 
 
+def test_a_balanced_contender_computes_the_same(command: Command) -> None:
+    """Rows go to copies, whose experts are told apart by their numbers."""
+    balanced = "alltoall+spare_experts_per_rank=1+balance=least_loaded"
+    results = benched(command, *TINY, "--dtype", "float32", "--routing", "skewed", "-c", f"alltoall,{balanced}")
+    (case,) = results["cases"]
+    contender, plain = case["contenders"][balanced], case["contenders"]["alltoall"]
+    assert 0 < contender["error"] < 1e-6
+    assert contender["bytes_sent"]["dispatch"] != plain["bytes_sent"]["dispatch"]
+    answer = command("bench", *ONE, "-c", "alltoall+balance=most_loaded")
+    assert answer.status == 2
+    assert "Unknown planner 'most_loaded'" in answer.error
+
+
 def test_by_hand_calls_the_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("the dispatcher was called")
