@@ -47,8 +47,8 @@ def padding_trimmed_from_the_front(patch: Patch) -> None:
 
 
 def padding_rows_sent_to_expert_0(patch: Patch) -> None:
-    take = Selection.take
-    patch.setattr(Selection, "take", lambda rows, tensor, fill=0: take(rows, tensor, max(fill, 0)))
+    pad = Selection.pad
+    patch.setattr(Selection, "pad", lambda rows, tensor, fill=0: pad(rows, tensor, max(fill, 0)))
 
 
 def weights_applied_twice(patch: Patch) -> None:
@@ -373,8 +373,8 @@ def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch)
     """With one expert per rank, that place is before the start of the table; with more it is overwritten."""
     width = 2  # of the table: one expert, and the number of rows
 
-    def too_early(places_N: Tensor, length: int) -> Tensor:
-        return count_values(places_N - (places_N < width).long(), length)
+    def too_early(places_N: Tensor, length: int, **options: bool) -> Tensor:
+        return count_values(places_N - (places_N < width).long(), length, **options)
 
     monkeypatch.setattr(alltoall, "count_values", too_early)
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "one_expert_per_rank")
