@@ -175,6 +175,7 @@ def test_wrong_requests_are_refused(
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "packed_text.picture", raising=False)
+    monkeypatch.delattr("packed_text.picture")  # or the import would not look for the module
     assert train_packed_text.main(["--backend", "local"]) == 1
     assert re.search(r"matplotlib is missing.*pip install -e '\.\[dev\]'", capsys.readouterr().err)
 
