@@ -45,7 +45,10 @@ class Caller:
         return _facts_of_rows(dtype, self.recorded)
 
     def described(self, facts: Facts) -> Facts:
-        """Return the facts with the dispatcher, for the error on ranks that are known to differ. Names may differ."""
+        """Return the facts and the dispatcher, for the error text of calls that are known to differ.
+
+        One dispatcher may have other names on other ranks, so this text is not what the ranks compare.
+        """
         if self.lease is None:
             return facts
         return {**facts, "the dispatcher": f"{self.lease.name!r}, number {self.lease.number}"}
