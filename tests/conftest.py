@@ -25,6 +25,8 @@ if not torch.cuda.is_available():
     multiprocessing.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.checkpoint"])
 # A pool of compilers takes 15 s to start on two cores, and no process with its threads may be forked.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Unbuffered, each argument of a print is written alone, and the lines of ranks that share a pipe run into each other.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
