@@ -27,7 +27,7 @@ from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import Permutation, SlotIndex, accumulation_dtype
+from moe_dispatch.permutation import SlotIndex, accumulation_dtype
 
 
 @final
@@ -75,9 +75,7 @@ class AllGatherRoute(RankMajorRoute):
     """A route out by all-gather, and back by a reduce-scatter in ``max(float32, dtype)``, rounded once at the end."""
 
     context: BackendContext
-    permutation: Permutation
     index: SlotIndex
-    wire_dtype: WireDtype | None = None
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
@@ -135,22 +133,19 @@ class AllGather(Backend):
             else:
                 counts = list(of_all[mine])
         index = self.context.group(ids_SK - first, weights_SK, sizes.capacity, counts=counts)
-        arrived = arrive(self._route(index, rows_TD.device), rows_SD, weights_SK, rows_TD.dtype)
+        arrived = arrive(AllGatherRoute(context=self.context, index=index), rows_SD, weights_SK, rows_TD.dtype)
         self.context.workspace.give(everyone)
         return arrived
 
-    def _route(self, index: SlotIndex, device: torch.device) -> AllGatherRoute:
-        return AllGatherRoute(context=self.context, permutation=self.context.permutation_on(device), index=index)
-
     def restore(self, tensors: Sequence[Tensor]) -> AllGatherRoute:
-        return self._route(self.context.index_from(tensors), tensors[0].device)
+        return AllGatherRoute(context=self.context, index=self.context.index_from(tensors))
 
     def blank_route(
         self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
     ) -> AllGatherRoute:
         everyone = None if num_rows is None else num_rows * self.context.shape.ep_size
         index = self.context.blank_index(everyone, new_size, capacity=capacity, device=weights_TK.device)
-        return self._route(index, weights_TK.device)
+        return AllGatherRoute(context=self.context, index=index)
 
 
 def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype) -> Packet:

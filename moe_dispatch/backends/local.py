@@ -26,7 +26,7 @@ from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import row_format
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import Permutation, SlotIndex, count_values
+from moe_dispatch.permutation import SlotIndex, count_values
 
 
 @final
@@ -72,9 +72,8 @@ class LocalRoute(RankMajorRoute):
     A ``wire_dtype`` still rounds the rows, so that one rank computes the same numbers as a large run.
     """
 
-    permutation: Permutation
+    context: BackendContext
     index: SlotIndex
-    wire_dtype: WireDtype | None
     exact: bool
 
     @contextmanager
@@ -111,24 +110,18 @@ class Local(Backend):
         rows = row_format(rows_TD.dtype, shape.hidden_size, shape.wire_dtype).round_trip(rows_TD)
         counts = () if sizes.capacity is not None else read_host(count_experts(ids_TK, shape.num_experts))
         index = self.context.group(ids_TK, weights_TK, sizes.capacity, counts=counts)
-        return arrive(self._route(index, rows.device), rows, weights_TK, rows_TD.dtype)
+        return arrive(self._route(index), rows, weights_TK, rows_TD.dtype)
 
-    def _route(self, index: SlotIndex, device: torch.device) -> LocalRoute:
-        return LocalRoute(
-            permutation=self.context.permutation_on(device),
-            index=index,
-            wire_dtype=self.context.shape.wire_dtype,
-            exact=self._exact,
-        )
+    def _route(self, index: SlotIndex) -> LocalRoute:
+        return LocalRoute(context=self.context, index=index, exact=self._exact)
 
     def restore(self, tensors: Sequence[Tensor]) -> LocalRoute:
-        return self._route(self.context.index_from(tensors), tensors[0].device)
+        return self._route(self.context.index_from(tensors))
 
     def blank_route(
         self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
     ) -> LocalRoute:
-        index = self.context.blank_index(num_rows, new_size, capacity=capacity, device=weights_TK.device)
-        return self._route(index, weights_TK.device)
+        return self._route(self.context.blank_index(num_rows, new_size, capacity=capacity, device=weights_TK.device))
 
 
 def count_experts(ids_TK: Tensor, num_experts: int) -> Tensor:

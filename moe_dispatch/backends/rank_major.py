@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, Route, WireDtype
+from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
 from moe_dispatch.permutation import Permutation, SlotIndex
 
 
@@ -23,15 +23,23 @@ class RankMajorRoute(Route):
     """A route with a ``SlotIndex``, which says which of the S rows that arrived here go to which expert.
 
     Attributes:
-        permutation: Implementation that copies rows to their experts and sums them.
+        context: The objects that the backend is built with.
         index: Positions of all slots among the expert-major rows.
-        wire_dtype: Dtype in which rows travel; None for their own dtype.
     """
 
     __slots__ = ()
-    permutation: Permutation
+    context: BackendContext
     index: SlotIndex
-    wire_dtype: WireDtype | None
+
+    @property
+    def permutation(self) -> Permutation:
+        """Implementation that copies rows to their experts and sums them."""
+        return self.context.permutation_on(self.index.source_R.device)
+
+    @property
+    def wire_dtype(self) -> WireDtype | None:
+        """Dtype in which rows travel; None for their own dtype."""
+        return self.context.shape.wire_dtype
 
     @abstractmethod
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> AbstractContextManager[Tensor]:

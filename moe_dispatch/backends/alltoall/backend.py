@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Literal, final
 
 import torch
@@ -196,6 +196,7 @@ class AllToAll(Backend):
         self._exact = exact
         self._nodes = nodes
         self._width = 1 + context.shape.num_local_experts + (0 if nodes is None else nodes.num_columns)
+        self._first_expert = context.communicator.rank * context.shape.num_local_experts
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()
@@ -233,8 +234,8 @@ class AllToAll(Backend):
             if self._nodes is not None:
                 second, received = self._forward(received, form, found.splits[1], self._nodes)
                 legs.append(second)
-            rows_SD, weights_SK, keys_SK = self._unpack(received, form)
-            entries = 1
+            rows_SD, weights_SK, ids_SK = form.unpack(received)
+            keys_SK, entries = ids_SK - self._first_expert, 1
             if self._nodes is not None:
                 keys_SK, entries = self._nodes.keys(keys_SK, found.rows_in), self._nodes.num_nodes
             index = self.context.group(
@@ -245,7 +246,8 @@ class AllToAll(Backend):
                 entries_per_key=entries,
                 real_L=counts[: shape.num_local_experts],
             )
-            route = self._route(legs, index, weights_TK if self._exact else None)
+            exact = weights_TK if self._exact else None
+            route = AllToAllRoute(context=self.context, legs=tuple(legs), index=index, weights_TK=exact)
             arrived = arrive(route, rows_SD, weights_SK, dtype)
             space.give(received)
             return arrived
@@ -291,7 +293,7 @@ class AllToAll(Backend):
         slots_by_rank = None
         if self._exact:
             slots_by_rank = group_slots(owner_TK - 1, [splits.slots_out[rank] for rank in to])
-        leg = self._leg(splits, (source_S, by_row.indices, cu_T), slots_by_rank, suffix=suffix)
+        leg = Leg(self.context, splits, suffix, source_S, by_row.indices, cu_T, slots_by_rank)
 
         def land() -> Tensor:
             if work is not None:
@@ -328,10 +330,11 @@ class AllToAll(Backend):
             if work is not None:
                 work.wait()
             space.give(outgoing)
-            rows_SD, weights_SK, local_ids_SK = self._unpack(received, form)
-            index = self.context.group(local_ids_SK, weights_SK, capacity)
+            rows_SD, weights_SK, ids_SK = form.unpack(received)
+            index = self.context.group(ids_SK - self._first_expert, weights_SK, capacity)
+            leg = Leg(self.context, splits, "", table.source_S, table.member_N, table.cu_T)
             arrived = arrive(
-                self._route([self._leg(splits, (table.source_S, table.member_N, table.cu_T))], index),
+                AllToAllRoute(context=self.context, legs=(leg,), index=index),
                 rows_SD,
                 weights_SK,
                 dtype,
@@ -350,39 +353,6 @@ class AllToAll(Backend):
         self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
         return source_S, outgoing
 
-    def _unpack(self, received: Tensor, form: Packet) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows of packets, their weights and their local expert ids.
-
-        Ids 0 to L-1 are experts of this rank. Other ids, which may be negative, are not.
-        """
-        rows_SD, weights_SK, ids_SK = form.unpack(received)
-        return rows_SD, weights_SK, ids_SK - self.context.communicator.rank * self.context.shape.num_local_experts
-
-    def _leg(
-        self, splits: Splits, tables: Sequence[Tensor], slots_by_rank: SlotIndex | None = None, *, suffix: str = ""
-    ) -> Leg:
-        source_S, member_S, cu_T = tables
-        return Leg(
-            context=self.context,
-            permutation=self.context.permutation_on(source_S.device),
-            splits=splits,
-            suffix=suffix,
-            source_S=source_S,
-            member_S=member_S,
-            cu_T=cu_T,
-            slots_by_rank=slots_by_rank,
-        )
-
-    def _route(self, legs: Sequence[Leg], index: SlotIndex, weights_TK: Tensor | None = None) -> AllToAllRoute:
-        return AllToAllRoute(
-            context=self.context,
-            permutation=legs[0].permutation,
-            legs=tuple(legs),
-            index=index,
-            wire_dtype=self.context.shape.wire_dtype,
-            weights_TK=weights_TK,
-        )
-
     @property
     def _suffixes(self) -> tuple[str, ...]:
         """Text behind the labels of the collectives of each leg."""
@@ -398,15 +368,16 @@ class AllToAll(Backend):
         weights_TK = rest.pop(0) if self._exact else None
         legs: list[Leg] = []
         for number, suffix in enumerate(self._suffixes):
-            tables, by_rank = pop(3), None
+            (source_S, member_S, cu_T), by_rank = pop(3), None
             if self._exact:
                 by_rank = SlotIndex.from_tensors(pop(4), shape.top_k, 1, fixed_size=False)
             if shape.graph_safe:
-                splits = even_splits(tables[0].shape[0] // shape.ep_size, shape.ep_size)
+                splits = even_splits(source_S.shape[0] // shape.ep_size, shape.ep_size)
             else:
                 splits = splits_from(counts[number], shape.ep_size, exact=self._exact)
-            legs.append(self._leg(splits, tables, by_rank, suffix=suffix))
-        return self._route(legs, self.context.index_from(rest), weights_TK)
+            legs.append(Leg(self.context, splits, suffix, source_S, member_S, cu_T, by_rank))
+        index = self.context.index_from(rest)
+        return AllToAllRoute(context=self.context, legs=tuple(legs), index=index, weights_TK=weights_TK)
 
     def blank_route(
         self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
@@ -419,7 +390,8 @@ class AllToAll(Backend):
             assert capacity.pair_rows is not None
             places = capacity.pair_rows * shape.ep_size
             tables = table(places), table(num_rows * shape.ep_size), table(num_rows + 1)
-            return self._route([self._leg(even_splits(capacity.pair_rows, shape.ep_size), tables)], index(places))
+            leg = Leg(self.context, even_splits(capacity.pair_rows, shape.ep_size), "", *tables)
+            return AllToAllRoute(context=self.context, legs=(leg,), index=index(places))
         none, slots = [0] * shape.ep_size, [0] * (shape.ep_size if self._exact else 0)
         splits = Splits(rows_out=none, rows_in=none, slots_out=slots, slots_in=slots)
         legs: list[Leg] = []
@@ -428,11 +400,11 @@ class AllToAll(Backend):
             by_rank = None
             if self._exact:
                 by_rank = SlotIndex.blank(edges - 1, shape.top_k, 1, new_size=new_size, device=device)
-            legs.append(self._leg(splits, (table(sent), table(sent), table(edges)), by_rank, suffix=suffix))
-        if not self._exact:
-            return self._route(legs, index(None))
-        rows = new_size() if num_rows is None else num_rows
-        return self._route(legs, index(None), weights_TK.new_empty(rows, shape.top_k))
+            legs.append(Leg(self.context, splits, suffix, table(sent), table(sent), table(edges), by_rank))
+        weights = None
+        if self._exact:
+            weights = weights_TK.new_empty(new_size() if num_rows is None else num_rows, shape.top_k)
+        return AllToAllRoute(context=self.context, legs=tuple(legs), index=index(None), weights_TK=weights)
 
     def refuse(self, device: torch.device) -> None:
         comm = self.context.communicator
@@ -524,6 +496,7 @@ class _Counts:
     splits: tuple[Splits, ...]
 
 
+@cache
 def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
     row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
     return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)

@@ -15,7 +15,7 @@ from moe_dispatch.backends.base import BackendContext, WireDtype
 from moe_dispatch.backends.rank_major import RankMajorRoute, back_wire
 from moe_dispatch.backends.wire import Packet, packet, row_format
 from moe_dispatch.communication import Started, read_host
-from moe_dispatch.permutation import Permutation, SlotIndex
+from moe_dispatch.permutation import SlotIndex
 
 
 @final
@@ -59,7 +59,7 @@ def even_splits(pair_rows: int, ep_size: int) -> Splits:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Leg:
     """One exchange of rows between ranks, and its way back.
 
@@ -77,13 +77,12 @@ class Leg:
     """
 
     context: BackendContext
-    permutation: Permutation
     splits: Splits
     suffix: str
     source_S: Tensor
     member_S: Tensor
     cu_T: Tensor
-    slots_by_rank: SlotIndex | None
+    slots_by_rank: SlotIndex | None = None
 
     @property
     def num_rows(self) -> int:
@@ -109,9 +108,10 @@ class Leg:
         """Sum the packets that came back by row: their rows into ``out``, and their weights into ``values``."""
         # Sum whole packets as if they held only numbers of the row's dtype. ``sum_bags`` ignores the columns behind the
         # row.
-        self.permutation.sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
+        permutation = self.context.permutation_on(received.device)
+        permutation.sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
         if values is not None:
-            self.permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
+            permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
 
     def return_slots(self, packets: Tensor, order_N: Tensor, label: str) -> Tensor:
         """Return one packet for each slot that arrived: packet ``order_N[i]`` belongs to the i-th slot.
@@ -128,7 +128,7 @@ class Leg:
         space, width = self.context.workspace, rows.shape[1]
         received = space.take((sum(splits_in), width), rows.device)
         outgoing = space.take((source.shape[0], width), rows.device)
-        self.permutation.gather(rows, source, outgoing)
+        self.context.permutation_on(rows.device).gather(rows, source, outgoing)
         work = self.context.communicator.all_to_all(
             received, outgoing, splits_in, splits_out, label=label + self.suffix
         )
@@ -155,11 +155,9 @@ class AllToAllRoute(RankMajorRoute):
     """
 
     context: BackendContext
-    permutation: Permutation
     legs: tuple[Leg, ...]
     index: SlotIndex
-    wire_dtype: WireDtype | None
-    weights_TK: Tensor | None
+    weights_TK: Tensor | None = None
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:

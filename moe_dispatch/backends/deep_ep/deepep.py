@@ -33,7 +33,7 @@ from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.backends.wire import from_float8, row_format, to_float8
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.permutation import Permutation, SlotIndex, running_total
+from moe_dispatch.permutation import SlotIndex, running_total
 from moe_dispatch.probing import Rejected, Usable
 
 Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0"]
@@ -156,11 +156,10 @@ class DeepEPRoute(RankMajorRoute):
     The library sends rows to experts in bfloat16 or float8, and everything else in bfloat16.
     """
 
+    context: BackendContext
     driver: RankMajorDriver
-    permutation: Permutation
     handle: Handle
     index: SlotIndex
-    wire_dtype: WireDtype | None
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
@@ -274,11 +273,10 @@ class DeepEP(Backend):
     ) -> Arrived:
         ids_SK = arrived.ids_SK if capacity is None else arrived.known_ids_SK
         route = DeepEPRoute(
+            context=self.context,
             driver=self.driver,
-            permutation=self.context.permutation_on(rows_TD.device),
             handle=arrived.handle,
             index=self.context.group(ids_SK, arrived.weights_SK, capacity, counts=arrived.counts),
-            wire_dtype=self.context.shape.wire_dtype,
         )
         rows_SD, weights_SK = unpack(arrived.payload, rows_TD.dtype), arrived.weights_SK.to(weights_TK.dtype)
         return arrive(route, rows_SD, weights_SK, rows_TD.dtype)
