@@ -10,7 +10,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, final
+from functools import partial
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,6 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError
 from moe_dispatch.watchdog import Call, watch_of
-
-Options = TypeVar("Options")
-
 
 Started = dist.Work | Call  # a collective that can be waited for
 
@@ -57,19 +55,20 @@ class Communicator:
     def _count(self, label: str, nbytes: int) -> None:
         self.calls[label] += 1
         self.bytes_sent[label] += nbytes
-        if self.watch is not None:
-            self.watch.enter(label, nbytes)
 
-    def _started(self, work: dist.Work, tensor: Tensor) -> Started:
-        """Return the handle to wait for, after a collective on ``tensor`` was counted and started."""
-        return work if self.watch is None else self.watch.call.started(work, tensor)
+    def _start(
+        self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], dist.Work], options: Any
+    ) -> Started:
+        """Count a collective on ``tensor``, start it with these options, and return the handle to wait for.
 
-    def _options(self, kind: Callable[[], Options]) -> Options:
-        """Make the options of a collective, with the time limit of the watchdog if there is one."""
-        options = kind()
-        if self.watch is not None:
-            options.timeout = self.watch.timeout  # type: ignore[attr-defined]
-        return options
+        The options get the time limit of the watchdog if there is one.
+        """
+        self._count(label, nbytes)
+        if self.watch is None:
+            return start(options)
+        self.watch.enter(label, nbytes)
+        options.timeout = self.watch.timeout
+        return self.watch.call.started(start(options), tensor)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str
@@ -83,40 +82,47 @@ class Communicator:
             rows_out: Number of rows to each rank.
             label: Name under which the call and its bytes are counted.
         """
-        rows, nbytes = sent.shape[0], sent.nbytes
-        self._count(label, nbytes - nbytes // rows * rows_out[self.rank] if rows else 0)
         if self.group is None:
+            self._count(label, 0)
             received.copy_(sent)
             return None
-        options = self._options(dist.AllToAllOptions)
-        return self._started(self.group.alltoall_base(received, sent, list(rows_in), list(rows_out), options), sent)
+        rows, nbytes = sent.shape[0], sent.nbytes
+        to_others = nbytes - nbytes // rows * rows_out[self.rank] if rows else 0
+        start = partial(self.group.alltoall_base, received, sent, list(rows_in), list(rows_out))
+        return self._start(label, to_others, sent, start, dist.AllToAllOptions())
 
     def all_gather(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Write the ``inp`` of all ranks into ``out``, stacked along dim 0 in the order of the ranks."""
-        self._count(label, inp.nbytes * (self.size - 1))
         if self.group is None:
+            self._count(label, 0)
             out.copy_(inp)
             return
-        self._started(self.group._allgather_base(out, inp, self._options(AllgatherOptions)), inp).wait()
+        start = partial(self.group._allgather_base, out, inp)
+        self._start(label, inp.nbytes * (self.size - 1), inp, start, AllgatherOptions()).wait()
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Sum ``inp`` over the ranks, and write the r-th part of the sum along dim 0 into ``out`` of rank r."""
-        self._count(label, inp.nbytes - inp.nbytes // self.size)
         if self.group is None:
+            self._count(label, 0)
             out.copy_(inp)
             return
-        options = self._options(dist.ReduceScatterOptions)
-        self._started(self.group._reduce_scatter_base(out, inp, options), inp).wait()
+        start = partial(self.group._reduce_scatter_base, out, inp)
+        self._start(label, inp.nbytes - inp.nbytes // self.size, inp, start, dist.ReduceScatterOptions()).wait()
+
+    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, *, label: str) -> None:
+        assert self.group is not None
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(operation)
+        nbytes = 2 * tensor.nbytes * (self.size - 1) // self.size  # of a ring all-reduce
+        self._start(label, nbytes, tensor, partial(self.group.allreduce, [tensor]), options).wait()
 
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
         """Return the maximum of each host integer over the ranks. Cost: one all-reduce; on a GPU also a host sync."""
-        self._count(label, 2 * 8 * len(values) * (self.size - 1) // self.size)  # the bytes of a ring all-reduce
         if self.group is None:
+            self._count(label, 0)
             return list(values)
         tensor = to_device(values, control_device(self.group))
-        options = self._options(dist.AllreduceOptions)
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._started(self.group.allreduce([tensor], options), tensor).wait()
+        self._all_reduce(tensor, dist.ReduceOp.MAX, label=label)
         return read_host(tensor)
 
     def max_and_sum(self, values: Sequence[int], sums: Sequence[Tensor], *, label: str) -> list[int]:
@@ -134,8 +140,7 @@ class Communicator:
         mine = [0] * (self.size * len(values))
         mine[self.rank :: self.size] = values
         tensor = torch.cat([to_device(mine, control_device(self.group)), *sums])
-        self._count(label, 2 * tensor.nbytes * (self.size - 1) // self.size)
-        self._started(self.group.allreduce([tensor], self._options(dist.AllreduceOptions)), tensor).wait()
+        self._all_reduce(tensor, dist.ReduceOp.SUM, label=label)
         found = read_host(tensor)
         highest = [max(found[begin : begin + self.size]) for begin in range(0, len(mine), self.size)]
         return highest + found[len(mine) :]
@@ -143,10 +148,7 @@ class Communicator:
     def touch(self, device: torch.device) -> None:
         """Run a collective of one element, so that the group makes its communicator for the device."""
         if self.group is not None:
-            tensor = torch.zeros(1, device=device)
-            if self.watch is not None:
-                self.watch.enter("build", 0)
-            self._started(self.group.allreduce([tensor], self._options(dist.AllreduceOptions)), tensor).wait()
+            self._all_reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM, label="build")
 
     def gather_integers(self, values: Sequence[int], *, label: str) -> list[list[int]]:
         """Return the host integers of all ranks, by rank. Each rank passes the same number. Cost: one all-gather."""
@@ -191,10 +193,10 @@ class Communicator:
         assert self.group is not None
         device = control_device(self.group)
         inside = torch.empty(length, dtype=torch.int64, device=device) if values is None else values.to(device)
-        self._count(label, inside.nbytes * (self.size - 1) if self.rank == source else 0)
-        options = self._options(dist.BroadcastOptions)
+        options = dist.BroadcastOptions()
         options.rootRank = source
-        self._started(self.group.broadcast([inside], options), inside).wait()
+        nbytes = inside.nbytes * (self.size - 1) if self.rank == source else 0
+        self._start(label, nbytes, inside, partial(self.group.broadcast, [inside]), options).wait()
         return inside.cpu()
 
     def gather_bytes(self, payload: Tensor, *, label: str) -> list[Tensor] | None:
@@ -213,9 +215,8 @@ class Communicator:
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         mine[: len(payload)] = payload
         everyone = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
-        self._count(label, mine.nbytes if self.rank else 0)
-        gathered = self.group.gather([everyone] if everyone else [], [mine], self._options(dist.GatherOptions))
-        self._started(gathered, mine).wait()
+        start = partial(self.group.gather, [everyone] if everyone else [], [mine])
+        self._start(label, mine.nbytes if self.rank else 0, mine, start, dist.GatherOptions()).wait()
         return [part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)] if everyone else None
 
 
