@@ -13,8 +13,8 @@ from torch import Tensor
 from moe_dispatch.backends.base import MARKED_DISPATCHERS, Sizes
 from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.ids import SentIds, problem_of_ids
-from moe_dispatch.dispatchers.planning import Draft, agrees_on_rows, needs_agreement
+from moe_dispatch.dispatchers.outgoing import Outgoing
+from moe_dispatch.dispatchers.planning import Draft
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError
 from moe_dispatch.types import Plan
@@ -58,10 +58,6 @@ class Caller:
         number = 0 if self.lease is None else 1 + self.lease.number % (MARKED_DISPATCHERS - 1)
         return _number_of_rows(dtype, self.recorded) * MARKED_DISPATCHERS + number
 
-    def mark_in(self, channel: Channel, dtype: torch.dtype) -> int | None:
-        """Return the mark that ``valid_ids`` takes in a dispatch; None if it must count the invalid ids."""
-        return None if channel.config.graph_safe or not channel.needs.exchanges_counts else self.mark(dtype)
-
 
 @cache
 def _facts_of_rows(dtype: torch.dtype, recorded: bool) -> Facts:
@@ -81,7 +77,7 @@ def settle(
     settled: bool = False,
     x: Tensor | None = None,
     caller: Caller | None = None,
-    ids: Callable[[], SentIds] | None = None,
+    outgoing: Callable[[], Outgoing] | None = None,
 ) -> Plan | None:
     """Run this rank's checks of a call, tell the peers if one fails, and agree on sizes.
 
@@ -91,7 +87,7 @@ def settle(
         settled: Whether a plan has settled the sizes before. If so, the ranks do not agree on sizes here.
         x: Hidden states of a dispatch, in which peers may wait for this rank's counts; None in a call of ``plan``.
         caller: Who makes the dispatch; None in a call of ``plan``.
-        ids: Function that returns the ids of a dispatch, called after ``check``; None in a call of ``plan``.
+        outgoing: Function that returns what a dispatch sends, called after ``check``; None in a call of ``plan``.
 
     Returns:
         The plan; None if ``settled``. If the ranks have summed their counts of slots, its sizes hold the sums, and the
@@ -108,13 +104,15 @@ def settle(
     except Exception as error:
         _tell_peers(find, error, settled=settled, x=x)
         raise
-    debug, agrees, facts = channel.config.debug, agrees_on_rows(channel), None
+    debug, agrees, facts = channel.config.debug, channel.agrees_on_rows, None
     if debug or (agrees and not settled):
         facts = _facts_of_call(x, caller, agrees=agrees, settled=settled)
     agree = partial(_agree_on_largest, channel, facts=facts, caller=caller)
     if debug and (settled or not agrees):  # first, because settling may make buffers, which is collective
         agree(0, label="debug")
-    return None if settled or draft is None else _settle_plan(channel, draft, agree, None if ids is None else ids())
+    if settled or draft is None:
+        return None
+    return _settle_plan(channel, draft, agree, None if outgoing is None else outgoing())
 
 
 def _facts_of_call(x: Tensor | None, caller: Caller | None, *, agrees: bool, settled: bool) -> Facts:
@@ -135,7 +133,7 @@ def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool,
     """
     try:
         channel = find()
-        if channel.config.debug or (not settled and agrees_on_rows(channel)):
+        if channel.config.debug or (not settled and channel.agrees_on_rows):
             _agree_on_largest(channel, 0, error)
         elif x is not None and channel.config.balance is not None:
             channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
@@ -153,15 +151,15 @@ def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool,
             error.add_note(f"The other ranks were not told: {failure}")
 
 
-def _settle_plan(channel: Channel, draft: Draft, agree: Agree, ids: SentIds | None) -> Plan:
-    """Agree on sizes. Collective if ``agrees_on_rows``.
+def _settle_plan(channel: Channel, draft: Draft, agree: Agree, outgoing: Outgoing | None) -> Plan:
+    """Agree on sizes. Collective if ``Channel.agrees_on_rows``.
 
     Raises:
         InputError: Some rank has too many rows, the facts of the ranks differ, or the numbers of rows differ under
             ``row_counts="check"``; raised on every rank. Or an id of this rank is invalid.
         PeerError: Another rank refused its call, or has an invalid id.
     """
-    sizes = _agreed_sizes(channel, draft.count, agree, ids)
+    sizes = _agreed_sizes(channel, draft.count, agree, outgoing)
     channel.backend.reserve(sizes)
     return Plan(
         layout=draft.layout,
@@ -180,9 +178,9 @@ def _footprint(channel: Channel, draft: Draft, sizes: Sizes) -> Callable[[torch.
     return partial(channel.options.footprint, channel.shape, sizes, channel.needs.brought(most, sizes))
 
 
-def _agreed_sizes(channel: Channel, count: int | None, agree: Agree, ids: SentIds | None) -> Sizes:
-    needs, policy, sums = channel.needs, channel.config.row_counts_policy, list[int]()
-    if not needs_agreement(channel):
+def _agreed_sizes(channel: Channel, count: int | None, agree: Agree, outgoing: Outgoing | None) -> Sizes:
+    needs, policy, sums = channel.needs, channel.row_counts, list[int]()
+    if policy is None:
         return Sizes(capacity=channel.capacity)
     if policy == "static":
         assert channel.config.max_tokens_per_rank is not None  # a rule of the config
@@ -190,13 +188,13 @@ def _agreed_sizes(channel: Channel, count: int | None, agree: Agree, ids: SentId
     elif policy == "assume":
         largest = count or 0
     else:
-        largest, sums = agree(count or 0, ids=ids)
+        largest, sums = agree(count or 0, outgoing=outgoing)
     check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
-    if ids is None or not sums:
+    if outgoing is None or not sums:
         return channel.sizes(largest)
     invalid, *tokens_per_expert = sums
     if invalid:
-        raise_alike(channel.control, problem_of_ids(ids.given_TK, channel.config.num_experts), label="refusal")
+        raise_alike(channel.control, outgoing.problem(channel.config.num_experts), label="refusal")
     return replace(channel.sizes(largest), tokens_per_expert=tuple(tokens_per_expert))
 
 
@@ -207,14 +205,14 @@ def _agree_on_largest(
     *,
     facts: Facts | None = None,
     caller: Caller | None = None,
-    ids: SentIds | None = None,
+    outgoing: Outgoing | None = None,
     label: str = "sizes",
 ) -> tuple[int, list[int]]:
-    """Return the largest row count of any rank, and the sums of ``SentIds.tally``, if all ranks make the same call.
+    """Return the largest row count of any rank, and the sums of ``Outgoing.tally``, if all ranks make the same call.
 
     The same call is one of the same dispatcher. Each count travels with its rank, so that an error can name both. This
     exchange has the same form in all calls: with ``debug``, a rank that has a plan and a rank that has none meet here.
-    So if the channel sums tallies, a call without ids adds zeros. If it does not, there are no sums.
+    So if the channel sums tallies, a call of ``plan`` adds zeros. If it does not, there are no sums.
     """
     size, rank, num_experts = channel.control.size, channel.control.rank, channel.shape.num_experts
     number = None if caller is None or caller.lease is None else caller.lease.number
@@ -224,7 +222,7 @@ def _agree_on_largest(
     if channel.sums_tallies:
         assert channel.control.group is not None
         zeros = partial(torch.zeros, 1 + num_experts, dtype=torch.int64, device=control_device(channel.control.group))
-        tally = [zeros()] if ids is None else ids.tally(num_experts)
+        tally = [zeros()] if outgoing is None else outgoing.tally(num_experts)
     raise_same = partial(raise_alike, channel.control, of_call=True, label=label)
     high, low, last, first, *sums = raise_same(problem, values=values, sums=tally, facts=facts)
     if last not in (-first, _UNKNOWN):  # of the ranks that know their dispatcher, two call different ones

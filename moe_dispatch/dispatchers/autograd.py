@@ -18,11 +18,10 @@ from torch import Size, Tensor
 
 from moe_dispatch.backends.base import Arrived, Route, Sizes
 from moe_dispatch.balance.placement import ExpertPlacement
-from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.agreement import Caller
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.ids import SentIds, problem_of_ids
+from moe_dispatch.dispatchers.outgoing import Outgoing
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 
@@ -42,11 +41,6 @@ class Selection:
     num_rows: int
     real_rows: Tensor | None
     padded: int | None
-
-    @property
-    def count(self) -> int:
-        """Number of selected rows, without padding."""
-        return self.num_rows if self.real_rows is None else self.real_rows.shape[0]
 
     def take(self, tensor: Tensor, fill: float = 0) -> Tensor:
         """Turn (T, ...) into (Tp, ...): select rows, and append padding rows of ``fill``."""
@@ -98,15 +92,8 @@ class State:
 
 
 def run_dispatch(
-    channel: Channel,
-    tensors: tuple[Tensor, SentIds, Tensor],
-    valid_T: Tensor | None,
-    selection: Selection,
-    sizes: Sizes,
-    *,
-    caller: Caller,
-    table: SlotTable | None,
-) -> Callable[[], Arrived]:
+    channel: Channel, outgoing: Outgoing, sizes: Sizes, caller: Caller, padded: int | None = None
+) -> tuple[Selection, Callable[[], Arrived]]:
     """Cut, pad and send rows. The returned function waits until rows have arrived. Call both with gradients off.
 
     Slots with an invalid id go nowhere. In graph-safe mode, ``check`` reports them. Otherwise the call raises. If the
@@ -115,54 +102,53 @@ def run_dispatch(
 
     Args:
         channel: Channel of the dispatcher.
-        tensors: Rows (T, D) of the model; the ids to send; and weights (T, K) of the model.
-        valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
-        selection: The rows that go to the backend.
+        outgoing: What this rank sends.
         sizes: Sizes that the ranks have settled.
         caller: Who makes the dispatch.
-        table: Table with which ids of experts were turned into ids of expert slots; None if they are equal.
+        padded: Tp, the number of rows with padding; None for the number that follows from the sizes.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
         PeerError: The ranks exchange counts, and another rank refused its call.
     """
-    (rows_TD, ids, weights_TK), padded = tensors, selection.padded
-    assert padded is not None
+    x_TD, count = outgoing.x_TD, outgoing.ids_TK.shape[0]
+    padded = channel.needs.brought(count, sizes) if padded is None else padded
+    selection = Selection(num_rows=x_TD.shape[0], real_rows=outgoing.real_rows, padded=padded)
     if sizes.capacity is not None:
-        channel.prepare_counters(rows_TD.device)
-    sent = selection.take(rows_TD), selection.pad(ids.ids_TK, -1), selection.take(weights_TK)
-    mark, is_invalid = None, None
+        channel.prepare_counters(x_TD.device)
+    sent = selection.take(x_TD), selection.pad(outgoing.ids_TK, -1), selection.take(outgoing.weights_TK)
+    mark, is_invalid, num_experts = None, None, channel.config.num_experts
     if channel.needs.exchanges_counts:
-        number = caller.mark(rows_TD.dtype)
-        mark = ids.outcome if sizes.capacity is None else torch.where(ids.outcome > 0, -1, number)
+        mark = outgoing.outcome
+        if sizes.capacity is not None:
+            mark = torch.where(mark > 0, -1, caller.mark(x_TD.dtype))
     elif sizes.capacity is None and sizes.tokens_per_expert is None:
-        is_invalid = HostCopy(ids.outcome)
+        is_invalid = HostCopy(outgoing.outcome)
     try:
         finish = channel.backend.dispatch_async(*sent, sizes, *([] if mark is None else [mark]))
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
-        problem = problem_of_ids(ids.given_TK, channel.config.num_experts)
-        facts = caller.described(caller.facts(rows_TD.dtype))
-        raise_alike(channel.control, problem, facts=facts, of_call=True, label="refusal")
+        facts = caller.described(caller.facts(x_TD.dtype))
+        raise_alike(channel.control, outgoing.problem(num_experts), facts=facts, of_call=True, label="refusal")
         raise
 
     def complete() -> Arrived:
         arrived = finish()
         if is_invalid is not None and is_invalid.read():
-            problem = problem_of_ids(ids.given_TK, channel.config.num_experts)
+            problem = outgoing.problem(num_experts)
             assert problem is not None
             raise problem
-        cut = selection.num_rows - selection.count
         with channel.stream_order.turn(arrived.rows.device):
-            channel.meter.record(arrived, padded=padded - selection.count, cut=cut, table=table)
-            if valid_T is not None:
-                channel.meter.record_masked(valid_T)
+            cut = selection.num_rows - count
+            channel.meter.record(arrived, padded=padded - count, cut=cut, table=outgoing.table)
+            if outgoing.valid_T is not None:
+                channel.meter.record_masked(outgoing.valid_T)
             if arrived.demand is not None:
-                channel.high_water.record(arrived.demand, ids.outcome)
+                channel.high_water.record(arrived.demand, outgoing.outcome)
         return arrived
 
-    return complete
+    return selection, complete
 
 
 def run_dispatch_backward(

@@ -61,7 +61,10 @@ class Channel:
     which counts the dispatchers that the ranks have built on the channel.
 
     Attributes:
-        sums_tallies: Whether ranks that agree on sizes also sum their counts of slots (``SentIds.tally``).
+        row_counts: The policy of the config for the number of rows per rank; None if each rank may bring its own number
+            and the backend need not know the largest.
+        agrees_on_rows: Whether the ranks settle sizes with a collective.
+        sums_tallies: Whether ranks that agree on sizes also sum their counts of slots (``Outgoing.tally``).
     """
 
     def __init__(
@@ -85,6 +88,9 @@ class Channel:
         self.users = 0
         self.numbers = itertools.count()
         self._capacity = options.capacity(shape) if config.graph_safe else None
+        same_or_known = self.needs.equal_rows or self.needs.group_max
+        self.row_counts = config.row_counts_policy if same_or_known else None
+        self.agrees_on_rows = self.row_counts in ("agree", "check")
         # The counts are on the device of the rows, so sizes must be agreed on there too.
         device = None if control.group is None else control_device(control.group).type
         same_device = device_types(communicator.group) == {device}
@@ -208,7 +214,7 @@ class Lease:
                 f"{self._channel.backend_name!r} on channel {self._channel.name}. Build another with build_dispatcher. "
                 "[MD10]"
             )
-        self.mark()
+        self._channel.mark(self.name)
         return self._channel
 
     def place(self, placement: ExpertPlacement, device: torch.device) -> None:

@@ -37,7 +37,7 @@ from moe_dispatch.dispatchers.autograd import (
     run_dispatch_backward,
 )
 from moe_dispatch.dispatchers.channel import Channel, named_channel
-from moe_dispatch.dispatchers.ids import sent_ids
+from moe_dispatch.dispatchers.outgoing import prepare
 from moe_dispatch.dispatchers.planning import (
     Draft,
     check_again,
@@ -102,17 +102,24 @@ def dispatch(
 
     with torch.no_grad(), profiler_range("dispatch"):
         caller = Caller(recorded)
-        mark = caller.mark_in(link, rows.dtype)
-        find_ids = cache(lambda: sent_ids(link, ids, valid, real_rows, mark=mark).placed(placed))
-        plan = settle(lambda: link, check, settled=settled, x=rows, caller=caller, ids=find_ids)
+        outgoing = cache(
+            lambda: prepare(
+                link,
+                rows,
+                (ids, weights),
+                real_rows=real_rows,
+                valid_T=valid,
+                table=placed,
+                mark=caller.mark(rows.dtype),
+            )
+        )
+        plan = settle(lambda: link, check, settled=settled, x=rows, caller=caller, outgoing=outgoing)
         # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
         sizes = given if plan is None else dataclasses.replace(plan.sizes, capacity=given.capacity)
         count = rows.shape[0] if real_rows is None else real_rows.shape[0]
         padded = None if given.capacity is None else _foreseen_rows(link, count)
-        padded = link.needs.brought(count, sizes) if padded is None else padded
-        selection = Selection(num_rows=rows.shape[0], real_rows=real_rows, padded=padded)
-        tensors = (rows, find_ids(), weights)
-        arrived = run_dispatch(link, tensors, valid, selection, sizes, caller=caller, table=placed)()
+        _, finish = run_dispatch(link, outgoing(), sizes, caller, padded)
+        arrived = finish()
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
 
 

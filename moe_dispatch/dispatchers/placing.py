@@ -97,7 +97,7 @@ def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement, Slo
 
     Args:
         channel: Channel of the dispatcher; its config has ``balance``.
-        ids_TK: Valid ids of the rows that are sent, as in ``SentIds``.
+        ids_TK: Valid ids of the rows that are sent, as in ``Outgoing``.
 
     Raises:
         ConfigError: The planner raises, or its placement does not fit.

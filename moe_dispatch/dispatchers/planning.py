@@ -12,7 +12,7 @@ from moe_dispatch.backends.base import Constraints
 from moe_dispatch.communication import to_device
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
-from moe_dispatch.dispatchers.ids import problem_of_ids
+from moe_dispatch.dispatchers.outgoing import problem_of_ids
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
@@ -107,15 +107,10 @@ def check_owner(channel: Channel, plan: Plan) -> None:
         )
 
 
-def agrees_on_rows(channel: Channel) -> bool:
-    """Return whether the ranks settle sizes with a collective."""
-    return needs_agreement(channel) and channel.config.row_counts_policy in ("agree", "check")
-
-
 def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
     """Check this rank's number of rows, as far as no other rank is needed."""
     needs, maximum = channel.needs, channel.config.max_tokens_per_rank
-    if count is None and needs_agreement(channel) and channel.config.row_counts_policy != "static":
+    if count is None and channel.row_counts not in (None, "static"):
         raise InputError(
             f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does not "
             "know its own. Pass like=x, any tensor shaped like the hidden states."
@@ -126,13 +121,8 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
             "Raise max_tokens_per_rank."
         )
     # Ranks that agree on nothing later have no chance to refuse together, so each rank checks its own rows here.
-    if not needs_agreement(channel) or channel.config.row_counts_policy == "assume":
+    if channel.row_counts in (None, "assume"):
         check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
-
-
-def needs_agreement(channel: Channel) -> bool:
-    """Return whether all ranks must bring the same number of rows, or know the largest one."""
-    return channel.needs.equal_rows or channel.needs.group_max
 
 
 def refuse_routing(routing: object) -> NoReturn:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from moe_dispatch.dispatchers import autograd, operators
 from moe_dispatch.dispatchers.agreement import Caller, settle
 from moe_dispatch.dispatchers.autograd import Selection, State, anchor, attach, run_dispatch, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.ids import SentIds, sent_ids
+from moe_dispatch.dispatchers.outgoing import Outgoing, prepare
 from moe_dispatch.dispatchers.placing import plan_balance
 from moe_dispatch.dispatchers.planning import (
     Draft,
@@ -92,36 +92,23 @@ def dispatch(
         return draft
 
     @cache
-    def prepare() -> _Prepared:
+    def outgoing() -> Outgoing:
         assert routing is not None
         assert known is not None
-        return _prepared(lease, x_TD, routing, known, caller)
+        return _outgoing(lease, x_TD, routing, known, caller)
 
-    has_plan, ids_of_call = given is not None, lambda: prepare().ids
-    settled = settle(lambda: lease.channel, check, settled=has_plan, x=x, caller=caller, ids=ids_of_call) or given
+    settled = settle(lambda: lease.channel, check, settled=given is not None, x=x, caller=caller, outgoing=outgoing)
+    settled = settled or given
     assert settled is not None
     assert routing is not None
     channel, layout, recorder = lease.channel, settled.layout, lease.channel.recorder
     note = None if recorder is None else recorder.note(lease, lease.name, x, routing, layout)
-    wants_weights = routing.topk_weights.requires_grad
-    ids, weights_TK, real_rows, valid_T = prepare()
-    count = x_TD.shape[0] if real_rows is None else real_rows.shape[0]
-    padded = channel.needs.brought(count, settled.sizes)
-    selection = Selection(num_rows=x_TD.shape[0], real_rows=real_rows, padded=padded)
-    placement, table = lease.placement, lease.table
+    sent, placement, wants_weights = outgoing(), lease.placement, routing.topk_weights.requires_grad
     with torch.no_grad():
         if channel.config.balance is not None:
-            placement, table = plan_balance(channel, ids.ids_TK)
-            ids = ids.placed(table)
-        finish = run_dispatch(
-            channel,
-            (x_TD, ids, weights_TK),
-            valid_T,
-            selection,
-            settled.sizes,
-            caller=caller,
-            table=table,
-        )
+            placement, table = plan_balance(channel, sent.ids_TK)
+            sent = sent.placed(table)
+        selection, finish = run_dispatch(channel, sent, settled.sizes, caller)
         if routing.drift is not None:
             with channel.stream_order.turn(routing.drift.device):
                 channel.meter.record_drift(lease.name, routing.drift)
@@ -139,7 +126,7 @@ def dispatch(
             placement=placement,
             route=arrived.route,
         )
-        rows, weights = attach(x_TD, weights_TK, state, (arrived.rows, arrived.weights))
+        rows, weights = attach(x_TD, sent.weights_TK, state, (arrived.rows, arrived.weights))
         return _dispatched(arrived, rows, weights, state)
 
     if here is not None:
@@ -186,40 +173,28 @@ def layout_in(plan: Plan | Layout | None, infer: Callable[[], Layout]) -> Layout
     return layout
 
 
-class _Prepared(NamedTuple):
-    """The parts of a dispatch that do not depend on the agreed sizes.
-
-    Attributes:
-        ids: Ids of the rows to send.
-        weights_TK: Weights of all rows, in the accumulation dtype.
-        real_rows: As in ``Selection``.
-        valid_T: As in ``run_dispatch``.
-    """
-
-    ids: SentIds
-    weights_TK: Tensor
-    real_rows: Tensor | None
-    valid_T: Tensor | None
-
-
-def _prepared(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, caller: Caller) -> _Prepared:
+def _outgoing(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, caller: Caller) -> Outgoing:
     """Merge duplicate ids, select the ids of the rows to send, and replace invalid ids. No host sync on a GPU."""
     channel = lease.channel
     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
     kernels = index_kernels(channel.config.permutation, routing.topk_ids)
-    asks = not channel.config.graph_safe
-    ids_TK, weights_TK = merged_slots(routing.topk_ids, weights_TK, asks=asks, kernels=kernels)
-    real_rows, valid_T = _real_rows(channel, plan, x_TD)
-    ids = sent_ids(channel, ids_TK, valid_T, real_rows, mark=caller.mark_in(channel, x_TD.dtype))
-    if channel.config.balance is None:  # else the slots of experts are not planned yet
-        ids = ids.placed(lease.table)
-    return _Prepared(ids, weights_TK, real_rows, valid_T)
+    slots = merged_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe, kernels=kernels)
+    real_rows, valid_T = (None, None) if plan.layout.all_real else _real_rows(channel, plan, x_TD)
+    return prepare(
+        channel,
+        x_TD,
+        slots,
+        real_rows=real_rows,
+        valid_T=valid_T,
+        table=None if channel.config.balance is not None else lease.table,  # with balance, slots are planned later
+        mark=caller.mark(x_TD.dtype),
+    )
 
 
 def _real_rows(channel: Channel, plan: Draft | Plan, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices of the rows that are tokens, or a mask (T,) of them.
 
-    The indices are returned if the other rows are cut out. Both are None if all rows are tokens.
+    The indices are returned if the other rows are cut out.
     """
     layout, num_rows = plan.layout, x_TD.shape[0]
     real_rows = plan.real_rows

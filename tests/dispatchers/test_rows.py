@@ -64,7 +64,6 @@ def test_rows_taken_are_put_back_and_their_gradients_too(padding: int) -> None:
     taken = selection.take(rows_TD)
     back = selection.put(taken)
     keep = torch.tensor([1.0, 0, 1, 0, 0, 1]).unsqueeze(1)
-    assert selection.count == 3
     assert torch.equal(taken[:3], rows_TD[chosen])
     assert torch.equal(taken[3:], torch.zeros(padding, 3))
     assert torch.equal(back, rows_TD * keep)
