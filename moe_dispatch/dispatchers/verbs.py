@@ -114,9 +114,10 @@ def dispatch(
                 channel.meter.record_drift(lease.name, routing.drift)
         if recorder is not None and note is not None:  # no rank refused the call, so the traces of all ranks hold it
             recorder.keep(note)
-        here = None if async_op else finish()
 
-    def attached(arrived: Arrived) -> Dispatched:
+    def complete() -> Dispatched:
+        with torch.no_grad():
+            arrived = finish()
         state = State(
             lease=lease,
             layout=layout,
@@ -129,15 +130,7 @@ def dispatch(
         rows, weights = attach(x_TD, sent.weights_TK, state, (arrived.rows, arrived.weights))
         return _dispatched(arrived, rows, weights, state)
 
-    if here is not None:
-        return attached(here)
-
-    def complete() -> Dispatched:
-        with torch.no_grad():
-            arrived = finish()
-        return attached(arrived)
-
-    return InFlight(placement=placement, finish=_once(lease, complete, stream_of(x.device)))
+    return InFlight(placement=placement, finish=_once(lease, complete, stream_of(x.device))) if async_op else complete()
 
 
 def _checked(
