@@ -4,8 +4,7 @@ One call passes these modules, in this order:
 
 - ``dispatcher``: the class that a model calls.
 - ``verbs``: dispatch and combine, for eager and for traced calls.
-- ``planning``: checks a call on its own rank.
-- ``outgoing``: what this rank sends, with its ids checked.
+- ``planning``: checks a call on its own rank, and prepares what this rank sends.
 - ``agreement``: agrees on sizes with the other ranks, and tells them if this rank refuses the call.
 - ``autograd``: the computation of both verbs and of their backwards.
 - ``operators``: the same computation as operators of torch, for ``torch.compile`` and selective checkpointing.

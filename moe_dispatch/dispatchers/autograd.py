@@ -21,7 +21,7 @@ from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.agreement import Caller
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.outgoing import Outgoing
+from moe_dispatch.dispatchers.planning import Outgoing
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 

@@ -37,7 +37,6 @@ from moe_dispatch.dispatchers.autograd import (
     run_dispatch_backward,
 )
 from moe_dispatch.dispatchers.channel import Channel, named_channel
-from moe_dispatch.dispatchers.outgoing import prepare
 from moe_dispatch.dispatchers.planning import (
     Draft,
     check_again,
@@ -46,6 +45,7 @@ from moe_dispatch.dispatchers.planning import (
     check_tensors,
     check_values,
     draft_plan,
+    prepare,
 )
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.layouts import Rows

@@ -22,10 +22,10 @@ from moe_dispatch.dispatchers import autograd, operators
 from moe_dispatch.dispatchers.agreement import Caller, settle
 from moe_dispatch.dispatchers.autograd import Selection, State, anchor, attach, run_dispatch, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.outgoing import Outgoing, prepare
 from moe_dispatch.dispatchers.placing import plan_balance
 from moe_dispatch.dispatchers.planning import (
     Draft,
+    Outgoing,
     check_again,
     check_combine,
     check_owner,
@@ -35,6 +35,7 @@ from moe_dispatch.dispatchers.planning import (
     check_values,
     cuts_rows,
     draft_plan,
+    prepare,
     refuse_routing,
 )
 from moe_dispatch.dispatchers.streams import refuse_other_stream, stream_of

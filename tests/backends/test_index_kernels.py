@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.dispatchers.outgoing import valid_ids
+from moe_dispatch.dispatchers.planning import valid_ids
 from moe_dispatch.dispatchers.verbs import merged_slots
 from moe_dispatch.permutation import SlotIndex, group_slots, group_statically, index_kernels
 from tests.backends.permutations import INTERPRETED

@@ -13,7 +13,7 @@ from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends import Arrived
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
-from moe_dispatch.dispatchers import ids
+from moe_dispatch.dispatchers import planning
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import ConfigError, InputError, PeerError
 from moe_dispatch.testing import Scenario, count_collectives
@@ -183,7 +183,7 @@ def test_graph_safe_tables_change_in_place() -> None:
 
 
 def test_without_a_placement_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids, "slots_of", None)  # a call would raise
+    monkeypatch.setattr(planning, "slots_of", None)  # a call would raise
 
     def body(group: Group) -> tuple[int, int]:
         assert group is not None

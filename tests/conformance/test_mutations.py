@@ -43,7 +43,12 @@ ROUTES = (AllToAllRoute, DeepEPRoute, HybridRoute)
 
 def padding_trimmed_from_the_front(patch: Patch) -> None:
     put = Selection.put
-    patch.setattr(Selection, "put", lambda rows, tensor: put(rows, tensor[len(tensor) - rows.count :]))
+
+    def from_the_front(rows: Selection, tensor: Tensor) -> Tensor:
+        count = rows.num_rows if rows.real_rows is None else len(rows.real_rows)
+        return put(rows, tensor[len(tensor) - count :])
+
+    patch.setattr(Selection, "put", from_the_front)
 
 
 def padding_rows_sent_to_expert_0(patch: Patch) -> None:
