@@ -244,7 +244,11 @@ class RoutingReplay:
 
         Args:
             cut: The result of ``RoutingTable.cut``, for the layout of this rank's ``[B, L, D]``.
+
+        Raises:
+            InputError: The table has entries in which only some slots name an expert.
         """
+        cut.check_slots()
         before, self._cut = self._cut, cut
         try:
             yield

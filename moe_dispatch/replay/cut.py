@@ -5,6 +5,7 @@ Dimensions: ``T`` rows of this rank, ``L`` MoE layers of the cut, ``K`` top_k, `
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from moe_dispatch.errors import InputError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.replay.encoding import ids_of
+from moe_dispatch.replay.encoding import NOWHERE, UNKNOWN, ids_of
 
 if TYPE_CHECKING:
     from moe_dispatch.replay.table import RoutingTable, SequenceId
@@ -62,6 +63,31 @@ class Cut:
             self._counted.add(layer)
             self.table._uses.count(self.table, self._rows_T, (layer,), self.step)
         return ids_of(self.stored_TLK[:, self.layers.index(layer)])
+
+    def check_slots(self) -> None:
+        """Refuse a table in which some entry names experts in some slots only. A model's router needs one for each.
+
+        Raises:
+            InputError: The table has such an entry.
+
+        Cost: one pass over the table, in the first call for a table.
+        """
+        table = self.table
+        if table in _CHECKED:
+            return
+        partial_NL = (table.stored_NLK == NOWHERE - UNKNOWN).any(2)
+        for row, column in partial_NL.nonzero()[:1].tolist():
+            name, position = table.key_of(row)
+            raise InputError(
+                f"RoutingReplay: a known entry must name an expert in each of {table.top_k} slots, got "
+                f"{ids_of(table.stored_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
+                f"{table.layers[column]}, and {int(partial_NL.sum())} entries of this kind. Leave these entries "
+                "unknown: -1 in all slots."
+            )
+        _CHECKED.add(table)
+
+
+_CHECKED: weakref.WeakSet[RoutingTable] = weakref.WeakSet()  # tables that passed ``Cut.check_slots``
 
 
 def table_rows(

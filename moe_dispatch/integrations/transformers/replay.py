@@ -7,7 +7,6 @@ router makes the weights with its own code, as it does from experts of its own c
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_dispatch.errors import ConfigError, InputError, StateError
+from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.transformers.forwards import cut_for_forwards, cut_in_force, keep_in_checkpoints
 from moe_dispatch.integrations.transformers.registration import experts_of, wiring_of
-from moe_dispatch.replay import Cut, RoutingTable, replayed
-from moe_dispatch.replay.encoding import NOWHERE, UNKNOWN, ids_of
+from moe_dispatch.replay import Cut, replayed
+from moe_dispatch.replay.encoding import NOWHERE, UNKNOWN
 
 _ROUTERS = ("gate", "router")  # what models call the module beside their experts
 
@@ -45,7 +44,6 @@ class RoutingReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._checked: weakref.ref[RoutingTable] | None = None
         self._layers = [
             _Layer(self, number, *_router_beside(model, name), experts)
             for number, (name, experts) in enumerate(experts_of("RoutingReplay", model).items())
@@ -65,9 +63,7 @@ class RoutingReplay:
         Raises:
             InputError: The table has entries in which only some slots name an expert.
         """
-        if self._checked is None or self._checked() is not cut.table:
-            _check_slots(cut.table)
-            self._checked = weakref.ref(cut.table)
+        cut.check_slots()
         keep_in_checkpoints(self._model)
         with cut_for_forwards(self, cut):
             yield
@@ -182,16 +178,3 @@ def _router_beside(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
             "of your own."
         )
     return f"{path}.{name}", router
-
-
-def _check_slots(table: RoutingTable) -> None:
-    """Raise InputError if an entry names experts in some slots only: a router needs an expert for each slot."""
-    partial_NL = (table.stored_NLK == NOWHERE - UNKNOWN).any(2)
-    for row, column in partial_NL.nonzero()[:1].tolist():
-        name, position = table.key_of(row)
-        raise InputError(
-            f"RoutingReplay: a known entry must name an expert in each of {table.top_k} slots, got "
-            f"{ids_of(table.stored_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
-            f"{table.layers[column]}, and {int(partial_NL.sum())} entries of this kind. Leave these entries unknown: "
-            "-1 in all slots."
-        )

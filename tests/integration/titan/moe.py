@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_dispatch import BSHD
-from moe_dispatch.errors import StateError
+from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.replay import RoutingTable
 from moe_dispatch.testing import run_processes
 
@@ -216,8 +216,14 @@ def _replaying(moe: Any, job: Job, rank: int) -> Iterator[None]:
     replay = RoutingReplay(moe)
     with pytest.raises(StateError, match="a forward must run in a block of micro_batch, got a forward outside"):
         moe(draw(job.shapes[rank], rank, job.dtype)[0])
-    lengths = [ids_BLK.shape[1]] * len(ids_BLK)
-    with replay.micro_batch(table.cut(BSHD(lengths), range(len(ids_BLK)), like=(*ids_BLK.shape[:2], HIDDEN))):
+    lengths, like = [ids_BLK.shape[1]] * len(ids_BLK), (*ids_BLK.shape[:2], HIDDEN)
+    partly = RoutingTable({0: torch.tensor([[[3] + [-1] * (ids_BLK.shape[2] - 1)]])}, num_experts=EXPERTS)
+    refused = pytest.raises(
+        InputError, match=r"an expert in each of \d slots, got \[3, -1.* for sequence 0, position 0"
+    )
+    with refused, replay.micro_batch(partly.cut(BSHD([1]), [0], like=(1, 1, HIDDEN))):
+        pass
+    with replay.micro_batch(table.cut(BSHD(lengths), range(len(ids_BLK)), like=like)):
         yield
     table.check_used()
     replay.close()
