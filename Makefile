@@ -54,7 +54,8 @@ $(MEGATRON): pyproject.toml constraints.txt
 $(SIMGPU): Makefile constraints.txt
 	$(PYTHON) -m venv $(SIMGPU_VENV)
 	$(SIMGPU_INSTALL) --no-deps torch==$(SIMGPU_TORCH) 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'
-	$(SIMGPU_INSTALL) --constraint constraints.txt filelock fsspec jinja2 networkx numpy pydantic pytest setuptools sympy triton
+	$(SIMGPU_INSTALL) --constraint constraints.txt filelock fsspec jinja2 networkx numpy pydantic pytest pytest-xdist setuptools \
+	    sympy triton
 	@touch $@
 
 $(SIMGPU_LIBRARIES): $(SIMGPU) $(wildcard tests/simulated_cuda/libraries/*)
@@ -97,7 +98,8 @@ soak: $(DEV) ## see that a process that runs for minutes does not grow; ARGS="--
 	$(PY) tests/reliability/soak.py $(ARGS)
 
 simgpu: $(SIMGPU_LIBRARIES) ## the kit, capture and the budget of launches on CUDA and NCCL that are simulated on the CPU
-	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin tests/simulated_cuda tests/gpu/test_graphs.py tests/gpu/test_permutation.py $(ARGS)
+	$(SIMGPU_PY) -m pytest -p tests.simulated_cuda.plugin --numprocesses auto tests/simulated_cuda tests/gpu/test_graphs.py \
+	    tests/gpu/test_permutation.py $(ARGS)
 
 gpu: ## what needs a GPU, in 25 minutes, with the torch of PYTHON and no network; the report is out/gpu/report.md
 	$(PYTHON) -c 'import pydantic, pytest' 2>/dev/null || $(PYTHON) -m pip install --quiet --no-index --no-deps --target out/gpu/packages \

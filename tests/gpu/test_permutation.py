@@ -23,11 +23,14 @@ from moe_dispatch.permutation import (
 from moe_dispatch.probing import Rejected
 from tests.backends.te_stand_in import RECORDED
 from tests.gpu.syncs import refused_syncs
+from tests.simulated_cuda.device import is_simulated
 
 pytestmark = pytest.mark.gpu
 TORCH = TorchPermutation()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 WIDTHS = [1, 33, 2048, 4104]
+# Simulated devices compute on the CPU. There, more rows take more time and show nothing more.
+ROWS = 50 if is_simulated() else 500
 
 
 @pytest.fixture(params=known_permutations())
@@ -38,7 +41,7 @@ def permutation(request: pytest.FixtureRequest) -> Permutation:
     return choose_permutation(request.param, "cuda")
 
 
-def index_on(device: str, *, num_rows: int = 500, num_keys: int = 16, pad_multiple: int = 16) -> SlotIndex:
+def index_on(device: str, *, num_rows: int = ROWS, num_keys: int = 16, pad_multiple: int = 16) -> SlotIndex:
     """Eight of the keys for every row but each seventh, which goes nowhere."""
     keys = torch.rand(num_rows, num_keys, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :8]
     keys[::7] = -1

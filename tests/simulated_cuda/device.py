@@ -142,11 +142,19 @@ def caller(most: int = 3) -> str:
     lines: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None and len(lines) < most:
-        path = frame.f_code.co_filename
-        if path.startswith(str(_PACKAGE)) and not path.startswith(_NOT_SHOWN):
-            lines.append(f"{Path(path).relative_to(_PACKAGE)}:{frame.f_lineno}")
+        name = _name_in_package(frame.f_code.co_filename)
+        if name is not None:
+            lines.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(lines) or "no line of moe_dispatch"
+
+
+@cache
+def _name_in_package(path: str) -> str | None:
+    """Return a file's path inside moe_dispatch, None for other files and for the package ``testing``."""
+    if path.startswith(str(_PACKAGE)) and not path.startswith(_NOT_SHOWN):
+        return str(Path(path).relative_to(_PACKAGE))
+    return None
 
 
 def note_sync(what: str) -> None:
