@@ -50,10 +50,11 @@ $(MEGATRON): pyproject.toml constraints.txt
 	$(MEGATRON_PY) -m pip install --quiet --no-deps megatron-core==$(MEGATRON_VERSION)
 	@touch $@
 
-# No nvidia wheels but the headers: the libraries are compiled here.
+# No nvidia wheels but the headers: the libraries are compiled here. PyPI has the CUDA build of torch; if the environment names
+# an index of CPU builds, pip would take one of them.
 $(SIMGPU): Makefile constraints.txt
 	$(PYTHON) -m venv $(SIMGPU_VENV)
-	$(SIMGPU_INSTALL) --no-deps torch==$(SIMGPU_TORCH) 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'
+	PIP_EXTRA_INDEX_URL= $(SIMGPU_INSTALL) --no-deps torch==$(SIMGPU_TORCH) 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'
 	$(SIMGPU_INSTALL) --constraint constraints.txt filelock fsspec jinja2 networkx numpy pydantic pytest pytest-xdist setuptools \
 	    sympy triton
 	@touch $@

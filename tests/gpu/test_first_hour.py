@@ -1,6 +1,6 @@
 """``make gpu`` itself, on the CPU: steps run, the report is written, and a bad step does not take the next one down.
 
-``make simgpu`` runs all steps on simulated CUDA.
+``python -m tests.gpu.first_hour --device simulated`` runs the steps on simulated CUDA.
 """
 
 from __future__ import annotations

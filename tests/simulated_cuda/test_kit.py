@@ -14,7 +14,7 @@ from moe_dispatch.testing.kit import backend_cases
 from tests.simulated_cuda.ranks import NcclRanks
 
 RANKS: Any = NcclRanks()
-# Of the cases on several ranks, every third: each scenario comes with each size, in some of its layouts.
+# Every third case of the backends with several ranks. Each scenario runs, on some sizes and in some of its layouts.
 SUITES: list[tuple[str, tuple[int, ...], int]] = [
     ("local", (1,), 1),
     ("alltoall", (1, 2, 4), 3),
