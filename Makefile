@@ -24,7 +24,7 @@ SIMGPU := $(SIMGPU_VENV)/.installed
 SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build clean
+.PHONY: help install demo notebook test kit multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ test: $(DEV) ## the tests, except tests/integration and tests/multihost
 
 multihost: $(DEV) ## the tests on two hosts, which are network namespaces of this machine; they need root
 	$(PY) -m pytest tests/multihost -o faulthandler_timeout=500 $(ARGS)
+
+kit: $(DEV) ## the cases of the conformance kit that make test leaves out
+	$(PY) -m pytest tests/conformance/whole_kit.py --numprocesses auto $(ARGS)
 
 placed: $(DEV) ## every scenario of the kit on every backend, under a random placement with copies of experts
 	$(PY) -m pytest tests/conformance/placed.py --numprocesses auto $(ARGS)

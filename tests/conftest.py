@@ -46,11 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def deterministic_algorithms() -> Iterator[None]:
     """Deterministic mode also fills fresh memory with NaN, so a row that nobody wrote shows in the result."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms does the same, but imports a compiler
     yield
-    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.set_deterministic_debug_mode(before)
 
 
 @pytest.fixture(autouse=True)

@@ -119,12 +119,12 @@ def _facts(blueprint: Blueprint) -> dict[str, Any]:
 
     Constraints may depend on the installed version of the backend's library.
     """
-    needs = dataclasses.asdict(blueprint.needs)
+    needs = {field.name: getattr(blueprint.needs, field.name) for field in dataclasses.fields(blueprint.needs)}
     return {"backend": blueprint.options.name, **{name: _ordered(value) for name, value in needs.items()}}
 
 
 def _ordered(value: Any) -> Any:
-    return sorted(map(str, value)) if isinstance(value, frozenset) else value
+    return ", ".join(sorted(map(str, value))) if isinstance(value, frozenset) else value
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:

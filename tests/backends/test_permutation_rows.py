@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from moe_dispatch.permutation import Permutation, TorchPermutation, accumulation_dtype, group_slots
-from tests.backends.permutations import INTERPRETED, implementations
+from tests.backends.permutations import implementations
 from tests.backends.tables import EXAMPLE, FLOATS, Table, many_slots, reduced, rows_of, tables
 
 NAN, INF = float("nan"), float("inf")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-FIXED = settings(max_examples=25 if INTERPRETED else 60, deadline=None, derandomize=True)
+FIXED = settings(max_examples=20, deadline=None, derandomize=True)
 TORCH = TorchPermutation()
 
 every = pytest.mark.parametrize("permutation", implementations().values(), ids=implementations())

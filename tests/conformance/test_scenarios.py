@@ -5,18 +5,17 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moe_dispatch.backends import known_backends
-from moe_dispatch.testing import SCENARIOS, Excuse, Ranks, conformance_cases, excuses
-from moe_dispatch.testing.case import BackendSpec
+from moe_dispatch.testing import SCENARIOS, Excuse, conformance_cases, excuses
 from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch.testing.kit import EP_SIZES, describe
 from moe_dispatch.testing.scenario import ROUTINGS
 from moe_dispatch.testing.schedules import SCHEDULES
-from tests.conformance.backends import BACKENDS, IN_ONE_LAYOUT, OLDER_RELEASES, more_backends
+from tests.conformance.backends import BACKENDS
+from tests.conformance.cases import OF_OLD_STATIC_CALLS, OF_THE_DISPATCHER, chosen_cases
 
 EVERY = {
     frozenset(scenario.name for scenario in SCENARIOS): "every scenario",
@@ -25,25 +24,7 @@ EVERY = {
 EXCUSED = Path(__file__).with_name("excused.txt")
 
 
-def all_cases() -> list[Any]:
-    ranks = Ranks()
-    with more_backends():
-        return [
-            pytest.param(run, id=f"{describe(backend)}-{name}")
-            for backend in BACKENDS
-            for name, run in conformance_cases(backend, ranks=ranks)
-            if backend not in IN_ONE_LAYOUT or _is_enough(name, backend)
-        ]
-
-
-def _is_enough(name: str, backend: BackendSpec) -> bool:
-    """Return whether a backend of ``IN_ONE_LAYOUT`` runs a case too."""
-    if "_graph_safe-" in name:
-        return "-bshd-" in name and "-ep2-" in name
-    return "-bshd-" in name and ("-ep4-" in name or backend not in OLDER_RELEASES)
-
-
-@pytest.mark.parametrize("run", all_cases())
+@pytest.mark.parametrize("run", [pytest.param(run, id=name) for name, run in chosen_cases(short=True)])
 def test_conforms(run: Callable[[], None]) -> None:
     run()
 
@@ -94,6 +75,7 @@ def test_every_scenario_runs_somewhere(ep_size: int) -> None:
 def test_nothing_in_the_kit_lies_idle() -> None:
     names = [scenario.name for scenario in SCENARIOS]
     assert len(set(names)) == len(names)
+    assert set(names) >= OF_THE_DISPATCHER | OF_OLD_STATIC_CALLS
     assert {scenario.routing for scenario in SCENARIOS} == set(ROUTINGS)
     assert {scenario.schedule for scenario in SCENARIOS} == set(SCHEDULES)
     assert any(scenario.input_layouts == "all" for scenario in SCENARIOS)

@@ -28,6 +28,9 @@ def test_skipped():
 @pytest.fixture
 def out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(run, "OUT", tmp_path)
+    # Plugins that are installed by chance take seconds to import in each of the pytests that are started here.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist.plugin")
     return tmp_path
 
 
