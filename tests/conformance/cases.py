@@ -66,6 +66,6 @@ def _is_short(case: Case, backend: BackendSpec) -> bool:
         return case.input_layout == "bshd" or case.ep_size == 2
     if static:
         return name in OF_OLD_STATIC_CALLS if backend in _SHORTER else name not in OF_THE_DISPATCHER
-    if name in OF_THE_DISPATCHER and (case.ep_size != 4 or backend in _SHORTER):
+    if name in OF_THE_DISPATCHER and (case.ep_size != 4 or "emulate" in backend):
         return False
     return case.ep_size != 2

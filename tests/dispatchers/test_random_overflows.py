@@ -1,4 +1,4 @@
-"""Thousands of random routings: every overflow is reported, and none where there is none."""
+"""Many random routings: every overflow is reported, and none where there is none."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def reports(
 
 
 def test_on_one_rank() -> None:
-    ids, room = routings(10_000, 0), 6
+    ids, room = routings(1_500, 0), 6
     needed = slots_of(ids, 1).sum((1, 2)).tolist()
     found = reports(1, "local", ids, (room, None), None)
     assert found == [(count, 0, count > room) for count in needed]
-    assert 2_000 < sum(overflowed for *_, overflowed in found) < 8_000
+    assert 300 < sum(overflowed for *_, overflowed in found) < 1_200
 
 
 @pytest.mark.parametrize(("backend", "room"), [("allgather", (7, None)), ("alltoall", (7, None)), ("alltoall", (7, 3))])
 def test_on_two_ranks(backend: str, room: tuple[int, int | None]) -> None:
-    ids = [routings(500, seed) for seed in (1, 2)]
+    ids = [routings(150, seed) for seed in (1, 2)]
     slots = torch.stack([slots_of(of_rank, 2) for of_rank in ids])
     rows = slots.sum((0, 2)).amax(1).tolist()
     pairs = (slots > 0).sum(2).amax((0, 2)).tolist()
@@ -66,4 +66,4 @@ def test_on_two_ranks(backend: str, room: tuple[int, int | None]) -> None:
         return reports(2, backend, ids[group.rank()], room, group)
 
     assert on_ranks(body, 2) == [wanted, wanted]
-    assert 50 < sum(overflowed for *_, overflowed in wanted) < 450
+    assert 15 < sum(overflowed for *_, overflowed in wanted) < 135
