@@ -1,7 +1,7 @@
 """All torch.distributed collectives of moe_dispatch, and ``raise_alike``, with which ranks raise together.
 
-One kind of exchange is elsewhere: the drivers in ``moe_dispatch.backends.deep_ep`` call kernels of ``deep_ep``, which
-exchange rows themselves.
+Two kinds of exchange are elsewhere: the drivers in ``moe_dispatch.backends.deep_ep`` call kernels of ``deep_ep``, which
+exchange rows themselves; and ``moe_dispatch.watchdog`` writes notes to the store of the process group.
 """
 
 from __future__ import annotations

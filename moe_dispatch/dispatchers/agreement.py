@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import final
@@ -69,88 +70,90 @@ def _number_of_rows(dtype: torch.dtype, recorded: bool) -> int:
     return digest(_facts_of_rows(dtype, recorded)) % 2**16
 
 
-def settle(
-    find: Callable[[], Channel],
-    check: Callable[[Channel], Draft | None],
-    *,
-    settled: bool = False,
-    x: Tensor | None = None,
-    caller: Caller | None = None,
-    outgoing: Callable[[], Outgoing] | None = None,
-) -> Plan | None:
-    """Run this rank's checks of a call, tell the peers if one fails, and agree on sizes.
+@contextmanager
+def telling_peers(channel: Channel, x: Tensor | None = None, *, has_sizes: bool = False) -> Iterator[None]:
+    """Tell the peers if the block raises: this rank then marks its first exchange of the call, so they raise too.
 
     Args:
-        find: Function that returns the channel, or raises if it is closed.
-        check: Function that checks the call on this rank, and returns a draft of the plan.
-        settled: Whether a plan has settled the sizes before. If so, the ranks do not agree on sizes here.
+        channel: Channel of the dispatcher.
         x: Hidden states of a dispatch, in which peers may wait for this rank's counts; None in a call of ``plan``.
-        caller: Who makes the dispatch; None in a call of ``plan``.
-        outgoing: Function that returns what a dispatch sends, called after ``check``; None in a call of ``plan``.
-
-    Returns:
-        The plan; None if ``settled``. If the ranks have summed their counts of slots, its sizes hold the sums, and the
-        plan is for this dispatch only.
-
-    Raises:
-        Exception: ``find`` or ``check`` raised it on this rank.
-        InputError: The ranks make different calls, and they agree on sizes or have ``debug``. Raised on every rank.
-        PeerError: The check failed on another rank, and the ranks exchange something before rows travel.
+        has_sizes: Whether sizes were settled before, so that the ranks do not agree on them in this call.
     """
     try:
-        channel = find()
-        draft = check(channel)
+        yield
     except Exception as error:
-        _tell_peers(find, error, settled=settled, x=x)
+        try:
+            _tell_peers(channel, error, x, has_sizes=has_sizes)
+        except Exception as failure:  # a broken group: the error itself matters more
+            if failure is not error:
+                error.add_note(f"The other ranks were not told: {failure}")
         raise
-    debug, agrees, facts = channel.config.debug, channel.agrees_on_rows, None
-    if debug or (agrees and not settled):
-        facts = _facts_of_call(x, caller, agrees=agrees, settled=settled)
+
+
+def _tell_peers(channel: Channel, error: Exception, x: Tensor | None, *, has_sizes: bool) -> None:
+    if channel.config.debug or (not has_sizes and channel.agrees_on_rows):
+        _agree_on_largest(channel, 0, error)
+    elif x is not None and channel.config.balance is not None:
+        channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
+        raise_alike(channel.control, error, label="refusal")
+    elif x is not None and channel.needs.exchanges_counts:
+        preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
+        channel.backend.refuse(device_of(channel.communicator.group, preferred))
+        raise_alike(channel.control, error, label="refusal")
+    elif channel.control.size > 1:
+        error.add_note("The other ranks were not told: nothing is exchanged before rows travel. debug=True tells them.")
+
+
+def settle(
+    channel: Channel,
+    plan: Draft | Plan,
+    *,
+    x: Tensor | None = None,
+    caller: Caller | None = None,
+    outgoing: Outgoing | None = None,
+) -> Plan:
+    """Agree on sizes, unless there is a plan. With ``debug``, also compare the calls of the ranks.
+
+    Args:
+        channel: Channel of the dispatcher.
+        plan: A plan, or the draft of one.
+        x: Hidden states of a dispatch; None in a call of ``plan``.
+        caller: Who makes the dispatch; None in a call of ``plan``.
+        outgoing: What this rank sends in the dispatch; None in a call of ``plan``.
+
+    Returns:
+        The plan. If the ranks have summed their counts of slots, its sizes hold the sums, and a plan that was made here
+        is for this dispatch only.
+
+    Raises:
+        InputError: The ranks make different calls, and they agree on sizes or have ``debug``. Raised on every rank. Or
+            an id of this rank is invalid, and the ranks sum their counts.
+        PeerError: Another rank refused its call.
+    """
+    debug, agrees = channel.config.debug, channel.agrees_on_rows
+    if isinstance(plan, Plan) and not debug:
+        return plan
+    facts = None
+    if debug or agrees:
+        facts = _facts_of_call(x, caller, agrees=agrees, has_plan=isinstance(plan, Plan))
     agree = partial(_agree_on_largest, channel, facts=facts, caller=caller)
-    if debug and (settled or not agrees):  # first, because settling may make buffers, which is collective
-        agree(0, label="debug")
-    if settled or draft is None:
-        return None
-    return _settle_plan(channel, draft, agree, None if outgoing is None else outgoing())
+    if debug and (isinstance(plan, Plan) or not agrees):
+        agree(0, label="debug")  # first, because settling may make buffers, which is collective
+    return plan if isinstance(plan, Plan) else _settle_draft(channel, plan, agree, outgoing)
 
 
-def _facts_of_call(x: Tensor | None, caller: Caller | None, *, agrees: bool, settled: bool) -> Facts:
+def _facts_of_call(x: Tensor | None, caller: Caller | None, *, agrees: bool, has_plan: bool) -> Facts:
     """Return the facts that must be equal on all ranks of a call.
 
     If the ranks agree on sizes, either all of them must have a plan or none.
     """
     if x is None or caller is None:
         return {"the call": "plan"}
-    how = "" if not agrees else " with a plan" if settled else " without a plan"
+    how = "" if not agrees else " with a plan" if has_plan else " without a plan"
     return {"the call": "dispatch" + how, **caller.facts(x.dtype)}
 
 
-def _tell_peers(find: Callable[[], Channel], error: Exception, *, settled: bool, x: Tensor | None) -> None:
-    """Enter the first exchange of this call with a mark that this rank refuses, so that the peers raise too.
-
-    If there is no such exchange, or the exchange fails, the error gets a note that the peers do not know of it.
-    """
-    try:
-        channel = find()
-        if channel.config.debug or (not settled and channel.agrees_on_rows):
-            _agree_on_largest(channel, 0, error)
-        elif x is not None and channel.config.balance is not None:
-            channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
-            raise_alike(channel.control, error, label="refusal")
-        elif x is not None and channel.needs.exchanges_counts:
-            preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
-            channel.backend.refuse(device_of(channel.communicator.group, preferred))
-            raise_alike(channel.control, error, label="refusal")
-        elif channel.control.size > 1:
-            error.add_note(
-                "The other ranks were not told: nothing is exchanged before rows travel. debug=True tells them."
-            )
-    except Exception as failure:  # a closed dispatcher, a broken group: the error itself matters more
-        if failure is not error:
-            error.add_note(f"The other ranks were not told: {failure}")
-
-
-def _settle_plan(channel: Channel, draft: Draft, agree: Agree, outgoing: Outgoing | None) -> Plan:
+def _settle_draft(channel: Channel, draft: Draft, agree: Agree, outgoing: Outgoing | None) -> Plan:
     """Agree on sizes. Collective if ``Channel.agrees_on_rows``.
 
     Raises:
@@ -160,15 +163,7 @@ def _settle_plan(channel: Channel, draft: Draft, agree: Agree, outgoing: Outgoin
     """
     sizes = _agreed_sizes(channel, draft.count, agree, outgoing)
     channel.backend.reserve(sizes)
-    return Plan(
-        layout=draft.layout,
-        num_rows=draft.num_rows,
-        real_rows=draft.real_rows,
-        valid_T=draft.valid_T,
-        sizes=sizes,
-        owner=channel.name,
-        footprint=None if sizes.capacity is None else _footprint(channel, draft, sizes),
-    )
+    return draft.plan(channel, sizes, None if sizes.capacity is None else _footprint(channel, draft, sizes))
 
 
 def _footprint(channel: Channel, draft: Draft, sizes: Sizes) -> Callable[[torch.dtype], dict[str, int]]:
@@ -211,7 +206,7 @@ def _agree_on_largest(
 
     The same call is one of the same dispatcher. Each count travels with its rank, so that an error can name both. This
     exchange has the same form in all calls: with ``debug``, a rank that has a plan and a rank that has none meet here.
-    So if the channel sums tallies, a call of ``plan`` adds zeros. If it does not, there are no sums.
+    So if the channel sums tallies, an exchange without ``outgoing`` adds zeros. If it does not, there are no sums.
     """
     size, rank, num_experts = channel.control.size, channel.control.rank, channel.shape.num_experts
     number = None if caller is None or caller.lease is None else caller.lease.number

@@ -92,7 +92,7 @@ class State:
 
 
 def run_dispatch(
-    channel: Channel, outgoing: Outgoing, sizes: Sizes, caller: Caller, padded: int | None = None
+    channel: Channel, outgoing: Outgoing, sizes: Sizes, caller: Caller
 ) -> tuple[Selection, Callable[[], Arrived]]:
     """Cut, pad and send rows. The returned function waits until rows have arrived. Call both with gradients off.
 
@@ -105,14 +105,13 @@ def run_dispatch(
         outgoing: What this rank sends.
         sizes: Sizes that the ranks have settled.
         caller: Who makes the dispatch.
-        padded: Tp, the number of rows with padding; None for the number that follows from the sizes.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
         PeerError: The ranks exchange counts, and another rank refused its call.
     """
     x_TD, count = outgoing.x_TD, outgoing.ids_TK.shape[0]
-    padded = channel.needs.brought(count, sizes) if padded is None else padded
+    padded = channel.needs.brought(count, sizes)
     selection = Selection(num_rows=x_TD.shape[0], real_rows=outgoing.real_rows, padded=padded)
     if sizes.capacity is not None:
         channel.prepare_counters(x_TD.device)

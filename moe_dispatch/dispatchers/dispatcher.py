@@ -14,7 +14,7 @@ from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import overflow, verbs
-from moe_dispatch.dispatchers.agreement import settle
+from moe_dispatch.dispatchers.agreement import settle, telling_peers
 from moe_dispatch.dispatchers.autograd import State, profiler_range
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.ddp import DDPWatch
@@ -22,7 +22,7 @@ from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.placing import device_of_tables, place
-from moe_dispatch.dispatchers.planning import Draft, draft_plan
+from moe_dispatch.dispatchers.planning import draft_plan
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
@@ -171,18 +171,15 @@ class Dispatcher(nn.Module):
         """
         verbs.refuse_tracing("plan")
 
-        def check(channel: Channel) -> Draft:
-            if layout is None and like is None and self.config.infer_layout:
-                raise InputError(
-                    "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
-                )
-            return draft_plan(channel, layout or self._inferred("plan", like), like)
-
         with self._naming:
-            _ = self._channel  # raises if closed
-            settled = settle(lambda: self._channel, check)
-            assert settled is not None
-            return settled
+            channel = self._channel
+            with telling_peers(channel):
+                if layout is None and like is None and self.config.infer_layout:
+                    raise InputError(
+                        "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
+                    )
+                draft = draft_plan(channel, layout or self._inferred("plan", like), like)
+            return settle(channel, draft)
 
     @overload
     def dispatch(

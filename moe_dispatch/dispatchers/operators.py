@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.custom_operators import operator
-from moe_dispatch.dispatchers.agreement import Caller, settle
+from moe_dispatch.dispatchers.agreement import Caller, settle, telling_peers
 from moe_dispatch.dispatchers.autograd import (
     Selection,
     profiler_range,
@@ -38,7 +38,6 @@ from moe_dispatch.dispatchers.autograd import (
 )
 from moe_dispatch.dispatchers.channel import Channel, named_channel
 from moe_dispatch.dispatchers.planning import (
-    Draft,
     check_again,
     check_combine,
     check_rows,
@@ -90,35 +89,31 @@ def dispatch(
     if link.recorder is not None:
         link.recorder.refuse("torch.compile or selective checkpointing")
     given = _sizes_from(numbers)
-    settled = (given.padded_rows, given.group_max_rows) != (None, None)
-    placed = SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None
-
-    def check(link: Channel) -> Draft:
-        routing = Routing(ids, weights)
-        check_tensors(rows, routing, link.config, link.needs)
-        if link.config.debug:
-            check_values(routing, valid, link.config.num_experts)
-        return draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
-
+    has_sizes = (given.padded_rows, given.group_max_rows) != (None, None)
+    caller, routing = Caller(recorded), Routing(ids, weights)
     with torch.no_grad(), profiler_range("dispatch"):
-        caller = Caller(recorded)
-        outgoing = cache(
-            lambda: prepare(
+        with telling_peers(link, rows, has_sizes=has_sizes):
+            check_tensors(rows, routing, link.config, link.needs)
+            if link.config.debug:
+                check_values(routing, valid, link.config.num_experts)
+            draft = draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
+            outgoing = prepare(
                 link,
                 rows,
-                (ids, weights),
+                routing,
                 real_rows=real_rows,
                 valid_T=valid,
-                table=placed,
+                table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
                 mark=caller.mark(rows.dtype),
             )
-        )
-        plan = settle(lambda: link, check, settled=settled, x=rows, caller=caller, outgoing=outgoing)
+        known = draft.plan(link, given) if has_sizes else draft
+        sizes = settle(link, known, x=rows, caller=caller, outgoing=outgoing).sizes
         # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
-        sizes = given if plan is None else dataclasses.replace(plan.sizes, capacity=given.capacity)
-        count = rows.shape[0] if real_rows is None else real_rows.shape[0]
-        padded = None if given.capacity is None else _foreseen_rows(link, count)
-        _, finish = run_dispatch(link, outgoing(), sizes, caller, padded)
+        sizes = dataclasses.replace(sizes, capacity=given.capacity)
+        foreseen = None if given.capacity is None else _foreseen_rows(link, len(outgoing.ids_TK))
+        if foreseen is not None:
+            sizes = dataclasses.replace(sizes, padded_rows=foreseen)
+        _, finish = run_dispatch(link, outgoing, sizes, caller)
         arrived = finish()
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
 

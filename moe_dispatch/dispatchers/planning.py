@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints
+from moe_dispatch.backends.base import Constraints, Sizes
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import to_device
@@ -41,6 +42,20 @@ class Draft:
     real_rows: Tensor | None
     valid_T: Tensor | None
     count: int | None
+
+    def plan(
+        self, channel: Channel, sizes: Sizes, footprint: Callable[[torch.dtype], dict[str, int]] | None = None
+    ) -> Plan:
+        """Return the plan with these sizes, which the ranks have settled."""
+        return Plan(
+            layout=self.layout,
+            num_rows=self.num_rows,
+            real_rows=self.real_rows,
+            valid_T=self.valid_T,
+            sizes=sizes,
+            owner=channel.name,
+            footprint=footprint,
+        )
 
 
 def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
@@ -127,22 +142,22 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
         check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
 
 
-def refuse_routing(routing: object) -> NoReturn:
-    """Raise the InputError for a routing that is no ``Routing``."""
+def routing_of(routing: object) -> Routing:
+    """Return the routing of a dispatch. Raises InputError if it is no ``Routing``."""
+    if isinstance(routing, Routing):
+        return routing
     raise InputError(
         f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
         "Pass Routing(topk_ids, topk_weights), or again=sent."
     )
 
 
-def check_tensors(x_TD: Tensor, routing: Routing | None, config: DispatcherConfig, needs: Constraints) -> None:
+def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, needs: Constraints) -> None:
     """Check shapes, dtypes and devices of one call.
 
     Raises:
         InputError: The shape, dtype or device of x or of the routing does not fit.
     """
-    if not isinstance(routing, Routing):
-        refuse_routing(routing)
     ids, weights = routing.topk_ids, routing.topk_weights
     where = "Dispatcher.dispatch"
     if x_TD.shape[1] != config.hidden_size:
@@ -269,12 +284,12 @@ def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Outgoing:
-    """What a rank sends in a dispatch, before rows are cut out and padded. ``prepare`` makes it.
+    """What a rank sends in a dispatch, without padding. ``prepare`` makes it.
 
     Attributes:
-        x_TD: Rows of the model.
-        weights_TK: Weights of the model's rows, in the accumulation dtype.
-        given_TK: int64, the ids of the router in the rows to send; -1 in rows that are no tokens.
+        x_TD: All rows of the model, of which ``real_rows`` are sent.
+        weights_TK: Weights of all rows, in the accumulation dtype.
+        given_TK: int64, the ids of the router, only of the rows to send; -1 in rows that are no tokens.
         ids_TK: int64, ``given_TK`` with -1 for each invalid id; ids of expert slots if there is a ``table``.
         outcome: int64 (), the second result of ``valid_ids``.
         real_rows: int64, the indices of the rows to send; None sends all rows.
@@ -307,25 +322,25 @@ class Outgoing:
 def prepare(
     channel: Channel,
     x_TD: Tensor,
-    slots: tuple[Tensor, Tensor],
+    routing: Routing,
     *,
     real_rows: Tensor | None,
     valid_T: Tensor | None,
     table: SlotTable | None,
     mark: int,
 ) -> Outgoing:
-    """Mask ids, select those of the rows that are sent, replace invalid ids, and turn them into slots. No host sync.
+    """Mask ids, select those of the rows that are sent, and replace invalid ids. No host sync.
 
     Args:
         channel: Channel of the dispatcher.
         x_TD: As in ``Outgoing``.
-        slots: The ids of the router, int64 (T, K), without duplicates in a row; and their weights.
+        routing: Ids of the router, without duplicates in a row, and weights in the accumulation dtype.
         real_rows: As in ``Outgoing``.
         valid_T: As in ``Outgoing``.
         table: As in ``Outgoing``.
         mark: Mark of this rank, which travels with counts if the ranks exchange counts.
     """
-    ids_TK, weights_TK = slots
+    ids_TK = routing.topk_ids
     if valid_T is not None:
         ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
     if real_rows is not None:
@@ -335,7 +350,7 @@ def prepare(
     valid_TK, outcome = valid_ids(ids_TK, channel.config.num_experts, marked, kernels=kernels)
     found = Outgoing(
         x_TD=x_TD,
-        weights_TK=weights_TK,
+        weights_TK=routing.topk_weights,
         given_TK=ids_TK,
         ids_TK=valid_TK,
         outcome=outcome,

@@ -8,7 +8,6 @@ device, change a counter or exchange anything with other ranks: the operators do
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from moe_dispatch.backends.base import Arrived, Sizes
 from moe_dispatch.communication import to_device
 from moe_dispatch.dispatchers import autograd, operators
-from moe_dispatch.dispatchers.agreement import Caller, settle
+from moe_dispatch.dispatchers.agreement import Caller, settle, telling_peers
 from moe_dispatch.dispatchers.autograd import Selection, State, anchor, attach, run_dispatch, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.placing import plan_balance
@@ -36,7 +35,7 @@ from moe_dispatch.dispatchers.planning import (
     cuts_rows,
     draft_plan,
     prepare,
-    refuse_routing,
+    routing_of,
 )
 from moe_dispatch.dispatchers.streams import refuse_other_stream, stream_of
 from moe_dispatch.errors import InputError, StateError
@@ -82,34 +81,20 @@ def dispatch(
         infer: Function that returns the layout of x; called if ``plan`` is None.
         async_op: Whether to return before the rows have arrived.
     """
-    given = plan if isinstance(plan, Plan) else None
-    x_TD, caller = x, Caller(torch.is_grad_enabled(), lease)
-    known: Draft | Plan | None = given
-
-    def check(channel: Channel) -> Draft | None:
-        nonlocal x_TD, known
-        x_TD, draft = _checked(channel, x, routing, plan, infer)
-        known = draft or given
-        return draft
-
-    @cache
-    def outgoing() -> Outgoing:
-        assert routing is not None
-        assert known is not None
-        return _outgoing(lease, x_TD, routing, known, caller)
-
-    settled = settle(lambda: lease.channel, check, settled=given is not None, x=x, caller=caller, outgoing=outgoing)
-    settled = settled or given
-    assert settled is not None
-    assert routing is not None
-    channel, layout, recorder = lease.channel, settled.layout, lease.channel.recorder
+    channel, caller = lease.channel, Caller(torch.is_grad_enabled(), lease)
+    with telling_peers(channel, x, has_sizes=isinstance(plan, Plan)):
+        layout = layout_in(plan, infer)
+        x_TD, routing = layout.flatten(x), routing_of(routing)
+        known = _checked(channel, x, x_TD, routing, plan if isinstance(plan, Plan) else layout)
+        sent = _outgoing(lease, x_TD, routing, known, caller)
+    sizes = settle(channel, known, x=x, caller=caller, outgoing=sent).sizes
+    recorder, placement, wants_weights = channel.recorder, lease.placement, routing.topk_weights.requires_grad
     note = None if recorder is None else recorder.note(lease, lease.name, x, routing, layout)
-    sent, placement, wants_weights = outgoing(), lease.placement, routing.topk_weights.requires_grad
     with torch.no_grad():
         if channel.config.balance is not None:
             placement, table = plan_balance(channel, sent.ids_TK)
             sent = sent.placed(table)
-        selection, finish = run_dispatch(channel, sent, settled.sizes, caller)
+        selection, finish = run_dispatch(channel, sent, sizes, caller)
         if routing.drift is not None:
             with channel.stream_order.turn(routing.drift.device):
                 channel.meter.record_drift(lease.name, routing.drift)
@@ -134,20 +119,17 @@ def dispatch(
     return InFlight(placement=placement, finish=_once(lease, complete, stream_of(x.device))) if async_op else complete()
 
 
-def _checked(
-    channel: Channel, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, infer: Callable[[], Layout]
-) -> tuple[Tensor, Draft | None]:
-    """Check a dispatch on this rank alone. Returns x as rows, and a draft of the plan unless a plan is given."""
-    layout = layout_in(plan, infer)
-    x_TD = layout.flatten(x)
+def _checked(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan | Layout) -> Draft | Plan:
+    """Check a dispatch on this rank alone. Returns the plan, or a draft of one."""
     check_tensors(x_TD, routing, channel.config, channel.needs)
-    if channel.config.debug and routing is not None:
+    layout = plan.layout if isinstance(plan, Plan) else plan
+    if channel.config.debug:
         layout.check(x_TD.shape[0], values=True)
         check_values(routing, layout.valid_T(x_TD.shape[0], x.device), channel.config.num_experts)
-    if not isinstance(plan, Plan):
-        return x_TD, draft_plan(channel, layout, x)
+    if isinstance(plan, Layout):
+        return draft_plan(channel, plan, x)
     check_plan(channel, plan, x, x_TD.shape[0])
-    return x_TD, None
+    return plan
 
 
 def layout_in(plan: Plan | Layout | None, infer: Callable[[], Layout]) -> Layout:
@@ -168,16 +150,16 @@ def layout_in(plan: Plan | Layout | None, infer: Callable[[], Layout]) -> Layout
 
 
 def _outgoing(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, caller: Caller) -> Outgoing:
-    """Merge duplicate ids, select the ids of the rows to send, and replace invalid ids. No host sync on a GPU."""
+    """Prepare what this rank sends: merge duplicate ids, and find the rows that are tokens. No host sync on a GPU."""
     channel = lease.channel
     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
     kernels = index_kernels(channel.config.permutation, routing.topk_ids)
-    slots = merged_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe, kernels=kernels)
+    merged = merged_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe, kernels=kernels)
     real_rows, valid_T = (None, None) if plan.layout.all_real else _real_rows(channel, plan, x_TD)
     return prepare(
         channel,
         x_TD,
-        slots,
+        Routing(*merged),
         real_rows=real_rows,
         valid_T=valid_T,
         table=None if channel.config.balance is not None else lease.table,  # with balance, slots are planned later
@@ -188,7 +170,7 @@ def _outgoing(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, 
 def _real_rows(channel: Channel, plan: Draft | Plan, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices of the rows that are tokens, or a mask (T,) of them.
 
-    The indices are returned if the other rows are cut out.
+    The layout may have rows that are no tokens. The indices are returned if these are cut out.
     """
     layout, num_rows = plan.layout, x_TD.shape[0]
     real_rows = plan.real_rows
@@ -270,8 +252,7 @@ def dispatch_by_operator(
     lease: Lease, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, infer: Callable[[], Layout]
 ) -> Dispatched:
     """Run ``Dispatcher.dispatch`` in a traced call. The operator settles the sizes if there is no plan."""
-    if not isinstance(routing, Routing):
-        refuse_routing(routing)
+    routing = routing_of(routing)
     channel, layout = lease.channel, layout_in(plan, infer)
     if channel.config.balance is not None:
         raise StateError(

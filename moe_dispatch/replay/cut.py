@@ -5,7 +5,6 @@ Dimensions: ``T`` rows of this rank, ``L`` MoE layers of the cut, ``K`` top_k, `
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
@@ -70,10 +69,10 @@ class Cut:
         Raises:
             InputError: The table has such an entry.
 
-        Cost: one pass over the table, in the first call for a table.
+        The error is raised on this rank alone. Cost: one pass over the table, whenever it has changed.
         """
         table = self.table
-        if table in _CHECKED:
+        if table.slots_checked:
             return
         partial_NL = (table.stored_NLK == NOWHERE - UNKNOWN).any(2)
         for row, column in partial_NL.nonzero()[:1].tolist():
@@ -84,10 +83,7 @@ class Cut:
                 f"{table.layers[column]}, and {int(partial_NL.sum())} entries of this kind. Leave these entries "
                 "unknown: -1 in all slots."
             )
-        _CHECKED.add(table)
-
-
-_CHECKED: weakref.WeakSet[RoutingTable] = weakref.WeakSet()  # tables that passed ``Cut.check_slots``
+        table.slots_checked = True
 
 
 def table_rows(

@@ -117,6 +117,7 @@ class RoutingTable:
             self._stored = torch.zeros(shape, dtype=storage_dtype(num_experts), device="cpu")
             self._stored[self.padding_row] = NOWHERE - UNKNOWN
         self._uses = Uses()
+        self.slots_checked = False  # whether the entries have passed ``Cut.check_slots``
 
     @classmethod
     def unknown(
@@ -239,6 +240,7 @@ class RoutingTable:
         Raises:
             InputError: An entry is known already, with other ids.
         """
+        self.slots_checked = False
         columns = torch.tensor([self.layers.index(layer) for layer in layers], device="cpu")
         place = rows_N.unsqueeze(1), columns.unsqueeze(0)
         here = self._stored[place]

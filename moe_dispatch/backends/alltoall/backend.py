@@ -235,7 +235,7 @@ class AllToAll(Backend):
                 second, received = self._forward(received, form, found.splits[1], self._nodes)
                 legs.append(second)
             rows_SD, weights_SK, ids_SK = form.unpack(received)
-            keys_SK, entries = ids_SK - self._first_expert, 1
+            keys_SK, entries = ids_SK - self._first_expert, 1  # below 0 or above L-1 for experts of other ranks
             if self._nodes is not None:
                 keys_SK, entries = self._nodes.keys(keys_SK, found.rows_in), self._nodes.num_nodes
             index = self.context.group(
@@ -246,8 +246,12 @@ class AllToAll(Backend):
                 entries_per_key=entries,
                 real_L=counts[: shape.num_local_experts],
             )
-            exact = weights_TK if self._exact else None
-            route = AllToAllRoute(context=self.context, legs=tuple(legs), index=index, weights_TK=exact)
+            route = AllToAllRoute(
+                context=self.context,
+                legs=tuple(legs),
+                index=index,
+                weights_TK=weights_TK if self._exact else None,
+            )
             arrived = arrive(route, rows_SD, weights_SK, dtype)
             space.give(received)
             return arrived
@@ -293,7 +297,15 @@ class AllToAll(Backend):
         slots_by_rank = None
         if self._exact:
             slots_by_rank = group_slots(owner_TK - 1, [splits.slots_out[rank] for rank in to])
-        leg = Leg(self.context, splits, suffix, source_S, by_row.indices, cu_T, slots_by_rank)
+        leg = Leg(
+            context=self.context,
+            splits=splits,
+            suffix=suffix,
+            source_S=source_S,
+            member_S=by_row.indices,
+            cu_T=cu_T,
+            slots_by_rank=slots_by_rank,
+        )
 
         def land() -> Tensor:
             if work is not None:
@@ -332,7 +344,13 @@ class AllToAll(Backend):
             space.give(outgoing)
             rows_SD, weights_SK, ids_SK = form.unpack(received)
             index = self.context.group(ids_SK - self._first_expert, weights_SK, capacity)
-            leg = Leg(self.context, splits, "", table.source_S, table.member_N, table.cu_T)
+            leg = Leg(
+                context=self.context,
+                splits=splits,
+                source_S=table.source_S,
+                member_S=table.member_N,
+                cu_T=table.cu_T,
+            )
             arrived = arrive(
                 AllToAllRoute(context=self.context, legs=(leg,), index=index),
                 rows_SD,
@@ -375,7 +393,17 @@ class AllToAll(Backend):
                 splits = even_splits(source_S.shape[0] // shape.ep_size, shape.ep_size)
             else:
                 splits = splits_from(counts[number], shape.ep_size, exact=self._exact)
-            legs.append(Leg(self.context, splits, suffix, source_S, member_S, cu_T, by_rank))
+            legs.append(
+                Leg(
+                    context=self.context,
+                    splits=splits,
+                    suffix=suffix,
+                    source_S=source_S,
+                    member_S=member_S,
+                    cu_T=cu_T,
+                    slots_by_rank=by_rank,
+                )
+            )
         index = self.context.index_from(rest)
         return AllToAllRoute(context=self.context, legs=tuple(legs), index=index, weights_TK=weights_TK)
 
@@ -389,8 +417,13 @@ class AllToAll(Backend):
             assert num_rows is not None
             assert capacity.pair_rows is not None
             places = capacity.pair_rows * shape.ep_size
-            tables = table(places), table(num_rows * shape.ep_size), table(num_rows + 1)
-            leg = Leg(self.context, even_splits(capacity.pair_rows, shape.ep_size), "", *tables)
+            leg = Leg(
+                context=self.context,
+                splits=even_splits(capacity.pair_rows, shape.ep_size),
+                source_S=table(places),
+                member_S=table(num_rows * shape.ep_size),
+                cu_T=table(num_rows + 1),
+            )
             return AllToAllRoute(context=self.context, legs=(leg,), index=index(places))
         none, slots = [0] * shape.ep_size, [0] * (shape.ep_size if self._exact else 0)
         splits = Splits(rows_out=none, rows_in=none, slots_out=slots, slots_in=slots)
@@ -400,7 +433,17 @@ class AllToAll(Backend):
             by_rank = None
             if self._exact:
                 by_rank = SlotIndex.blank(edges - 1, shape.top_k, 1, new_size=new_size, device=device)
-            legs.append(Leg(self.context, splits, suffix, table(sent), table(sent), table(edges), by_rank))
+            legs.append(
+                Leg(
+                    context=self.context,
+                    splits=splits,
+                    suffix=suffix,
+                    source_S=table(sent),
+                    member_S=table(sent),
+                    cu_T=table(edges),
+                    slots_by_rank=by_rank,
+                )
+            )
         weights = None
         if self._exact:
             weights = weights_TK.new_empty(new_size() if num_rows is None else num_rows, shape.top_k)

@@ -59,7 +59,7 @@ def even_splits(pair_rows: int, ep_size: int) -> Splits:
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leg:
     """One exchange of rows between ranks, and its way back.
 
@@ -71,14 +71,15 @@ class Leg:
         suffix: Text behind the labels of the collectives.
         source_S: int64 (S,), the row of this rank that each sent row is a copy of. Sent rows are ordered by
             destination rank, then by row.
-        member_S: int64 (S,), the numbers of the sent rows, ordered by the row that they are copies of.
+        member_S: int64 (S,), the numbers of the sent rows, ordered by the row that they are copies of. In graph-safe
+            mode it is longer, and entries from ``cu_T[-1]`` on may be anything.
         cu_T: int64 (T+1,), where the copies of each row begin in ``member_S``.
         slots_by_rank: The slots grouped by destination rank if ``reduction="exact"``, else None.
     """
 
     context: BackendContext
     splits: Splits
-    suffix: str
+    suffix: str = ""
     source_S: Tensor
     member_S: Tensor
     cu_T: Tensor
