@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.testing.ranks import run_ranks
@@ -55,6 +58,19 @@ def local_part(weights_EDD: Tensor, group: Group) -> Tensor:
     """This rank's experts, a leaf of its own."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     return weights_EDD.chunk(size)[rank].clone().requires_grad_()
+
+
+def by_operators(call: Callable[[Tensor], Dispatched], x: Tensor) -> Dispatched:
+    """Call under selective checkpointing, which calls operators, because they can be saved."""
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    try:
+        sent: Dispatched = checkpoint(call, x, use_reentrant=False, context_fn=contexts)
+        return sent
+    except Exception as error:
+        kind, text = type(error), str(error)
+    # An error without frames: in torch 2.10 the frame of `checkpoint` holds modes of this thread, which must end here.
+    gc.collect()
+    raise kind(text)
 
 
 def identity_round(dispatcher: Dispatcher, rows: int = 4, seed: int = 0) -> None:

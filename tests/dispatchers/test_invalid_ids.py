@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch import Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch.testing import count_host_syncs, refuse_host_syncs
-from tests.dispatchers.layer import Group, identity_round, on_ranks, outcomes, outcomes_on, raises_everywhere
+from tests.dispatchers.layer import (
+    Group,
+    by_operators,
+    identity_round,
+    on_ranks,
+    outcomes,
+    outcomes_on,
+    raises_everywhere,
+)
 
 NUM_EXPERTS, ROWS, HIDDEN = 8, 5, 256
 V2 = {"name": "deepep", "emulate": "v2-2.1.0"}
@@ -147,19 +152,6 @@ def test_ids_of_rows_without_a_token_may_be_anything(name: str, graph_safe: bool
     on_ranks(body, BACKENDS[name][1])
 
 
-def by_operators(call: Callable[[], Dispatched]) -> Dispatched:
-    """Selective checkpointing calls operators, which can be saved."""
-    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-    try:
-        sent: Dispatched = checkpoint(lambda _: call(), rows(), use_reentrant=False, context_fn=contexts)
-        return sent
-    except Exception as error:
-        kind, text = type(error), str(error)
-    # An error without frames: in torch 2.10 the frame of `checkpoint` holds modes of this thread, which must end here.
-    gc.collect()
-    raise kind(text)
-
-
 @pytest.mark.parametrize("name", ["local", "alltoall", "allgather"])
 @pytest.mark.parametrize("graph_safe", [False, True])
 def test_operators_report_it_too(name: str, graph_safe: bool) -> None:
@@ -167,8 +159,8 @@ def test_operators_report_it_too(name: str, graph_safe: bool) -> None:
 
     def body(group: Group) -> Any:
         dispatcher = build_dispatcher(config(name, **extra), group)
-        call = partial(dispatcher.dispatch, rows(), routing(-2 if is_last(group) else None))
-        sent = by_operators(call)
+        way = routing(-2 if is_last(group) else None)
+        sent = by_operators(lambda x: dispatcher.dispatch(x, way), rows())
         if graph_safe:
             dispatcher.check()
         return sent

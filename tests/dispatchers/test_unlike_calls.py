@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatched, Dispatcher, Rows, build_dispatcher
 from moe_dispatch.backends.base import MARKED_DISPATCHERS, marks_agree
@@ -17,6 +16,7 @@ from moe_dispatch.dispatchers.planning import ROW_DTYPES
 from moe_dispatch.errors import InputError
 from tests.dispatchers.layer import (
     Group,
+    by_operators,
     identity_round,
     on_ranks,
     outcomes,
@@ -153,19 +153,15 @@ def test_names_may_differ_and_operators_do_not_know_them(name: str) -> None:
         build_dispatcher(small_config(**fields), group)
         layer = build_dispatcher(small_config(**fields), group, name=f"layers.{rank}")
         for eager in (True, rank == 1):
-            sent = call(layer, False) if eager else by_operators(layer)
+            sent = call(layer, False) if eager else dispatch_by_operators(layer)
             assert len(layer.combine(sent.rows, sent)) == 4
 
     assert on_ranks(body, 2) == [None, None]
 
 
-def by_operators(dispatcher: Dispatcher, dtype: torch.dtype = torch.float32) -> Dispatched:
-    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+def dispatch_by_operators(dispatcher: Dispatcher, dtype: torch.dtype = torch.float32) -> Dispatched:
     x = random_rows(4, dtype=dtype).requires_grad_()
-    sent: Dispatched = checkpoint(
-        lambda x: dispatcher.dispatch(x, random_routing(4)), x, use_reentrant=False, context_fn=contexts
-    )
-    return sent
+    return by_operators(lambda x: dispatcher.dispatch(x, random_routing(4)), x)
 
 
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
@@ -173,7 +169,7 @@ def test_dtypes_that_differ_in_operators(backend: str) -> None:
     def body(group: Group) -> Dispatched:
         assert group is not None
         dispatcher = build_dispatcher(small_config(backend), group)
-        return by_operators(dispatcher, torch.float64 if group.rank() else torch.float32)
+        return dispatch_by_operators(dispatcher, torch.float64 if group.rank() else torch.float32)
 
     raises_everywhere(outcomes(body, 2, seconds=8), InputError, "Ranks disagree on the dtype of x")
 
@@ -190,7 +186,7 @@ def test_calls_that_may_differ(backend: str, way: str) -> None:
         if group.rank() == 0:
             sent = dispatcher.dispatch(x.requires_grad_(), routing)
         elif way == "operators":
-            sent = by_operators(dispatcher)
+            sent = dispatch_by_operators(dispatcher)
         elif way == "async_op":
             sent = dispatcher.dispatch(x.requires_grad_(), routing, async_op=True).wait()
         else:
