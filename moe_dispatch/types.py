@@ -224,11 +224,9 @@ class Dispatched:
         multiple of 16 bytes, both operands are copied with padding. float64 takes L products of all rows.
         """
         device = rows.device.type
-        if (
-            torch.amp.is_autocast_available(device)
-            and torch.is_autocast_enabled(device)
-            and rows.dtype != torch.float64
-        ):
+        # torch 2.10 cannot compile the question whether a kind of device has autocast.
+        has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+        if has_autocast and torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             rows, weights = rows.to(dtype), weights.to(dtype)
         num_experts, num_rows = self.tokens_per_expert.shape[0], self.rows.shape[0]
