@@ -1,7 +1,6 @@
 """All torch.distributed collectives of moe_dispatch, and ``raise_alike``, with which ranks raise together.
 
-Two kinds of exchange are elsewhere: the drivers in ``moe_dispatch.backends.deep_ep`` call kernels of ``deep_ep``, which
-exchange rows themselves; and ``moe_dispatch.watchdog`` writes notes to the store of the process group.
+Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other ways.
 """
 
 from __future__ import annotations
