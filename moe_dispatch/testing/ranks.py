@@ -25,7 +25,8 @@ from moe_dispatch.errors import MoEDispatchError
 
 Result = TypeVar("Result")
 
-TIMEOUT = datetime.timedelta(seconds=10)
+# Ranks that share busy cores may wait for tens of seconds for each other, although nothing is wrong.
+TIMEOUT = datetime.timedelta(seconds=60)
 # If a rank dies without an error, its peers raise. Their errors may arrive before this process notices the death.
 GRACE_SECONDS = 1.0
 

@@ -43,7 +43,7 @@ def on_threads(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
         return body(place, on_message if place.rank == 0 else lambda message: None)
 
     try:
-        return threads.run_ranks(rank, size, timeout=threads.TIMEOUT * 6)[0]
+        return threads.run_ranks(rank, size)[0]
     except ArithmeticError as error:
         raise threads.RankFailed(f"a rank of {size}: {error}") from error
 

@@ -227,7 +227,7 @@ def test_a_mark_reaches_peers_before_they_make_buffers() -> None:
         ids = routing.topk_ids.int() if rank_of(group) == 1 else routing.topk_ids
         dispatcher.dispatch(torch.ones(4, 256), Routing(ids, routing.topk_weights))
 
-    first, second = outcomes(body, 2, seconds=3)
+    first, second = outcomes(body, 2)
     raises_everywhere([first], PeerError, "rank 1 refused: Dispatcher.dispatch: topk_ids must be torch.int64, got")
     assert isinstance(second, InputError)
 

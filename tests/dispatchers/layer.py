@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
-from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch.testing.ranks import TIMEOUT, run_ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 2, 16
 
@@ -81,8 +81,10 @@ def identity_round(dispatcher: Dispatcher, rows: int = 4, seed: int = 0) -> None
     torch.testing.assert_close(y, x * routing.topk_weights.sum(1, keepdim=True))
 
 
-def outcomes(body: Callable[[dist.ProcessGroup], Any], size: int, *, seconds: float = 10) -> list[Any]:
-    """What ``body`` returned or raised, by rank."""
+def outcomes(
+    body: Callable[[dist.ProcessGroup], Any], size: int, *, seconds: float = TIMEOUT.total_seconds()
+) -> list[Any]:
+    """What ``body`` returned or raised, by rank; ``seconds`` is the timeout of the group."""
 
     def guarded(group: dist.ProcessGroup) -> Any:
         try:

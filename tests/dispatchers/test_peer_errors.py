@@ -93,7 +93,7 @@ def test_peers_of_a_refusing_rank_are_told(name: str, fault: str, planned: bool)
         identity_round(dispatcher)
         return caught.value
 
-    results = outcomes(body, 4, seconds=4)
+    results = outcomes(body, 4)
     raises_everywhere(results[WRONG:], kind, reason)
     told = f"RuntimeError: {reason}" if kind is RuntimeError else str(results[WRONG])
     told = f"rank {WRONG} refused: {told} [MD08]"
@@ -114,7 +114,7 @@ def test_a_wrong_plan_is_told_under_debug(name: str) -> None:
         identity_round(dispatcher)
         return caught.value
 
-    results = outcomes(body, 4, seconds=4)
+    results = outcomes(body, 4)
     raises_everywhere(results[WRONG:], LayoutError)
     raises_everywhere(results[:WRONG], PeerError, f"rank {WRONG} refused: {results[WRONG]}")
 
@@ -203,7 +203,7 @@ def test_more_rows_than_max_tokens_per_rank_on_one_rank(backend: str, extra: dic
         identity_round(dispatcher)
         return caught.value
 
-    results = outcomes(body, 4, seconds=3)
+    results = outcomes(body, 4)
     raises_everywhere(results[WRONG:], InputError, "at most max_tokens_per_rank (4) rows per rank, got 5")
     raises_everywhere(results[:WRONG], PeerError, f"rank 3 refused: {results[WRONG]}")
 
@@ -219,7 +219,7 @@ def test_more_rows_than_the_backend_takes_on_one_rank(extra: dict[str, Any]) -> 
         identity_round(dispatcher)
         return caught.value
 
-    results = outcomes(body, 4, seconds=3)
+    results = outcomes(body, 4)
     raises_everywhere(results[WRONG:], InputError, "at most 4 rows per rank fit, got 5")
     raises_everywhere(results[:WRONG], PeerError, f"rank 3 refused: {results[WRONG]}")
 

@@ -13,7 +13,7 @@ from tests.dispatchers.layer import Group, outcomes, raises_everywhere
 FACTS: dict[str, Any] = {"dtypes": ["bfloat16"], "rows": 64, "options": {"name": "alltoall", "factor": 1}}
 
 
-def _entered(size: int, *by_rank: dict[str, Any], seconds: float = 10) -> list[Any]:
+def _entered(size: int, *by_rank: dict[str, Any]) -> list[Any]:
     """What ``raise_alike`` returned or raised on each rank, given ``by_rank``; the last entry is for all ranks left."""
 
     def body(group: Group) -> list[int]:
@@ -21,7 +21,7 @@ def _entered(size: int, *by_rank: dict[str, Any], seconds: float = 10) -> list[A
         given = {"problem": None, **by_rank[min(group.rank(), len(by_rank) - 1)]}
         return raise_alike(Communicator(group), given.pop("problem"), label="test", **given)
 
-    return outcomes(body, size, seconds=seconds)
+    return outcomes(body, size)
 
 
 def test_values_come_back_as_their_maxima() -> None:

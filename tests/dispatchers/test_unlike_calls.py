@@ -61,7 +61,7 @@ def refused(name: str, size: int, *unlike: Any) -> list[Any]:
         identity_round(dispatcher) if name != "agreement on the largest" else call(dispatcher, planned)
         return caught.value
 
-    return outcomes(body, size, seconds=8)
+    return outcomes(body, size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -97,7 +97,7 @@ def test_a_plan_on_some_ranks_only_is_found_under_debug(size: int) -> None:
         return caught.value
 
     text = "Ranks disagree on the call: rank 0 has 'dispatch without a plan', rank 1 has 'dispatch with a plan'."
-    raises_everywhere(outcomes(body, size, seconds=8), InputError, text)
+    raises_everywhere(outcomes(body, size), InputError, text)
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -108,7 +108,7 @@ def test_a_plan_meets_a_dispatch(debug: bool) -> None:
         dispatcher.dispatch(x, random_routing(4)) if group.rank() else dispatcher.plan(like=x)
 
     text = "Ranks disagree on the call: rank 0 has 'plan', rank 1 has 'dispatch without a plan'."
-    raises_everywhere(outcomes(body, 2, seconds=8), InputError, text)
+    raises_everywhere(outcomes(body, 2), InputError, text)
 
 
 def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
@@ -139,7 +139,7 @@ def test_one_rank_swaps_two_layers(name: str) -> None:
         "Ranks disagree on the dispatcher: rank 0 has \"'layers.0', number 0\", rank 2 has \"'layers.1', number 1\". "
         "Make the same call on every rank."
     )
-    raises_everywhere(outcomes(body, 4, seconds=8), InputError, text)
+    raises_everywhere(outcomes(body, 4), InputError, text)
 
 
 @pytest.mark.parametrize("name", ["counts", "agreement", "debug"])
@@ -171,7 +171,7 @@ def test_dtypes_that_differ_in_operators(backend: str) -> None:
         dispatcher = build_dispatcher(small_config(backend), group)
         return dispatch_by_operators(dispatcher, torch.float64 if group.rank() else torch.float32)
 
-    raises_everywhere(outcomes(body, 2, seconds=8), InputError, "Ranks disagree on the dtype of x")
+    raises_everywhere(outcomes(body, 2), InputError, "Ranks disagree on the dtype of x")
 
 
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import logging
 import os
 import subprocess
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from moe_dispatch import build_dispatcher
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.testing import run_processes, run_ranks
+from moe_dispatch.testing.ranks import TIMEOUT
 from moe_dispatch.watchdog import Call, Report, Watch, _late, watch_group, watch_of
 from tests.dispatchers.layer import (
     identity_round,
@@ -290,7 +290,7 @@ def test_both_groups_are_watched_where_a_control_group_is_given() -> None:
 def _second(group: dist.ProcessGroup) -> dist.ProcessGroup:
     store = dist.PrefixStore("control", group.get_group_store())
     control = dist.ProcessGroup(store, group.rank(), group.size())
-    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), datetime.timedelta(seconds=10))
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), TIMEOUT)
     control._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     control._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     return control
