@@ -22,10 +22,7 @@ from moe_dispatch.permutation import (
     TorchPermutation,
     accumulation_dtype,
     choose_permutation,
-    group_slots,
-    group_statically,
     index_bytes,
-    index_kernels,
 )
 from moe_dispatch.probing import Rejected, Usable
 
@@ -288,7 +285,7 @@ class BackendContext:
         shape: Sizes and settings.
         communicator: The group. All collectives of the backend go through it.
         needs: Constraints of the backend, after the overrides of the config.
-        permutation: Name of the configured one-rank reorder; ``permutation_on`` returns the reorder itself.
+        permutation: Name of the configured one-rank reorder; ``permutation_of`` returns the reorder itself.
         workspace: Memory that calls reuse.
     """
 
@@ -305,11 +302,15 @@ class BackendContext:
         bounds = [self.needs.most_rows, None if known is None else self.needs.padded(known)]
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    def permutation_on(self, device: torch.device) -> Permutation:
-        """Return the permutation for a device: the one that is named, or for "auto" the best that runs there."""
-        chosen = choose_permutation(self.permutation, device.type)
-        if chosen.name != "torch":
-            return chosen
+    def permutation_of(self, tensor: Tensor) -> Permutation:
+        """Return the permutation for a tensor: the one that is named, or for "auto" the best on the tensor's device.
+
+        A subclass of Tensor may have no memory that a kernel could read, so it gets torch's.
+        """
+        if type(tensor) is Tensor:
+            chosen = choose_permutation(self.permutation, tensor.device.type)
+            if chosen.name != "torch":
+                return chosen
         return TorchPermutation(self.workspace.lend, fixed_size=self.shape.graph_safe)
 
     def group(
@@ -332,25 +333,21 @@ class BackendContext:
             entries_per_key: As in ``group_slots``, without a capacity.
             real_L: int64 (L,), ``counts`` on the device, if the caller has them there.
         """
-        shape, kernels = self.shape, index_kernels(self.permutation, local_ids_SK)
+        shape, tables = self.shape, self.permutation_of(local_ids_SK).tables
         if capacity is None:
-            return group_slots(
-                local_ids_SK,
-                counts,
-                shape.pad_multiple,
-                entries_per_key=entries_per_key,
-                real_L=real_L,
-                kernels=kernels,
+            index: SlotIndex = tables.group_slots(
+                local_ids_SK, counts, shape.pad_multiple, entries_per_key=entries_per_key, real_L=real_L
             )
-        return group_statically(
+            return index
+        index = tables.group_statically(
             local_ids_SK,
             shape.num_local_experts,
             rows=capacity.rows,
             buffer_rows=capacity.buffer_rows,
             pad_multiple=shape.pad_multiple,
             weights_SK=weights_SK if capacity.rows < worst_rows(shape, capacity.pair_rows) else None,
-            kernels=kernels,
         )
+        return index
 
     def index_from(self, tensors: Sequence[Tensor]) -> SlotIndex:
         """Rebuild the index of a dispatch from its ``tensors()``."""

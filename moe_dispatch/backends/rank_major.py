@@ -34,7 +34,7 @@ class RankMajorRoute(Route):
     @property
     def permutation(self) -> Permutation:
         """Implementation that copies rows to their experts and sums them."""
-        return self.context.permutation_on(self.index.source_R.device)
+        return self.context.permutation_of(self.index.source_R)
 
     @property
     def wire_dtype(self) -> WireDtype | None:

@@ -17,8 +17,7 @@ from moe_dispatch.balance import ExpertPlacement, expected_rows, run_planner
 from moe_dispatch.balance.placement import EMPTY
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.verbs import merged_slots
-from moe_dispatch.permutation import count_values
+from moe_dispatch.permutation import count_values, merge_slots
 
 UNPLACED = "none"
 """Stands for a planner that leaves every expert on its own rank."""
@@ -185,7 +184,7 @@ def in_slots(
     experts, per_node = config.num_experts, shape.ranks_per_node or shape.ep_size
     home = ExpertPlacement.contiguous(experts, shape.ep_size, spare=config.spare_experts_per_rank)
     for of_ranks in dispatches:
-        ids = [merged_slots(ids_TK, torch.zeros(ids_TK.shape), asks=True)[0] for ids_TK in of_ranks]
+        ids = [merge_slots(ids_TK, torch.zeros(ids_TK.shape), asks=True)[0] for ids_TK in of_ranks]
         placement = home
         if config.balance is not None:
             counts_PE = torch.stack([count_values(ids_TK.flatten() + 1, experts + 1)[1:] for ids_TK in ids])

@@ -96,9 +96,10 @@ class Channel:
         same_device = device_types(communicator.group) == {device}
         # With ``balance``, the slots of experts are planned after the sizes.
         self.sums_tallies = self.needs.counts_with_sizes and same_device and config.balance is None
-        self.backend = options.open(
-            BackendContext(shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation)
+        self.context = BackendContext(
+            shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation
         )
+        self.backend = options.open(self.context)
         if config.max_tokens_per_rank is not None:
             self.backend.reserve(self.sizes(config.max_tokens_per_rank))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import index_kernels
 from moe_dispatch.types import Plan, Routing
 
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -345,9 +344,9 @@ def prepare(
         ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
     if real_rows is not None:
         ids_TK = ids_TK.index_select(0, real_rows)
-    kernels = index_kernels(channel.config.permutation, ids_TK)
+    tables = channel.context.permutation_of(ids_TK).tables
     marked = mark if channel.needs.exchanges_counts and not channel.config.graph_safe else None
-    valid_TK, outcome = valid_ids(ids_TK, channel.config.num_experts, marked, kernels=kernels)
+    valid_TK, outcome = tables.valid_ids(ids_TK, channel.config.num_experts, marked)
     found = Outgoing(
         x_TD=x_TD,
         weights_TK=routing.topk_weights,
@@ -368,24 +367,3 @@ def problem_of_ids(ids: Tensor, num_experts: int) -> InputError | None:
     return InputError(
         f"Dispatcher.dispatch: topk_ids must lie in -1..{num_experts - 1}, got {low}..{high}. Check the router."
     )
-
-
-def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, kernels: Any = None) -> tuple[Tensor, Tensor]:
-    """Replace invalid ids, those outside -1..num_experts-1, so that the ids can serve as indices. No host sync.
-
-    Args:
-        ids: int64 ids of the router.
-        num_experts: E.
-        mark: Mark that this rank sends if all its ids are valid; None if it sends none.
-        kernels: Result of ``index_kernels``: a kernel that does all, or None for operators of torch.
-
-    Returns:
-        The ids, with -1 for each invalid id; and an int64 (). Without ``mark`` it is the number of invalid ids, else it
-        is ``mark``, or -1 if there are invalid ids.
-    """
-    if kernels is not None:
-        return kernels.valid_ids(ids, num_experts, mark)  # type: ignore[no-any-return]
-    nearest = ids.clamp(-1, num_experts - 1)
-    invalid = nearest != ids
-    outcome = invalid.sum() if mark is None else torch.where(invalid.any(), -1, mark)
-    return nearest.masked_fill_(invalid, -1), outcome

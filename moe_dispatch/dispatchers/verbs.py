@@ -8,7 +8,6 @@ device, change a counter or exchange anything with other ranks: the operators do
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ from moe_dispatch.dispatchers.planning import (
 from moe_dispatch.dispatchers.streams import refuse_other_stream, stream_of
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import accumulation_dtype, index_kernels
+from moe_dispatch.permutation import accumulation_dtype, merge_slots
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 
@@ -153,8 +152,8 @@ def _outgoing(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, 
     """Prepare what this rank sends: merge duplicate ids, and find the rows that are tokens. No host sync on a GPU."""
     channel = lease.channel
     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
-    kernels = index_kernels(channel.config.permutation, routing.topk_ids)
-    merged = merged_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe, kernels=kernels)
+    tables = channel.context.permutation_of(routing.topk_ids).tables
+    merged = tables.merge_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
     real_rows, valid_T = (None, None) if plan.layout.all_real else _real_rows(channel, plan, x_TD)
     return prepare(
         channel,
@@ -275,8 +274,7 @@ def dispatch_by_operator(
     ids_TK, weights_TK = routing.topk_ids, routing.topk_weights
     if _fit(ids_TK, weights_TK):
         weights_TK = anchor(weights_TK.to(accumulation_dtype(x.dtype)), channel)
-        kernels = index_kernels(channel.config.permutation, ids_TK)
-        ids_TK, weights_TK = merged_slots(ids_TK, weights_TK, asks=capacity is None, kernels=kernels)
+        ids_TK, weights_TK = merge_slots(ids_TK, weights_TK, asks=capacity is None)
     rows_RD, weights_R, real_L, *route = operators.dispatch(
         x_TD,
         ids_TK,
@@ -346,33 +344,3 @@ def refuse_tracing(verb: str) -> None:
             f"Dispatcher.{verb}: a plan must be made, and a Dispatched of eager mode be used, outside of compiled "
             "regions, got a call that is being traced. Pass the plan in. Compile both verbs of a layer, or neither."
         )
-
-
-def merged_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool, kernels: Any = None) -> tuple[Tensor, Tensor]:
-    """Merge the slots of a row that name the same expert. The gradient reaches each slot.
-
-    The first of these slots gets the sum of the weights; the ids of the later ones become -1. For example, ids
-    [3, 5, 3] with weights [.2, .3, .5] become [3, 5, -1] with [.7, .3, 0]. Weights of slots with id -1 are never read.
-
-    Args:
-        ids_TK: int64. Invalid ids stay invalid.
-        weights_TK: Floating, in the accumulation dtype.
-        asks: Whether to return early if there are no duplicates; this works on the CPU only. On a GPU the question
-            would be a host sync, so the (T, K, K) tables are always summed.
-        kernels: Result of ``index_kernels``: a kernel that does all, or None for operators of torch.
-    """
-    if ids_TK.shape[1] == 1:
-        return ids_TK, weights_TK
-    if kernels is not None:
-        return kernels.merge_slots(ids_TK, weights_TK)  # type: ignore[no-any-return]
-    same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
-    if asks and ids_TK.is_cpu and not torch.compiler.is_compiling():
-        if int(same_TKK.count_nonzero()) == ids_TK.numel():
-            return ids_TK, weights_TK
-        real_TK = ids_TK >= 0  # all slots that go nowhere have the same id
-        if int((same_TKK & real_TK.unsqueeze(2)).count_nonzero()) == int(real_TK.count_nonzero()):
-            return ids_TK, weights_TK
-    slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)
-    is_first = (same_TKK.to(torch.uint8).argmax(2) == slots_K) & (ids_TK >= 0)
-    merged = torch.where(same_TKK, weights_TK.unsqueeze(1), 0).sum(2)
-    return torch.where(is_first, ids_TK, ids_TK.clamp(max=-1)), torch.where(is_first, merged, 0)

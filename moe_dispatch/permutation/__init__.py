@@ -3,22 +3,21 @@
 from moe_dispatch.permutation.base import Permutation, accumulation_dtype
 from moe_dispatch.permutation.choose import (
     choose_permutation,
-    index_kernels,
     known_permutations,
     probe_permutation,
 )
-from moe_dispatch.permutation.index import (
-    SlotIndex,
+from moe_dispatch.permutation.index import SlotIndex, index_bytes, round_up
+from moe_dispatch.permutation.rows import TorchPermutation
+from moe_dispatch.permutation.tables import (
     count_values,
     front,
     group_slots,
     group_statically,
-    index_bytes,
-    round_up,
+    merge_slots,
     running_total,
     true_places,
+    valid_ids,
 )
-from moe_dispatch.permutation.rows import TorchPermutation
 
 __all__ = [
     "Permutation",
@@ -31,10 +30,11 @@ __all__ = [
     "group_slots",
     "group_statically",
     "index_bytes",
-    "index_kernels",
     "known_permutations",
+    "merge_slots",
     "probe_permutation",
     "round_up",
     "running_total",
     "true_places",
+    "valid_ids",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.permutation.base import accumulation_dtype
-from moe_dispatch.permutation.index import front, running_total
+from moe_dispatch.permutation.tables import front, running_total
 
 # Largest size of a block, counted in float32. On the CPU a block takes a share of one core's L2 cache, so it is read
 # back before it is evicted. On a GPU the size limits temporary memory: a pass holds at most three blocks.

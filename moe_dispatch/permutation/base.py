@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, dtype
 
+from moe_dispatch.permutation import tables
 from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.probing import Rejected, Usable
 
@@ -18,9 +19,9 @@ def accumulation_dtype(*dtypes: dtype) -> dtype:
 
 
 class Permutation(ABC):
-    """An implementation of the one-rank reorder: it copies and adds rows as a ``SlotIndex`` says.
+    """An implementation of the one-rank reorder: it makes a ``SlotIndex``, and copies and adds rows as the index says.
 
-    Torch makes the index, which is the same for all implementations.
+    The functions of ``tables`` make the index. It is the same for all implementations.
 
     Dimensions: S rows before grouping, K slots per row, R grouped rows with padding, N slots that have a key, D hidden.
 
@@ -34,7 +35,7 @@ class Permutation(ABC):
     """
 
     name: ClassVar[str]
-    index_kernels: Any = None  # a module that makes index tables by kernels
+    tables: Any = tables  # the module that makes tables: this one, or one with the same functions
 
     @classmethod
     @abstractmethod

@@ -5,10 +5,6 @@ from __future__ import annotations
 import difflib
 import logging
 from functools import cache
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch.permutation.base import Permutation
@@ -69,17 +65,3 @@ def choose_permutation(name: str, device_type: str) -> Permutation:
             f"Repair that, or choose one of: auto, {', '.join(usable)}."
         )
     return _CLASSES[name]()
-
-
-def index_kernels(name: str, tensor: Tensor) -> Any:
-    """Return the module ``triton_index``, or None where operators of torch make tables from this tensor.
-
-    A kernel cannot be traced, and tensors without memory cannot be given to it.
-
-    Args:
-        name: The permutation that a config names, or "auto".
-        tensor: The ids or keys.
-    """
-    if type(tensor) is not Tensor or torch.compiler.is_compiling():
-        return None
-    return choose_permutation(name, tensor.device.type).index_kernels

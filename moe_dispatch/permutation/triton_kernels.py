@@ -1,4 +1,4 @@
-"""Triton kernels of the one-rank reorder, and their launchers. ``triton_index`` has the kernels of index tables.
+"""Triton kernels of the one-rank reorder, and their launchers. ``triton_tables`` has the kernels of tables.
 
 A program handles a block of columns of one row, or a whole row if it adds along the row. There are no atomics, and
 nothing is tuned at run time. So the order of additions depends on shapes alone, and every run gives the same bits.

@@ -34,7 +34,7 @@ class TritonPermutation(Permutation):
 
     def __init__(self) -> None:
         self._kernels = _load()
-        self.index_kernels = import_whole("moe_dispatch.permutation.triton_index", "triton")
+        self.tables = import_whole("moe_dispatch.permutation.triton_tables", "triton")
 
     @classmethod
     def probe(cls, device_type: str) -> Usable | Rejected:

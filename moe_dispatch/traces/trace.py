@@ -16,9 +16,9 @@ from torch import Tensor
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import shape_of
-from moe_dispatch.dispatchers.verbs import merged_slots
 from moe_dispatch.errors import TraceError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.permutation import merge_slots
 from moe_dispatch.types import Routing
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Part:
         ids, valid_T = self.routing.topk_ids, self.layout.valid_T(self.num_rows)
         if valid_T is not None:
             ids = ids[valid_T] if cut else torch.where(valid_T.unsqueeze(1), ids, -1)
-        return merged_slots(ids, torch.zeros(ids.shape), asks=True)[0]
+        return merge_slots(ids, torch.zeros(ids.shape), asks=True)[0]
 
 
 @final

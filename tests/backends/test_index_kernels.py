@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.dispatchers.planning import valid_ids
-from moe_dispatch.dispatchers.verbs import merged_slots
-from moe_dispatch.permutation import SlotIndex, group_slots, group_statically, index_kernels
+from moe_dispatch.permutation import SlotIndex, choose_permutation, tables
 from tests.backends.permutations import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_permutation_triton.py runs these in the interpreter")
@@ -23,9 +21,10 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_permutation_triton
 SHAPES = [(0, 2, 3), (1, 1, 1), (7, 3, 5), (40, 8, 16), (700, 2, 9)]
 
 
-def kernels_of(tensor: Tensor) -> Any:
-    found = index_kernels("triton", tensor)
-    assert found is not None
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    found = choose_permutation("triton", "cpu").tables
+    assert found is not tables
     return found
 
 
@@ -52,11 +51,10 @@ def expect_equal(found: SlotIndex, expected: SlotIndex) -> None:
 
 @pytest.mark.parametrize("pad_multiple", [1, 2, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_groups_slots_as_torch_does(shape: tuple[int, int, int], pad_multiple: int) -> None:
+def test_groups_slots_as_torch_does(shape: tuple[int, int, int], pad_multiple: int, kernels: Any) -> None:
     keys_SK, num_keys = keys_of(*shape), shape[2]
     counts = [int((keys_SK == key).sum()) for key in range(num_keys)]
-    expected = group_slots(keys_SK, counts, pad_multiple)
-    found = group_slots(keys_SK, counts, pad_multiple, kernels=kernels_of(keys_SK))
+    expected, found = (each.group_slots(keys_SK, counts, pad_multiple) for each in (tables, kernels))
     expect_equal(found, expected)
     mine, theirs = (index.tokens_per_key(keys_SK.device) for index in (found, expected))
     assert torch.equal(mine[0], theirs[0])
@@ -65,21 +63,20 @@ def test_groups_slots_as_torch_does(shape: tuple[int, int, int], pad_multiple: i
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
-def test_keys_may_be_narrow_and_strided(dtype: torch.dtype) -> None:
+def test_keys_may_be_narrow_and_strided(dtype: torch.dtype, kernels: Any) -> None:
     keys_SK = keys_of(40, 8, 16, dtype)[:, ::2]
     counts = [int((keys_SK == key).sum()) for key in range(16)]
-    expect_equal(group_slots(keys_SK, counts, 4, kernels=kernels_of(keys_SK)), group_slots(keys_SK, counts, 4))
+    expect_equal(kernels.group_slots(keys_SK, counts, 4), tables.group_slots(keys_SK, counts, 4))
 
 
 @pytest.mark.parametrize("pad_multiple", [1, 4])
-def test_a_key_may_have_several_entries(pad_multiple: int) -> None:
+def test_a_key_may_have_several_entries(pad_multiple: int, kernels: Any) -> None:
     entries = 3
     entry_SK = keys_of(40, 8, 5 * entries, torch.int32)
     keys_SK = entry_SK.div(entries, rounding_mode="floor")
     counts = [int((keys_SK == key).sum()) for key in range(5)]
     found, expected = (
-        group_slots(entry_SK, counts, pad_multiple, entries_per_key=entries, kernels=kernels)
-        for kernels in (kernels_of(entry_SK), None)
+        each.group_slots(entry_SK, counts, pad_multiple, entries_per_key=entries) for each in (kernels, tables)
     )
     expect_equal(found, expected)
 
@@ -87,25 +84,28 @@ def test_a_key_may_have_several_entries(pad_multiple: int) -> None:
 @pytest.mark.parametrize("dropping", [False, True])
 @pytest.mark.parametrize("pad_multiple", [1, 2, 16])
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
-def test_groups_statically_as_torch_does(shape: tuple[int, int, int], pad_multiple: int, dropping: bool) -> None:
+def test_groups_statically_as_torch_does(
+    shape: tuple[int, int, int], pad_multiple: int, dropping: bool, kernels: Any
+) -> None:
     keys_SK, num_keys = keys_of(*shape), shape[2]
     rows = max(keys_SK.numel() // (2 if dropping else 1), 1)
     sizes = {"rows": rows, "buffer_rows": rows + num_keys * pad_multiple + 3, "pad_multiple": pad_multiple}
     weights_SK = torch.rand(keys_SK.shape, generator=torch.Generator().manual_seed(1)) if dropping else None
-    expected = group_statically(keys_SK, num_keys, weights_SK=weights_SK, **sizes)
-    found = group_statically(keys_SK, num_keys, weights_SK=weights_SK, kernels=kernels_of(keys_SK), **sizes)
+    expected, found = (
+        each.group_statically(keys_SK, num_keys, weights_SK=weights_SK, **sizes) for each in (tables, kernels)
+    )
     expect_equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(0, 2, 3), (7, 3, 2), (600, 8, 4)], ids=str)
-def test_merges_slots_as_torch_does(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_merges_slots_as_torch_does(shape: tuple[int, int, int], dtype: torch.dtype, kernels: Any) -> None:
     ids_TK, generator = keys_of(*shape), torch.Generator().manual_seed(2)
     eighths = torch.randint(0, 64, ids_TK.shape, generator=generator).to(dtype) / 8  # their sums are exact
     upstream, results = torch.rand(ids_TK.shape, generator=generator, dtype=dtype), []
-    for kernels in (None, kernels_of(ids_TK)):
+    for each in (tables, kernels):
         weights_TK = eighths.clone().requires_grad_()
-        ids, merged = merged_slots(ids_TK, weights_TK, asks=False, kernels=kernels)
+        ids, merged = each.merge_slots(ids_TK, weights_TK, asks=False)
         results.append((ids, merged, *torch.autograd.grad(merged, weights_TK, upstream)))
     for theirs, mine in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
@@ -113,21 +113,20 @@ def test_merges_slots_as_torch_does(shape: tuple[int, int, int], dtype: torch.dt
 
 @pytest.mark.parametrize("mark", [None, 17])
 @pytest.mark.parametrize("num_experts", [3, 5, 9])
-def test_finds_invalid_ids_as_torch_does(num_experts: int, mark: int | None) -> None:
+def test_finds_invalid_ids_as_torch_does(num_experts: int, mark: int | None, kernels: Any) -> None:
     ids_TK = keys_of(700, 2, 5)  # from -2 to 6: the largest number of experts leaves only -2 invalid
     valid_TK = ids_TK.clamp(min=-1) if num_experts == 9 else ids_TK
     for ids in (ids_TK, valid_TK, ids_TK[:0]):
-        expected = valid_ids(ids, num_experts, mark)
-        found = valid_ids(ids, num_experts, mark, kernels=kernels_of(ids))
+        expected, found = (each.valid_ids(ids, num_experts, mark) for each in (tables, kernels))
         assert torch.equal(found[0], expected[0])
         assert found[1].item() == expected[1].item()
 
 
 @pytest.mark.parametrize("width", [3, 5])
 @pytest.mark.parametrize("rows", [0, 7, 700])
-def test_counts_owners_as_torch_does(rows: int, width: int) -> None:
+def test_counts_owners_as_torch_does(rows: int, width: int, kernels: Any) -> None:
     ids_TK, slots, ranks = keys_of(rows, 2, 4).clamp(-1, 5), 2, 3
-    owners, counts = kernels_of(ids_TK).count_owners(ids_TK, slots, width, (1 + 2 * ranks) * width)
+    owners, counts = kernels.count_owners(ids_TK, slots, width, (1 + 2 * ranks) * width, graph_safe=False)
     assert torch.equal(owners, (ids_TK + slots).div(slots, rounding_mode="floor"))
     expected = torch.zeros(1 + 2 * ranks, width, dtype=torch.int64)
     for expert in range(slots * ranks):

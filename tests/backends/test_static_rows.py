@@ -158,7 +158,7 @@ def test_a_graph_safe_dispatcher_with_this_permutation(name: str, backend: str) 
     config = small_config(backend, graph_safe=True, max_tokens_per_rank=9, pad_multiple=4, permutation=name)
     x = random_rows(6).requires_grad_()
     dispatcher = build_dispatcher(config)
-    assert dispatcher._channel.backend.context.permutation_on(x.device).name == name
+    assert dispatcher._channel.context.permutation_of(x).name == name
     sent = dispatcher.dispatch(x, routing)
     rows = sent.rows.masked_fill(padding_rows(sent).unsqueeze(1), NAN)
     y = dispatcher.combine(rows, sent)

@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import base
 from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.backends.alltoall.fixed import SendTable
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.rank_major import RankMajorRoute
-from moe_dispatch.dispatchers import verbs
-from moe_dispatch.dispatchers.verbs import merged_slots
-from moe_dispatch.permutation import SlotIndex, TorchPermutation, group_statically
+from moe_dispatch.permutation import SlotIndex, TorchPermutation, group_statically, merge_slots, tables
 from moe_dispatch.testing import SCENARIOS, ConformanceError, HostSyncError, Ranks
 from moe_dispatch.testing.kit import fitted, scenario_cases
 from tests.conformance.test_mutations import (
@@ -36,7 +33,7 @@ def _indexing(patch: Patch, change: Callable[[SlotIndex], dict[str, Any]]) -> No
         index = group_statically(*args, **options)
         return dataclasses.replace(index, **change(index))
 
-    patch.setattr(base, "group_statically", changed)
+    patch.setattr(tables, "group_statically", changed)
 
 
 def slack_of_outputs_read(patch: Patch) -> None:
@@ -124,7 +121,7 @@ def padded_on_the_host_in_the_backward(patch: Patch) -> None:
 
 
 def looks_for_duplicates(patch: Patch) -> None:
-    patch.setattr(verbs, "merged_slots", lambda ids_TK, weights_TK, **_: merged_slots(ids_TK, weights_TK, asks=True))
+    patch.setattr(tables, "merge_slots", lambda ids_TK, weights_TK, **_: merge_slots(ids_TK, weights_TK, asks=True))
 
 
 def slack_cut_off(patch: Patch) -> None:

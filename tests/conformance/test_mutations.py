@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import base, rank_major
+from moe_dispatch.backends import rank_major
 from moe_dispatch.backends.alltoall import backend as alltoall
 from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.backends.alltoall.route import AllToAllRoute
@@ -24,10 +24,9 @@ from moe_dispatch.backends.deep_ep.hybridep import HybridEP, HybridRoute
 from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
 from moe_dispatch.dispatchers import autograd, verbs
 from moe_dispatch.dispatchers.autograd import Selection
-from moe_dispatch.dispatchers.verbs import merged_slots
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import TorchPermutation, count_values, group_slots
+from moe_dispatch.permutation import TorchPermutation, count_values, group_slots, merge_slots, tables
 from moe_dispatch.permutation import rows as permutation_rows
 from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.testing import SCENARIOS, Case, Ranks, run_case
@@ -92,21 +91,21 @@ def _unweighted_backward(backward: Any) -> Any:
 
 def weights_rounded_to_bfloat16(patch: Patch) -> None:
     def rounded(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool, **_: object) -> tuple[Tensor, Tensor]:
-        ids_TK, weights_TK = merged_slots(ids_TK, weights_TK, asks=asks)
+        ids_TK, weights_TK = merge_slots(ids_TK, weights_TK, asks=asks)
         return ids_TK, weights_TK.bfloat16().to(weights_TK.dtype)
 
-    patch.setattr(verbs, "merged_slots", rounded)
+    patch.setattr(tables, "merge_slots", rounded)
 
 
 def gradient_of_weights_dropped(patch: Patch) -> None:
     def detached(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool, **_: object) -> tuple[Tensor, Tensor]:
-        return merged_slots(ids_TK, weights_TK.detach(), asks=asks)
+        return merge_slots(ids_TK, weights_TK.detach(), asks=asks)
 
-    patch.setattr(verbs, "merged_slots", detached)
+    patch.setattr(tables, "merge_slots", detached)
 
 
 def duplicates_not_merged(patch: Patch) -> None:
-    patch.setattr(verbs, "merged_slots", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
+    patch.setattr(tables, "merge_slots", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
 
 
 def experts_in_reverse_order(patch: Patch) -> None:
@@ -118,7 +117,7 @@ def experts_in_reverse_order(patch: Patch) -> None:
         index = group_slots(keys_SK, counts[::-1], pad_multiple)
         return dataclasses.replace(index, counts=counts, real_L=real_L)
 
-    patch.setattr(base, "group_slots", reverse)
+    patch.setattr(tables, "group_slots", reverse)
     patch.setattr(alltoall, "group_slots", reverse)
 
 
@@ -381,7 +380,7 @@ def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch)
     def too_early(places_N: Tensor, length: int, **options: bool) -> Tensor:
         return count_values(places_N - (places_N < width).long(), length, **options)
 
-    monkeypatch.setattr(alltoall, "count_values", too_early)
+    monkeypatch.setattr(tables, "count_values", too_early)
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "one_expert_per_rank")
     with pytest.raises(RuntimeError):
         run_all("alltoall", scenario_cases(scenario, 4), Ranks(timeout=datetime.timedelta(seconds=1)))

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends import base
 from moe_dispatch.errors import CapacityError
-from moe_dispatch.permutation import SlotIndex
-from moe_dispatch.permutation import index as permutation_index
+from moe_dispatch.permutation import SlotIndex, group_statically, tables
 from moe_dispatch.testing import Ranks
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, expert_weights, raises_everywhere, random_rows
@@ -163,22 +161,22 @@ def planted_counts(patch: pytest.MonkeyPatch) -> None:
     """Real rows counted before the lightest are dropped."""
 
     def before(keys_SK: Tensor, num_keys: int, **options: Any) -> Any:
-        index = permutation_index.group_statically(keys_SK, num_keys, **options)
+        index = group_statically(keys_SK, num_keys, **options)
         keys = keys_SK.reshape(-1)
         real = torch.bincount(keys[(keys >= 0) & (keys < num_keys)].long(), minlength=num_keys)
         return dataclasses.replace(index, real_L=real)
 
-    patch.setattr(base, "group_statically", before)
+    patch.setattr(tables, "group_statically", before)
 
 
 def planted_order(patch: pytest.MonkeyPatch) -> None:
     """Of equal weights the first are dropped."""
-    heaviest = permutation_index.heaviest
+    heaviest = tables.heaviest
 
     def last(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
         return heaviest(weights_N.flip(0), is_real_N.flip(0), room).flip(0)
 
-    patch.setattr(permutation_index, "heaviest", last)
+    patch.setattr(tables, "heaviest", last)
 
 
 def planted_demand(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch.dispatchers.autograd import Selection
-from moe_dispatch.dispatchers.verbs import merged_slots
+from moe_dispatch.permutation import merge_slots
 
 SLOTS = 4
 ROWS = st.lists(st.lists(st.integers(-1, 3), min_size=SLOTS, max_size=SLOTS), max_size=5)
@@ -25,7 +25,7 @@ def _tensors(ids: list[list[int]]) -> tuple[Tensor, Tensor]:
 @given(ROWS)
 def test_an_expert_named_twice_gets_one_slot_and_the_sum_of_its_weights(ids: list[list[int]]) -> None:
     ids_TK, weights_TK = _tensors(ids)
-    merged_ids, merged_weights = (merged.tolist() for merged in merged_slots(ids_TK, weights_TK, asks=True))
+    merged_ids, merged_weights = (merged.tolist() for merged in merge_slots(ids_TK, weights_TK, asks=True))
     for row, slots in enumerate(ids):
         for k, expert in enumerate(slots):
             if expert < 0:
@@ -41,7 +41,7 @@ def test_an_expert_named_twice_gets_one_slot_and_the_sum_of_its_weights(ids: lis
 @given(ROWS)
 def test_each_merged_slot_gets_the_gradient_of_its_expert(ids: list[list[int]]) -> None:
     ids_TK, weights_TK = _tensors(ids)
-    merged_ids, merged_weights = merged_slots(ids_TK, weights_TK.requires_grad_(), asks=True)
+    merged_ids, merged_weights = merge_slots(ids_TK, weights_TK.requires_grad_(), asks=True)
     # A gradient that names the expert, so that it shows where it arrives.
     (grad,) = torch.autograd.grad(merged_weights, weights_TK, torch.where(merged_ids < 0, 0.0, merged_ids + 10.0))
     for row, slots in enumerate(ids):
@@ -52,7 +52,7 @@ def test_each_merged_slot_gets_the_gradient_of_its_expert(ids: list[list[int]]) 
 
 def test_ids_without_duplicates_are_left_alone() -> None:
     ids_TK, weights_TK = _tensors([[3, 1, -1, -1], [0, 1, 2, 3]])
-    merged_ids, merged_weights = merged_slots(ids_TK, weights_TK, asks=True)
+    merged_ids, merged_weights = merge_slots(ids_TK, weights_TK, asks=True)
     assert merged_ids is ids_TK
     assert merged_weights is weights_TK
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing
-from moe_dispatch.dispatchers import verbs
 from tests.simulated_cuda.budget import counted
 from tests.simulated_cuda.device import recorded
 from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, dispatcher_of
@@ -39,16 +38,19 @@ def test_values_are_those_of_the_cpu() -> None:
 
 
 def test_a_planted_host_sync_is_reported_with_its_line() -> None:
-    dispatcher, (x, routing), merged = dispatcher_of("local", None), inputs(), verbs.merged_slots
+    dispatcher, (x, routing) = dispatcher_of("local", None), inputs()
+    tables = dispatcher._channel.context.permutation_of(x).tables
+    merge_slots = tables.merge_slots
 
     def asks_the_device(ids: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         int(ids.max())
-        return merged(ids, weights, **options)
+        merged: tuple[Tensor, Tensor] = merge_slots(ids, weights, **options)
+        return merged
 
     dispatcher.dispatch(x, routing)
     with recorded() as usual:
         dispatcher.dispatch(x, routing)
-    with patch.object(verbs, "merged_slots", asks_the_device), recorded() as planted:
+    with patch.object(tables, "merge_slots", asks_the_device), recorded() as planted:
         dispatcher.dispatch(x, routing)
     assert counted(planted)["syncs"] == counted(usual)["syncs"] + 1
     assert any(each.kind == "sync" and "dispatchers/verbs.py" in each.place for each in planted)

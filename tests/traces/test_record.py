@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.dispatchers.verbs import merged_slots
+from moe_dispatch.permutation import merge_slots
 from moe_dispatch.testing import refuse_host_syncs
 from moe_dispatch.testing.ranks import run_processes, run_ranks
 from moe_dispatch.traces import Part, Trace
@@ -95,7 +95,7 @@ def test_part_says_what_is_sent() -> None:
     x, routing, layout = batches(0)[0]
     part = Part(routing=routing, layout=layout, on_host=True, shape=x.shape, dtype=x.dtype)
     real = [0, 1, 4, 5, 6]
-    expected = merged_slots(routing.topk_ids[real], routing.topk_weights[real], asks=True)[0]
+    expected = merge_slots(routing.topk_ids[real], routing.topk_weights[real], asks=True)[0]
     assert (expected != routing.topk_ids[real]).any(), "a duplicate among them"
     assert torch.equal(part.sent_ids(cut=True), expected)
     whole = part.sent_ids(cut=False)

@@ -35,9 +35,7 @@ from moe_dispatch.errors import ConfigError, PeerError
 from moe_dispatch.permutation import (
     SlotIndex,
     accumulation_dtype,
-    count_values,
     group_slots,
-    index_kernels,
     true_places,
 )
 
@@ -333,7 +331,7 @@ class AllToAll(Backend):
         )
         form = _form(shape, rows_TD.dtype, weights_TK.dtype, note=True)
         outgoing, received = (space.take((comm.size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
-        permutation = self.context.permutation_on(rows_TD.device)
+        permutation = self.context.permutation_of(rows_TD)
         table.fill(outgoing, form.pack(rows_TD, weights_TK, ids_TK), wanted_P, form, permutation)
         splits = even_splits(pair_rows, comm.size)
         work = comm.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label="dispatch")
@@ -368,7 +366,7 @@ class AllToAll(Backend):
         """Return which rows are sent, int64 (count,), and their packets. ``count`` may be None on the CPU."""
         source_S = true_places(members_PT, count).select(1, 1).contiguous()
         outgoing = self.context.workspace.take((source_S.shape[0], packets.shape[1]), packets.device)
-        self.context.permutation_on(packets.device).gather(packets, source_S, outgoing)
+        self.context.permutation_of(packets).gather(packets, source_S, outgoing)
         return source_S, outgoing
 
     @property
@@ -459,16 +457,12 @@ class AllToAll(Backend):
 
     def _count_slots(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the owner of each slot as ``rank_members`` takes it, and the table of ``_send_counts`` with slots."""
-        shape, width = self.context.shape, self._width
-        slots, length = shape.num_local_experts, (1 + 2 * shape.ep_size) * width
-        kernels = index_kernels(self.context.permutation, ids_TK)
-        if kernels is not None:
-            found: tuple[Tensor, Tensor] = kernels.count_owners(ids_TK, slots, width, length)
-            return found
-        shifted_TK = ids_TK + slots
-        owner_TK = shifted_TK.div(slots, rounding_mode="floor")
-        places_N = (shifted_TK + owner_TK * (width - slots)).reshape(-1)
-        return owner_TK, count_values(places_N, length, graph_safe=shape.graph_safe)
+        shape, tables = self.context.shape, self.context.permutation_of(ids_TK).tables
+        length = (1 + 2 * shape.ep_size) * self._width
+        found: tuple[Tensor, Tensor] = tables.count_owners(
+            ids_TK, shape.num_local_experts, self._width, length, graph_safe=shape.graph_safe
+        )
+        return found
 
     def _send_counts(
         self, counts: Tensor, members_PT: Tensor, mark: Tensor | None, members_MT: Tensor | None = None

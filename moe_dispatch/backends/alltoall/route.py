@@ -109,7 +109,7 @@ class Leg:
         """Sum the packets that came back by row: their rows into ``out``, and their weights into ``values``."""
         # Sum whole packets as if they held only numbers of the row's dtype. ``sum_bags`` ignores the columns behind the
         # row.
-        permutation = self.context.permutation_on(received.device)
+        permutation = self.context.permutation_of(received)
         permutation.sum_bags(received.view(form.row.wire_dtype), self.member_S, self.cu_T, None, out)
         if values is not None:
             permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
@@ -129,7 +129,7 @@ class Leg:
         space, width = self.context.workspace, rows.shape[1]
         received = space.take((sum(splits_in), width), rows.device)
         outgoing = space.take((source.shape[0], width), rows.device)
-        self.context.permutation_on(rows.device).gather(rows, source, outgoing)
+        self.context.permutation_of(rows).gather(rows, source, outgoing)
         work = self.context.communicator.all_to_all(
             received, outgoing, splits_in, splits_out, label=label + self.suffix
         )

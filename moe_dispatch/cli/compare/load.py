@@ -21,8 +21,7 @@ from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.placements import UNPLACED, Choice, ExpertCost, placement_plans
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.dispatchers.verbs import merged_slots
-from moe_dispatch.permutation import count_values
+from moe_dispatch.permutation import count_values, merge_slots
 from moe_dispatch.types import Dispatched
 
 _EXCHANGES = 5  # which are timed, to learn how long a byte takes
@@ -104,7 +103,7 @@ def clock(place: Place) -> float:
 
 def count_experts(ids_TK: Tensor, num_experts: int) -> list[int]:
     """Return the rows for each expert. An expert that a row names twice counts once."""
-    ids_TK, _ = merged_slots(ids_TK, torch.zeros(ids_TK.shape), asks=True)
+    ids_TK, _ = merge_slots(ids_TK, torch.zeros(ids_TK.shape), asks=True)
     counts: list[int] = count_values(ids_TK.flatten() + 1, num_experts + 1)[1:].tolist()
     return counts
 

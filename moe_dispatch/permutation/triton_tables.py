@@ -1,4 +1,4 @@
-"""Triton kernels that make the tables of an index. A kernel does in one launch what torch does in ten or more.
+"""The tables of a one-rank reorder, made by Triton kernels. A kernel does in one launch what torch does in ten or more.
 
 A GPU takes one or two microseconds for each launch, which small batches feel. All kernels work on integers, except
 ``merge_kernel``, whose sums have a fixed order. So every run gives the same bits. Positions are 64 bits wide.
@@ -10,6 +10,7 @@ Legend: as in ``index.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from moe_dispatch.communication import to_device
 from moe_dispatch.permutation.index import SlotIndex, round_up
+from moe_dispatch.permutation.tables import kept_keys
 
 _BLOCK = 1024
 _OPTIONS: Any = {"block": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
@@ -205,8 +207,15 @@ def owners_kernel(ids, owners, counts, num_ids, slots, width, block: tl.constexp
     tl.atomic_add(counts + place, tl.full((block,), 1, tl.int64), mask=inside & (owner > 0))
 
 
-def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int, entries_per_key: int) -> SlotIndex:
-    """Do what ``index.group_slots`` does. Cost: a stable sort, a scan, two launches, a copy from pinned memory."""
+def group_slots(
+    keys_SK: Tensor,
+    counts: Sequence[int],
+    pad_multiple: int = 1,
+    *,
+    entries_per_key: int = 1,
+    real_L: Tensor | None = None,
+) -> SlotIndex:
+    """Do what ``tables.group_slots`` does. Cost: a stable sort, a scan, two launches, a copy from pinned memory."""
     num_rows, top_k = keys_SK.shape
     device, num_keys, real = keys_SK.device, len(counts), sum(counts)
     padded = [round_up(count, pad_multiple) for count in counts]
@@ -246,8 +255,15 @@ def group_slots(keys_SK: Tensor, counts: Sequence[int], pad_multiple: int, entri
     )
 
 
-def group_statically(keys_SK: Tensor, num_keys: int, *, buffer_rows: int, pad_multiple: int) -> SlotIndex:
-    """Do what ``index.group_statically`` does if there is room for all slots. Cost: a sort, a scan, four launches."""
+def group_statically(
+    keys_SK: Tensor, num_keys: int, *, rows: int, buffer_rows: int, pad_multiple: int, weights_SK: Tensor | None
+) -> SlotIndex:
+    """Do what ``tables.group_statically`` does. Cost: a sort, a scan, four launches; more to drop slots."""
+    if weights_SK is not None:
+        kept_N, wanted = kept_keys(keys_SK, num_keys, weights_SK, rows)
+        kept_SK, sizes = kept_N.view(keys_SK.shape), {"rows": rows, "buffer_rows": buffer_rows}
+        index = group_statically(kept_SK, num_keys, pad_multiple=pad_multiple, weights_SK=None, **sizes)
+        return replace(index, needed=wanted)
     num_rows, top_k = keys_SK.shape
     num_slots, is_padded, device = keys_SK.numel(), pad_multiple > 1, keys_SK.device
     new = _tables(device)
@@ -318,8 +334,10 @@ def _tables(device: torch.device) -> Any:
     return lambda size: torch.empty(size, dtype=torch.int64, device=device)
 
 
-def merge_slots(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what ``verbs.merged_slots`` does. Cost: one launch, and two in the backward."""
+def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
+    """Do what ``tables.merge_slots`` does, and never ask. Cost: one launch, and two in the backward."""
+    if ids_TK.shape[1] == 1:
+        return ids_TK, weights_TK
     merged: tuple[Tensor, Tensor] = _Merge.apply(ids_TK, weights_TK)  # type: ignore[no-untyped-call]
     return merged
 
@@ -353,12 +371,8 @@ class _Merge(torch.autograd.Function):
         return None, grads[1].gather(1, firsts.clamp(min=0)).masked_fill(firsts < 0, 0)
 
 
-def valid_ids(ids: Tensor, num_experts: int, mark: int | None) -> tuple[Tensor, Tensor]:
-    """Replace invalid ids by -1. Cost: two launches.
-
-    Returns:
-        The ids, and int64 (): without ``mark`` the number of invalid ids, else ``mark``, or -1 if an id is invalid.
-    """
+def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None) -> tuple[Tensor, Tensor]:
+    """Do what ``tables.valid_ids`` does. Cost: two launches."""
     outcome = torch.full((), mark or 0, dtype=torch.int64, device=ids.device)
     ids = ids.contiguous()
     valid = torch.empty_like(ids)
@@ -370,17 +384,15 @@ def valid_ids(ids: Tensor, num_experts: int, mark: int | None) -> tuple[Tensor, 
     return valid, outcome
 
 
-def count_owners(ids_TK: Tensor, slots: int, width: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return 1 + the rank of each slot's expert, (T, K), and the count table of ``alltoall``, (length,).
-
-    Slots that go nowhere have owner 0 and are not counted. ``slots`` is the number of experts of a rank. Cost: two
-    launches.
-    """
+def count_owners(
+    ids_TK: Tensor, num_local_experts: int, width: int, length: int, *, graph_safe: bool
+) -> tuple[Tensor, Tensor]:
+    """Do what ``tables.count_owners`` does. Cost: two launches."""
     ids = ids_TK.contiguous()
     owners, counts = torch.empty_like(ids), torch.zeros(length, dtype=torch.int64, device=ids.device)
     if ids.numel():
         with torch.cuda.device_of(ids):
             owners_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
-                *(ids, owners, counts, ids.numel(), slots, width), **_OPTIONS
+                *(ids, owners, counts, ids.numel(), num_local_experts, width), **_OPTIONS
             )
     return owners, counts
