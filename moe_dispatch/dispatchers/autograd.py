@@ -138,13 +138,14 @@ def run_dispatch(
             problem = outgoing.problem(num_experts)
             assert problem is not None
             raise problem
-        with channel.stream_order.turn(arrived.rows.device):
-            cut = selection.num_rows - count
-            channel.meter.record(arrived, padded=padded - count, cut=cut, table=outgoing.table)
-            if outgoing.valid_T is not None:
-                channel.meter.record_masked(outgoing.valid_T)
-            if arrived.demand is not None:
-                channel.high_water.record(arrived.demand, outgoing.outcome)
+        channel.meter.record(
+            arrived,
+            padded=padded - count,
+            cut=selection.num_rows - count,
+            valid_T=outgoing.valid_T,
+            table=outgoing.table,
+            invalid=outgoing.outcome,
+        )
         return arrived
 
     return selection, complete

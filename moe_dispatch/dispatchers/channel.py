@@ -19,14 +19,12 @@ import torch.distributed as dist
 
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.requirements import check_buffers
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import Communicator, control_device, device_types
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
-from moe_dispatch.dispatchers.overflow import HighWaterMark
-from moe_dispatch.dispatchers.requirements import check_buffers
-from moe_dispatch.dispatchers.streams import StreamOrder
 from moe_dispatch.errors import StateError
 
 if TYPE_CHECKING:
@@ -82,8 +80,6 @@ class Channel:
         self.name = f"{options.name}-{config.digest[:8]}-{next(_serial)}"
         first = communicator.rank * shape.num_local_experts
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
-        self.high_water = HighWaterMark()
-        self.stream_order = StreamOrder()
         self.recorder: Recorder | None = None
         self.users = 0
         self.numbers = itertools.count()
@@ -131,7 +127,7 @@ class Channel:
         Raises:
             StateError: The first call on the device is being captured in a CUDA graph.
         """
-        self.high_water.prepare(device)
+        self.meter.high_water.prepare(device)
         self.meter.prepare(device)
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -63,8 +65,86 @@ class Metrics:
 
 
 @final
+class HighWaterMark:
+    """The largest numbers of rows and of invalid ids in one dispatch so far, kept on the device.
+
+    They are maxima over dispatches, so it does not matter if a dispatch is recomputed or replayed.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[torch.device, Tensor] = {}
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the mark of a device, before a dispatch allocates anything else.
+
+        Raises:
+            StateError: The first call on the device is being captured in a CUDA graph. Every replay would reset the
+                mark.
+        """
+        if device not in self._marks:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise StateError(
+                    "Dispatcher.dispatch: a call must have run once before a CUDA graph captures it, got a capture "
+                    "of the first call. Run the step once, or use moe_dispatch.capture, which warms up."
+                )
+            with torch.inference_mode(False):  # training must be able to write to a mark that an evaluation made
+                self._marks[device] = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def record(self, demand: Tensor, invalid: Tensor) -> None:
+        """Raise the mark to the numbers of one dispatch. No sync. In place, so that replays write to the same mark.
+
+        Args:
+            demand: int64 (2,), ``Arrived.demand``.
+            invalid: int64 (), the number of invalid ids.
+        """
+        mark = self._marks[demand.device]
+        torch.maximum(mark, torch.cat([demand, invalid.view(1)]), out=mark)
+
+    def read(self) -> list[int]:
+        """Return the marks of this rank: rows, rows of a pair of ranks, and invalid ids. A host sync."""
+        marks = [mark.tolist() for mark in self._marks.values()]
+        return [max((mark[i] for mark in marks), default=0) for i in range(3)]
+
+    def forget_invalid_ids(self) -> None:
+        """Reset the mark of invalid ids, after they were reported."""
+        for mark in self._marks.values():
+            mark[2:].zero_()
+
+
+@final
+class StreamOrder:
+    """Puts updates of counters in order, on whichever CUDA streams they run.
+
+    All dispatches of a channel add to the same counters. Micro-batches may run on streams of their own, which do not
+    wait for each other. So each update waits for the last update of another stream. The streams wait and the host does
+    not, and what else they do stays unordered.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """Let the current stream wait for the last update on the device. The block makes the next update.
+
+        A captured update runs in replays, which the caller puts in order as any work on a stream.
+        """
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        last, event = self._last.get(device, (stream, None))
+        if event is not None and last != stream:
+            stream.wait_event(event)
+        yield
+        event = torch.cuda.Event() if event is None else event
+        event.record(stream)
+        self._last[device] = stream, event
+
+
+@final
 class Meter:
-    """The counters behind ``Metrics``.
+    """The counters of a channel, behind ``Metrics`` and ``RequiredCapacity``. Most of them are on the device.
 
     Args:
         num_slots: Number of expert slots of this rank.
@@ -73,11 +153,15 @@ class Meter:
 
     Attributes:
         placed: Whether a dispatcher of the channel has a placement.
+        high_water: The largest needs so far, in graph-safe mode.
+        order: The order in which dispatches update the counters.
     """
 
     def __init__(self, num_slots: int, num_experts: int = 0, first_expert: int = 0) -> None:
         self._num_slots, self._num_experts, self._first = num_slots, num_experts, first_expert
         self.placed = False
+        self.high_water = HighWaterMark()
+        self.order = StreamOrder()
         self._tokens: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._by_expert: dict[torch.device, Tensor] = {}
         self._masked: dict[torch.device, Tensor] = {}
@@ -95,26 +179,44 @@ class Meter:
             with torch.inference_mode(False):  # the last entry is for empty slots
                 self._by_expert[device] = torch.zeros(self._num_experts + 1, dtype=torch.int64, device=device)
 
-    def record(self, arrived: Arrived, *, padded: int, cut: int, table: SlotTable | None) -> None:
-        """Count one dispatch. No sync."""
+    def record(
+        self,
+        arrived: Arrived,
+        *,
+        padded: int,
+        cut: int,
+        valid_T: Tensor | None,
+        table: SlotTable | None,
+        invalid: Tensor,
+    ) -> None:
+        """Count one dispatch. No sync.
+
+        Args:
+            arrived: What arrived on this rank.
+            padded: Number of padding rows that this rank sent.
+            cut: Number of rows that were cut out.
+            valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
+            table: Table that turned ids of experts into ids of expert slots; None if they are equal.
+            invalid: int64 (), the number of invalid ids; used only in graph-safe mode.
+        """
         device = arrived.rows.device
         if device not in (self._tokens if table is None else self._by_expert):
             self.prepare(device)
-        real, padding = self._tokens[device]
-        if table is None:
-            real.add_(arrived.real_tokens_per_expert)
-        else:
-            self._by_expert[device].index_add_(0, table.experts_L.to(device), arrived.real_tokens_per_expert)
-        if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
-            padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
+        with self.order.turn(device):
+            real, padding = self._tokens[device]
+            if table is None:
+                real.add_(arrived.real_tokens_per_expert)
+            else:
+                self._by_expert[device].index_add_(0, table.experts_L.to(device), arrived.real_tokens_per_expert)
+            if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
+                padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
+            if valid_T is not None:
+                self._masked[device].add_(len(valid_T) - valid_T.sum())
+            if arrived.demand is not None:
+                self.high_water.record(arrived.demand, invalid)
         self.rows["rank"] += padded
         self.rows["cut"] += cut
         self.rows["dispatches"] += 1
-
-    def record_masked(self, valid_T: Tensor) -> None:
-        """Count rows whose ids became -1. No sync."""
-        self.prepare(valid_T.device)
-        self._masked[valid_T.device].add_(len(valid_T) - valid_T.sum())
 
     def record_drift(self, name: str, drift: Tensor) -> None:
         """Count the slots of a replayed routing, ``Routing.drift``, for the dispatcher of this name. No sync.
@@ -132,7 +234,8 @@ class Meter:
                 )
             with torch.inference_mode(False):
                 self._drift[key] = torch.zeros(2, dtype=torch.int64, device=drift.device)
-        self._drift[key].add_(drift)
+        with self.order.turn(drift.device):
+            self._drift[key].add_(drift)
 
     def drift(self) -> dict[str, list[int]]:
         """Return the drifted and the replayed slots by name of the dispatcher. A host sync on a GPU."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, final
 
 import torch
-from torch import Tensor
 
 from moe_dispatch.backends.capacity import Capacity, balanced_pair_rows, balanced_rows, grown
 from moe_dispatch.communication import Communicator, raise_alike
@@ -48,53 +47,6 @@ class RequiredCapacity:
     invalid_ids: int
 
 
-@final
-class HighWaterMark:
-    """The largest numbers of rows and of invalid ids in one dispatch so far, kept on the device.
-
-    They are maxima over dispatches, so it does not matter if a dispatch is recomputed or replayed.
-    """
-
-    def __init__(self) -> None:
-        self._marks: dict[torch.device, Tensor] = {}
-
-    def prepare(self, device: torch.device) -> None:
-        """Make the mark of a device, before a dispatch allocates anything else.
-
-        Raises:
-            StateError: The first call on the device is being captured in a CUDA graph. Every replay would reset the
-                mark.
-        """
-        if device not in self._marks:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise StateError(
-                    "Dispatcher.dispatch: a call must have run once before a CUDA graph captures it, got a capture "
-                    "of the first call. Run the step once, or use moe_dispatch.capture, which warms up."
-                )
-            with torch.inference_mode(False):  # training must be able to write to a mark that an evaluation made
-                self._marks[device] = torch.zeros(3, dtype=torch.int64, device=device)
-
-    def record(self, demand: Tensor, invalid: Tensor) -> None:
-        """Raise the mark to the numbers of one dispatch. No sync. In place, so that replays write to the same mark.
-
-        Args:
-            demand: int64 (2,), ``Arrived.demand``.
-            invalid: int64 (), the number of invalid ids.
-        """
-        mark = self._marks[demand.device]
-        torch.maximum(mark, torch.cat([demand, invalid.view(1)]), out=mark)
-
-    def read(self) -> list[int]:
-        """Return the marks of this rank: rows, rows of a pair of ranks, and invalid ids. A host sync."""
-        marks = [mark.tolist() for mark in self._marks.values()]
-        return [max((mark[i] for mark in marks), default=0) for i in range(3)]
-
-    def forget_invalid_ids(self) -> None:
-        """Reset the mark of invalid ids, after they were reported."""
-        for mark in self._marks.values():
-            mark[2:].zero_()
-
-
 def required(channel: Channel) -> RequiredCapacity:
     """Return the largest need of all ranks. Collective; a host sync."""
     return _agree(channel, 1.0, "required_capacity")[0]
@@ -103,7 +55,7 @@ def required(channel: Channel) -> RequiredCapacity:
 def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapacity, float]:
     """Return the largest need and the largest headroom of all ranks. The headroom is rounded up to a thousandth."""
     capacity = _capacity(channel, verb)
-    mine = [*channel.high_water.read(), math.ceil(1000 * headroom)]
+    mine = [*channel.meter.high_water.read(), math.ceil(1000 * headroom)]
     rows, pair_rows, invalid_ids, thousandths = channel.control.max(mine, label="capacity")
     needed = RequiredCapacity(
         rows=rows,
@@ -136,7 +88,7 @@ def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> Input
     """Return the error for invalid ids, and reset their mark; None if there were none. It is the same on every rank."""
     if not needed.invalid_ids:
         return None
-    channel.high_water.forget_invalid_ids()
+    channel.meter.high_water.forget_invalid_ids()
     return InputError(
         f"Dispatcher.{verb}: topk_ids must lie in -1..{channel.config.num_experts - 1}, got up to {needed.invalid_ids} "
         "invalid ids in one dispatch of one rank. Their slots went nowhere. Check the router."

@@ -36,7 +36,6 @@ from moe_dispatch.dispatchers.planning import (
     prepare,
     routing_of,
 )
-from moe_dispatch.dispatchers.streams import refuse_other_stream, stream_of
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import accumulation_dtype, merge_slots
@@ -95,8 +94,7 @@ def dispatch(
             sent = sent.placed(table)
         selection, finish = run_dispatch(channel, sent, sizes, caller)
         if routing.drift is not None:
-            with channel.stream_order.turn(routing.drift.device):
-                channel.meter.record_drift(lease.name, routing.drift)
+            channel.meter.record_drift(lease.name, routing.drift)
         if recorder is not None and note is not None:  # no rank refused the call, so the traces of all ranks hold it
             recorder.keep(note)
 
@@ -115,7 +113,7 @@ def dispatch(
         rows, weights = attach(x_TD, sent.weights_TK, state, (arrived.rows, arrived.weights))
         return _dispatched(arrived, rows, weights, state)
 
-    return InFlight(placement=placement, finish=_once(lease, complete, stream_of(x.device))) if async_op else complete()
+    return InFlight(placement=placement, finish=_once(lease, complete, x.device)) if async_op else complete()
 
 
 def _checked(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan | Layout) -> Draft | Plan:
@@ -180,15 +178,18 @@ def _real_rows(channel: Channel, plan: Draft | Plan, x_TD: Tensor) -> tuple[Tens
     return None, layout.valid_T(num_rows, x_TD.device) if plan.valid_T is None else plan.valid_T
 
 
-def _once(
-    lease: Lease, complete: Callable[[], Dispatched], stream: torch.cuda.Stream | None
-) -> Callable[[], Dispatched]:
-    """Return a function that calls ``complete`` once, on this stream, and only while the dispatcher is open."""
+def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:
+    """Return a function that calls ``complete`` once, on the current stream, and only while the dispatcher is open."""
     waiting = [complete]  # emptied by the call, so that a kept InFlight does not hold the sent tensors
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def wait() -> Dispatched:
         _ = lease.channel  # raises if closed
-        refuse_other_stream(stream)
+        if stream is not None and (current := torch.cuda.current_stream(device)) != stream:  # nothing orders the two
+            raise StateError(
+                f"Dispatcher.dispatch: wait() must run on the stream of the dispatch, {stream}, got {current}. Call it "
+                "under torch.cuda.stream(...) of the dispatch, and let the other stream wait for that one."
+            )
         if not waiting:
             raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
         return waiting.pop()()

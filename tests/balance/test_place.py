@@ -150,7 +150,8 @@ def test_tables_on_another_device_than_the_rows() -> None:
         tokens_per_expert_list=None,
         route=None,  # type: ignore[arg-type]
     )
-    meter.record(arrived, padded=0, cut=0, table=table)  # torch refuses an index on another device
+    # torch refuses an index on another device
+    meter.record(arrived, padded=0, cut=0, valid_T=None, table=table, invalid=counts.sum())
     assert meter.rows["dispatches"] == 1
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends import MoEShape
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows
-from moe_dispatch.dispatchers.overflow import HighWaterMark
+from moe_dispatch.dispatchers.metrics import HighWaterMark
 from moe_dispatch.errors import CapacityError, ConfigError, InputError, StateError
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import BSHD, THD, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.dispatchers import Metrics
@@ -146,8 +147,14 @@ def test_profiles_show_each_verb_and_its_backward(backend: str) -> None:
 def test_counters_on_a_device_are_updated_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates outside of a turn could be lost if dispatches run on several streams."""
     dispatcher = build_dispatcher(small_config("local", graph_safe=True, max_tokens_per_rank=8))
-    channel, inside, found = dispatcher._channel, False, []
-    drift, masked = channel.meter.record_drift, channel.meter.record_masked
+    meter, inside, found = dispatcher._channel.meter, False, list[tuple[int, bool]]()
+    way = random_routing(4)
+    routing = Routing(way.topk_ids, way.topk_weights, torch.tensor([1, 8]))
+    call = partial(dispatcher.dispatch, random_rows(4).view(2, 2, HIDDEN), routing, BSHD(lengths=[1, 2]))
+    call()
+    counters = [*meter._masked.values(), *meter._drift.values(), *meter.high_water._marks.values()]
+    counters += [each for pair in meter._tokens.values() for each in pair]
+    places = [each.data_ptr() for each in counters]
 
     @contextmanager
     def turn(device: torch.device) -> Iterator[None]:
@@ -156,15 +163,17 @@ def test_counters_on_a_device_are_updated_in_turn(monkeypatch: pytest.MonkeyPatc
         yield
         inside = False
 
-    def seen(update: Callable[..., None], *args: Any) -> None:
-        found.append((update, inside))
-        update(*args)
+    class Uses(TorchDispatchMode):
+        """Notes which counter each operator gets, and whether a turn is on."""
 
-    monkeypatch.setattr(channel.stream_order, "turn", turn)
-    monkeypatch.setattr(channel.meter, "record_drift", partial(seen, drift))
-    monkeypatch.setattr(channel.meter, "record_masked", partial(seen, masked))
-    way = random_routing(4)
-    routing = Routing(way.topk_ids, way.topk_weights, torch.tensor([1, 8]))
-    dispatcher.dispatch(random_rows(4).view(2, 2, HIDDEN), routing, BSHD(lengths=[1, 2]))
-    assert sorted(found, key=lambda pair: pair[0] == drift) == [(masked, True), (drift, True)]
-    assert dispatcher.metrics().rows_skipped["masked"] == 1
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = [each for each in args if isinstance(each, torch.Tensor) and each.data_ptr() in places]
+            found.extend((places.index(each.data_ptr()), inside) for each in given)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(meter.order, "turn", turn)
+    with Uses():  # type: ignore[no-untyped-call]
+        call()
+    assert {place for place, _ in found} == set(range(len(places)))
+    assert all(in_turn for _, in_turn in found)
+    assert dispatcher.metrics().rows_skipped["masked"] == 2

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import BSHD, Dispatched, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.dispatchers.metrics import Meter
-from moe_dispatch.dispatchers.overflow import HighWaterMark
+from moe_dispatch.backends.base import Arrived
+from moe_dispatch.dispatchers.metrics import HighWaterMark, Meter
 from moe_dispatch.errors import StateError
 from moe_dispatch.testing import run_ranks
 from tests.dispatchers.layer import Group
@@ -141,16 +141,26 @@ def test_the_first_call_is_refused_while_it_is_captured(monkeypatch: pytest.Monk
 
 def test_counters_stay_where_they_are() -> None:
     """A graph writes to the tensors that it was captured with."""
-    meter, mark = Meter(2), HighWaterMark()
+    meter, device = Meter(2), torch.device("cpu")
+    mark = meter.high_water
     for counters in (meter, mark):
-        counters.prepare(torch.device("cpu"))
-    before = [meter._masked[torch.device("cpu")], mark._marks[torch.device("cpu")]]
-    meter.record_masked(torch.tensor([True, False]))
-    mark.record(torch.tensor([4, 1]), torch.tensor(2))
-    assert [tensor.tolist() for tensor in before] == [1, [4, 1, 2]]
-    assert (meter.masked, mark.read()) == (1, [4, 1, 2])
+        counters.prepare(device)
+    before = [*meter._tokens[device], meter._masked[device], mark._marks[device]]
+    arrived = Arrived(
+        rows=torch.empty(4, 1),
+        weights=torch.empty(4),
+        tokens_per_expert=torch.tensor([2, 2]),
+        real_tokens_per_expert=torch.tensor([1, 2]),
+        tokens_per_expert_list=None,
+        route=None,  # type: ignore[arg-type]
+        demand=torch.tensor([4, 1]),
+    )
+    valid_T = torch.tensor([True, False])
+    meter.record(arrived, padded=0, cut=0, valid_T=valid_T, table=None, invalid=torch.tensor(2))
+    assert [tensor.tolist() for tensor in before] == [[1, 2], [1, 0], 1, [4, 1, 2]]
+    assert (meter.tokens(), meter.masked, mark.read()) == (([1, 2], 1), 1, [4, 1, 2])
     mark.forget_invalid_ids()
-    assert before[1].tolist() == mark.read() == [4, 1, 0]
+    assert before[3].tolist() == mark.read() == [4, 1, 0]
 
 
 def test_sent_is_what_it_says() -> None:

@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.backends.volume import Volume
 from moe_dispatch.balance import SlotWeights
 from moe_dispatch.cli.compare.comparison import QUANTITIES, Comparison, Outcome, Task, Variant
@@ -36,7 +37,6 @@ from moe_dispatch.cli.place import Place
 from moe_dispatch.cli.ranks import Send
 from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
-from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.testing.counting import count_collectives
 from moe_dispatch.testing.host_syncs import count_host_syncs

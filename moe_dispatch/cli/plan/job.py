@@ -10,6 +10,7 @@ from typing import final
 from torch import Tensor
 
 from moe_dispatch.backends.base import MoEShape
+from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.cli.loads import Loads, count_loads
 from moe_dispatch.cli.placements import in_slots, rows_of_experts
@@ -17,7 +18,6 @@ from moe_dispatch.cli.plan.figures import Figure
 from moe_dispatch.cli.plan.models import Model
 from moe_dispatch.cli.plan.routing import Source
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 
 _RANKS_PER_NODE = 8  # if the request does not give the number of nodes

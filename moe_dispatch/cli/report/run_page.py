@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.capacity import balanced_rows
+from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.cli.pictures import curves, stacked_bars
 from moe_dispatch.cli.report.load_sections import Timeline, imbalance_section, load_section
 from moe_dispatch.cli.report.page import PADDING_CAUSES, Section, Table, figure, number, percent, render, unit_of
-from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.traces import RunLog
 
 

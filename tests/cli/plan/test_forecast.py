@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moe_dispatch.backends import capacity, registry
+from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.cli.plan.figures import BackendPlan
 from moe_dispatch.cli.plan.forecast import Forecast
 from moe_dispatch.cli.plan.routing import random_routing
 from moe_dispatch.cli.plan.sequences import Batch, Parallelism
-from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 from tests.cli.plan.planned import TOKENS, config, mixed_ids, plan_of, recorded
 

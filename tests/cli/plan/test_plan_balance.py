@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_dispatch.backends import MoEShape
+from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.cli.loads import count_loads
 from moe_dispatch.cli.placements import (
@@ -23,7 +24,6 @@ from moe_dispatch.cli.placements import (
     rows_of_experts,
 )
 from moe_dispatch.cli.plan import routing
-from moe_dispatch.dispatchers.requirements import shape_of
 from tests.cli.conftest import Command
 from tests.cli.plan.planned import config, mixed_ids
 from tests.cli.plan.test_models import QWEN3, written
