@@ -51,10 +51,6 @@ class Communicator:
         """Drop the process group at the end of the process. Nothing can be sent afterwards."""
         self.group = None
 
-    def _count(self, label: str, nbytes: int) -> None:
-        self.calls[label] += 1
-        self.bytes_sent[label] += nbytes
-
     def _start(
         self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], dist.Work], options: Any
     ) -> Started:
@@ -62,7 +58,8 @@ class Communicator:
 
         The options get the time limit of the watchdog if there is one.
         """
-        self._count(label, nbytes)
+        self.calls[label] += 1
+        self.bytes_sent[label] += nbytes
         if self.watch is None:
             return start(options)
         self.watch.enter(label, nbytes)
@@ -82,7 +79,7 @@ class Communicator:
             label: Name under which the call and its bytes are counted.
         """
         if self.group is None:
-            self._count(label, 0)
+            self.calls[label] += 1
             received.copy_(sent)
             return None
         rows, nbytes = sent.shape[0], sent.nbytes
@@ -93,7 +90,7 @@ class Communicator:
     def all_gather(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Write the ``inp`` of all ranks into ``out``, stacked along dim 0 in the order of the ranks."""
         if self.group is None:
-            self._count(label, 0)
+            self.calls[label] += 1
             out.copy_(inp)
             return
         start = partial(self.group._allgather_base, out, inp)
@@ -102,7 +99,7 @@ class Communicator:
     def reduce_scatter(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Sum ``inp`` over the ranks, and write the r-th part of the sum along dim 0 into ``out`` of rank r."""
         if self.group is None:
-            self._count(label, 0)
+            self.calls[label] += 1
             out.copy_(inp)
             return
         start = partial(self.group._reduce_scatter_base, out, inp)
@@ -118,7 +115,7 @@ class Communicator:
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
         """Return the maximum of each host integer over the ranks. Cost: one all-reduce; on a GPU also a host sync."""
         if self.group is None:
-            self._count(label, 0)
+            self.calls[label] += 1
             return list(values)
         tensor = to_device(values, control_device(self.group))
         self._all_reduce(tensor, dist.ReduceOp.MAX, label=label)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import final
@@ -70,38 +69,34 @@ def _number_of_rows(dtype: torch.dtype, recorded: bool) -> int:
     return digest(_facts_of_rows(dtype, recorded)) % 2**16
 
 
-@contextmanager
-def telling_peers(channel: Channel, x: Tensor | None = None, *, has_sizes: bool = False) -> Iterator[None]:
-    """Tell the peers if the block raises: this rank then marks its first exchange of the call, so they raise too.
+def tell_peers(channel: Channel, error: Exception, x: Tensor | None = None, *, has_sizes: bool = False) -> None:
+    """Tell the peers that this rank refuses a call: it marks its first exchange of the call, so they raise too.
+
+    Never raises. If the peers cannot be told, the error gets a note.
 
     Args:
         channel: Channel of the dispatcher.
+        error: The error of this rank, which the caller raises afterwards.
         x: Hidden states of a dispatch, in which peers may wait for this rank's counts; None in a call of ``plan``.
         has_sizes: Whether sizes were settled before, so that the ranks do not agree on them in this call.
     """
     try:
-        yield
-    except Exception as error:
-        try:
-            _tell_peers(channel, error, x, has_sizes=has_sizes)
-        except Exception as failure:  # a broken group: the error itself matters more
-            if failure is not error:
-                error.add_note(f"The other ranks were not told: {failure}")
-        raise
-
-
-def _tell_peers(channel: Channel, error: Exception, x: Tensor | None, *, has_sizes: bool) -> None:
-    if channel.config.debug or (not has_sizes and channel.agrees_on_rows):
-        _agree_on_largest(channel, 0, error)
-    elif x is not None and channel.config.balance is not None:
-        channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
-        raise_alike(channel.control, error, label="refusal")
-    elif x is not None and channel.needs.exchanges_counts:
-        preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
-        channel.backend.refuse(device_of(channel.communicator.group, preferred))
-        raise_alike(channel.control, error, label="refusal")
-    elif channel.control.size > 1:
-        error.add_note("The other ranks were not told: nothing is exchanged before rows travel. debug=True tells them.")
+        if channel.config.debug or (not has_sizes and channel.agrees_on_rows):
+            _agree_on_largest(channel, 0, error)
+        elif x is not None and channel.config.balance is not None:
+            channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
+            raise_alike(channel.control, error, label="refusal")
+        elif x is not None and channel.needs.exchanges_counts:
+            preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
+            channel.backend.refuse(device_of(channel.communicator.group, preferred))
+            raise_alike(channel.control, error, label="refusal")
+        elif channel.control.size > 1:
+            error.add_note(
+                "The other ranks were not told: nothing is exchanged before rows travel. debug=True tells them."
+            )
+    except Exception as failure:
+        if failure is not error:  # a broken group: the error itself matters more
+            error.add_note(f"The other ranks were not told: {failure}")
 
 
 def settle(

@@ -114,7 +114,7 @@ def run_dispatch(
     padded = channel.needs.brought(count, sizes)
     selection = Selection(num_rows=x_TD.shape[0], real_rows=outgoing.real_rows, padded=padded)
     if sizes.capacity is not None:
-        channel.prepare_counters(x_TD.device)
+        channel.meter.prepare(x_TD.device)
     sent = selection.take(x_TD), selection.pad(outgoing.ids_TK, -1), selection.take(outgoing.weights_TK)
     mark, is_invalid, num_experts = None, None, channel.config.num_experts
     if channel.needs.exchanges_counts:

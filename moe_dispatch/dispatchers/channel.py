@@ -121,15 +121,6 @@ class Channel:
         for watch in self._watches:
             watch.layer = name
 
-    def prepare_counters(self, device: torch.device) -> None:
-        """Make the counters that graph-safe dispatches write to on a device.
-
-        Raises:
-            StateError: The first call on the device is being captured in a CUDA graph.
-        """
-        self.meter.high_water.prepare(device)
-        self.meter.prepare(device)
-
     @property
     def ranks_per_node(self) -> int:
         """Number of consecutive ranks that share a node: the backend's option of this name, else found by host name."""

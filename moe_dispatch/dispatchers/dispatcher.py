@@ -14,7 +14,7 @@ from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import overflow, verbs
-from moe_dispatch.dispatchers.agreement import settle, telling_peers
+from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.autograd import State, profiler_range
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.ddp import DDPWatch
@@ -173,12 +173,15 @@ class Dispatcher(nn.Module):
 
         with self._naming:
             channel = self._channel
-            with telling_peers(channel):
+            try:
                 if layout is None and like is None and self.config.infer_layout:
                     raise InputError(
                         "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
                     )
                 draft = draft_plan(channel, layout or self._inferred("plan", like), like)
+            except Exception as error:
+                tell_peers(channel, error)
+                raise
             return settle(channel, draft)
 
     @overload

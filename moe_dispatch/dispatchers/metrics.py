@@ -169,7 +169,12 @@ class Meter:
         self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
 
     def prepare(self, device: torch.device) -> None:
-        """Make the counters of a device if there are none yet. A graph that is captured later writes to them."""
+        """Make the counters of a device if there are none yet. A graph that is captured later writes to them.
+
+        Raises:
+            StateError: The first call on the device is being captured in a CUDA graph.
+        """
+        self.high_water.prepare(device)
         if device not in self._tokens:
             with torch.inference_mode(False):  # training must be able to write to counters that an evaluation made
                 zeros = torch.zeros(self._num_slots, dtype=torch.int64, device=device)

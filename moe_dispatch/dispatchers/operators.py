@@ -26,7 +26,7 @@ from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.custom_operators import operator
-from moe_dispatch.dispatchers.agreement import Caller, settle, telling_peers
+from moe_dispatch.dispatchers.agreement import Caller, settle, tell_peers
 from moe_dispatch.dispatchers.autograd import (
     Selection,
     profiler_range,
@@ -92,7 +92,7 @@ def dispatch(
     has_sizes = (given.padded_rows, given.group_max_rows) != (None, None)
     caller, routing = Caller(recorded), Routing(ids, weights)
     with torch.no_grad(), profiler_range("dispatch"):
-        with telling_peers(link, rows, has_sizes=has_sizes):
+        try:
             check_tensors(rows, routing, link.config, link.needs)
             if link.config.debug:
                 check_values(routing, valid, link.config.num_experts)
@@ -106,6 +106,9 @@ def dispatch(
                 table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
                 mark=caller.mark(rows.dtype),
             )
+        except Exception as error:
+            tell_peers(link, error, rows, has_sizes=has_sizes)
+            raise
         known = draft.plan(link, given) if has_sizes else draft
         sizes = settle(link, known, x=rows, caller=caller, outgoing=outgoing).sizes
         # Use the traced capacity, because a recomputation may run after the dispatcher has grown.

@@ -141,22 +141,22 @@ def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
         check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
 
 
-def routing_of(routing: object) -> Routing:
-    """Return the routing of a dispatch. Raises InputError if it is no ``Routing``."""
-    if isinstance(routing, Routing):
-        return routing
-    raise InputError(
+def no_routing(routing: object) -> InputError:
+    """Return the error of a dispatch whose routing is no ``Routing``."""
+    return InputError(
         f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
         "Pass Routing(topk_ids, topk_weights), or again=sent."
     )
 
 
-def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, needs: Constraints) -> None:
-    """Check shapes, dtypes and devices of one call.
+def check_tensors(x_TD: Tensor, routing: object, config: DispatcherConfig, needs: Constraints) -> Routing:
+    """Check shapes, dtypes and devices of one call, and return the routing.
 
     Raises:
-        InputError: The shape, dtype or device of x or of the routing does not fit.
+        InputError: The routing is no ``Routing``; or a shape, dtype or device of x or of the routing does not fit.
     """
+    if not isinstance(routing, Routing):
+        raise no_routing(routing)
     ids, weights = routing.topk_ids, routing.topk_weights
     where = "Dispatcher.dispatch"
     if x_TD.shape[1] != config.hidden_size:
@@ -198,6 +198,7 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
             f"{where}: x has {x_TD.shape[0]} tokens but routing has {ids.shape[0]}. "
             "Route every token of x, with id -1 for those to skip. [MD04]"
         )
+    return routing
 
 
 def check_rows(

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from moe_dispatch.backends.base import Arrived, Sizes
 from moe_dispatch.communication import to_device
 from moe_dispatch.dispatchers import autograd, operators
-from moe_dispatch.dispatchers.agreement import Caller, settle, telling_peers
+from moe_dispatch.dispatchers.agreement import Caller, settle, tell_peers
 from moe_dispatch.dispatchers.autograd import Selection, State, anchor, attach, run_dispatch, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.placing import plan_balance
@@ -33,8 +33,8 @@ from moe_dispatch.dispatchers.planning import (
     check_values,
     cuts_rows,
     draft_plan,
+    no_routing,
     prepare,
-    routing_of,
 )
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
@@ -80,11 +80,20 @@ def dispatch(
         async_op: Whether to return before the rows have arrived.
     """
     channel, caller = lease.channel, Caller(torch.is_grad_enabled(), lease)
-    with telling_peers(channel, x, has_sizes=isinstance(plan, Plan)):
+    try:
         layout = layout_in(plan, infer)
-        x_TD, routing = layout.flatten(x), routing_of(routing)
-        known = _checked(channel, x, x_TD, routing, plan if isinstance(plan, Plan) else layout)
+        x_TD = layout.flatten(x)
+        routing = check_tensors(x_TD, routing, channel.config, channel.needs)
+        if channel.config.debug:
+            layout.check(x_TD.shape[0], values=True)
+            check_values(routing, layout.valid_T(x_TD.shape[0], x.device), channel.config.num_experts)
+        if isinstance(plan, Plan):
+            check_plan(channel, plan, x, x_TD.shape[0])
+        known = plan if isinstance(plan, Plan) else draft_plan(channel, layout, x)
         sent = _outgoing(lease, x_TD, routing, known, caller)
+    except Exception as error:
+        tell_peers(channel, error, x, has_sizes=isinstance(plan, Plan))
+        raise
     sizes = settle(channel, known, x=x, caller=caller, outgoing=sent).sizes
     recorder, placement, wants_weights = channel.recorder, lease.placement, routing.topk_weights.requires_grad
     note = None if recorder is None else recorder.note(lease, lease.name, x, routing, layout)
@@ -114,19 +123,6 @@ def dispatch(
         return _dispatched(arrived, rows, weights, state)
 
     return InFlight(placement=placement, finish=_once(lease, complete, x.device)) if async_op else complete()
-
-
-def _checked(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing, plan: Plan | Layout) -> Draft | Plan:
-    """Check a dispatch on this rank alone. Returns the plan, or a draft of one."""
-    check_tensors(x_TD, routing, channel.config, channel.needs)
-    layout = plan.layout if isinstance(plan, Plan) else plan
-    if channel.config.debug:
-        layout.check(x_TD.shape[0], values=True)
-        check_values(routing, layout.valid_T(x_TD.shape[0], x.device), channel.config.num_experts)
-    if isinstance(plan, Layout):
-        return draft_plan(channel, plan, x)
-    check_plan(channel, plan, x, x_TD.shape[0])
-    return plan
 
 
 def layout_in(plan: Plan | Layout | None, infer: Callable[[], Layout]) -> Layout:
@@ -252,7 +248,8 @@ def dispatch_by_operator(
     lease: Lease, x: Tensor, routing: Routing | None, plan: Plan | Layout | None, infer: Callable[[], Layout]
 ) -> Dispatched:
     """Run ``Dispatcher.dispatch`` in a traced call. The operator settles the sizes if there is no plan."""
-    routing = routing_of(routing)
+    if not isinstance(routing, Routing):
+        raise no_routing(routing)
     channel, layout = lease.channel, layout_in(plan, infer)
     if channel.config.balance is not None:
         raise StateError(

@@ -124,17 +124,17 @@ class Trap:
         self.verb, self.armed = "", False
         self.met: Counter[str] = Counter()
         self._target, self._act = PHASES.get(case.phase), act
-        count = Communicator._count
+        start = Communicator._start
         trap = self
 
-        def counted(communicator: Communicator, label: str, nbytes: int) -> None:
+        def counted(communicator: Communicator, *args: Any) -> Any:
             trap.met[trap.verb] += 1
             if trap.armed and trap._target == (trap.verb, trap.met[trap.verb] - 1):
                 trap.armed = False
                 trap._act()
-            count(communicator, label, nbytes)
+            return start(communicator, *args)
 
-        Communicator._count = counted  # type: ignore[method-assign, assignment]
+        Communicator._start = counted  # type: ignore[method-assign, assignment]
         for name in ("combine", "dispatch"):
             self._follow(f"{name}.backward", f"run_{name}_backward")
 
