@@ -9,7 +9,7 @@ import pytest
 
 import moe_dispatch
 from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, backends, dispatchers, errors, layouts, replay
-from moe_dispatch.backends.alltoall.backend import AllToAllOptions
+from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions

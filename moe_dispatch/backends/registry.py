@@ -20,7 +20,7 @@ AUTO = "auto"
 _PATHS = {
     "local": "moe_dispatch.backends.local:LocalOptions",
     "allgather": "moe_dispatch.backends.allgather:AllGatherOptions",
-    "alltoall": "moe_dispatch.backends.alltoall.backend:AllToAllOptions",
+    "alltoall": "moe_dispatch.backends.alltoall.options:AllToAllOptions",
     "deepep": "moe_dispatch.backends.deep_ep.deepep:DeepEPOptions",
     "hybridep": "moe_dispatch.backends.deep_ep.hybridep:HybridEPOptions",
 }

@@ -21,7 +21,7 @@ from moe_dispatch.backends import (
     Sizes,
     Usable,
 )
-from moe_dispatch.backends.alltoall.backend import AllToAllOptions
+from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.backends.capacity import Capacity
 
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch.backends.alltoall.backend import AllToAllOptions
+from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.config import ConstraintOverrides
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}

@@ -17,7 +17,7 @@ from torch import nn
 
 from moe_dispatch import Dispatcher, build_dispatcher
 from moe_dispatch.backends import BackendContext
-from moe_dispatch.backends.alltoall.backend import AllToAllOptions
+from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.backends.local import Local
 from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.errors import ConfigError, StateError

@@ -2,168 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Literal, final
+from typing import final
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall.fixed import send_table, send_table_bytes, wanted_here
+from moe_dispatch.backends.alltoall.fixed import send_table, wanted_here
 from moe_dispatch.backends.alltoall.route import AllToAllRoute, Leg, Splits, even_splits, splits_from
-from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes, nodes_of
+from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
     BackendContext,
-    BackendOptions,
-    Constraints,
     MoEShape,
     Sizes,
-    grouped_bytes,
     marks_agree,
 )
-from moe_dispatch.backends.capacity import Capacity, CapacityFactor, Factor, capacity_of, tokens_of
-from moe_dispatch.backends.rank_major import arrive, back_wire
-from moe_dispatch.backends.volume import SentBytes, Volume
+from moe_dispatch.backends.capacity import Capacity, tokens_of
+from moe_dispatch.backends.rank_major import arrive
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import Started, read_host
-from moe_dispatch.errors import ConfigError, PeerError
+from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation import (
     SlotIndex,
-    accumulation_dtype,
     group_slots,
     true_places,
 )
 
-logger = logging.getLogger("moe_dispatch")
-
 # The exchange of counts sends ``rows + mark * _MARK``, where ``mark`` is the mark of the sending rank. Every number of
 # rows is smaller than ``_MARK``, so a floor division gives the mark, and the remainder is the number of rows.
 _MARK = 2**40
-
-
-@final
-class AllToAllOptions(BackendOptions):
-    """Options of ``alltoall``.
-
-    Attributes:
-        reduction: Where the outputs of a row's experts are summed. "fast" sums them in float32 on the rank of the
-            experts, and sends one row back, which takes the fewest bytes. "exact" sends the output of every (row,
-            expert) pair back and sums in slot order on the rank that sent the row. So the bits of the result are the
-            same for every ep_size, but up to top_k times as many bytes travel back.
-        pair_rows: In graph-safe mode, the number of rows that each rank sends to each rank. It is a multiple of the
-            number that is expected if every token chooses its experts evenly, ``T * (1 - C(E-L, K) / C(E, K))``.
-            "worst" stands for ``max_tokens_per_rank`` rows.
-        levels: With 1, a row goes once to each rank that owns one of its experts. With 2, it goes once to each node,
-            and there once to each rank; sums come back in the same way. So fewer bytes travel between nodes. If all
-            ranks are on one node, or each is on a node of its own, 2 has nothing to save and works as 1.
-        ranks_per_node: Number of consecutive ranks of the group that share a node, for ``levels=2``. None detects it by
-            host name.
-    """
-
-    name = "alltoall"
-    auto_reason = "is for several ranks"
-
-    reduction: Literal["fast", "exact"] = "fast"
-    pair_rows: Factor = "worst"
-    levels: Literal[1, 2] = 1
-    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _options_have_an_effect(self) -> AllToAllOptions:
-        if self.levels == 1 and self.ranks_per_node is not None:
-            raise ConfigError(
-                f"backend 'alltoall': ranks_per_node is for levels=2, got ranks_per_node={self.ranks_per_node} and "
-                "levels=1. Set levels=2, or leave ranks_per_node out."
-            )
-        return self
-
-    def constraints(self, shape: MoEShape) -> Constraints:
-        reason = (
-            'reduction="exact" brings back one row for each slot, as many as the routing says; reduction="fast" would '
-            "work"
-        )
-        if self.levels == 2:
-            nodes_of(shape, self.ranks_per_node)
-            reason = "levels=2 has no exchange of fixed size; levels=1 would work"
-        return Constraints(
-            exchanges_counts=not shape.graph_safe,
-            min_rows=int(shape.graph_safe),
-            wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
-            graph_safe=self.reduction == "fast" and self.levels == 1,
-            graph_safe_reason=reason,
-            drop_order="weight",
-            compilable=True,
-        )
-
-    @property
-    def capacity_bounds(self) -> dict[str, CapacityFactor]:
-        return {"pair_rows": self.pair_rows}
-
-    def capacity(self, shape: MoEShape) -> Capacity:
-        return capacity_of(shape, pair_factor=self.pair_rows)
-
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
-        wide, back = accumulation_dtype(dtype), row_format(dtype, shape.hidden_size, back_wire(shape.wire_dtype))
-        there = _form(shape, dtype, wide, note=shape.graph_safe)
-        exact, nodes = self.reduction == "exact", self._nodes(shape, rank=0)
-        legs, width = {"": volume}, 1 + shape.num_local_experts
-        if nodes is not None:
-            if volume.legs is None or shape.ranks_per_node not in (None, nodes.ranks_per_node):
-                return None
-            legs, width = dict(zip(("", WITHIN_NODE), volume.legs, strict=True)), width + nodes.num_columns
-        sent = {} if shape.graph_safe else {"counts": volume.others * 8 * width}
-        for suffix, leg in legs.items():
-            out, returned, slots = leg.pairs_out, leg.pairs_in, shape.top_k
-            if exact:
-                returned, slots = leg.slots_in, 1
-            if shape.graph_safe:
-                out = returned = leg.others * (self.capacity(shape).pair_rows or 0)
-            sent |= {
-                f"dispatch{suffix}": out * there.stride,
-                f"combine{suffix}": returned * back.nbytes,
-                f"combine.backward{suffix}": out * back.nbytes,
-                f"dispatch.backward{suffix}": returned * packet(back, slots, wide).stride,
-            }
-        return SentBytes(sent=sent, row_dtypes=(there.row.wire_dtype, back.wire_dtype))
-
-    def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        assert sizes.capacity is not None
-        assert sizes.capacity.pair_rows is not None
-        places = shape.ep_size * sizes.capacity.pair_rows
-        found = grouped_bytes(shape, sizes, dtype, arrived_rows=places)
-        found["index"] += send_table_bytes(shape.ep_size, rows, sizes.capacity.pair_rows)
-        form = _form(shape, dtype, accumulation_dtype(dtype), note=True)
-        return {**found, "wire": 2 * places * form.stride}
-
-    def open(self, context: BackendContext) -> Backend:
-        comm, shape = context.communicator, context.shape
-        nodes = self._nodes(shape, comm.rank)
-        if self.levels == 2 and comm.rank == 0:
-            logger.info(
-                "backend 'alltoall': levels=2, ranks per node: %d (%s), %s.",
-                nodes_of(shape, self.ranks_per_node),
-                "detected" if self.ranks_per_node is None else "configured",
-                f"nodes: {nodes.num_nodes}" if nodes else f"ranks: {comm.size}, so it works as levels=1",
-            )
-        return AllToAll(context, exact=self.reduction == "exact", nodes=nodes)
-
-    def _nodes(self, shape: MoEShape, rank: int) -> Nodes | None:
-        """Return the nodes of the group, seen from a rank, if rows travel in two legs; None if they travel in one."""
-        size = nodes_of(shape, self.ranks_per_node)
-        if self.levels == 1 or size in (1, shape.ep_size):
-            return None
-        return Nodes(
-            rank=rank,
-            ranks_per_node=size,
-            num_nodes=shape.ep_size // size,
-            num_local_experts=shape.num_local_experts,
-            exact=self.reduction == "exact",
-        )
 
 
 @final
@@ -216,16 +87,16 @@ class AllToAll(Backend):
             members = rank_members(owner_TK, len(to))
             counting = self._send_counts(counts, members_PT, mark, members)
         counts_in, work = counting
-        form = _form(shape, rows_TD.dtype, weights_TK.dtype)
+        form = form_of(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
         # On the CPU, order the rows while the counts travel. On a GPU, the number of rows is known after the host read.
-        in_order = self._outgoing(packets, members) if packets.is_cpu else None
+        in_order = self._in_order(packets, members) if packets.is_cpu else None
         if work is not None:
             work.wait()
         found = self._read_counts(counts, counts_in)
         splits = found.splits[0]
-        in_order = in_order or self._outgoing(packets, members, sum(splits.rows_out))
-        leg, land = self._start(in_order, owner_TK, splits, to)
+        in_order = in_order or self._in_order(packets, members, sum(splits.rows_out))
+        leg, land = self._send(in_order, owner_TK, splits, to)
 
         def complete() -> Arrived:
             received, legs = land(), [leg]
@@ -263,18 +134,18 @@ class AllToAll(Backend):
             The leg, and the packets that arrived on this rank. ``received`` is given back to the workspace.
         """
         owner_SK, to = nodes.neighbour_of(form.ids(received)), nodes.neighbours
-        in_order = self._outgoing(received, rank_members(owner_SK, len(to)), sum(splits.rows_out))
+        in_order = self._in_order(received, rank_members(owner_SK, len(to)), sum(splits.rows_out))
         self.context.workspace.give(received)
-        leg, land = self._start(in_order, owner_SK, splits, to, suffix=WITHIN_NODE)
+        leg, land = self._send(in_order, owner_SK, splits, to, suffix=WITHIN_NODE)
         return leg, land()
 
-    def _start(
+    def _send(
         self, in_order: tuple[Tensor, Tensor], owner_TK: Tensor, splits: Splits, to: range, *, suffix: str = ""
     ) -> tuple[Leg, Callable[[], Tensor]]:
         """Start to send packets.
 
         Args:
-            in_order: Result of ``_outgoing``.
+            in_order: Result of ``_in_order``.
             owner_TK: int64 (T, K), 1 + the place in ``to`` of the rank to which each slot goes; 0 for slots that go
                 nowhere.
             splits: Counts of the exchange.
@@ -329,7 +200,7 @@ class AllToAll(Backend):
             pair_rows,
             may_overflow=pair_rows < tokens_of(shape),
         )
-        form = _form(shape, rows_TD.dtype, weights_TK.dtype, note=True)
+        form = form_of(shape, rows_TD.dtype, weights_TK.dtype, note=True)
         outgoing, received = (space.take((comm.size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
         permutation = self.context.permutation_of(rows_TD)
         table.fill(outgoing, form.pack(rows_TD, weights_TK, ids_TK), wanted_P, form, permutation)
@@ -362,7 +233,7 @@ class AllToAll(Backend):
 
         return complete
 
-    def _outgoing(self, packets: Tensor, members_PT: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
+    def _in_order(self, packets: Tensor, members_PT: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
         """Return which rows are sent, int64 (count,), and their packets. ``count`` may be None on the CPU."""
         source_S = true_places(members_PT, count).select(1, 1).contiguous()
         outgoing = self.context.workspace.take((source_S.shape[0], packets.shape[1]), packets.device)
@@ -534,7 +405,8 @@ class _Counts:
 
 
 @cache
-def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
+def form_of(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
+    """Return the format of the packets of a dispatch. In graph-safe mode they have a note."""
     row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
     return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
 

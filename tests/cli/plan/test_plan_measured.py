@@ -9,7 +9,7 @@ import torch
 
 from moe_dispatch.backends import Volume
 from moe_dispatch.backends.allgather import AllGatherOptions
-from moe_dispatch.backends.alltoall.backend import AllToAllOptions
+from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.cli.plan.routing import popularity, random_routing
 from tests.cli.plan.planned import LABELS, TOKENS, config, mixed_ids, plan_of, recorded, run
 

@@ -1,0 +1,150 @@
+"""The options of ``alltoall``, and what is known about it before it is open: its needs, capacity and bytes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Literal, final
+
+import torch
+from pydantic import Field, model_validator
+
+from moe_dispatch.backends.alltoall.backend import AllToAll, form_of
+from moe_dispatch.backends.alltoall.fixed import send_table_bytes
+from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes, nodes_of
+from moe_dispatch.backends.base import (
+    Backend,
+    BackendContext,
+    BackendOptions,
+    Constraints,
+    MoEShape,
+    Sizes,
+    grouped_bytes,
+)
+from moe_dispatch.backends.capacity import Capacity, CapacityFactor, Factor, capacity_of
+from moe_dispatch.backends.rank_major import back_wire
+from moe_dispatch.backends.volume import SentBytes, Volume
+from moe_dispatch.backends.wire import packet, row_format
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.permutation import accumulation_dtype
+
+logger = logging.getLogger("moe_dispatch")
+
+
+@final
+class AllToAllOptions(BackendOptions):
+    """Options of ``alltoall``.
+
+    Attributes:
+        reduction: Where the outputs of a row's experts are summed. "fast" sums them in float32 on the rank of the
+            experts, and sends one row back, which takes the fewest bytes. "exact" sends the output of every (row,
+            expert) pair back and sums in slot order on the rank that sent the row. So the bits of the result are the
+            same for every ep_size, but up to top_k times as many bytes travel back.
+        pair_rows: In graph-safe mode, the number of rows that each rank sends to each rank. It is a multiple of the
+            number that is expected if every token chooses its experts evenly, ``T * (1 - C(E-L, K) / C(E, K))``.
+            "worst" stands for ``max_tokens_per_rank`` rows.
+        levels: With 1, a row goes once to each rank that owns one of its experts. With 2, it goes once to each node,
+            and there once to each rank; sums come back in the same way. So fewer bytes travel between nodes. If all
+            ranks are on one node, or each is on a node of its own, 2 has nothing to save and works as 1.
+        ranks_per_node: Number of consecutive ranks of the group that share a node, for ``levels=2``. None detects it by
+            host name.
+    """
+
+    name = "alltoall"
+    auto_reason = "is for several ranks"
+
+    reduction: Literal["fast", "exact"] = "fast"
+    pair_rows: Factor = "worst"
+    levels: Literal[1, 2] = 1
+    ranks_per_node: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> AllToAllOptions:
+        if self.levels == 1 and self.ranks_per_node is not None:
+            raise ConfigError(
+                f"backend 'alltoall': ranks_per_node is for levels=2, got ranks_per_node={self.ranks_per_node} and "
+                "levels=1. Set levels=2, or leave ranks_per_node out."
+            )
+        return self
+
+    def constraints(self, shape: MoEShape) -> Constraints:
+        reason = (
+            'reduction="exact" brings back one row for each slot, as many as the routing says; reduction="fast" would '
+            "work"
+        )
+        if self.levels == 2:
+            nodes_of(shape, self.ranks_per_node)
+            reason = "levels=2 has no exchange of fixed size; levels=1 would work"
+        return Constraints(
+            exchanges_counts=not shape.graph_safe,
+            min_rows=int(shape.graph_safe),
+            wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn"}),
+            graph_safe=self.reduction == "fast" and self.levels == 1,
+            graph_safe_reason=reason,
+            drop_order="weight",
+            compilable=True,
+        )
+
+    @property
+    def capacity_bounds(self) -> dict[str, CapacityFactor]:
+        return {"pair_rows": self.pair_rows}
+
+    def capacity(self, shape: MoEShape) -> Capacity:
+        return capacity_of(shape, pair_factor=self.pair_rows)
+
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
+        wide, back = accumulation_dtype(dtype), row_format(dtype, shape.hidden_size, back_wire(shape.wire_dtype))
+        there = form_of(shape, dtype, wide, note=shape.graph_safe)
+        exact, nodes = self.reduction == "exact", self._nodes(shape, rank=0)
+        legs, width = {"": volume}, 1 + shape.num_local_experts
+        if nodes is not None:
+            if volume.legs is None or shape.ranks_per_node not in (None, nodes.ranks_per_node):
+                return None
+            legs, width = dict(zip(("", WITHIN_NODE), volume.legs, strict=True)), width + nodes.num_columns
+        sent = {} if shape.graph_safe else {"counts": volume.others * 8 * width}
+        for suffix, leg in legs.items():
+            out, returned, slots = leg.pairs_out, leg.pairs_in, shape.top_k
+            if exact:
+                returned, slots = leg.slots_in, 1
+            if shape.graph_safe:
+                out = returned = leg.others * (self.capacity(shape).pair_rows or 0)
+            sent |= {
+                f"dispatch{suffix}": out * there.stride,
+                f"combine{suffix}": returned * back.nbytes,
+                f"combine.backward{suffix}": out * back.nbytes,
+                f"dispatch.backward{suffix}": returned * packet(back, slots, wide).stride,
+            }
+        return SentBytes(sent=sent, row_dtypes=(there.row.wire_dtype, back.wire_dtype))
+
+    def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        assert sizes.capacity is not None
+        assert sizes.capacity.pair_rows is not None
+        places = shape.ep_size * sizes.capacity.pair_rows
+        found = grouped_bytes(shape, sizes, dtype, arrived_rows=places)
+        found["index"] += send_table_bytes(shape.ep_size, rows, sizes.capacity.pair_rows)
+        form = form_of(shape, dtype, accumulation_dtype(dtype), note=True)
+        return {**found, "wire": 2 * places * form.stride}
+
+    def open(self, context: BackendContext) -> Backend:
+        comm, shape = context.communicator, context.shape
+        nodes = self._nodes(shape, comm.rank)
+        if self.levels == 2 and comm.rank == 0:
+            logger.info(
+                "backend 'alltoall': levels=2, ranks per node: %d (%s), %s.",
+                nodes_of(shape, self.ranks_per_node),
+                "detected" if self.ranks_per_node is None else "configured",
+                f"nodes: {nodes.num_nodes}" if nodes else f"ranks: {comm.size}, so it works as levels=1",
+            )
+        return AllToAll(context, exact=self.reduction == "exact", nodes=nodes)
+
+    def _nodes(self, shape: MoEShape, rank: int) -> Nodes | None:
+        """Return the nodes of the group, seen from a rank, if rows travel in two legs; None if they travel in one."""
+        size = nodes_of(shape, self.ranks_per_node)
+        if self.levels == 1 or size in (1, shape.ep_size):
+            return None
+        return Nodes(
+            rank=rank,
+            ranks_per_node=size,
+            num_nodes=shape.ep_size // size,
+            num_local_experts=shape.num_local_experts,
+            exact=self.reduction == "exact",
+        )
