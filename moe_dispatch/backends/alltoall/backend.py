@@ -1,4 +1,4 @@
-"""``alltoall``: each row goes once to each rank that owns one of its experts, and one sum comes back from each."""
+"""The backend ``alltoall``, open on a group. ``options`` describes it."""
 
 from __future__ import annotations
 

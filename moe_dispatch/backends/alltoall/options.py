@@ -1,4 +1,7 @@
-"""The options of ``alltoall``, and what is known about it before it is open: its needs, capacity and bytes."""
+"""``alltoall``: each row goes once to each rank that owns one of its experts, and one sum comes back from each.
+
+This module has the options, and what follows from them before the backend is open. ``backend`` moves the rows.
+"""
 
 from __future__ import annotations
 
