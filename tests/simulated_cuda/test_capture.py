@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_dispatch import BSHD, Dispatcher, Plan, Routing, Rows
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import tables
+from moe_dispatch.permutation import choose_permutation
 from tests.simulated_cuda.device import Record, recorded
 from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, VERBS, Step, dispatcher_of
 from tests.simulated_cuda.ranks import NcclRanks
@@ -81,11 +81,13 @@ def test_a_captured_layer_exchanges_nothing_with_the_host(backend: str, layout: 
 
 
 def test_a_planted_copy_of_pinned_memory_is_found() -> None:
+    tables = choose_permutation("auto", "cuda").tables
     merge_slots = tables.merge_slots
 
     def with_a_number_of_the_host(ids: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         zero = torch.zeros(1, dtype=ids.dtype, pin_memory=True)
-        return merge_slots(ids + zero.to(ids.device, non_blocking=True), weights, **options)
+        merged: tuple[Tensor, Tensor] = merge_slots(ids + zero.to(ids.device, non_blocking=True), weights, **options)
+        return merged
 
     with patch.object(tables, "merge_slots", with_a_number_of_the_host):
         (found,) = with_the_host(captured("local", LAYOUTS["rows"], {}))
