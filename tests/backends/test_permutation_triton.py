@@ -19,7 +19,7 @@ from moe_dispatch.probing import Rejected, Usable
 from tests.backends.permutations import INTERPRETED
 from tests.backends.tables import EXAMPLE
 
-pytest.importorskip("triton", reason="triton has wheels for Linux only")
+installed = pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 ROOT = Path(__file__).parents[2]
 SUITE = [f"tests/backends/test_{name}.py" for name in ("permutation_rows", "static_rows", "index_kernels")]
@@ -36,6 +36,9 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    installed.__version__.startswith("3.6."), reason="Triton 3.6 cannot interpret our loops with numpy 2.4, as 3.7 can"
+)
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it would start")
 def test_interpreter_passes_the_suite() -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets or compiles."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -60,17 +59,24 @@ def local_part(weights_EDD: Tensor, group: Group) -> Tensor:
     return weights_EDD.chunk(size)[rank].clone().requires_grad_()
 
 
-def by_operators(call: Callable[[Tensor], Dispatched], x: Tensor) -> Dispatched:
+def by_operators(call: Callable[[Tensor], Result], x: Tensor) -> Result:
     """Call under selective checkpointing, which calls operators, because they can be saved."""
+    raised: list[Exception] = []
+
+    def guarded(x: Tensor) -> Any:
+        try:
+            return call(x)
+        except Exception as error:
+            raised.append(error)
+            return x
+
+    # No error passes through `checkpoint`: torch 2.10 would leave its modes on until the garbage collector ends them,
+    # in whichever thread it runs.
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-    try:
-        sent: Dispatched = checkpoint(call, x, use_reentrant=False, context_fn=contexts)
-        return sent
-    except Exception as error:
-        kind, text = type(error), str(error)
-    # An error without frames: in torch 2.10 the frame of `checkpoint` holds modes of this thread, which must end here.
-    gc.collect()
-    raise kind(text)
+    result: Result = checkpoint(guarded, x, use_reentrant=False, context_fn=contexts)
+    if raised:
+        raise raised[0]
+    return result
 
 
 def identity_round(dispatcher: Dispatcher, rows: int = 4, seed: int = 0) -> None:

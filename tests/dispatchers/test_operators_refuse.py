@@ -7,22 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatcher, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, LayoutError
-from tests.dispatchers.layer import HIDDEN, Group, on_ranks, random_routing, random_rows, small_config
+from tests.dispatchers.layer import HIDDEN, Group, by_operators, on_ranks, random_routing, random_rows, small_config
 
 ROWS = 5
-
-
-def _by_operators(function: Any, *inputs: Tensor) -> Any:
-    """Selective checkpointing calls operators, which can be saved."""
-
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
-
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 def _again(dispatcher: Dispatcher, other: Tensor) -> Any:
@@ -34,17 +24,17 @@ def _again(dispatcher: Dispatcher, other: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(3, HIDDEN), (7, HIDDEN), (ROWS, HIDDEN * 2)], ids=["fewer", "more", "wider"])
-@pytest.mark.parametrize("by_operators", [False, True])
-def test_rows_sent_again_must_be_as_many(by_operators: bool, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("operators", [False, True])
+def test_rows_sent_again_must_be_as_many(operators: bool, shape: tuple[int, int]) -> None:
     """Operators cropped or padded them without a word."""
     dispatcher, x = build_dispatcher(small_config("local")), random_rows(ROWS).requires_grad_()
     layer = _again(dispatcher, torch.zeros(shape))
     with pytest.raises((InputError, LayoutError), match="again=sent was made with floating"):
-        _by_operators(layer, x) if by_operators else layer(x)
+        by_operators(layer, x) if operators else layer(x)
 
 
-@pytest.mark.parametrize("by_operators", [False, True])
-def test_a_layout_is_checked(by_operators: bool) -> None:
+@pytest.mark.parametrize("operators", [False, True])
+def test_a_layout_is_checked(operators: bool) -> None:
     """Operators took a layout of 100 real rows for x with 5."""
     dispatcher, x = build_dispatcher(small_config("local")), random_rows(ROWS).requires_grad_()
 
@@ -52,7 +42,7 @@ def test_a_layout_is_checked(by_operators: bool) -> None:
         return dispatcher.dispatch(x, random_routing(ROWS), Rows(100)).rows
 
     with pytest.raises(LayoutError, match="100"):
-        _by_operators(layer, x) if by_operators else layer(x)
+        by_operators(layer, x) if operators else layer(x)
 
 
 def test_rows_of_experts_are_kept_only_for_a_gradient_of_the_weights() -> None:
