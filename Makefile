@@ -24,7 +24,7 @@ SIMGPU := $(SIMGPU_VENV)/.installed
 SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test kit multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build clean
+.PHONY: help install demo notebook test slow kit multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,13 +82,16 @@ notebook: $(DEV) ## run examples/tour.ipynb and store its outputs in it
 	    notebook = nbformat.read(path, as_version=4); nbclient.NotebookClient(notebook, record_timing=False).execute(); \
 	    nbformat.write(notebook, path)'
 
-test: $(DEV) ## the tests, except tests/integration and tests/multihost
-	$(PY) -m pytest --numprocesses auto $(ARGS)
+test: $(DEV) ## the tests, except slow ones, tests/integration and tests/multihost
+	$(PY) -m pytest -m "not slow" --numprocesses auto $(ARGS)
+
+slow: $(DEV) ## the slow tests: those that start programs, compile for long or repeat what quick tests show
+	$(PY) -m pytest -m slow --numprocesses auto $(ARGS)
 
 multihost: $(DEV) ## the tests on two hosts, which are network namespaces of this machine; they need root
 	$(PY) -m pytest tests/multihost -o faulthandler_timeout=500 $(ARGS)
 
-kit: $(DEV) ## the cases of the conformance kit that make test leaves out
+kit: $(DEV) ## the cases of the conformance kit that make test and make slow leave out
 	$(PY) -m pytest tests/conformance/whole_kit.py --numprocesses auto $(ARGS)
 
 placed: $(DEV) ## every scenario of the kit on every backend, under a random placement with copies of experts

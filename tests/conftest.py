@@ -60,8 +60,7 @@ def channels_of_its_own() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow tests first, lest one be left at the end; skip those marked gpu where torch sees no CUDA device."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Skip tests marked gpu where torch sees no CUDA device."""
     without_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -84,6 +84,7 @@ def test_where_nothing_can_overflow_nothing_is_sorted_and_all_travels(case: tupl
         assert torch.equal(getattr(sorted_, name), getattr(plain, name))
 
 
+@pytest.mark.slow
 def test_ten_thousand_routings() -> None:
     generator = torch.Generator().manual_seed(0)
     ranks = torch.randint(-1, SIZE, (10_000, 4, 2), generator=generator)

@@ -122,6 +122,7 @@ def test_front(pairs: list[tuple[int, bool]]) -> None:
     assert front(values, kept).tolist() == wanted + [0] * (len(pairs) - len(wanted))
 
 
+@pytest.mark.slow
 def test_ten_thousand_routings() -> None:
     """Needed is what a count says, and pairs are dropped exactly where that is more than there is room for."""
     generator = torch.Generator().manual_seed(0)

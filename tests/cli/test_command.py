@@ -183,7 +183,6 @@ def test_processes_of_ranks_load_neither_typer_nor_rich() -> None:
     assert {"typer", "rich", "matplotlib"}.isdisjoint(finished.stdout.split())
 
 
-@pytest.mark.slow
 def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the terminal's group."""
     if not Path("/proc/self/stat").exists():

@@ -52,7 +52,6 @@ def dying_rank(place: Place, send: Send) -> None:
     place.sum(torch.ones(1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [

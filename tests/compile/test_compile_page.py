@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moe_dispatch.custom_operators import BODIES
 from tests.compile.layer import needs_compiler
 
@@ -13,6 +15,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "torch-compile.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_code_runs_in_order() -> None:
     namespace: dict[str, Any] = {}

@@ -82,6 +82,7 @@ def expect_same_steps(
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
 def test_grouped_mm_with_inductor(fields: dict[str, Any]) -> None:
@@ -102,6 +103,7 @@ def test_grouped_mm_of_widths_that_are_not_aligned() -> None:
     expect_same_steps(layer_of(dispatcher_for(), grouped(*leaves)), [*leaves], backend="aot_eager")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_per_expert() -> None:
     mlps = modules()
@@ -127,6 +129,7 @@ def test_a_loop_over_host_counts_names_the_helpers() -> None:
 
 
 # torch reads .grad of a tensor between two graphs, and hides the warning except where warnings are errors.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("disabled", [False, True], ids=["breaks", "disabled"])
 def test_a_loop_over_host_counts_runs_where_the_graph_may_break(disabled: bool) -> None:

@@ -44,6 +44,7 @@ def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str) -
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_unbacked_rows_never_compile_again(backend: str) -> None:

@@ -54,6 +54,7 @@ def test_a_new_placement_is_used_without_compiling_again(fields: dict[str, Any])
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_unbacked_rows_never_compile_again() -> None:
     layer = Layer(dispatcher_for("alltoall"), torch.float32)

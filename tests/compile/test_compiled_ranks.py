@@ -37,6 +37,7 @@ def _train(rank: int, backend: str) -> int:
     return graphs()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 def test_ranks_train_as_in_eager_mode_and_compile_once(backend: str) -> None:

@@ -1,9 +1,12 @@
-"""The cases of the kit that the suite runs: those of ``make test``, and the others, which ``make kit`` runs."""
+"""The cases of the kit: those of ``make test`` and ``make slow``, and the others, which ``make kit`` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
+
+import pytest
 
 from moe_dispatch.testing import Ranks
 from moe_dispatch.testing.case import BackendSpec, Case, run_case
@@ -22,8 +25,9 @@ OF_THE_DISPATCHER = frozenset(
         *("placed", "placed_partly_nowhere", "wire_bfloat16_float64"),
     )
 )
-# What an older release runs in graph-safe mode: one scenario for each thing in which static calls may differ.
-OF_OLD_STATIC_CALLS = frozenset(
+# One scenario for each thing in which the calls of two backends may differ. ``make test`` runs no others on variants of
+# a backend and on emulated libraries. The short selection of an older release has no others in graph-safe mode.
+OF_EACH_KIND_OF_CALL = frozenset(
     (
         *("partly_nowhere", "rank_without_tokens", "duplicates", "many_tokens", "pad_128", "changing_tokens"),
         *("wire_bfloat16", "checkpointed", "placed_duplicates"),
@@ -32,14 +36,15 @@ OF_OLD_STATIC_CALLS = frozenset(
 _SHORTER: tuple[BackendSpec, ...] = (*OLDER_RELEASES, {"name": "deepep", "emulate": "v2.5.0", "expand": True})
 
 
-def chosen_cases(*, short: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the name of each case and a function that runs it: the short selection, or the cases that it leaves out."""
+def chosen_cases(*, short: bool) -> Iterator[Any]:
+    """Yield a parameter for each case, a function that runs it: of the short selection, or of all other cases."""
     ranks = Ranks()
     with more_backends():
         for backend in BACKENDS:
             for case in backend_cases(backend):
                 if _is_run(case, backend) and _is_short(case, backend) is short:
-                    yield f"{describe(backend)}-{case.id}", partial(run_case, backend, case, ranks)
+                    run, name = partial(run_case, backend, case, ranks), f"{describe(backend)}-{case.id}"
+                    yield pytest.param(run, id=name, marks=pytest.mark.slow if _is_slow(case, backend) else ())
 
 
 def _is_run(case: Case, backend: BackendSpec) -> bool:
@@ -52,12 +57,12 @@ def _is_run(case: Case, backend: BackendSpec) -> bool:
 
 
 def _is_short(case: Case, backend: BackendSpec) -> bool:
-    """Return whether ``make test`` runs a case.
+    """Return whether ``make test`` or ``make slow`` runs a case.
 
     ``local`` is fast and runs all cases. The dispatcher cuts or masks rows before a backend sees them, on any number of
     ranks, so it is enough that two ranks run the other layouts.
     """
-    static, name = case.scenario.graph_safe, case.scenario.name.removesuffix("_graph_safe")
+    static, name = case.scenario.graph_safe, _name(case)
     if backend == "local":
         return True
     if backend not in IN_ONE_LAYOUT:
@@ -65,7 +70,17 @@ def _is_short(case: Case, backend: BackendSpec) -> bool:
             return False
         return case.input_layout == "bshd" or case.ep_size == 2
     if static:
-        return name in OF_OLD_STATIC_CALLS if backend in _SHORTER else name not in OF_THE_DISPATCHER
+        return name in OF_EACH_KIND_OF_CALL if backend in _SHORTER else name not in OF_THE_DISPATCHER
     if name in OF_THE_DISPATCHER and (case.ep_size != 4 or "emulate" in backend):
         return False
     return case.ep_size != 2
+
+
+def _is_slow(case: Case, backend: BackendSpec) -> bool:
+    """Return whether ``make test`` leaves a case of the short selection to ``make slow``."""
+    return backend in IN_ONE_LAYOUT and _name(case) not in OF_EACH_KIND_OF_CALL
+
+
+def _name(case: Case) -> str:
+    """Return the name of a scenario without the mode in which it runs."""
+    return case.scenario.name.removesuffix("_graph_safe")

@@ -169,6 +169,7 @@ def test_one_rank_without_a_group_is_for_most_backends() -> None:
     assert missing == {"deepep", "hybridep", "deepep emulate=v1.2.1", "hybridep emulate=hybridep-0ed15b5"}
 
 
+@pytest.mark.slow
 def test_the_example_tests_itself() -> None:
     command = [
         sys.executable,

@@ -50,7 +50,6 @@ def test_v1_takes_the_hints_and_no_rdma_buffer_inside_a_node(monkeypatch: pytest
     assert found == [(max(hints), 0)] * 2
 
 
-@pytest.mark.slow
 def test_v1_across_nodes_has_both_buffers_and_a_queue_for_every_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[int, int]] = []
     buffer = emulated_deep_ep("v1.2.1").Buffer

@@ -11,6 +11,7 @@ from tests.deep_ep_backends import calls
 from tests.deep_ep_backends.vendors import V25, config, identity_and_close
 
 
+@pytest.mark.slow
 def test_page_of_calls_is_up_to_date() -> None:
     """Each call is also bound to the recorded signature, which refuses what the release does not take."""
     assert calls.page() == calls.PAGE.read_text(), "run: python -m tests.deep_ep_backends.calls"

@@ -155,7 +155,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_processes(all_of_it, RANKS, str(tmp_path_factory.mktemp("checkpoints")), timeout=TIMEOUT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", range(1, len(STAGES)), ids=lambda stage: f"ep {STAGES[stage - 1][0]}-{STAGES[stage][0]}"
 )
@@ -171,13 +170,11 @@ def test_weights_and_moments_come_back_under_another_ep_size_and_backend(
         assert max(continued.values()) <= 1e-5, f"rank {rank}: {continued}"
 
 
-@pytest.mark.slow
 def test_no_backend_has_state_dict_keys_of_its_own(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["keys"] == [["up", "down", "router.weight"]] * 4
 
 
-@pytest.mark.slow
 def test_what_does_not_divide_or_fit_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:
     for found in results:
         undivided, unfit = found["refusals"]
@@ -187,7 +184,6 @@ def test_what_does_not_divide_or_fit_is_refused_on_every_rank(results: list[dict
         assert re.search(r"CheckpointException.*\[8, 16, 8\].*\[16, 16, 8\]", unfit, re.DOTALL)
 
 
-@pytest.mark.slow
 def test_plain_tensors_are_saved_whole_only_as_shards(results: list[dict[str, Any]]) -> None:
     assert [found["plain"][1] for found in results] == [0.0] * RANKS
     assert any(found["plain"][0] for found in results), "the page warns of what does not happen"

@@ -42,6 +42,7 @@ def reports(
     return found
 
 
+@pytest.mark.slow
 def test_on_one_rank() -> None:
     ids, room = routings(1_500, 0), 6
     needed = slots_of(ids, 1).sum((1, 2)).tolist()
@@ -50,6 +51,7 @@ def test_on_one_rank() -> None:
     assert 300 < sum(overflowed for *_, overflowed in found) < 1_200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "room"), [("allgather", (7, None)), ("alltoall", (7, None)), ("alltoall", (7, 3))])
 def test_on_two_ranks(backend: str, room: tuple[int, int | None]) -> None:
     ids = [routings(150, seed) for seed in (1, 2)]

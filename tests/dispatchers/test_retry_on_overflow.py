@@ -138,7 +138,6 @@ def retried_in_a_process(rank: int) -> int:
     return retried(config_of("alltoall", 2), group, headroom=1, dropout=0.3)
 
 
-@pytest.mark.slow
 def test_dropout_on_two_ranks() -> None:
     """Each rank is a process, with a generator of its own."""
     assert run_processes(retried_in_a_process, 2) == [3, 3]

@@ -24,7 +24,6 @@ HALVES = (
 )
 
 
-@pytest.mark.slow
 def test_gradients_of_eight_ranks_are_those_of_one() -> None:
     """Experts lie over the two halves of the data, so that ranks of one group hold different sequences."""
     job = Job(

@@ -154,7 +154,6 @@ def results() -> list[dict[str, Any]]:
     return run_processes(all_of_it, RANKS, timeout=timedelta(seconds=60))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_gradients_are_those_of_one_rank_with_all_experts(
@@ -166,7 +165,6 @@ def test_gradients_are_those_of_one_rank_with_all_experts(
             assert difference <= 1e-5, f"rank {rank}: {name}"
 
 
-@pytest.mark.slow
 def test_ddp_over_experts_makes_them_alike_and_is_warned_of_once_a_layer(results: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(results):
         assert found["all parameters"]["ddp kept"] == (rank == 0)
@@ -180,12 +178,10 @@ def test_ddp_over_experts_makes_them_alike_and_is_warned_of_once_a_layer(results
             )
 
 
-@pytest.mark.slow
 def test_fsdp_over_experts_mixes_them_as_the_page_says(results: list[dict[str, Any]]) -> None:
     assert not all(found["all parameters"]["fsdp kept"] for found in results)
     assert [found["all parameters"]["fsdp"] for found in results] == [[]] * RANKS
 
 
-@pytest.mark.slow
 def test_ddp_over_copies_only_is_not_warned_of(results: list[dict[str, Any]]) -> None:
     assert [found["copies only"] for found in results] == [[]] * RANKS

@@ -358,7 +358,6 @@ def _name_of_a_sub_group(rank: int) -> str:
     return watch._text(Call(watch, 1, "counts", 0), [(HERE, True), (HERE, False)])
 
 
-@pytest.mark.slow
 def test_ranks_of_a_sub_group_have_both_numbers() -> None:
     _, told, _ = run_processes(_name_of_a_sub_group, 3)
     assert "0 bytes from rank 0 of the group (1 of the job)" in told

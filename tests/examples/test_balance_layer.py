@@ -9,7 +9,6 @@ import pytest
 import balance_layer
 
 
-@pytest.mark.slow
 def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--ranks 2 --experts 8 --hidden 16 --inner 16 --tokens 64 --steps 2 --zipf 2"
     monkeypatch.setattr(sys, "argv", ["balance_layer.py", *sizes.split()])

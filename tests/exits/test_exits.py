@@ -17,13 +17,11 @@ RANKS = 4
     ("group", "use"), [("world", "idle"), ("sub-group", "used"), ("mesh", "used"), ("world", "closed")]
 )
 def test_a_clean_job_ends_with_status_0(group: str, use: str) -> None:
-    """Before channels let go of their groups, a rank of about every third job of four ranks aborted.
-
-    One job of each kind must do here, because each imports torch in five processes.
-    """
+    """Before channels let go of their groups, a rank of about every third job of four ranks aborted."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    job = subprocess.run([*command, str(JOB), group, use], capture_output=True, text=True, timeout=120, check=False)
-    assert job.returncode == 0, job.stderr[-2000:]
+    for _ in range(2):
+        job = subprocess.run([*command, str(JOB), group, use], capture_output=True, text=True, timeout=120, check=False)
+        assert job.returncode == 0, job.stderr[-2000:]
 
 
 CLOSES_LATE = """

@@ -38,6 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str, steps: list
     return {**report, "status": status}
 
 
+@pytest.mark.slow
 def test_steps_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = [step for step in STEPS if step.name in ("kernels", "graphs", "host-syncs")]
     report = run(monkeypatch, tmp_path, steps=steps)

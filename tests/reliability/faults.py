@@ -1,6 +1,6 @@
 """Break one real process of four in every phase, and see what the survivors raise, and after how long.
 
-    python tests/reliability/faults.py                                  # a small selection, as `make test` runs it
+    python tests/reliability/faults.py                                  # a small selection, as `make slow` runs it
     python tests/reliability/faults.py --all --watchdog 5 --jobs 4      # everything, as `make faults` runs it
     python tests/reliability/faults.py --slow-steps 10000 --watchdog 5  # no alarm where a rank is slow but alive
 

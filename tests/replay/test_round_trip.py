@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from moe_dispatch.replay.encoding import stored
 from tests.replay.samples import Case
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_cut_and_back(seed: int) -> None:

@@ -67,7 +67,6 @@ def _in_process(rank: int, folder: str) -> None:
         check_batches(Path(folder) / "run.safetensors", 2)
 
 
-@pytest.mark.slow
 def test_real_processes(tmp_path: Path) -> None:
     run_processes(_in_process, 2, str(tmp_path))
     check_batches(tmp_path / "run.safetensors", 2)

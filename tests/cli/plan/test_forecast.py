@@ -29,6 +29,7 @@ def by_name(found: Forecast) -> dict[str, BackendPlan]:
     return {backend.name: backend for backend in found.backends}
 
 
+@pytest.mark.slow
 def test_512_ranks_on_64_nodes() -> None:
     found = planned(
         "alltoall,allgather,deepep,hybridep",
@@ -145,6 +146,7 @@ def test_a_recorded_overflow_is_certain() -> None:
     assert found.capacities[0].pair_overflow == (0.5, 0.5)
 
 
+@pytest.mark.slow
 def test_the_standard_error_is_how_much_other_seeds_differ() -> None:
     found = [planned("alltoall", source=random_routing("uniform", seed=seed)) for seed in range(16)]
     for name in ("busiest_rank", "busiest_expert", "expert_padding"):
