@@ -335,11 +335,10 @@ class BackendContext:
         """
         shape, tables = self.shape, self.permutation_of(local_ids_SK).tables
         if capacity is None:
-            index: SlotIndex = tables.group_slots(
+            return tables.group_slots(
                 local_ids_SK, counts, shape.pad_multiple, entries_per_key=entries_per_key, real_L=real_L
             )
-            return index
-        index = tables.group_statically(
+        return tables.group_statically(
             local_ids_SK,
             shape.num_local_experts,
             rows=capacity.rows,
@@ -347,7 +346,6 @@ class BackendContext:
             pad_multiple=shape.pad_multiple,
             weights_SK=weights_SK if capacity.rows < worst_rows(shape, capacity.pair_rows) else None,
         )
-        return index
 
     def index_from(self, tensors: Sequence[Tensor]) -> SlotIndex:
         """Rebuild the index of a dispatch from its ``tensors()``."""

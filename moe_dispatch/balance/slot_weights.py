@@ -157,7 +157,7 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_double_backward("dispatch")
         movement: Movement = ctx.movement
-        ctx.lease.mark()
+        ctx.lease.tell_watchdog()
         given = [
             like.new_zeros(len(movement.experts_S), *like.shape[1:]) if grad is None else grad
             for grad, like in zip(grads, ctx.like, strict=True)

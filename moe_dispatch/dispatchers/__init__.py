@@ -13,8 +13,8 @@ There are two kinds of padding:
 
 - Rank padding makes the number of rows of each rank fit the backend's ``Constraints`` (``padded`` and ``brought``).
   ``agreement`` settles the number if the ranks need a common one, and ``autograd.Selection`` adds the rows.
-- Expert padding makes the rows of each expert a multiple of the config's ``pad_multiple``. ``permutation.tables`` adds
-  these rows after the exchange. If the backend has ``pads_experts``, its library adds them.
+- Expert padding makes the rows of each expert a multiple of the config's ``pad_multiple``. ``permutation.tables`` (or
+  ``triton_tables``) adds these rows after the exchange. If the backend has ``pads_experts``, its library adds them.
 
 All calls use ``channel``, the objects that dispatchers with the same config and group share. They count in ``metrics``.
 The other modules serve the dispatcher outside of a call: ``opening`` (it opens a channel), ``overflow`` (it reads what

@@ -69,7 +69,9 @@ def _number_of_rows(dtype: torch.dtype, recorded: bool) -> int:
     return digest(_facts_of_rows(dtype, recorded)) % 2**16
 
 
-def tell_peers(channel: Channel, error: Exception, x: Tensor | None = None, *, has_sizes: bool = False) -> None:
+def tell_peers(
+    channel: Channel, error: Exception, *, in_dispatch: bool, x: object = None, has_sizes: bool = False
+) -> None:
     """Tell the peers that this rank refuses a call: it marks its first exchange of the call, so they raise too.
 
     Never raises. If the peers cannot be told, the error gets a note.
@@ -77,16 +79,17 @@ def tell_peers(channel: Channel, error: Exception, x: Tensor | None = None, *, h
     Args:
         channel: Channel of the dispatcher.
         error: The error of this rank, which the caller raises afterwards.
-        x: Hidden states of a dispatch, in which peers may wait for this rank's counts; None in a call of ``plan``.
+        in_dispatch: Whether the call is a dispatch, in which peers may wait for this rank's counts.
+        x: What the dispatch was given as hidden states.
         has_sizes: Whether sizes were settled before, so that the ranks do not agree on them in this call.
     """
     try:
         if channel.config.debug or (not has_sizes and channel.agrees_on_rows):
             _agree_on_largest(channel, 0, error)
-        elif x is not None and channel.config.balance is not None:
+        elif in_dispatch and channel.config.balance is not None:
             channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
             raise_alike(channel.control, error, label="refusal")
-        elif x is not None and channel.needs.exchanges_counts:
+        elif in_dispatch and channel.needs.exchanges_counts:
             preferred = torch.device(channel.config.device or (x.device if isinstance(x, Tensor) else "cpu"))
             channel.backend.refuse(device_of(channel.communicator.group, preferred))
             raise_alike(channel.control, error, label="refusal")

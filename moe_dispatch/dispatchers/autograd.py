@@ -42,9 +42,9 @@ class Selection:
     real_rows: Tensor | None
     padded: int | None
 
-    def take(self, tensor: Tensor, fill: float = 0) -> Tensor:
-        """Turn (T, ...) into (Tp, ...): select rows, and append padding rows of ``fill``."""
-        return self.pad(tensor if self.real_rows is None else tensor.index_select(0, self.real_rows), fill)
+    def take(self, tensor: Tensor) -> Tensor:
+        """Turn (T, ...) into (Tp, ...): select rows, and append padding rows of zeros."""
+        return self.pad(tensor if self.real_rows is None else tensor.index_select(0, self.real_rows))
 
     def pad(self, tensor: Tensor, fill: float = 0) -> Tensor:
         """Append padding rows of ``fill`` to selected rows."""
@@ -115,16 +115,21 @@ def run_dispatch(
     selection = Selection(num_rows=x_TD.shape[0], real_rows=outgoing.real_rows, padded=padded)
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device)
-    sent = selection.take(x_TD), selection.pad(outgoing.ids_TK, -1), selection.take(outgoing.weights_TK)
     mark, is_invalid, num_experts = None, None, channel.config.num_experts
     if channel.needs.exchanges_counts:
-        mark = outgoing.outcome
+        mark = outgoing.mark_or_invalid
         if sizes.capacity is not None:
             mark = torch.where(mark > 0, -1, caller.mark(x_TD.dtype))
     elif sizes.capacity is None and sizes.tokens_per_expert is None:
-        is_invalid = HostCopy(outgoing.outcome)
+        is_invalid = HostCopy(outgoing.mark_or_invalid)
     try:
-        finish = channel.backend.dispatch_async(*sent, sizes, *([] if mark is None else [mark]))
+        finish = channel.backend.dispatch_async(
+            selection.take(x_TD),
+            selection.pad(outgoing.ids_TK, -1),
+            selection.take(outgoing.weights_TK),
+            sizes,
+            *([] if mark is None else [mark]),
+        )
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
@@ -144,7 +149,7 @@ def run_dispatch(
             cut=selection.num_rows - count,
             valid_T=outgoing.valid_T,
             table=outgoing.table,
-            invalid=outgoing.outcome,
+            invalid=outgoing.mark_or_invalid,
         )
         return arrived
 
@@ -200,7 +205,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
         refuse_double_backward("dispatch")
-        ctx.state.lease.mark()
+        ctx.state.lease.tell_watchdog()
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
         return *run_dispatch_backward(ctx.state.route, ctx.state.selection, grad_RD, grad_R), None, None
 
@@ -225,7 +230,7 @@ class _Combine(torch.autograd.Function):
         weights_R, rows_RD = ctx.saved_tensors
         state: State = ctx.state
         assert state.route is not None
-        state.lease.mark()
+        state.lease.tell_watchdog()
         found = run_combine_backward(ctx.channel, grad_TD, (rows_RD, weights_R), state.route, state.selection)
         return *found, None, None
 

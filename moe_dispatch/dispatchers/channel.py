@@ -59,6 +59,7 @@ class Channel:
     which counts the dispatchers that the ranks have built on the channel.
 
     Attributes:
+        context: The objects that the backend is opened with.
         row_counts: The policy of the config for the number of rows per rank; None if each rank may bring its own number
             and the backend need not know the largest.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
@@ -116,7 +117,7 @@ class Channel:
         assert self.config.max_tokens_per_rank is not None  # graph_safe requires it
         self.backend.reserve(self.sizes(self.config.max_tokens_per_rank))
 
-    def mark(self, name: str) -> None:
+    def tell_watchdog(self, name: str) -> None:
         """Tell the watchdog, if there is one, the name of the dispatcher that makes the next collectives."""
         for watch in self._watches:
             watch.layer = name
@@ -177,13 +178,13 @@ class Lease:
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
 
-    def mark(self) -> None:
+    def tell_watchdog(self) -> None:
         """Tell the watchdog, if there is one, that this dispatcher makes the next collectives."""
-        self._channel.mark(self.name)
+        self._channel.tell_watchdog(self.name)
 
     def release(self) -> None:
         """Give the share back. A second call does nothing."""
-        self.mark()
+        self.tell_watchdog()
         if self._collected.detach() is not None:
             _release(self._channel, by_hand=True)
 
@@ -202,7 +203,7 @@ class Lease:
                 f"{self._channel.backend_name!r} on channel {self._channel.name}. Build another with build_dispatcher. "
                 "[MD10]"
             )
-        self._channel.mark(self.name)
+        self._channel.tell_watchdog(self.name)
         return self._channel
 
     def place(self, placement: ExpertPlacement, device: torch.device) -> None:
@@ -211,8 +212,7 @@ class Lease:
         In graph-safe mode the values of the old table change in place, so captured graphs follow.
         """
         channel = self._channel
-        channel.meter.placed = True
-        channel.meter.prepare(device)  # a graph that is captured later writes to these counters
+        channel.meter.place(device)
         graph_safe = channel.config.graph_safe
         table = channel.table_of(placement, device)
         self.placement = placement
@@ -304,7 +304,7 @@ def named_channel(name: str) -> Channel:
             f"moe_dispatch operators: channel {name!r} must be open in this process, got none of that name. Keep the "
             "dispatcher open while what was compiled with it, or a backward of it, still runs."
         )
-    channel.mark("")  # which dispatcher calls is not known here
+    channel.tell_watchdog("")  # which dispatcher calls is not known here
     return channel
 
 

@@ -180,7 +180,7 @@ class Dispatcher(nn.Module):
                     )
                 draft = draft_plan(channel, layout or self._inferred("plan", like), like)
             except Exception as error:
-                tell_peers(channel, error)
+                tell_peers(channel, error, in_dispatch=False)
                 raise
             return settle(channel, draft)
 
@@ -267,7 +267,7 @@ class Dispatcher(nn.Module):
                 "Dispatcher.dispatch: again=sent already has routing and plan, got more. Pass x and again=sent only."
             )
         if state.route is None:
-            return verbs.dispatch_again(x, again)
+            return verbs.dispatch_again_by_operator(x, again)
         with self._naming, profiler_range("dispatch"):
             return verbs.dispatch_again(x, again)
 
@@ -309,7 +309,7 @@ class Dispatcher(nn.Module):
         """
         state = self._state(sent, "combine")
         if state.route is None:
-            return verbs.combine(rows, sent)
+            return verbs.combine_by_operator(rows, sent)
         with self._naming, profiler_range("combine"):
             self._ddp_watch.look(rows, self._channel.communicator.group)
             return verbs.combine(rows, sent)

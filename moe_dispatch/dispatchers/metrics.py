@@ -1,4 +1,7 @@
-"""Count tokens, padding, bytes and collectives of a channel. Counters on the device are read only on request."""
+"""Count the tokens, padding, needs, bytes and collectives of a channel.
+
+Counters on the device are read only on request.
+"""
 
 from __future__ import annotations
 
@@ -65,86 +68,14 @@ class Metrics:
 
 
 @final
-class HighWaterMark:
-    """The largest numbers of rows and of invalid ids in one dispatch so far, kept on the device.
-
-    They are maxima over dispatches, so it does not matter if a dispatch is recomputed or replayed.
-    """
-
-    def __init__(self) -> None:
-        self._marks: dict[torch.device, Tensor] = {}
-
-    def prepare(self, device: torch.device) -> None:
-        """Make the mark of a device, before a dispatch allocates anything else.
-
-        Raises:
-            StateError: The first call on the device is being captured in a CUDA graph. Every replay would reset the
-                mark.
-        """
-        if device not in self._marks:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise StateError(
-                    "Dispatcher.dispatch: a call must have run once before a CUDA graph captures it, got a capture "
-                    "of the first call. Run the step once, or use moe_dispatch.capture, which warms up."
-                )
-            with torch.inference_mode(False):  # training must be able to write to a mark that an evaluation made
-                self._marks[device] = torch.zeros(3, dtype=torch.int64, device=device)
-
-    def record(self, demand: Tensor, invalid: Tensor) -> None:
-        """Raise the mark to the numbers of one dispatch. No sync. In place, so that replays write to the same mark.
-
-        Args:
-            demand: int64 (2,), ``Arrived.demand``.
-            invalid: int64 (), the number of invalid ids.
-        """
-        mark = self._marks[demand.device]
-        torch.maximum(mark, torch.cat([demand, invalid.view(1)]), out=mark)
-
-    def read(self) -> list[int]:
-        """Return the marks of this rank: rows, rows of a pair of ranks, and invalid ids. A host sync."""
-        marks = [mark.tolist() for mark in self._marks.values()]
-        return [max((mark[i] for mark in marks), default=0) for i in range(3)]
-
-    def forget_invalid_ids(self) -> None:
-        """Reset the mark of invalid ids, after they were reported."""
-        for mark in self._marks.values():
-            mark[2:].zero_()
-
-
-@final
-class StreamOrder:
-    """Puts updates of counters in order, on whichever CUDA streams they run.
-
-    All dispatches of a channel add to the same counters. Micro-batches may run on streams of their own, which do not
-    wait for each other. So each update waits for the last update of another stream. The streams wait and the host does
-    not, and what else they do stays unordered.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-
-    @contextmanager
-    def turn(self, device: torch.device) -> Iterator[None]:
-        """Let the current stream wait for the last update on the device. The block makes the next update.
-
-        A captured update runs in replays, which the caller puts in order as any work on a stream.
-        """
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        stream = torch.cuda.current_stream(device)
-        last, event = self._last.get(device, (stream, None))
-        if event is not None and last != stream:
-            stream.wait_event(event)
-        yield
-        event = torch.cuda.Event() if event is None else event
-        event.record(stream)
-        self._last[device] = stream, event
-
-
-@final
 class Meter:
     """The counters of a channel, behind ``Metrics`` and ``RequiredCapacity``. Most of them are on the device.
+
+    All dispatches of a channel write to the same counters. Micro-batches may run on CUDA streams of their own, which do
+    not wait for each other. So everything that touches a counter takes its turn: it waits for the last turn on another
+    stream. The streams wait and the host does not, and what else they do stays unordered.
+
+    Replays of a CUDA graph write to the counters that it was captured with, so counters stay where they are.
 
     Args:
         num_slots: Number of expert slots of this rank.
@@ -153,36 +84,71 @@ class Meter:
 
     Attributes:
         placed: Whether a dispatcher of the channel has a placement.
-        high_water: The largest needs so far, in graph-safe mode.
-        order: The order in which dispatches update the counters.
+        rows: Counts on the host: padding rows that a rank added ("rank"), rows that were "cut" out, and "dispatches".
     """
 
     def __init__(self, num_slots: int, num_experts: int = 0, first_expert: int = 0) -> None:
         self._num_slots, self._num_experts, self._first = num_slots, num_experts, first_expert
         self.placed = False
-        self.high_water = HighWaterMark()
-        self.order = StreamOrder()
+        self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
         self._tokens: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._by_expert: dict[torch.device, Tensor] = {}
         self._masked: dict[torch.device, Tensor] = {}
+        self._needs: dict[torch.device, Tensor] = {}  # maxima, so a dispatch may be recomputed or replayed
         self._drift: dict[tuple[str, torch.device], Tensor] = {}
-        self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
+        self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """Let the current stream wait for the last turn on the device. The block is the next turn.
+
+        A captured turn runs in replays, which the caller puts in order as any work on a stream.
+        """
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        last, event = self._turns.get(device, (stream, None))
+        if event is not None and last != stream:
+            stream.wait_event(event)
+        yield
+        event = torch.cuda.Event() if event is None else event
+        event.record(stream)
+        self._turns[device] = stream, event
+
+    def _zeros(self, what: str, device: torch.device, *shape: int) -> Tensor:
+        """Make a counter, before a dispatch allocates anything else.
+
+        Raises:
+            StateError: A CUDA graph is being captured. Every replay would reset the counter.
+        """
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                f"Dispatcher.dispatch: a {what}call must have run once before a CUDA graph captures it, got a capture "
+                "of the first call. Run the step once, or use moe_dispatch.capture, which warms up."
+            )
+        # Training must be able to write to a counter that an evaluation made.
+        with torch.inference_mode(False), self.turn(device):
+            return torch.zeros(shape, dtype=torch.int64, device=device)
 
     def prepare(self, device: torch.device) -> None:
-        """Make the counters of a device if there are none yet. A graph that is captured later writes to them.
+        """Make the counters of a device that are still missing.
 
         Raises:
             StateError: The first call on the device is being captured in a CUDA graph.
         """
-        self.high_water.prepare(device)
-        if device not in self._tokens:
-            with torch.inference_mode(False):  # training must be able to write to counters that an evaluation made
-                zeros = torch.zeros(self._num_slots, dtype=torch.int64, device=device)
-                self._tokens[device] = zeros, zeros.clone()
-                self._masked[device] = torch.zeros((), dtype=torch.int64, device=device)
-        if self.placed and device not in self._by_expert:
-            with torch.inference_mode(False):  # the last entry is for empty slots
-                self._by_expert[device] = torch.zeros(self._num_experts + 1, dtype=torch.int64, device=device)
+        if device not in self._needs:
+            self._needs[device] = self._zeros("", device, 3)
+            self._tokens[device] = self._zeros("", device, self._num_slots), self._zeros("", device, self._num_slots)
+            self._masked[device] = self._zeros("", device)
+        if self.placed:
+            self.place(device)
+
+    def place(self, device: torch.device) -> None:
+        """Count by expert from now on. A graph that is captured after this call writes to the counter made here."""
+        self.placed = True
+        if device not in self._by_expert:  # the last entry is for empty slots
+            self._by_expert[device] = self._zeros("", device, self._num_experts + 1)
 
     def record(
         self,
@@ -194,7 +160,7 @@ class Meter:
         table: SlotTable | None,
         invalid: Tensor,
     ) -> None:
-        """Count one dispatch. No sync.
+        """Count one dispatch. No sync. In place, so that replays write to the same counters.
 
         Args:
             arrived: What arrived on this rank.
@@ -205,9 +171,8 @@ class Meter:
             invalid: int64 (), the number of invalid ids; used only in graph-safe mode.
         """
         device = arrived.rows.device
-        if device not in (self._tokens if table is None else self._by_expert):
-            self.prepare(device)
-        with self.order.turn(device):
+        self.prepare(device)
+        with self.turn(device):
             real, padding = self._tokens[device]
             if table is None:
                 real.add_(arrived.real_tokens_per_expert)
@@ -218,7 +183,8 @@ class Meter:
             if valid_T is not None:
                 self._masked[device].add_(len(valid_T) - valid_T.sum())
             if arrived.demand is not None:
-                self.high_water.record(arrived.demand, invalid)
+                needs = self._needs[device]
+                torch.maximum(needs, torch.cat([arrived.demand, invalid.view(1)]), out=needs)
         self.rows["rank"] += padded
         self.rows["cut"] += cut
         self.rows["dispatches"] += 1
@@ -227,51 +193,62 @@ class Meter:
         """Count the slots of a replayed routing, ``Routing.drift``, for the dispatcher of this name. No sync.
 
         Raises:
-            StateError: The first replay on the device is being captured in a CUDA graph. Every replay of the graph
-                would reset the counter.
+            StateError: The first replay on the device is being captured in a CUDA graph.
         """
         key = (name, drift.device)
         if key not in self._drift:
-            if drift.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise StateError(
-                    "Dispatcher.dispatch: a replayed call must have run once before a CUDA graph captures it, got a "
-                    "capture of the first call. Run the step once, or use moe_dispatch.capture, which warms up."
-                )
-            with torch.inference_mode(False):
-                self._drift[key] = torch.zeros(2, dtype=torch.int64, device=drift.device)
-        with self.order.turn(drift.device):
+            self._drift[key] = self._zeros("replayed ", drift.device, 2)
+        with self.turn(drift.device):
             self._drift[key].add_(drift)
 
     def drift(self) -> dict[str, list[int]]:
         """Return the drifted and the replayed slots by name of the dispatcher. A host sync on a GPU."""
         total: dict[str, list[int]] = {}
         for (name, _), counts in self._drift.items():
-            total[name] = [a + b for a, b in zip(total.get(name, (0, 0)), counts.tolist(), strict=True)]
+            total[name] = [a + b for a, b in zip(total.get(name, (0, 0)), self._read(counts), strict=True)]
         return total
 
     @property
     def masked(self) -> int:
         """Number of rows masked so far. A host sync on a GPU."""
-        return sum(int(masked) for masked in self._masked.values())
+        return sum(self._read(masked) for masked in self._masked.values())
 
     def tokens(self) -> tuple[list[int], int]:
         """Return the real rows of each expert, and the padding of all experts. A host sync on a GPU.
 
         There are L experts, or E if there is a placement.
         """
-        total = torch.zeros(2, self._num_slots, dtype=torch.int64, device="cpu")
-        for tokens in self._tokens.values():
-            total += torch.stack(tokens).cpu()
-        real, padding = total.tolist()
-        if self.placed:
-            by_expert = torch.zeros(self._num_experts, dtype=torch.int64, device="cpu")
-            for counts in self._by_expert.values():
-                by_expert += counts[:-1].cpu()
-            for number, rows in enumerate(real):
-                if rows:  # of a dispatch before the placement
-                    by_expert[self._first + number] += rows
-            real = by_expert.tolist()
-        return real, sum(padding)
+        real, padding = [0] * self._num_slots, 0
+        for counts, paddings in self._tokens.values():
+            real = [a + b for a, b in zip(real, self._read(counts), strict=True)]
+            padding += sum(self._read(paddings))
+        if not self.placed:
+            return real, padding
+        by_expert = [0] * self._num_experts
+        for counts in self._by_expert.values():
+            by_expert = [a + b for a, b in zip(by_expert, self._read(counts)[:-1], strict=True)]
+        for number, rows in enumerate(real):
+            if rows:  # of a dispatch before the placement
+                by_expert[self._first + number] += rows
+        return by_expert, padding
+
+    def needs(self) -> list[int]:
+        """Return the largest needs of one dispatch of this rank in graph-safe mode, since the channel was opened.
+
+        They are the rows for its experts, the rows for one rank, and the invalid ids. A host sync on a GPU.
+        """
+        needs = [self._read(needs) for needs in self._needs.values()]
+        return [max((each[i] for each in needs), default=0) for i in range(3)]
+
+    def forget_invalid_ids(self) -> None:
+        """Reset the need of invalid ids, after they were reported."""
+        for device, needs in self._needs.items():
+            with self.turn(device):
+                needs[2:].zero_()
+
+    def _read(self, counter: Tensor) -> Any:
+        with self.turn(counter.device):
+            return counter.tolist()
 
 
 def read_metrics(channel: Channel, *, gather: bool) -> Metrics:

@@ -100,14 +100,15 @@ def dispatch(
             outgoing = prepare(
                 link,
                 rows,
-                routing,
+                ids,
+                weights,
                 real_rows=real_rows,
                 valid_T=valid,
                 table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
                 mark=caller.mark(rows.dtype),
             )
         except Exception as error:
-            tell_peers(link, error, rows, has_sizes=has_sizes)
+            tell_peers(link, error, in_dispatch=True, x=rows, has_sizes=has_sizes)
             raise
         known = draft.plan(link, given) if has_sizes else draft
         sizes = settle(link, known, x=rows, caller=caller, outgoing=outgoing).sizes

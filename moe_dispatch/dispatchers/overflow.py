@@ -1,4 +1,4 @@
-"""Track how many rows graph-safe dispatches need, and raise, grow or retry after an overflow."""
+"""Read how many rows graph-safe dispatches needed, and raise, grow or retry after an overflow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def required(channel: Channel) -> RequiredCapacity:
 def _agree(channel: Channel, headroom: float, verb: str) -> tuple[RequiredCapacity, float]:
     """Return the largest need and the largest headroom of all ranks. The headroom is rounded up to a thousandth."""
     capacity = _capacity(channel, verb)
-    mine = [*channel.meter.high_water.read(), math.ceil(1000 * headroom)]
+    mine = [*channel.meter.needs(), math.ceil(1000 * headroom)]
     rows, pair_rows, invalid_ids, thousandths = channel.control.max(mine, label="capacity")
     needed = RequiredCapacity(
         rows=rows,
@@ -88,7 +88,7 @@ def _invalid_ids(verb: str, channel: Channel, needed: RequiredCapacity) -> Input
     """Return the error for invalid ids, and reset their mark; None if there were none. It is the same on every rank."""
     if not needed.invalid_ids:
         return None
-    channel.meter.high_water.forget_invalid_ids()
+    channel.meter.forget_invalid_ids()
     return InputError(
         f"Dispatcher.{verb}: topk_ids must lie in -1..{channel.config.num_experts - 1}, got up to {needed.invalid_ids} "
         "invalid ids in one dispatch of one rank. Their slots went nowhere. Check the router."

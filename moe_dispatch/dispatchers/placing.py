@@ -86,7 +86,7 @@ def device_of_tables(channel: Channel, device: torch.device | str | None) -> tor
     chosen = device or channel.config.device
     if chosen is None:
         chosen = "cuda" if "cuda" in device_types(channel.communicator.group) and torch.cuda.is_available() else "cpu"
-    return torch.device(chosen)
+    return torch.empty(0, device=chosen).device  # with its number, as tensors have it
 
 
 def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement, SlotTable]:

@@ -291,7 +291,8 @@ class Outgoing:
         weights_TK: Weights of all rows, in the accumulation dtype.
         given_TK: int64, the ids of the router, only of the rows to send; -1 in rows that are no tokens.
         ids_TK: int64, ``given_TK`` with -1 for each invalid id; ids of expert slots if there is a ``table``.
-        outcome: int64 (), the second result of ``valid_ids``.
+        mark_or_invalid: int64 (). In an eager call whose ranks exchange counts it is the mark of this rank, or -1 if
+            an id is invalid. Otherwise it is the number of invalid ids.
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
         table: Table that turned ids of experts into ids of expert slots; None if they are equal.
@@ -301,7 +302,7 @@ class Outgoing:
     weights_TK: Tensor
     given_TK: Tensor
     ids_TK: Tensor
-    outcome: Tensor
+    mark_or_invalid: Tensor
     real_rows: Tensor | None
     valid_T: Tensor | None
     table: SlotTable | None = None
@@ -316,13 +317,14 @@ class Outgoing:
 
     def tally(self, num_experts: int) -> list[Tensor]:
         """Return the number of invalid ids, int64 (1,), and the number of slots of each expert, int64 (E,)."""
-        return [self.outcome.view(1), count_experts(self.ids_TK, num_experts)]
+        return [self.mark_or_invalid.view(1), count_experts(self.ids_TK, num_experts)]
 
 
 def prepare(
     channel: Channel,
     x_TD: Tensor,
-    routing: Routing,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
     *,
     real_rows: Tensor | None,
     valid_T: Tensor | None,
@@ -334,26 +336,26 @@ def prepare(
     Args:
         channel: Channel of the dispatcher.
         x_TD: As in ``Outgoing``.
-        routing: Ids of the router, without duplicates in a row, and weights in the accumulation dtype.
+        ids_TK: int64, the ids of the router for all rows. No row names an expert twice.
+        weights_TK: As in ``Outgoing``.
         real_rows: As in ``Outgoing``.
         valid_T: As in ``Outgoing``.
         table: As in ``Outgoing``.
         mark: Mark of this rank, which travels with counts if the ranks exchange counts.
     """
-    ids_TK = routing.topk_ids
     if valid_T is not None:
         ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
     if real_rows is not None:
         ids_TK = ids_TK.index_select(0, real_rows)
     tables = channel.context.permutation_of(ids_TK).tables
     marked = mark if channel.needs.exchanges_counts and not channel.config.graph_safe else None
-    valid_TK, outcome = tables.valid_ids(ids_TK, channel.config.num_experts, marked)
+    valid_TK, mark_or_invalid = tables.valid_ids(ids_TK, channel.config.num_experts, marked)
     found = Outgoing(
         x_TD=x_TD,
-        weights_TK=routing.topk_weights,
+        weights_TK=weights_TK,
         given_TK=ids_TK,
         ids_TK=valid_TK,
-        outcome=outcome,
+        mark_or_invalid=mark_or_invalid,
         real_rows=real_rows,
         valid_T=valid_T,
     )

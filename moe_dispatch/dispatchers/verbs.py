@@ -79,8 +79,13 @@ def dispatch(
         infer: Function that returns the layout of x; called if ``plan`` is None.
         async_op: Whether to return before the rows have arrived.
     """
-    channel, caller = lease.channel, Caller(torch.is_grad_enabled(), lease)
+    channel, caller, has_sizes = lease.channel, Caller(torch.is_grad_enabled(), lease), isinstance(plan, Plan)
     try:
+        if not isinstance(x, Tensor):
+            raise InputError(
+                f"Dispatcher.dispatch: x must be a Tensor, got {type(x).__name__}. Pass the hidden states, with 0 rows "
+                "if this rank has no tokens."
+            )
         layout = layout_in(plan, infer)
         x_TD = layout.flatten(x)
         routing = check_tensors(x_TD, routing, channel.config, channel.needs)
@@ -90,18 +95,18 @@ def dispatch(
         if isinstance(plan, Plan):
             check_plan(channel, plan, x, x_TD.shape[0])
         known = plan if isinstance(plan, Plan) else draft_plan(channel, layout, x)
-        sent = _outgoing(lease, x_TD, routing, known, caller)
+        outgoing = _outgoing(lease, x_TD, routing, known, caller)
     except Exception as error:
-        tell_peers(channel, error, x, has_sizes=isinstance(plan, Plan))
+        tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
         raise
-    sizes = settle(channel, known, x=x, caller=caller, outgoing=sent).sizes
+    sizes = settle(channel, known, x=x, caller=caller, outgoing=outgoing).sizes
     recorder, placement, wants_weights = channel.recorder, lease.placement, routing.topk_weights.requires_grad
     note = None if recorder is None else recorder.note(lease, lease.name, x, routing, layout)
     with torch.no_grad():
         if channel.config.balance is not None:
-            placement, table = plan_balance(channel, sent.ids_TK)
-            sent = sent.placed(table)
-        selection, finish = run_dispatch(channel, sent, sizes, caller)
+            placement, table = plan_balance(channel, outgoing.ids_TK)
+            outgoing = outgoing.placed(table)
+        selection, finish = run_dispatch(channel, outgoing, sizes, caller)
         if routing.drift is not None:
             channel.meter.record_drift(lease.name, routing.drift)
         if recorder is not None and note is not None:  # no rank refused the call, so the traces of all ranks hold it
@@ -119,7 +124,7 @@ def dispatch(
             placement=placement,
             route=arrived.route,
         )
-        rows, weights = attach(x_TD, sent.weights_TK, state, (arrived.rows, arrived.weights))
+        rows, weights = attach(x_TD, outgoing.weights_TK, state, (arrived.rows, arrived.weights))
         return _dispatched(arrived, rows, weights, state)
 
     return InFlight(placement=placement, finish=_once(lease, complete, x.device)) if async_op else complete()
@@ -147,12 +152,13 @@ def _outgoing(lease: Lease, x_TD: Tensor, routing: Routing, plan: Draft | Plan, 
     channel = lease.channel
     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
     tables = channel.context.permutation_of(routing.topk_ids).tables
-    merged = tables.merge_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
+    ids_TK, weights_TK = tables.merge_slots(routing.topk_ids, weights_TK, asks=not channel.config.graph_safe)
     real_rows, valid_T = (None, None) if plan.layout.all_real else _real_rows(channel, plan, x_TD)
     return prepare(
         channel,
         x_TD,
-        Routing(*merged),
+        ids_TK,
+        weights_TK,
         real_rows=real_rows,
         valid_T=valid_T,
         table=None if channel.config.balance is not None else lease.table,  # with balance, slots are planned later
@@ -194,25 +200,16 @@ def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device
 
 
 def dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
-    """Run ``Dispatcher.dispatch(x, again=again)``."""
+    """Run ``Dispatcher.dispatch(x, again=again)`` in an eager call."""
     state: State = again.state
+    assert state.route is not None
     channel, x_TD = state.lease.channel, state.layout.flatten(x)
-    if state.route is None:
-        rows = operators.dispatch_again(
-            anchor(x_TD, channel),
-            list(state.tensors),
-            state.selection.real_rows,
-            channel.name,
-            state.selection.num_rows,
-            again.rows.shape[0],
-        )
-    else:
-        check_again(x_TD, state.selection.num_rows, again.rows.device, channel.config)
-        check_rows("Dispatcher.dispatch", "x", x_TD, channel.config, channel.needs)
-        with torch.no_grad():
-            arrived = state.route.send(state.selection.take(x_TD))
-        rows, _ = attach(anchor(x_TD, channel), None, state, (arrived, None))
-    return _dispatched(again, rows, again.weights if torch.compiler.is_compiling() else tie(again.weights, rows), state)
+    check_again(x_TD, state.selection.num_rows, again.rows.device, channel.config)
+    check_rows("Dispatcher.dispatch", "x", x_TD, channel.config, channel.needs)
+    with torch.no_grad():
+        arrived = state.route.send(state.selection.take(x_TD))
+    rows, _ = attach(anchor(x_TD, channel), None, state, (arrived, None))
+    return _dispatched(again, rows, tie(again.weights, rows), state)
 
 
 def _dispatched(counts: Arrived | Dispatched, rows: Tensor, weights: Tensor, state: State) -> Dispatched:
@@ -230,17 +227,11 @@ def _dispatched(counts: Arrived | Dispatched, rows: Tensor, weights: Tensor, sta
 
 
 def combine(rows: Tensor, sent: Dispatched) -> Tensor:
-    """Run ``Dispatcher.combine``."""
+    """Run ``Dispatcher.combine`` in an eager call."""
     state: State = sent.state
     channel = state.lease.channel
-    weights_R = anchor(sent.weights, channel)
-    if state.route is None:
-        y_TD = operators.combine(
-            rows, weights_R, list(state.tensors), state.selection.real_rows, channel.name, state.selection.num_rows
-        )
-    else:
-        check_combine(rows, sent.rows, channel.config, channel.needs)
-        y_TD = autograd.combine(rows, weights_R, state, channel)
+    check_combine(rows, sent.rows, channel.config, channel.needs)
+    y_TD = autograd.combine(rows, anchor(sent.weights, channel), state, channel)
     return state.layout.unflatten(y_TD, state.shape)
 
 
@@ -272,7 +263,10 @@ def dispatch_by_operator(
     ids_TK, weights_TK = routing.topk_ids, routing.topk_weights
     if _fit(ids_TK, weights_TK):
         weights_TK = anchor(weights_TK.to(accumulation_dtype(x.dtype)), channel)
-        ids_TK, weights_TK = merge_slots(ids_TK, weights_TK, asks=capacity is None)
+        merge = merge_slots
+        if not torch.compiler.is_compiling():  # a kernel cannot be traced
+            merge = channel.context.permutation_of(ids_TK).tables.merge_slots
+        ids_TK, weights_TK = merge(ids_TK, weights_TK, asks=capacity is None)
     rows_RD, weights_R, real_L, *route = operators.dispatch(
         x_TD,
         ids_TK,
@@ -303,6 +297,33 @@ def dispatch_by_operator(
             tensors=tuple(route),
         ),
     )
+
+
+def dispatch_again_by_operator(x: Tensor, again: Dispatched) -> Dispatched:
+    """Run ``Dispatcher.dispatch(x, again=again)`` if an operator made the first dispatch."""
+    state: State = again.state
+    channel = state.lease.channel
+    rows = operators.dispatch_again(
+        anchor(state.layout.flatten(x), channel),
+        list(state.tensors),
+        state.selection.real_rows,
+        channel.name,
+        state.selection.num_rows,
+        again.rows.shape[0],
+    )
+    weights = again.weights if torch.compiler.is_compiling() else tie(again.weights, rows)
+    return _dispatched(again, rows, weights, state)
+
+
+def combine_by_operator(rows: Tensor, sent: Dispatched) -> Tensor:
+    """Run ``Dispatcher.combine`` if an operator made the dispatch."""
+    state: State = sent.state
+    channel, selection = state.lease.channel, state.selection
+    weights_R = anchor(sent.weights, channel)
+    y_TD = operators.combine(
+        rows, weights_R, list(state.tensors), selection.real_rows, channel.name, selection.num_rows
+    )
+    return state.layout.unflatten(y_TD, state.shape)
 
 
 def _check_plan_by_shape(channel: Channel, plan: Plan, num_rows: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, dtype
@@ -16,6 +17,39 @@ from moe_dispatch.probing import Rejected, Usable
 def accumulation_dtype(*dtypes: dtype) -> dtype:
     """Return the dtype in which sums are accumulated: float64 if any of ``dtypes`` is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+class Tables(Protocol):
+    """The functions of ``tables``, which documents them, and of every other module that makes tables."""
+
+    def merge_slots(self, ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]: ...
+
+    def valid_ids(self, ids: Tensor, num_experts: int, mark: int | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def count_owners(
+        self, ids_TK: Tensor, num_local_experts: int, width: int, length: int, *, graph_safe: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def group_slots(
+        self,
+        keys_SK: Tensor,
+        counts: Sequence[int],
+        pad_multiple: int = 1,
+        *,
+        entries_per_key: int = 1,
+        real_L: Tensor | None = None,
+    ) -> SlotIndex: ...
+
+    def group_statically(
+        self,
+        keys_SK: Tensor,
+        num_keys: int,
+        *,
+        rows: int,
+        buffer_rows: int,
+        pad_multiple: int,
+        weights_SK: Tensor | None,
+    ) -> SlotIndex: ...
 
 
 class Permutation(ABC):
@@ -32,10 +66,14 @@ class Permutation(ABC):
     - Sums are accumulated in ``accumulation_dtype`` and rounded once.
     - No method waits for a GPU.
     - No method takes part in autograd. The caller computes gradients with the methods below.
+
+    Attributes:
+        name: Name in a config.
+        tables: The module that makes tables: ``tables`` with operators of torch, or ``triton_tables`` with kernels.
     """
 
     name: ClassVar[str]
-    tables: Any = tables  # the module that makes tables: this one, or one with the same functions
+    tables: Tables = tables
 
     @classmethod
     @abstractmethod

@@ -215,7 +215,10 @@ def group_slots(
     entries_per_key: int = 1,
     real_L: Tensor | None = None,
 ) -> SlotIndex:
-    """Do what ``tables.group_slots`` does. Cost: a stable sort, a scan, two launches, a copy from pinned memory."""
+    """Do what ``tables.group_slots`` does, with a ``real_L`` of its own.
+
+    Cost: a stable sort, a scan, two launches, a copy from pinned memory.
+    """
     num_rows, top_k = keys_SK.shape
     device, num_keys, real = keys_SK.device, len(counts), sum(counts)
     padded = [round_up(count, pad_multiple) for count in counts]

@@ -206,6 +206,6 @@ def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
     if metrics.slots_replayed:
         totals["replayed"], totals["drifted"] = metrics.slots_replayed, metrics.slots_drifted
     if channel.capacity is not None:
-        totals["needed"] = channel.meter.high_water.read()[:2]
+        totals["needed"] = channel.meter.needs()[:2]
         totals["room"] = [channel.capacity.rows, channel.capacity.pair_rows]
     return totals

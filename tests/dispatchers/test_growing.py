@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends import MoEShape
 from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows
-from moe_dispatch.dispatchers.metrics import HighWaterMark
+from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import CapacityError, ConfigError, InputError, StateError
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import (
@@ -182,7 +182,7 @@ def test_headroom_out_of_range(headroom: float) -> None:
 
 def test_growing_beyond_what_offs_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = build_dispatcher(safe_config("local", max_tokens_per_rank=1 << 31, rows=2))
-    monkeypatch.setattr(HighWaterMark, "read", lambda self: [1 << 31, 0, 0])
+    monkeypatch.setattr(Meter, "needs", lambda self: [1 << 31, 0, 0])
     before = dispatcher._channel.capacity
     with pytest.raises(ConfigError, match=r"buffer must have at most 2147483647 rows, .*got 2147483648"):
         dispatcher.grow(headroom=1)

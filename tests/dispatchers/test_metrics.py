@@ -152,7 +152,7 @@ def test_counters_on_a_device_are_updated_in_turn(monkeypatch: pytest.MonkeyPatc
     routing = Routing(way.topk_ids, way.topk_weights, torch.tensor([1, 8]))
     call = partial(dispatcher.dispatch, random_rows(4).view(2, 2, HIDDEN), routing, BSHD(lengths=[1, 2]))
     call()
-    counters = [*meter._masked.values(), *meter._drift.values(), *meter.high_water._marks.values()]
+    counters = [*meter._masked.values(), *meter._drift.values(), *meter._needs.values()]
     counters += [each for pair in meter._tokens.values() for each in pair]
     places = [each.data_ptr() for each in counters]
 
@@ -171,7 +171,7 @@ def test_counters_on_a_device_are_updated_in_turn(monkeypatch: pytest.MonkeyPatc
             found.extend((places.index(each.data_ptr()), inside) for each in given)
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(meter.order, "turn", turn)
+    monkeypatch.setattr(meter, "turn", turn)
     with Uses():  # type: ignore[no-untyped-call]
         call()
     assert {place for place, _ in found} == set(range(len(places)))

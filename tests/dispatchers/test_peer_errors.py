@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,6 +54,11 @@ FAULTS: dict[str, tuple[Call, type[Exception], str]] = {
         InputError,
         f"Dispatcher.dispatch: x has hidden size {HIDDEN * 2}, hidden_size is {HIDDEN}.",
     ),
+    "no tensor": (
+        lambda d, plan: d.dispatch(cast(Any, None), routing(4), plan),
+        InputError,
+        "Dispatcher.dispatch: x must be a Tensor, got NoneType.",
+    ),
     "layout": (
         lambda d, plan: d.dispatch(rows(4), routing(4), THD([0, 2, 1, 4])),
         LayoutError,
@@ -68,7 +73,7 @@ FAULTS: dict[str, tuple[Call, type[Exception], str]] = {
 
 
 # The last two are faults of calls that bring no plan.
-WITH_PLAN = ("tensors", "hidden size")
+WITH_PLAN = ("tensors", "hidden size", "no tensor")
 CASES = [
     (name, fault, planned)
     for name, (_, may_plan) in EXCHANGES.items()

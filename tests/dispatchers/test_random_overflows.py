@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.dispatchers.metrics import HighWaterMark
 from tests.dispatchers.dropping import safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, Group, on_ranks, random_rows
 
@@ -34,7 +33,7 @@ def reports(
     x, weights = random_rows(T), torch.rand(T, 2, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for of_call in ids:
-            channel.meter.high_water = HighWaterMark()
+            channel.meter._needs.clear()
             sent = dispatcher.dispatch(x, Routing(of_call, weights))
             required = dispatcher.required_capacity()
             assert int(sent.real_tokens_per_expert.sum()) <= min(required.rows, room[0])

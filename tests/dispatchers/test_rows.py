@@ -76,6 +76,6 @@ def test_rows_taken_are_put_back_and_their_gradients_too(padding: int) -> None:
 def test_padding_is_appended_and_trimmed(rows: int, padded: int) -> None:
     tensor = torch.randn(rows, 2)
     selection = Selection(num_rows=rows, real_rows=None, padded=padded)
-    out = selection.take(tensor, -1)
+    out = selection.pad(tensor, -1)
     assert torch.equal(out, torch.cat((tensor, torch.full((padded - rows, 2), -1.0))))
     assert torch.equal(selection.put(out), tensor)

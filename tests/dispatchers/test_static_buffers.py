@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch import BSHD, Dispatched, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.dispatchers.metrics import HighWaterMark, Meter
+from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import StateError
 from moe_dispatch.testing import run_ranks
 from tests.dispatchers.layer import Group
@@ -136,16 +136,14 @@ def test_the_first_call_is_refused_while_it_is_captured(monkeypatch: pytest.Monk
     """Before anything is allocated that would belong to the graph."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(StateError, match=r"a call must have run once before a CUDA graph captures it"):
-        HighWaterMark().prepare(torch.device("cuda"))
+        Meter(2).prepare(torch.device("cuda"))
 
 
 def test_counters_stay_where_they_are() -> None:
     """A graph writes to the tensors that it was captured with."""
     meter, device = Meter(2), torch.device("cpu")
-    mark = meter.high_water
-    for counters in (meter, mark):
-        counters.prepare(device)
-    before = [*meter._tokens[device], meter._masked[device], mark._marks[device]]
+    meter.prepare(device)
+    before = [*meter._tokens[device], meter._masked[device], meter._needs[device]]
     arrived = Arrived(
         rows=torch.empty(4, 1),
         weights=torch.empty(4),
@@ -158,9 +156,9 @@ def test_counters_stay_where_they_are() -> None:
     valid_T = torch.tensor([True, False])
     meter.record(arrived, padded=0, cut=0, valid_T=valid_T, table=None, invalid=torch.tensor(2))
     assert [tensor.tolist() for tensor in before] == [[1, 2], [1, 0], 1, [4, 1, 2]]
-    assert (meter.tokens(), meter.masked, mark.read()) == (([1, 2], 1), 1, [4, 1, 2])
-    mark.forget_invalid_ids()
-    assert before[3].tolist() == mark.read() == [4, 1, 0]
+    assert (meter.tokens(), meter.masked, meter.needs()) == (([1, 2], 1), 1, [4, 1, 2])
+    meter.forget_invalid_ids()
+    assert before[3].tolist() == meter.needs() == [4, 1, 0]
 
 
 def test_sent_is_what_it_says() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import BSHD, Dispatcher, DispatcherConfig, Routing, build_dispatcher, capture
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.errors import InputError, StateError
 from tests.gpu.syncs import refused_syncs
 
@@ -131,6 +132,34 @@ def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         dispatcher.dispatch(x, Routing(ids, weights))
+
+
+def test_a_placed_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:
+    """A placement makes one counter, and the first call all others."""
+    dispatcher = dispatcher_of("local", nccl, num_experts=32)
+    dispatcher.place(ExpertPlacement(32, (tuple(reversed(range(32))),)), device="cuda")
+    x, ids, weights = inputs_of(0)
+    with (
+        pytest.raises(StateError, match="must have run once before a CUDA graph captures it"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        dispatcher.dispatch(x, Routing(ids, weights))
+
+
+def test_replays_count_the_rows_of_a_placement_after_the_first_call(nccl: dist.ProcessGroup) -> None:
+    """The counter of its experts is on the device of the rows before the capture."""
+    dispatcher = dispatcher_of("local", nccl, num_experts=64)
+    x, ids, weights = inputs_of(0)
+    dispatcher.dispatch(x, Routing(ids, weights))
+    dispatcher.place(ExpertPlacement(64, (tuple(reversed(range(64))),)), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dispatcher.dispatch(x, Routing(ids, weights))
+    before = dispatcher.metrics().real_tokens_per_expert
+    for _ in range(2):
+        graph.replay()
+    counted = dispatcher.metrics().real_tokens_per_expert - before
+    assert torch.equal(counted, 2 * torch.bincount(ids.flatten().cpu(), minlength=64))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

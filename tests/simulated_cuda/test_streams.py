@@ -35,12 +35,13 @@ def step(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> None:
     torch.autograd.grad(y, (x, routing.topk_weights), torch.ones_like(y))
 
 
-def on_ranks(backend: str, mode: str, body: Callable[[Dispatcher], None]) -> None:
-    """Run ``body`` with a dispatcher that has run once, on two ranks, or on one for ``local``."""
+def on_ranks(backend: str, mode: str, body: Callable[[Dispatcher], None], *, warm: bool = True) -> None:
+    """Run ``body`` with a dispatcher, which has run once if ``warm``, on two ranks, or on one for ``local``."""
 
     def run(group: dist.ProcessGroup) -> None:
         dispatcher = dispatcher_of(backend, group, **MODES[mode])
-        step(dispatcher, *inputs())
+        if warm:
+            step(dispatcher, *inputs())
         torch.cuda.synchronize()
         body(dispatcher)
         torch.cuda.synchronize()
@@ -92,3 +93,26 @@ def test_rows_are_awaited_on_the_stream_of_the_dispatch(backend: str, mode: str)
         dispatcher.combine(sent.rows * 2, sent)
 
     on_ranks(backend, mode, body)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_counters_wait_for_the_last_dispatch(backend: str, mode: str) -> None:
+    """They are made on one stream, updated on another, and read and reset on a third. Nobody else orders the three."""
+
+    def body(dispatcher: Dispatcher) -> None:
+        streams, batches = [torch.cuda.Stream(), torch.cuda.Stream()], [inputs(), inputs()]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(streams[0]):
+            flight = dispatcher.dispatch(*batches[0], async_op=True)
+        with torch.no_grad(), torch.cuda.stream(streams[1]):
+            dispatcher.dispatch(*batches[1])
+        with torch.no_grad(), torch.cuda.stream(streams[0]):
+            flight.wait()
+        assert dispatcher.metrics().dispatches == 2
+        if mode == "graph-safe":
+            assert dispatcher.check().invalid_ids == 0
+            dispatcher._channel.meter.forget_invalid_ids()
+
+    on_ranks(backend, mode, body, warm=False)

@@ -79,14 +79,12 @@ class AllToAll(Backend):
         space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
         dtype = rows_TD.dtype  # ``complete`` needs only the dtype, so it does not keep the rows alive
         owner_TK, counts = self._count_slots(ids_TK)
-        members_PT, to = rank_members(owner_TK, comm.size), range(comm.size)
-        if self._nodes is None:
-            members, counting = members_PT, self._send_counts(counts, members_PT, mark)
-        else:
+        members_PT = rank_members(owner_TK, comm.size)
+        members, to = members_PT, range(comm.size)
+        if self._nodes is not None:
             to, owner_TK = self._nodes.relays, self._nodes.node_of(owner_TK)
             members = rank_members(owner_TK, len(to))
-            counting = self._send_counts(counts, members_PT, mark, members)
-        counts_in, work = counting
+        counts_in, work = self._send_counts(counts, members_PT, mark, members)
         form = form_of(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
         # On the CPU, order the rows while the counts travel. On a GPU, the number of rows is known after the host read.
@@ -202,7 +200,7 @@ class AllToAll(Backend):
         )
         form = form_of(shape, rows_TD.dtype, weights_TK.dtype, note=True)
         outgoing, received = (space.take((comm.size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
-        permutation = self.context.permutation_of(rows_TD)
+        permutation = self.context.permutation_of(outgoing)
         table.fill(outgoing, form.pack(rows_TD, weights_TK, ids_TK), wanted_P, form, permutation)
         splits = even_splits(pair_rows, comm.size)
         work = comm.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label="dispatch")
@@ -330,13 +328,10 @@ class AllToAll(Backend):
         """Return the owner of each slot as ``rank_members`` takes it, and the table of ``_send_counts`` with slots."""
         shape, tables = self.context.shape, self.context.permutation_of(ids_TK).tables
         length = (1 + 2 * shape.ep_size) * self._width
-        found: tuple[Tensor, Tensor] = tables.count_owners(
-            ids_TK, shape.num_local_experts, self._width, length, graph_safe=shape.graph_safe
-        )
-        return found
+        return tables.count_owners(ids_TK, shape.num_local_experts, self._width, length, graph_safe=shape.graph_safe)
 
     def _send_counts(
-        self, counts: Tensor, members_PT: Tensor, mark: Tensor | None, members_MT: Tensor | None = None
+        self, counts: Tensor, members_PT: Tensor, mark: Tensor | None, members_MT: Tensor
     ) -> tuple[Tensor, Started | None]:
         """Start to tell every rank how many slots come for each of its experts, and how many rows.
 
@@ -351,7 +346,7 @@ class AllToAll(Backend):
             members_PT: Result of ``rank_members``.
             mark: Mark of this rank, which is added to each number of rows as ``mark * _MARK``; None for no mark. The
                 mark -1 makes the number negative.
-            members_MT: bool (M, T) with ``levels=2``, True if the node owns at least one expert of the row.
+            members_MT: bool (M, T), True if the node owns at least one expert of the row; used only with ``levels=2``.
 
         Returns:
             The last P rows of the table, which the exchange fills; and the exchange under way, or None if it is
@@ -360,7 +355,7 @@ class AllToAll(Backend):
         size, width, rows_at = self.context.communicator.size, self._width, self.context.shape.num_local_experts
         _, outgoing, received = counts.view(-1, width).split_with_sizes([1, size, size])
         num_rows_P = torch.sum(members_PT, 1, out=outgoing.select(1, rows_at))
-        if self._nodes is not None and members_MT is not None:
+        if self._nodes is not None:
             self._nodes.write_counts(outgoing, members_MT)
         if mark is not None:
             num_rows_P.add_(mark, alpha=_MARK)
