@@ -117,7 +117,7 @@ def test_operators_do_not_wait_for_the_host(backend: str, monkeypatch: pytest.Mo
 def test_operators_of_an_eager_dispatcher_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "uses_operators", lambda lease: True)
     layer = Layer(dispatcher_for("local"), torch.float32)
-    with pytest.raises(HostSyncError, match=r"__int__ at .*verbs\.py"), refuse_host_syncs():
+    with pytest.raises(HostSyncError, match=r"__int__ at .*tables\.py"), refuse_host_syncs():
         layer(*tensors(7, 0, torch.float32))
 
 
