@@ -294,6 +294,7 @@ class BackendContext:
     needs: Constraints = field(default_factory=Constraints)
     permutation: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
+    _permutations: dict[str, Permutation] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def most_rows(self) -> int | None:
@@ -307,11 +308,13 @@ class BackendContext:
 
         A subclass of Tensor may have no memory that a kernel could read, so it gets torch's.
         """
-        if type(tensor) is Tensor:
-            chosen = choose_permutation(self.permutation, tensor.device.type)
-            if chosen.name != "torch":
-                return chosen
-        return TorchPermutation(self.workspace.lend, fixed_size=self.shape.graph_safe)
+        kind = tensor.device.type if type(tensor) is Tensor else "subclass"
+        if kind not in self._permutations:
+            chosen = TorchPermutation() if kind == "subclass" else choose_permutation(self.permutation, kind)
+            if chosen.name == "torch":
+                chosen = TorchPermutation(self.workspace.lend, fixed_size=self.shape.graph_safe)
+            self._permutations[kind] = chosen
+        return self._permutations[kind]
 
     def group(
         self,
@@ -480,6 +483,8 @@ def marks_agree(marks: Collection[int]) -> bool:
     A mark is -1 if its rank refuses. Its lowest 6 bits are the number of the dispatcher, which compiled code does not
     know and sends as 0. So ranks of which only some fell back to eager mode agree.
     """
+    if len(set(marks)) == 1:  # in nearly every call
+        return min(marks) >= 0
     dispatchers = {mark % MARKED_DISPATCHERS for mark in marks} - {0}
     return min(marks) >= 0 and len(dispatchers) <= 1 and len({mark // MARKED_DISPATCHERS for mark in marks}) == 1
 

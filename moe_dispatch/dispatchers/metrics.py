@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -98,16 +98,17 @@ class Meter:
         self._drift: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
-    @contextmanager
-    def turn(self, device: torch.device) -> Iterator[None]:
+    def turn(self, device: torch.device) -> AbstractContextManager[None]:
         """Let the current stream wait for the last turn on the device. The block is the next turn.
 
         A captured turn runs in replays, which the caller puts in order as any work on a stream.
         """
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        stream = torch.cuda.current_stream(device)
+            return nullcontext()
+        return self._turn(device, torch.cuda.current_stream(device))
+
+    @contextmanager
+    def _turn(self, device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
         last, event = self._turns.get(device, (stream, None))
         if event is not None and last != stream:
             stream.wait_event(event)

@@ -348,8 +348,9 @@ def prepare(
     if real_rows is not None:
         ids_TK = ids_TK.index_select(0, real_rows)
     tables = channel.context.permutation_of(ids_TK).tables
-    marked = mark if channel.needs.exchanges_counts and not channel.config.graph_safe else None
-    valid_TK, mark_or_invalid = tables.valid_ids(ids_TK, channel.config.num_experts, marked)
+    asks = not channel.config.graph_safe
+    marked = mark if channel.needs.exchanges_counts and asks else None
+    valid_TK, mark_or_invalid = tables.valid_ids(ids_TK, channel.config.num_experts, marked, asks=asks)
     found = Outgoing(
         x_TD=x_TD,
         weights_TK=weights_TK,

@@ -24,7 +24,9 @@ class Tables(Protocol):
 
     def merge_slots(self, ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]: ...
 
-    def valid_ids(self, ids: Tensor, num_experts: int, mark: int | None = None) -> tuple[Tensor, Tensor]: ...
+    def valid_ids(
+        self, ids: Tensor, num_experts: int, mark: int | None = None, *, asks: bool
+    ) -> tuple[Tensor, Tensor]: ...
 
     def count_owners(
         self, ids_TK: Tensor, num_local_experts: int, width: int, length: int, *, graph_safe: bool

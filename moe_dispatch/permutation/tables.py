@@ -43,19 +43,22 @@ def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tens
     return torch.where(is_first, ids_TK, ids_TK.clamp(max=-1)), torch.where(is_first, merged, 0)
 
 
-def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None) -> tuple[Tensor, Tensor]:
+def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, asks: bool) -> tuple[Tensor, Tensor]:
     """Replace invalid ids, those outside -1..num_experts-1, so that the ids can serve as indices. No host sync.
 
     Args:
         ids: int64 ids of the router.
         num_experts: E.
         mark: Mark that this rank sends if all its ids are valid; None if it sends none.
+        asks: Whether to return early if all ids are valid; this works on the CPU only.
 
     Returns:
-        The ids, with -1 for each invalid id; and an int64 (). Without ``mark`` it is the number of invalid ids, else it
-        is ``mark``, or -1 if there are invalid ids.
+        The ids in new memory, with -1 for each invalid id; and an int64 (). Without ``mark`` it is the number of
+        invalid ids, else it is ``mark``, or -1 if there are invalid ids.
     """
     nearest = ids.clamp(-1, num_experts - 1)
+    if asks and ids.is_cpu and nearest.equal(ids):
+        return nearest, torch.scalar_tensor(mark or 0, dtype=torch.int64, device=ids.device)
     invalid = nearest != ids
     outcome = invalid.sum() if mark is None else torch.where(invalid.any(), -1, mark)
     return nearest.masked_fill_(invalid, -1), outcome
@@ -80,7 +83,7 @@ def count_owners(
     """
     shifted_TK = ids_TK + num_local_experts
     owner_TK = shifted_TK.div(num_local_experts, rounding_mode="floor")
-    places_N = (shifted_TK + owner_TK * (width - num_local_experts)).reshape(-1)
+    places_N = torch.add(shifted_TK, owner_TK, alpha=width - num_local_experts).reshape(-1)
     return owner_TK, count_values(places_N, length, graph_safe=graph_safe)
 
 

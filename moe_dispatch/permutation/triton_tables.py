@@ -374,7 +374,7 @@ class _Merge(torch.autograd.Function):
         return None, grads[1].gather(1, firsts.clamp(min=0)).masked_fill(firsts < 0, 0)
 
 
-def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None) -> tuple[Tensor, Tensor]:
+def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, asks: bool) -> tuple[Tensor, Tensor]:
     """Do what ``tables.valid_ids`` does. Cost: two launches."""
     outcome = torch.full((), mark or 0, dtype=torch.int64, device=ids.device)
     ids = ids.contiguous()
