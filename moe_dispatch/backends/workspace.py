@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left, bisect_right, insort
 from typing import final
 
 import torch
@@ -17,7 +18,7 @@ class Workspace:
     """A pool of CPU memory for later calls.
 
     The system clears every page of fresh memory. For tens of megabytes this takes longer than the copy that fills the
-    memory. So the pool keeps the memory of send buffers, receive buffers and results. On a GPU it hands out fresh
+    memory. So the pool keeps the memory of send buffers, receive buffers, results and scratch. On a GPU it gives fresh
     memory: torch's caching allocator already reuses memory there, and is safe with streams.
 
     A buffer belongs to one use, not to a place in the code, so two calls in flight get two buffers. The pool keeps bare
@@ -31,31 +32,30 @@ class Workspace:
 
     def take(self, shape: int | tuple[int, int], device: torch.device) -> Tensor:
         """Return uint8 memory of this shape with undefined contents. After use, pass it or a view of it to ``give``."""
-        nbytes = shape if isinstance(shape, int) else shape[0] * shape[1]
+        sizes = (shape,) if isinstance(shape, int) else shape
+        nbytes = math.prod(sizes)
         if nbytes < _WORTH_KEEPING or device.type != "cpu":
-            return torch.empty(shape, dtype=torch.uint8, device=device)
-        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._storage(nbytes), 0, (nbytes,), (1,))
-        return flat.view(shape)
+            return torch.empty(sizes, dtype=torch.uint8, device=device)
+        return _tensor_on(self._storage(nbytes), sizes, torch.uint8)
 
     def _storage(self, nbytes: int) -> torch.UntypedStorage:
         """Return the smallest free storage that is large enough, or a new storage."""
         with self._lock:
-            sizes = {i: storage.nbytes() for i, storage in enumerate(self._free)}
-            fitting = [i for i, size in sizes.items() if size >= nbytes]
-            if fitting:
-                return self._free.pop(min(fitting, key=sizes.__getitem__))
-            if sizes:  # even the largest is too small: replace it rather than keep both
-                self._free.pop(max(sizes, key=sizes.__getitem__))
+            place = bisect_left(self._free, nbytes, key=_SIZE)
+            if place < len(self._free):
+                return self._free.pop(place)
+            if self._free:  # even the largest is too small: replace it rather than keep both
+                self._free.pop()
         return _new_storage(nbytes)
 
     def give(self, buffer: Tensor) -> None:
         """Give back a buffer that ``take`` returned. Its contents may change from now on."""
         if buffer.numel() >= _WORTH_KEEPING and buffer.device.type == "cpu":
             with self._lock:
-                self._free.append(buffer.untyped_storage())
+                insort(self._free, buffer.untyped_storage(), key=_SIZE)
 
     def lend(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a result, with undefined contents. It is reused once nothing refers to it any more.
+        """Return memory for a result or scratch, with undefined contents. It is reused when nothing refers to it.
 
         Under ``torch.use_deterministic_algorithms`` the memory is always fresh: torch then fills it with NaN, which
         shows elements that are never written.
@@ -67,10 +67,8 @@ class Workspace:
             storage = self._returned(nbytes)
             if storage is None:
                 storage = _new_storage(nbytes)
-                self._lent.append(storage)
-            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            # Not a view: autograd forbids writing to a view that an autograd function returned.
-            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+                insort(self._lent, storage, key=_SIZE)
+            return _tensor_on(storage, shape, dtype)
 
     def _returned(self, nbytes: int) -> torch.UntypedStorage | None:
         """Return the smallest storage that is no longer in use and fits, or None if there is none.
@@ -78,13 +76,24 @@ class Workspace:
         A storage fits if it has at least ``nbytes`` and at most twice as many. If none fits, the largest storage that
         is too small, but has at least half of ``nbytes``, leaves the pool: the new storage takes its place.
         """
-        back = sorted((each for each in self._lent if _is_back(each)), key=torch.UntypedStorage.nbytes)
-        fitting = [each for each in back if nbytes <= each.nbytes() <= 2 * nbytes]
-        if fitting:
-            return fitting[0]
-        outgrown = [each for each in back if nbytes <= 2 * each.nbytes() < 2 * nbytes]
-        self._lent = [each for each in self._lent if not any(each is last for last in outgrown[-1:])]
+        fits = bisect_left(self._lent, nbytes, key=_SIZE)
+        for storage in self._lent[fits : bisect_right(self._lent, 2 * nbytes, key=_SIZE)]:
+            if _is_back(storage):
+                return storage
+        for place in range(fits - 1, bisect_left(self._lent, nbytes / 2, key=_SIZE) - 1, -1):
+            if _is_back(self._lent[place]):
+                del self._lent[place]
+                break
         return None
+
+
+_SIZE = torch.UntypedStorage.nbytes  # key by which the lists of a pool are sorted
+
+
+def _tensor_on(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a contiguous tensor on the storage. Not a view: autograd forbids writing to a view that it returned."""
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
 
 def _new_storage(nbytes: int) -> torch.UntypedStorage:

@@ -25,7 +25,7 @@ class TorchPermutation(Permutation):
     """The reorder in torch, on any device.
 
     Args:
-        empty: Function that allocates grouped rows. It takes the arguments of ``torch.empty``.
+        empty: Function that allocates grouped rows and scratch. It takes the arguments of ``torch.empty``.
         fixed_size: Whether all indices have a fixed size. If so, sums read no values from the device.
     """
 
@@ -77,7 +77,8 @@ class TorchPermutation(Permutation):
         # All blocks share three scratch buffers. To allocate them anew for each block may take longer than the
         # arithmetic.
         narrow, wide, products = (
-            out.new_empty(most, out.shape[1], dtype=each) for each in (rows_SD.dtype, accumulate, accumulate)
+            self._empty(most, out.shape[1], dtype=each, device=device)
+            for each in (rows_SD.dtype, accumulate, accumulate)
         )
         for block in blocks:
             count = block.stop - block.start

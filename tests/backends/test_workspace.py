@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends.workspace import Workspace
+from moe_dispatch.permutation import TorchPermutation, group_slots
 
 CPU = torch.device("cpu")
 MEGABYTE = 1 << 20
@@ -201,6 +204,34 @@ def test_grouped_rows_and_results_are_lent_in_turn() -> None:
     assert not {_address(each) for each in kept} & {_address(each) for each in others}
     assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
     dispatcher.close()
+
+
+class _Allocations(TorchDispatchMode):
+    """The sizes in bytes of large tensors that operators allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.large: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.name() and result.nbytes >= MEGABYTE:
+            self.large.append(result.nbytes)
+        return result
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_the_scratch_of_a_backward_is_lent() -> None:
+    """Blocks of 2 MiB are as large as the memory that the C allocator gives back to the system at once."""
+    permutation, keys_SK = TorchPermutation(Workspace().lend), torch.arange(512).view(512, 1) % 4
+    index = group_slots(keys_SK, [128] * 4)
+    grads_SD, partners_RD = torch.randn(512, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
+    found = []
+    for _ in range(2):
+        with _Allocations() as allocations:
+            permutation.expand_weighted(grads_SD, index, torch.rand(512), partners_RD, torch.bfloat16)
+        found.append(allocations.large)
+    assert found == [[], []]
 
 
 def _train() -> list[torch.Tensor]:
