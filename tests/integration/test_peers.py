@@ -145,7 +145,9 @@ def test_benchmark_measures_ours_beside_the_peers(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     process = start("bench", "--quick", "--ranks", "2", "--dtype", "float32", "--save", str(file))
     out, error = process.communicate(timeout=300)
-    assert (process.returncode, error) == (0, ""), error
+    # A CUDA build of torch says so if it finds a toolkit and no GPU.
+    complaints = [line for line in error.splitlines() if "No CUDA runtime is found" not in line]
+    assert (process.returncode, complaints) == (0, [])
     results = load_results(file).joined
     here = [name for name in PEERS if not missing_packages(name)]
     assert [result.case.routing for result in results.cases] == list(SKEWS)
