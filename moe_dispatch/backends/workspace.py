@@ -91,7 +91,10 @@ _SIZE = torch.UntypedStorage.nbytes  # key by which the lists of a pool are sort
 
 
 def _tensor_on(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a contiguous tensor on the storage. Not a view: autograd forbids writing to a view that it returned."""
+    """Return a contiguous tensor on the storage.
+
+    It is no view, because autograd forbids writing to a view that an autograd function returned.
+    """
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 

@@ -222,7 +222,7 @@ class _Allocations(TorchDispatchMode):
 
 @pytest.mark.usefixtures("unfilled")
 def test_the_scratch_of_a_backward_is_lent() -> None:
-    """Blocks of 2 MiB are as large as the memory that the C allocator gives back to the system at once."""
+    """The C allocator may give scratch of this size back to the system after each call."""
     permutation, keys_SK = TorchPermutation(Workspace().lend), torch.arange(512).view(512, 1) % 4
     index = group_slots(keys_SK, [128] * 4)
     grads_SD, partners_RD = torch.randn(512, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
