@@ -130,7 +130,7 @@ format: $(DEV) ## format, and mend what ruff can mend
 	$(PY) -m ruff check --fix .
 
 bench: $(BENCH) ## moe-dispatch bench, with torchtitan and transformers installed
-	$(PY) -m moe_dispatch.cli bench $(ARGS)
+	$(PY) -m moe_dispatch_tools bench $(ARGS)
 
 integration: $(BENCH) $(MEGATRON) $(FRAMEWORKS) ## the tests that need megatron-core (two versions), torchtitan, transformers and trainers
 	$(PY) -m pytest tests/integration $(ARGS)

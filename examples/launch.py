@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch import MoEDispatchError
-from moe_dispatch.testing import RankFailed, run_processes
+from moe_dispatch_testing import RankFailed, run_processes
 
 DEFAULT_RANKS = 4
 TIMEOUT = timedelta(minutes=2)
@@ -64,7 +64,7 @@ def launch(body: Callable[..., Any], ranks: int, *args: Any) -> Any:
         if multiprocessing.get_start_method(allow_none=True) is None:
             # Processes are forked from a server that has imported torch. Spawned processes would all import it.
             multiprocessing.set_start_method("forkserver")
-            multiprocessing.set_forkserver_preload(["torch._dynamo", "moe_dispatch.testing"])
+            multiprocessing.set_forkserver_preload(["torch._dynamo", "moe_dispatch_testing"])
         return run_processes(_run_rank, ranks, body, transport, *args, backend=transport, timeout=TIMEOUT)[0]
     local_rank = int(os.environ["LOCAL_RANK"])
     if transport == "nccl":

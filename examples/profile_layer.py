@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 2048, 512, 16, 4
 COLOURS = {"dispatch": "#4c78a8", "experts": "#b8b6ae", "combine": "#f58518"}

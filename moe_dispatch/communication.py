@@ -378,7 +378,7 @@ class HostCopy:
     """Copy a number from a device to the host while the device goes on, and read it later.
 
     ``read`` waits only for the copy. If the host has waited for later work of the device in between, the copy is done
-    and ``read`` does not wait. So ``moe_dispatch.testing.count_host_syncs`` does not count it.
+    and ``read`` does not wait. So ``moe_dispatch_testing.count_host_syncs`` does not count it.
     """
 
     def __init__(self, number: Tensor) -> None:

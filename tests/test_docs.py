@@ -20,7 +20,7 @@ from moe_dispatch import THD, DispatcherConfig, MoEDispatchError, Routing, build
 from moe_dispatch.backends import Arrived, Backend, BackendOptions, Constraints, Route, registry
 from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.config import PAD_MULTIPLES
-from moe_dispatch.testing import run_ranks
+from moe_dispatch_testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch import Dispatched, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError
-from moe_dispatch.testing import run_ranks
+from moe_dispatch_testing import run_ranks
 
 DOCS = Path(__file__).parent.parent / "docs"
 HIDDEN, EXPERTS = 16, 8

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_dispatch.testing import run_ranks
-from moe_dispatch.testing.emulation import imported_as_deep_ep
+from moe_dispatch_testing import run_ranks
+from moe_dispatch_testing.emulation import imported_as_deep_ep
 from tests.migration_pages import EXPERTS, TOP_K, Layer, largest_error, run_block
 
 RANKS = 2

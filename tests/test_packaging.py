@@ -28,7 +28,7 @@ def test_sdist_has_every_tracked_file() -> None:
     patterns = [
         pattern.removeprefix("/") for pattern in PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     ]
-    assert {"mkdocs.yml", "moe_dispatch", "tests"} <= tracked
+    assert {"mkdocs.yml", "moe_dispatch", "moe_dispatch_testing", "moe_dispatch_tools", "tests"} <= tracked
     assert not {name for name in tracked - ADDED if not any(Path(name).match(pattern) for pattern in patterns)}
 
 
@@ -53,7 +53,7 @@ def test_extra_is_installed_from_the_checkout(tmp_path: Path) -> None:
 
 def test_commands_name_extras_that_exist_and_no_page_names_an_index() -> None:
     extras = set(PYPROJECT["project"]["optional-dependencies"])
-    sources = [*(ROOT / "moe_dispatch").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    sources = [*ROOT.glob("moe_dispatch*/**/*.py"), *(ROOT / "examples").glob("*.py")]
     used = {
         name for path in sources for name in re.findall(r"how_to_install\(['\"](\w+)['\"]\)", path.read_text("utf-8"))
     }

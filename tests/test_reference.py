@@ -23,14 +23,14 @@ ON_PAGE = {
 # Parts of a package: what other modules of the package may import from them.
 PARTS = {
     "moe_dispatch.integrations.megatron.core",
-    "moe_dispatch.testing.emulation.elastic.buffer",
-    "moe_dispatch.testing.emulation.hybrid",
+    "moe_dispatch_testing.emulation.elastic.buffer",
+    "moe_dispatch_testing.emulation.hybrid",
 }
 
 
 def _exports() -> Iterator[tuple[str, list[str]]]:
     """Each module with an ``__all__``. Sources are read: integrations cannot be imported without their framework."""
-    for path in sorted((ROOT / "moe_dispatch").rglob("*.py")):
+    for path in sorted(ROOT.glob("moe_dispatch*/**/*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -54,9 +54,9 @@ def test_public_modules_are_found() -> None:
         "moe_dispatch.layouts",
         "moe_dispatch.permutation",
         "moe_dispatch.replay",
-        "moe_dispatch.testing",
-        "moe_dispatch.testing.emulation",
-        "moe_dispatch.traces",
+        "moe_dispatch_testing",
+        "moe_dispatch_testing.emulation",
+        "moe_dispatch_tools.traces",
     }
 
 

@@ -16,12 +16,12 @@ import torch
 from moe_dispatch import BSHD, THD, DispatcherConfig, Masked, MoEDispatchError, Routing, Rows, build_dispatcher
 from moe_dispatch.backends import registry
 from moe_dispatch.backends.deep_ep import library
-from moe_dispatch.testing import run_ranks
+from moe_dispatch_testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "moe_dispatch").rglob("*.py"))
+SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("moe_dispatch*/**/*.py"))
 
 Call = Callable[[], object]
 

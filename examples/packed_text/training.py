@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch.traces import RunLog, Trace
+from moe_dispatch_tools.traces import RunLog, Trace
 from packed_text.documents import Pack, batches, join
 from packed_text.model import ByteLanguageModel, Group
 

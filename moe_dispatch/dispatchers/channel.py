@@ -28,7 +28,7 @@ from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import StateError
 
 if TYPE_CHECKING:
-    from moe_dispatch.traces.recorder import Recorder
+    from moe_dispatch.dispatchers.recorder import Recorder
 
 logger = logging.getLogger("moe_dispatch")
 

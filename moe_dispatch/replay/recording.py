@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.dispatchers.recorder import Note, Recorder
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.replay.encoding import stored
 from moe_dispatch.replay.table import RoutingTable, SequenceId
-from moe_dispatch.traces.recorder import Note, Recorder
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers import Dispatcher

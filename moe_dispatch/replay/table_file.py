@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_dispatch.errors import TraceError
-from moe_dispatch.traces import file
+from moe_dispatch.replay import file
 
 if TYPE_CHECKING:
     from moe_dispatch.replay.table import RoutingTable, SequenceId

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement, SlotWeights, expected_rows, least_loaded, planners
 from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
-from moe_dispatch.testing import count_collectives
+from moe_dispatch_testing import count_collectives
 from tests.balance.test_slot_weights import expect_dense, experts, gradients, inputs, own_part
 from tests.dispatchers.layer import Group, on_ranks, random_rows, small_config
 

@@ -16,7 +16,7 @@ from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.dispatchers import planning
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import ConfigError, InputError, PeerError
-from moe_dispatch.testing import Scenario, count_collectives
+from moe_dispatch_testing import Scenario, count_collectives
 from tests.dispatchers.layer import NUM_EXPERTS, Group, on_ranks, random_routing, random_rows, small_config
 
 OWN = ExpertPlacement.contiguous(NUM_EXPERTS, 2, spare=1)

@@ -16,8 +16,8 @@ from moe_dispatch.balance import ExpertPlacement, SlotWeights
 from moe_dispatch.balance.movement import movement_of
 from moe_dispatch.balance.slot_weights import _summed
 from moe_dispatch.errors import InputError, StateError
-from moe_dispatch.testing import Scenario
 from moe_dispatch.types import InFlight
+from moe_dispatch_testing import Scenario
 from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, Group, on_ranks, random_routing, random_rows, small_config
 
 RANKS = 4

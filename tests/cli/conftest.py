@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-import moe_dispatch.testing.ranks as threads
+import moe_dispatch_testing.ranks as threads
 from moe_dispatch.backends import registry
-from moe_dispatch.cli.app import app
-from moe_dispatch.cli.bench import command as bench
-from moe_dispatch.cli.bench import measurement
-from moe_dispatch.cli.compare import command as compare
-from moe_dispatch.cli.doctor import self_tests
-from moe_dispatch.cli.place import Place
-from moe_dispatch.cli.ranks import Body
+from moe_dispatch_tools.app import app
+from moe_dispatch_tools.bench import command as bench
+from moe_dispatch_tools.bench import measurement
+from moe_dispatch_tools.compare import command as compare
+from moe_dispatch_tools.doctor import self_tests
+from moe_dispatch_tools.place import Place
+from moe_dispatch_tools.ranks import Body
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_dispatch.backends import known_backends
-from moe_dispatch.testing import SCENARIOS, kit
+from moe_dispatch_testing import SCENARIOS, kit
 from tests.cli.conftest import Command
 
 RING = Path(__file__).parents[2] / "examples" / "own_backend"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_dispatch.testing import SCENARIOS, kit
+from moe_dispatch_testing import SCENARIOS, kit
 from tests.cli.conftest import Command
 
 ROOT = Path(__file__).parents[2]

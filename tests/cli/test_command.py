@@ -15,15 +15,16 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
-from moe_dispatch import __version__, cli
+import moe_dispatch_tools
+from moe_dispatch import __version__
 from moe_dispatch.backends import known_backends
-from moe_dispatch.cli import options
-from moe_dispatch.cli.app import app
-from moe_dispatch.cli.bench import request, workload
-from moe_dispatch.cli.compare.comparison import MODES
-from moe_dispatch.cli.compare.workload import MOST_STEPS
-from moe_dispatch.cli.plan.models import DTYPES
-from moe_dispatch.testing.scenario import ROUTINGS, TOLERANCES
+from moe_dispatch_testing.scenario import ROUTINGS, TOLERANCES
+from moe_dispatch_tools import options
+from moe_dispatch_tools.app import app
+from moe_dispatch_tools.bench import request, workload
+from moe_dispatch_tools.compare.comparison import MODES
+from moe_dispatch_tools.compare.workload import MOST_STEPS
+from moe_dispatch_tools.plan.models import DTYPES
 from tests.cli.conftest import Command
 from tests.cli.processes import hearing_interrupts, members, wait_for
 
@@ -34,7 +35,7 @@ COMMANDS = ("doctor", "check", "plan", "compare", "bench", "report")
 def start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
     """The real thing, in a process group of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "moe_dispatch.cli", *arguments],
+        [sys.executable, "-m", "moe_dispatch_tools", *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -49,7 +50,7 @@ def test_version(command: Command) -> None:
 
 
 def test_script_is_declared() -> None:
-    assert 'moe-dispatch = "moe_dispatch.cli:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'moe-dispatch = "moe_dispatch_tools:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def test_help_lists_every_command_and_completion(command: Command) -> None:
@@ -124,7 +125,7 @@ def test_help_names_the_default_number_of_dispatches_of_a_trace(command: Command
 def test_help_and_completion_import_neither_torch_nor_matplotlib() -> None:
     shown = """
 import contextlib, io, os, sys
-from moe_dispatch.cli import main
+from moe_dispatch_tools import main
 
 def call(*arguments):
     sys.argv = ["moe-dispatch", *arguments]
@@ -153,14 +154,14 @@ def test_interrupt_is_told(command: Command, monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(*arguments: object, **options: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moe_dispatch.cli.doctor.command.run", interrupted)
+    monkeypatch.setattr("moe_dispatch_tools.doctor.command.run", interrupted)
     answer = command("doctor")
     assert (answer.status, answer.error) == (130, "Error: interrupted, all ranks are ended.\n")
 
 
-@pytest.mark.parametrize("missing", cli.EXTRA)
+@pytest.mark.parametrize("missing", moe_dispatch_tools.EXTRA)
 def test_missing_packages_are_named(missing: str) -> None:
-    without = f"import sys; sys.modules[{missing!r}] = None; from moe_dispatch import cli; sys.exit(cli.main())"
+    without = f"import sys; sys.modules[{missing!r}] = None; from moe_dispatch_tools import main; sys.exit(main())"
     finished = subprocess.run(
         [sys.executable, "-c", without, "report", "run.safetensors"],
         cwd=ROOT,
@@ -175,8 +176,8 @@ def test_missing_packages_are_named(missing: str) -> None:
 
 
 def test_processes_of_ranks_load_neither_typer_nor_rich() -> None:
-    loaded = "import sys, moe_dispatch.cli.doctor.self_tests, moe_dispatch.cli.compare.measurement"
-    loaded += ", moe_dispatch.cli.bench.measurement; print(*sys.modules)"
+    loaded = "import sys, moe_dispatch_tools.doctor.self_tests, moe_dispatch_tools.compare.measurement"
+    loaded += ", moe_dispatch_tools.bench.measurement; print(*sys.modules)"
     finished = subprocess.run(
         [sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_dispatch.cli.place import Place
-from moe_dispatch.cli.ranks import Send, num_ranks, on_ranks, ranks_here, this_rank
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing import RankFailed
+from moe_dispatch_testing import RankFailed
+from moe_dispatch_tools.place import Place
+from moe_dispatch_tools.ranks import Send, num_ranks, on_ranks, ranks_here, this_rank
 
 ROOT = Path(__file__).parents[2]
 UNDER_TORCHRUN = """
-from moe_dispatch.cli.ranks import PeerFailed, on_ranks, this_rank
-from moe_dispatch.testing import RankFailed
+from moe_dispatch_tools.ranks import PeerFailed, on_ranks, this_rank
+from moe_dispatch_testing import RankFailed
 
 def body(place, send):
     send(place.rank)
@@ -119,7 +119,7 @@ def test_rank_that_does_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rank_that_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_dispatch.cli.place.TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr("moe_dispatch_tools.place.TIMEOUT", timedelta(seconds=1))
     in_a_pod(monkeypatch, RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="9")
     with pytest.raises(RankFailed, match=r"rank 1 of 2 cannot join the other ranks: .*127\.0\.0\.1.*Start all of them"):
         on_ranks(raising_rank, 4, on_message=lambda message: None)
@@ -130,7 +130,7 @@ def test_doctor_in_two_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     in_a_pod(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-m", "moe_dispatch.cli", "doctor", "-b", "alltoall", "--json"]
+    command = [sys.executable, "-m", "moe_dispatch_tools", "doctor", "-b", "alltoall", "--json"]
     pods = [
         subprocess.Popen(
             command, env={**os.environ, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moe_dispatch.cli import console
+from moe_dispatch_tools import console
 
 HEADINGS = ["ms", "dispatch", "combine", "backward", "total", "min..max", "cpu", "cold", "ratio", "cold\nratio"]
 NUMBERS = ["1111.1", "2222.2", "3333.3", "4444.4", "16.5..24.7", "5555.5", "6666.6", "7777.7", "8888.8"]

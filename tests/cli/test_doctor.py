@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from moe_dispatch.backends import register_backend
-from moe_dispatch.cli.doctor import diagnosis, self_tests
 from moe_dispatch.errors import PeerError
-from moe_dispatch.testing import RankFailed
+from moe_dispatch_testing import RankFailed
+from moe_dispatch_tools.doctor import diagnosis, self_tests
 from tests.cli.conftest import Command, on_threads
 from tests.cli.planted import Absent, Halved, Raising
 from tests.cli.test_command import start

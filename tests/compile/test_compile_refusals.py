@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from moe_dispatch import BSHD, Dispatcher, Routing, Rows
 from moe_dispatch.backends import registry
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch.testing.strict import StrictOptions
+from moe_dispatch_testing.strict import StrictOptions
 from tests.compile.layer import Layer, dispatcher_for, tensors
 
 compiled = partial(torch.compile, fullgraph=True, backend="aot_eager")

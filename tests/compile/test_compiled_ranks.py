@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_dispatch import Routing
 from moe_dispatch.errors import InputError, PeerError
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.compile.layer import Layer, dispatcher_for, expect_same, graphs, needs_compiler, no_recompilation, tensors
 
 RANKS = 2

@@ -16,7 +16,7 @@ from moe_dispatch.backends.base import Backend, Route
 from moe_dispatch.custom_operators import BODIES, NAMESPACE
 from moe_dispatch.dispatchers import operators
 from moe_dispatch.errors import StateError
-from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch_testing.ranks import run_ranks
 from tests.compile.layer import dispatcher_for, tensors
 
 Arguments = tuple[Any, ...]

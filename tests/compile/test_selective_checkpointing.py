@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from moe_dispatch.testing import count_collectives, run_ranks
+from moe_dispatch_testing import count_collectives, run_ranks
 from tests.compile.layer import Layer, dispatcher_for, step, tensors
 
 ONCE = {"counts": 1, "dispatch": 1, "combine": 1, "combine.backward": 1, "dispatch.backward": 1}

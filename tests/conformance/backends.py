@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moe_dispatch.backends import known_backends, register_backend, registry
-from moe_dispatch.testing.case import BackendSpec
-from moe_dispatch.testing.strict import StrictOptions
+from moe_dispatch_testing.case import BackendSpec
+from moe_dispatch_testing.strict import StrictOptions
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_backend"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moe_dispatch.testing import Ranks
-from moe_dispatch.testing.case import BackendSpec, Case, run_case
-from moe_dispatch.testing.kit import backend_cases, describe
+from moe_dispatch_testing import Ranks
+from moe_dispatch_testing.case import BackendSpec, Case, run_case
+from moe_dispatch_testing.kit import backend_cases, describe
 from tests.conformance.backends import BACKENDS, IN_ONE_LAYOUT, OLDER_RELEASES, more_backends
 
 # The dispatcher and autograd handle what these scenarios show: gradients that nobody asks for, empty experts, layouts,

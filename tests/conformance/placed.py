@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from moe_dispatch.testing import SCENARIOS, Ranks, run_case
-from moe_dispatch.testing.case import BackendSpec
-from moe_dispatch.testing.kit import describe, excuse, fitted, scenario_cases
-from moe_dispatch.testing.scenario import Scenario
+from moe_dispatch_testing import SCENARIOS, Ranks, run_case
+from moe_dispatch_testing.case import BackendSpec
+from moe_dispatch_testing.kit import describe, excuse, fitted, scenario_cases
+from moe_dispatch_testing.scenario import Scenario
 from tests.conformance.backends import BACKENDS, IN_ONE_LAYOUT, more_backends
 
 EP_SIZES = (2, 4)

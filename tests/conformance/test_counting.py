@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from moe_dispatch.testing import count_collectives, count_host_syncs, run_processes, run_ranks
-from moe_dispatch.testing.ranks import thread_group
+from moe_dispatch_testing import count_collectives, count_host_syncs, run_processes, run_ranks
+from moe_dispatch_testing.ranks import thread_group
 
 
 def all_to_all(group: dist.ProcessGroup) -> None:

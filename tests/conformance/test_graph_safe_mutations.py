@@ -16,8 +16,8 @@ from moe_dispatch.backends.alltoall.fixed import SendTable
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.permutation import SlotIndex, TorchPermutation, group_statically, merge_slots, tables
-from moe_dispatch.testing import SCENARIOS, ConformanceError, HostSyncError, Ranks
-from moe_dispatch.testing.kit import fitted, scenario_cases
+from moe_dispatch_testing import SCENARIOS, ConformanceError, HostSyncError, Ranks
+from moe_dispatch_testing.kit import fitted, scenario_cases
 from tests.conformance.test_mutations import (
     Patch,
     arriving,

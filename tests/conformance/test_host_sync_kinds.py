@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.testing import (
+from moe_dispatch_testing import (
     HostSyncError,
     allow_host_syncs,
     count_collectives,
     count_host_syncs,
     refuse_host_syncs,
 )
-from moe_dispatch.testing.operators import OpaqueOperatorError
+from moe_dispatch_testing.operators import OpaqueOperatorError
 
 X = torch.arange(4.0)
 IDS = torch.tensor([1, 0, 1, 1])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.testing import HostSyncError, allow_host_syncs, count_collectives, refuse_host_syncs, run_ranks
+from moe_dispatch_testing import HostSyncError, allow_host_syncs, count_collectives, refuse_host_syncs, run_ranks
 from tests.conformance.planted import NAMES, PLACES, PLANTS, groups, harmless, operator, planted, program
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 

@@ -25,10 +25,10 @@ from moe_dispatch.backends import (
     registry,
 )
 from moe_dispatch.backends.local import LocalOptions
-from moe_dispatch.testing import SCENARIOS, Case, check_backend, kit, run_case
-from moe_dispatch.testing.case import BackendSpec
-from moe_dispatch.testing.kit import describe, excuse, fitted
-from moe_dispatch.testing.scenario import Scenario
+from moe_dispatch_testing import SCENARIOS, Case, check_backend, kit, run_case
+from moe_dispatch_testing.case import BackendSpec
+from moe_dispatch_testing.kit import describe, excuse, fitted
+from moe_dispatch_testing.scenario import Scenario
 from tests.conformance.backends import BACKENDS, EXAMPLE, more_backends
 
 

@@ -29,9 +29,9 @@ from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import TorchPermutation, count_values, group_slots, merge_slots, tables
 from moe_dispatch.permutation import rows as permutation_rows
 from moe_dispatch.permutation.index import SlotIndex
-from moe_dispatch.testing import SCENARIOS, Case, Ranks, run_case
-from moe_dispatch.testing.case import BackendSpec
-from moe_dispatch.testing.kit import describe, fitted, scenario_cases
+from moe_dispatch_testing import SCENARIOS, Case, Ranks, run_case
+from moe_dispatch_testing.case import BackendSpec
+from moe_dispatch_testing.kit import describe, fitted, scenario_cases
 
 Patch = pytest.MonkeyPatch
 

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch.backends import known_backends
-from moe_dispatch.testing import SCENARIOS, Case, run_processes
-from moe_dispatch.testing.case import case_config, run_rank
-from moe_dispatch.testing.kit import excuse
+from moe_dispatch_testing import SCENARIOS, Case, run_processes
+from moe_dispatch_testing.case import case_config, run_rank
+from moe_dispatch_testing.kit import excuse
 from tests.conformance.backends import more_backends
 
 EP_SIZE = 2

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing import RankFailed, Ranks, run_processes, run_ranks
+from moe_dispatch_testing import RankFailed, Ranks, run_processes, run_ranks
 
 SHORT = datetime.timedelta(seconds=1)
 

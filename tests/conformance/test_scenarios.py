@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from moe_dispatch.backends import known_backends
-from moe_dispatch.testing import SCENARIOS, Excuse, conformance_cases, excuses
-from moe_dispatch.testing.input_layouts import INPUT_LAYOUTS
-from moe_dispatch.testing.kit import EP_SIZES, describe
-from moe_dispatch.testing.scenario import ROUTINGS
-from moe_dispatch.testing.schedules import SCHEDULES
+from moe_dispatch_testing import SCENARIOS, Excuse, conformance_cases, excuses
+from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
+from moe_dispatch_testing.kit import EP_SIZES, describe
+from moe_dispatch_testing.scenario import ROUTINGS
+from moe_dispatch_testing.schedules import SCHEDULES
 from tests.conformance.backends import BACKENDS
 from tests.conformance.cases import OF_EACH_KIND_OF_CALL, OF_THE_DISPATCHER, chosen_cases
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.permutation import SlotIndex, group_statically, tables
-from moe_dispatch.testing import HostSyncError, trace_static
+from moe_dispatch_testing import HostSyncError, trace_static
 from tests.dispatchers.layer import HIDDEN, Group, expert_weights, random_routing, random_rows, small_config
 
 BACKENDS = ("local", "allgather", "alltoall")

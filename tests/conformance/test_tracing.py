@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.testing import HostSyncError, trace_static
+from moe_dispatch_testing import HostSyncError, trace_static
 from tests.conformance.planted import NAMES, PLACES, PLANTS, groups, harmless, operator, planted
 from tests.dispatchers.layer import random_routing, random_rows, small_config
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.testing.emulation import RELEASES, emulated_deep_ep
-from moe_dispatch.testing.emulation.signatures import parsed, recorded
+from moe_dispatch_testing.emulation import RELEASES, emulated_deep_ep
+from moe_dispatch_testing.emulation.signatures import parsed, recorded
 from tests.deep_ep_backends.vendors import config
 from tests.dispatchers.layer import Group, on_ranks, random_routing
 

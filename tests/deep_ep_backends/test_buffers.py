@@ -15,7 +15,7 @@ from moe_dispatch.backends.deep_ep.deepep import DeepEP
 from moe_dispatch.backends.deep_ep.hybridep import HybridEP
 from moe_dispatch.backends.deep_ep.pool import BufferPool
 from moe_dispatch.errors import InputError, PeerError
-from moe_dispatch.testing.emulation import EmulatedHang, emulated_deep_ep
+from moe_dispatch_testing.emulation import EmulatedHang, emulated_deep_ep
 from tests.deep_ep_backends.vendors import (
     ALL,
     HYBRID,

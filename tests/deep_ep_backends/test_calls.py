@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.testing.emulation import RELEASES
-from moe_dispatch.testing.emulation.signatures import recorded
+from moe_dispatch_testing.emulation import RELEASES
+from moe_dispatch_testing.emulation.signatures import recorded
 from tests.deep_ep_backends import calls
 from tests.deep_ep_backends.vendors import V25, config, identity_and_close
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing.emulation import emulated_deep_ep, memory
+from moe_dispatch_testing.emulation import emulated_deep_ep, memory
 from tests.deep_ep_backends.static_layer import one_layer
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, config, rank_major_class, rank_of
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing

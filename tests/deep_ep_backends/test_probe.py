@@ -17,7 +17,7 @@ from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import BackendUnavailableError
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation import emulated_deep_ep
 
 Install = Callable[..., None]
 

@@ -14,7 +14,7 @@ from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import ConfigError, InputError
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.dispatchers.layer import outcomes_on, raises_everywhere
 
 DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"

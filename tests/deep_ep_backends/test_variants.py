@@ -18,7 +18,7 @@ from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, config, identity, identity_and_close, rank_of
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
-from moe_dispatch.testing.rank_context import padding_rows, poison, poison_gradient
+from moe_dispatch_testing.rank_context import padding_rows, poison, poison_gradient
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, local_part, random_rows, small_config
 
 NAN, TOKENS = float("nan"), 8

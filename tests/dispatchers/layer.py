@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
-from moe_dispatch.testing.ranks import TIMEOUT, run_ranks
+from moe_dispatch_testing.ranks import TIMEOUT, run_ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 2, 16
 

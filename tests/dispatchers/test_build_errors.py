@@ -27,7 +27,7 @@ from moe_dispatch.backends import (
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, PeerError
 from moe_dispatch.permutation import TorchPermutation
-from moe_dispatch.testing.ranks import thread_group
+from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import Group, identity_round, outcomes, outcomes_on, raises_everywhere, small_config
 
 NO_CONFIGS: dict[str, tuple[Any, str]] = {

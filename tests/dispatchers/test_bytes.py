@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.alltoall import backend as alltoall
-from moe_dispatch.testing import count_collectives
+from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
 EXPERTS, SLOTS, HIDDEN, ROWS, SIZE = 16, 8, 64, 50, 4

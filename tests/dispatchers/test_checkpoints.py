@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 TIMEOUT = timedelta(seconds=60)

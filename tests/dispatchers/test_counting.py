@@ -12,7 +12,7 @@ import torch
 
 from moe_dispatch import Plan, Rows, build_dispatcher
 from moe_dispatch.permutation import tables
-from moe_dispatch.testing import HostRead, count_collectives, count_host_syncs
+from moe_dispatch_testing import HostRead, count_collectives, count_host_syncs
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
 LAYERS, ROWS = 4, 5

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.testing import RankFailed, run_processes
+from moe_dispatch_testing import RankFailed, run_processes
 from tests.dispatchers.layer import random_routing, random_rows, small_config
 
 TIMEOUT_S = 8

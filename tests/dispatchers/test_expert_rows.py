@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe_dispatch import Dispatched, Routing, build_dispatcher
 from moe_dispatch.errors import InputError, StateError
-from moe_dispatch.testing import refuse_host_syncs, trace_static
+from moe_dispatch_testing import refuse_host_syncs, trace_static
 from tests.dispatchers.layer import (
     NUM_EXPERTS,
     Group,

@@ -19,7 +19,7 @@ from moe_dispatch.backends import (
     registry,
 )
 from moe_dispatch.errors import ConfigError, InputError, PeerError
-from moe_dispatch.testing import count_collectives
+from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import (
     Group,
     identity_round,

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_dispatch import Rows, build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing import count_collectives, run_processes
-from moe_dispatch.testing.ranks import thread_group
+from moe_dispatch_testing import count_collectives, run_processes
+from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
 

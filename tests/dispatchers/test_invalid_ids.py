@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, PeerError
-from moe_dispatch.testing import count_host_syncs, refuse_host_syncs
+from moe_dispatch_testing import count_host_syncs, refuse_host_syncs
 from tests.dispatchers.layer import (
     Group,
     by_operators,

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_dispatch import BSHD, THD, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.dispatchers import Metrics
 from moe_dispatch.layouts import base
-from moe_dispatch.testing import count_collectives
+from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import HIDDEN, Group, on_ranks, random_routing, random_rows, small_config
 
 IDS = [torch.tensor([[0, 1], [0, 5], [0, -1]]), torch.tensor([[0, 4], [7, 6], [7, -1], [-1, -1], [0, 7]])]

@@ -10,7 +10,7 @@ import torch
 from moe_dispatch import BSHD, THD, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.dispatchers.opening import Group
 from moe_dispatch.errors import InputError, LayoutError, PeerError
-from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch_testing.ranks import run_ranks
 
 CONFIG = DispatcherConfig(backend="local", num_experts=4, top_k=2, hidden_size=8)
 NAME = "stage 2, layers.7.mlp"

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.errors import CapacityError
 from moe_dispatch.permutation import SlotIndex, group_statically, tables
-from moe_dispatch.testing import Ranks
+from moe_dispatch_testing import Ranks
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, expert_weights, raises_everywhere, random_rows
 

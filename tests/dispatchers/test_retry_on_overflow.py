@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.dispatchers.dropping import apply_poisoned, safe_config
 from tests.dispatchers.layer import (
     Group,

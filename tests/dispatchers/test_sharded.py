@@ -7,7 +7,7 @@ import datetime
 import pytest
 import torch
 
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.sharded.grid import Grid, Place
 from tests.sharded.model import Sizes, run_whole
 from tests.sharded.packing import Packed

@@ -14,7 +14,7 @@ from moe_dispatch import BSHD, Dispatched, DispatcherConfig, Routing, build_disp
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import StateError
-from moe_dispatch.testing import run_ranks
+from moe_dispatch_testing import run_ranks
 from tests.dispatchers.layer import Group
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 16, 12

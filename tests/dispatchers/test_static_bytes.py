@@ -12,8 +12,8 @@ import torch.distributed as dist
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.communication import Communicator
 from moe_dispatch.permutation import round_up
-from moe_dispatch.testing import Collective, allow_host_syncs, count_collectives, refuse_host_syncs
-from moe_dispatch.testing.scenario import ROUTINGS
+from moe_dispatch_testing import Collective, allow_host_syncs, count_collectives, refuse_host_syncs
+from moe_dispatch_testing.scenario import ROUTINGS
 from tests.dispatchers.dropping import safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, on_ranks, random_rows
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.testing.rank_context import padding_rows, poison, poison_gradient
+from moe_dispatch_testing.rank_context import padding_rows, poison, poison_gradient
 from tests.dispatchers.layer import (
     Group,
     expert_weights,

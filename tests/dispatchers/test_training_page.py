@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 4, 16, 8, 8, 2, 2

@@ -18,7 +18,7 @@ from moe_dispatch.backends.alltoall import backend as alltoall
 from moe_dispatch.backends.alltoall.two_level import Nodes
 from moe_dispatch.communication import Communicator, Started, read_host
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing import count_collectives
+from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
 EXPERTS, SLOTS, HIDDEN, ROWS = 16, 6, 64, 40

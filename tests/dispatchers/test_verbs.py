@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
-from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch_testing.ranks import run_ranks
 from tests.dispatchers.layer import (
     HIDDEN,
     Group,

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from moe_dispatch import build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing import run_processes, run_ranks
-from moe_dispatch.testing.ranks import TIMEOUT
 from moe_dispatch.watchdog import Call, Report, Watch, _late, watch_group, watch_of
+from moe_dispatch_testing import run_processes, run_ranks
+from moe_dispatch_testing.ranks import TIMEOUT
 from tests.dispatchers.layer import (
     identity_round,
     outcomes,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.emulation.tokens import HIDDEN, NUM_EXPERTS, TOP_K, Tokens, goes_to, local
 
 deep_ep: Any = emulated_deep_ep("v2-2.1.0")

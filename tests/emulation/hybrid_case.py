@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer
-from moe_dispatch.testing.ranks import Ranks
+from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
+from moe_dispatch_testing.ranks import Ranks
 
 HIDDEN, LOCAL, TOP_K, ROWS = 32, 4, 3, 64
 # Connected groups are used again: connecting takes longer than most of these tests.

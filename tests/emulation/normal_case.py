@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.emulation.tokens import HIDDEN, NUM_EXPERTS, Tokens
 
 deep_ep: Any = emulated_deep_ep("v1.2.1")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing.emulation import RELEASES, emulated_deep_ep, imported_as_deep_ep
+from moe_dispatch_testing.emulation import RELEASES, emulated_deep_ep, imported_as_deep_ep
 
 
 def test_unknown_release_is_refused_with_those_there_are() -> None:

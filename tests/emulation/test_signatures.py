@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.testing.emulation import RELEASES, emulated_deep_ep
-from moe_dispatch.testing.emulation.normal.handles import InternodeHandle, IntranodeHandle
-from moe_dispatch.testing.emulation.signatures import parsed, recorded
+from moe_dispatch_testing.emulation import RELEASES, emulated_deep_ep
+from moe_dispatch_testing.emulation.normal.handles import InternodeHandle, IntranodeHandle
+from moe_dispatch_testing.emulation.signatures import parsed, recorded
 from tests.emulation import elastic_case, hybrid_case
 from tests.emulation.hybrid_case import HIDDEN, LOCAL, ROWS, make_sources, run_ranks
 from tests.emulation.tokens import make_tokens

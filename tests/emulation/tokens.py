@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_dispatch.testing import Ranks
+from moe_dispatch_testing import Ranks
 
 # Groups live on from test to test: whatever the emulation refuses, all ranks leave a call after the same collectives.
 run_ranks = Ranks().run

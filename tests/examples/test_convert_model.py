@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import convert_model
 from convert_model import ExpertParallelMoE, PlainMoE
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "convert_model.py"

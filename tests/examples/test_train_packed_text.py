@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import train_packed_text
 from moe_dispatch import DispatcherConfig
-from moe_dispatch.testing import run_ranks
-from moe_dispatch.traces import RunLog, Trace
+from moe_dispatch_testing import run_ranks
+from moe_dispatch_tools.traces import RunLog, Trace
 from packed_text import picture
 from packed_text.documents import BEGIN, PARAGRAPH, Pack, batches, join, pack, read_sequences
 from packed_text.model import ByteLanguageModel

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch.distributed as dist
 
-from moe_dispatch.testing import SCENARIOS, run_case
-from moe_dispatch.testing.case import BackendSpec, case_config, poisoned_memory, run_rank
-from moe_dispatch.testing.kit import backend_cases, describe
+from moe_dispatch_testing import SCENARIOS, run_case
+from moe_dispatch_testing.case import BackendSpec, case_config, poisoned_memory, run_rank
+from moe_dispatch_testing.kit import backend_cases, describe
 from tests.conformance.backends import BACKENDS, more_backends
 
 pytestmark = pytest.mark.gpu

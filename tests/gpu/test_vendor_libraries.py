@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch.backends import Rejected, load_backend
-from moe_dispatch.testing.case import case_config, poisoned_memory, run_rank
-from moe_dispatch.testing.kit import backend_cases
-from moe_dispatch.testing.ranks import run_processes
+from moe_dispatch_testing.case import case_config, poisoned_memory, run_rank
+from moe_dispatch_testing.kit import backend_cases
+from moe_dispatch_testing.ranks import run_processes
 
 NAMES = ("deepep", "hybridep")
 

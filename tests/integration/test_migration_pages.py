@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 from tests.integration.transformers.models import BATCHES, build
 from tests.migration_pages import EXPERTS, TOP_K, Layer, largest_error, run_block

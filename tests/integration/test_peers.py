@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dispatch.cli.bench.agreement import (
+from moe_dispatch_testing.ranks import run_processes, run_ranks
+from moe_dispatch_tools.bench.agreement import (
     TOLERANCES,
     DisagreementError,
     check_agreement,
@@ -21,13 +22,12 @@ from moe_dispatch.cli.bench.agreement import (
     magnitudes,
     require_agreement,
 )
-from moe_dispatch.cli.bench.contenders import Ours
-from moe_dispatch.cli.bench.costs import floor_bytes, sent_by_phase
-from moe_dispatch.cli.bench.overhead import Recorder
-from moe_dispatch.cli.bench.peers import PEERS, missing_packages
-from moe_dispatch.cli.bench.results import load_results
-from moe_dispatch.cli.bench.workload import Shape, Skew, draw_tokens
-from moe_dispatch.testing.ranks import run_processes, run_ranks
+from moe_dispatch_tools.bench.contenders import Ours
+from moe_dispatch_tools.bench.costs import floor_bytes, sent_by_phase
+from moe_dispatch_tools.bench.overhead import Recorder
+from moe_dispatch_tools.bench.peers import PEERS, missing_packages
+from moe_dispatch_tools.bench.results import load_results
+from moe_dispatch_tools.bench.workload import Shape, Skew, draw_tokens
 from tests.cli.test_command import start
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, LayoutError
 from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows, Shard, broadcast_layout
 from moe_dispatch.layouts.encoding import encode
-from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch_testing.ranks import run_ranks
 
 LAYOUTS = [
     BSHD(),

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.testing import SCENARIOS, Case
-from moe_dispatch.testing.case import case_config, run_rank
-from moe_dispatch.testing.kit import describe
-from moe_dispatch.traces import RunLog
+from moe_dispatch_testing import SCENARIOS, Case
+from moe_dispatch_testing.case import case_config, run_rank
+from moe_dispatch_testing.kit import describe
+from moe_dispatch_tools.traces import RunLog
 
 KIT = ("balanced", "rank_without_tokens", "two_in_flight", "checkpointed", "bfloat16")
 TWO_LEVELS: dict[str, Any] = {"name": "alltoall", "levels": 2}

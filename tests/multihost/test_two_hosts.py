@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_dispatch.testing.kit import describe
-from moe_dispatch.traces import RunLog, Trace
+from moe_dispatch_testing.kit import describe
+from moe_dispatch_tools.traces import RunLog, Trace
 from tests.multihost.hosts import Host, Job, Link, Result, make_hosts, missing
 from tests.multihost.job import BACKENDS, KIT
 

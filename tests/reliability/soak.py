@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, DispatcherConfig, Masked, Routing, Rows, build_dispatcher
 from moe_dispatch.layouts import Layout
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 32
 ROUNDS = 10  # in a window

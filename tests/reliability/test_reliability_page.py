@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
-from moe_dispatch.testing import run_ranks
 from moe_dispatch.watchdog import Call, Report, watch_group, watch_of
+from moe_dispatch_testing import run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
 

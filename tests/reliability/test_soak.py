@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_dispatch import Dispatched
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.reliability.soak import Count, Leak, growth, soak
 
 KEPT: list[Any] = []

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.cli.report.run_page import run_page
 from moe_dispatch.replay import replayed
-from moe_dispatch.testing import run_ranks
-from moe_dispatch.traces import RunLog
+from moe_dispatch_testing import run_ranks
+from moe_dispatch_tools.report.run_page import run_page
+from moe_dispatch_tools.traces import RunLog
 from tests.cli.report.test_report import Outline
 from tests.dispatchers.layer import HIDDEN, small_config
 

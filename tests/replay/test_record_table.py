@@ -13,8 +13,8 @@ from moe_dispatch import BSHD, SBHD, THD, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch.testing import run_ranks
-from moe_dispatch.traces import Trace
+from moe_dispatch_testing import run_ranks
+from moe_dispatch_tools.traces import Trace
 from tests.dispatchers.layer import HIDDEN, small_config
 
 NAMES, LAYERS, LENGTHS = ("a", "b", "c"), 2, {"a": 6, "b": 3, "c": 5}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import THD, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.errors import InputError
 from moe_dispatch.replay import RoutingTable, replayed
-from moe_dispatch.testing import run_ranks
+from moe_dispatch_testing import run_ranks
 from tests.dispatchers.layer import apply_experts, expert_weights, local_part, random_rows
 from tests.replay.samples import random_ids
 

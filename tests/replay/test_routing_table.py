@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.errors import ConfigError, InputError, PeerError, TraceError
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch.testing import run_ranks
+from moe_dispatch_testing import run_ranks
 from tests.replay.samples import random_ids, small_table
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing import count_collectives
+from moe_dispatch_testing import count_collectives
 from tests.sharded.model import loss
 from tests.sharded.stage import Job, Stage, take_seat
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from moe_dispatch.testing.ranks import _run_threads
+from moe_dispatch_testing.ranks import _run_threads
 
 Result = TypeVar("Result")
 TIMEOUT = datetime.timedelta(minutes=5)
@@ -18,7 +18,7 @@ TIMEOUT = datetime.timedelta(minutes=5)
 
 @final
 class NcclRanks:
-    """Runs functions as ``moe_dispatch.testing.ranks.Ranks`` does, on groups of NCCL."""
+    """Runs functions as ``moe_dispatch_testing.ranks.Ranks`` does, on groups of NCCL."""
 
     def __init__(self) -> None:
         self._groups: dict[int, list[dist.ProcessGroup]] = {}

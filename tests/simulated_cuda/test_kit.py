@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moe_dispatch.testing import run_case
-from moe_dispatch.testing.case import Case
-from moe_dispatch.testing.kit import backend_cases
+from moe_dispatch_testing import run_case
+from moe_dispatch_testing.case import Case
+from moe_dispatch_testing.kit import backend_cases
 from tests.simulated_cuda.ranks import NcclRanks
 
 RANKS: Any = NcclRanks()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction, _patch_lang
 from triton.runtime.jit import JITFunction
 
-from moe_dispatch.testing.host_syncs import allow_host_syncs
+from moe_dispatch_testing.host_syncs import allow_host_syncs
 from tests.simulated_cuda import values
 from tests.simulated_cuda.device import note_access, placed
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_dispatch import BSHD, SBHD, THD, Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.layouts import Layout, Masked
-from moe_dispatch.traces import Trace
+from moe_dispatch_tools.traces import Trace
 from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, TOP_K, Group, small_config
 
 Given = tuple[Tensor, Routing, Layout]

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.permutation import merge_slots
-from moe_dispatch.testing import refuse_host_syncs
-from moe_dispatch.testing.ranks import run_processes, run_ranks
-from moe_dispatch.traces import Part, Trace
+from moe_dispatch_testing import refuse_host_syncs
+from moe_dispatch_testing.ranks import run_processes, run_ranks
+from moe_dispatch_tools.traces import Part, Trace
 from tests.dispatchers.layer import Group, on_ranks, outcomes, random_routing, random_rows, small_config
 from tests.traces.recorded import Given, batches, record_batches, run
 

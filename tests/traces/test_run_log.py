@@ -17,8 +17,8 @@ from moe_dispatch import MoEDispatchError, Routing, Rows, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.dispatchers import Metrics
 from moe_dispatch.errors import PeerError, StateError, TraceError
-from moe_dispatch.testing import count_collectives
-from moe_dispatch.traces import RunLog
+from moe_dispatch_testing import count_collectives
+from moe_dispatch_tools.traces import RunLog
 from tests.dispatchers.layer import Group, on_ranks, outcomes, random_routing, random_rows, small_config
 
 STEPS = 4

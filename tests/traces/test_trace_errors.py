@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from moe_dispatch import Dispatcher, MoEDispatchError, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, PeerError, StateError, TraceError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.traces import Trace, file
+from moe_dispatch.replay import file
+from moe_dispatch_tools.traces import Trace
 from tests.dispatchers.layer import identity_round, outcomes, random_routing, random_rows, small_config
 from tests.traces.recorded import record_batches
 

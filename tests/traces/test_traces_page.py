@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moe_dispatch.traces import RunLog, Trace
+from moe_dispatch_tools.traces import RunLog, Trace
 
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from moe_dispatch.testing.emulation import emulated_deep_ep
-from moe_dispatch.testing.emulation.releases import imported_as_deep_ep
+from moe_dispatch_testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation.releases import imported_as_deep_ep
 
 
 class _OnCpu(TorchFunctionMode):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_dispatch.testing.emulation.signatures import recorded
+from moe_dispatch_testing.emulation.signatures import recorded
 
 VARIABLE = "MOE_DISPATCH_DEEP_EP_SOURCE"
 ELASTIC = (

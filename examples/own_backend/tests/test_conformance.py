@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_dispatch.backends import known_backends
-from moe_dispatch.testing import conformance_cases
+from moe_dispatch_testing import conformance_cases
 
 torch.set_num_threads(1)  # ranks are threads of this process
 

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, final
@@ -27,6 +26,8 @@ from moe_dispatch.probing import Rejected, Usable, import_whole
 logger = logging.getLogger("moe_dispatch")
 
 PACKAGE = "deep_ep"
+EMULATIONS = "moe_dispatch.emulations"
+"""Group of entry points to functions that take the name of a release and return a module in place of the library."""
 # The kernels of all three variants are built for Hopper and later.
 CAPABILITY = (9, 0)
 
@@ -58,10 +59,13 @@ def find_library(release: str | None) -> Library | Rejected:
 
 
 @cache
-def _emulated(release: str) -> Library:
-    # Imported on use, so that only users of the emulation load it.
-    emulation = import_module("moe_dispatch.testing.emulation")
-    return Library(module=emulation.emulated_deep_ep(release), version=release, emulated=True)
+def _emulated(release: str) -> Library | Rejected:
+    found = next(iter(entry_points(group=EMULATIONS, name=PACKAGE)), None)
+    if found is None:
+        return Rejected(
+            f"no package has an entry point {PACKAGE!r} in the group {EMULATIONS!r}; install moe-dispatch anew"
+        )
+    return Library(module=found.load()(release), version=release, emulated=True)
 
 
 def _installed() -> Library | Rejected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_dispatch.cli.bench import peers
+from moe_dispatch_tools.bench import peers
 
 
 @pytest.fixture

@@ -19,17 +19,17 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from moe_dispatch import Dispatcher
-from moe_dispatch.cli import console
-from moe_dispatch.cli.bench import command as bench
-from moe_dispatch.cli.bench import measurement, request
-from moe_dispatch.cli.bench.contenders import ByHand, Contender, Experts, identity_experts, run_layer
-from moe_dispatch.cli.bench.costs import Seconds, Timing, time_in_turn
-from moe_dispatch.cli.bench.display import draw
-from moe_dispatch.cli.bench.floor import Floor
-from moe_dispatch.cli.bench.results import CaseResult, Measured, Results, Start, load_results
-from moe_dispatch.cli.bench.workload import Case, Shape, Tokens, draw_tokens
-from moe_dispatch.cli.pictures import Bar, Panel, save_panels
-from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch_testing.ranks import run_ranks
+from moe_dispatch_tools import console
+from moe_dispatch_tools.bench import command as bench
+from moe_dispatch_tools.bench import measurement, request
+from moe_dispatch_tools.bench.contenders import ByHand, Contender, Experts, identity_experts, run_layer
+from moe_dispatch_tools.bench.costs import Seconds, Timing, time_in_turn
+from moe_dispatch_tools.bench.display import draw
+from moe_dispatch_tools.bench.floor import Floor
+from moe_dispatch_tools.bench.results import CaseResult, Measured, Results, Start, load_results
+from moe_dispatch_tools.bench.workload import Case, Shape, Tokens, draw_tokens
+from moe_dispatch_tools.pictures import Bar, Panel, save_panels
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moe_dispatch.cli.bench.command import SAVED_STARTS
-from moe_dispatch.cli.bench.comparison import changed_environment, ratios
-from moe_dispatch.cli.bench.costs import Seconds, Timing
-from moe_dispatch.cli.bench.overhead import Overhead
-from moe_dispatch.cli.bench.results import CaseResult, Measured, OverheadResult, Results, Start, load_results
-from moe_dispatch.cli.bench.workload import Case, Shape
+from moe_dispatch_tools.bench.command import SAVED_STARTS
+from moe_dispatch_tools.bench.comparison import changed_environment, ratios
+from moe_dispatch_tools.bench.costs import Seconds, Timing
+from moe_dispatch_tools.bench.overhead import Overhead
+from moe_dispatch_tools.bench.results import CaseResult, Measured, OverheadResult, Results, Start, load_results
+from moe_dispatch_tools.bench.workload import Case, Shape
 from tests.cli.conftest import Command
 
 CASE = Case(shape=Shape(tokens=16, hidden=32, experts=4, top_k=2), dtype="float32", routing="balanced", ranks=2)
@@ -233,7 +233,7 @@ def test_number_of_starts_by_default(
         number += 1
         heard(CaseResult(case=CASE, contenders={"alltoall": measured(float(number))}, floor_bytes=50.0))
 
-    monkeypatch.setattr("moe_dispatch.cli.bench.command.on_ranks", on_ranks)
+    monkeypatch.setattr("moe_dispatch_tools.bench.command.on_ranks", on_ranks)
     if saved is not None:
         written(tmp_path, results(*[{"alltoall": measured(1.0)}] * saved))
     answer = command("bench", *ASKED, "-c", "alltoall", *arguments)
@@ -291,7 +291,7 @@ def test_other_files_are_refused(text: str, told: str, command: Command, tmp_pat
 def test_run_without_anything_in_common_is_refused_before_it_starts(
     arguments: list[str], told: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_dispatch.cli.bench.command.on_ranks", None)
+    monkeypatch.setattr("moe_dispatch_tools.bench.command.on_ranks", None)
     then = written(tmp_path, results({"alltoall": measured(1.0)}))
     answer = command("bench", *ASKED, "-c", "alltoall", "--against", then, *arguments)
     assert (answer.status, answer.out) == (2, "")

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from moe_dispatch.cli.bench.command import SAVED_STARTS
-from moe_dispatch.cli.bench.intervals import ratio_interval, verdict_of
+from moe_dispatch_tools.bench.command import SAVED_STARTS
+from moe_dispatch_tools.bench.intervals import ratio_interval, verdict_of
 
 TRIALS = 2000
 RUNS = 10

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moe_dispatch.cli.bench import peers, request
+from moe_dispatch_tools.bench import peers, request
 from tests.cli.conftest import Command
 
 

@@ -12,13 +12,13 @@ import torch
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import known_backends
-from moe_dispatch.cli.compare import measurement, workload
-from moe_dispatch.cli.compare.command import make_task
-from moe_dispatch.cli.compare.comparison import MODES, Task, Variant
-from moe_dispatch.cli.compare.workload import Workload
-from moe_dispatch.cli.names import parse_backend
-from moe_dispatch.cli.place import Place
-from moe_dispatch.testing.reference import reference
+from moe_dispatch_testing.reference import reference
+from moe_dispatch_tools.compare import measurement, workload
+from moe_dispatch_tools.compare.command import make_task
+from moe_dispatch_tools.compare.comparison import MODES, Task, Variant
+from moe_dispatch_tools.compare.workload import Workload
+from moe_dispatch_tools.names import parse_backend
+from moe_dispatch_tools.place import Place
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moe_dispatch.balance import SlotWeights
-from moe_dispatch.cli.compare import measurement
-from moe_dispatch.cli.compare.load import Times, break_even, count_experts, flop_per_byte
-from moe_dispatch.testing.ranks import run_ranks
+from moe_dispatch_testing.ranks import run_ranks
+from moe_dispatch_tools.compare import measurement
+from moe_dispatch_tools.compare.load import Times, break_even, count_experts, flop_per_byte
 from tests.cli.compare.test_compare import outcome, written
 from tests.cli.conftest import Command
 from tests.dispatchers.layer import small_config

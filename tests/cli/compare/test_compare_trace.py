@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
-from moe_dispatch.cli.compare.workload import Replay, Workload, real_rows
-from moe_dispatch.cli.report.history import history_of, recorded_share
 from moe_dispatch.errors import TraceError
-from moe_dispatch.testing.ranks import run_ranks
-from moe_dispatch.traces import Trace
+from moe_dispatch_testing.ranks import run_ranks
+from moe_dispatch_tools.compare.workload import Replay, Workload, real_rows
+from moe_dispatch_tools.report.history import history_of, recorded_share
+from moe_dispatch_tools.traces import Trace
 from tests.cli.compare.test_compare import outcome, written
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
@@ -99,7 +99,7 @@ def test_every_rank_has_its_own_routing(recorded: Path) -> None:
 def test_few_steps_are_taken_of_a_long_trace(
     command: Command, config: str, monkeypatch: pytest.MonkeyPatch, recorded: Path
 ) -> None:
-    monkeypatch.setattr("moe_dispatch.cli.compare.command.MOST_STEPS", 3)
+    monkeypatch.setattr("moe_dispatch_tools.compare.command.MOST_STEPS", 3)
     told = command("compare", "-b", "alltoall", config, "--trace", str(recorded), "--mode", "eager").out
     assert f"bfloat16, routing of {recorded}, the first 3 of {DISPATCHES} dispatches" in told
     assert "2 ranks over gloo, with up to 5, 5 tokens" in told

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.cli.names import parse_backend
-from moe_dispatch.cli.plan.forecast import Forecast, forecast, graph_safe_config
-from moe_dispatch.cli.plan.job import cluster_of
-from moe_dispatch.cli.plan.models import Model
-from moe_dispatch.cli.plan.routing import Source, recorded_routing
-from moe_dispatch.cli.plan.sequences import Batch, Parallelism, sequences_of
 from moe_dispatch.dispatchers import Metrics
-from moe_dispatch.testing import Ranks, allow_host_syncs, count_collectives
-from moe_dispatch.testing.scenario import ROUTINGS
+from moe_dispatch_testing import Ranks, allow_host_syncs, count_collectives
+from moe_dispatch_testing.scenario import ROUTINGS
+from moe_dispatch_tools.names import parse_backend
+from moe_dispatch_tools.plan.forecast import Forecast, forecast, graph_safe_config
+from moe_dispatch_tools.plan.job import cluster_of
+from moe_dispatch_tools.plan.models import Model
+from moe_dispatch_tools.plan.routing import Source, recorded_routing
+from moe_dispatch_tools.plan.sequences import Batch, Parallelism, sequences_of
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 16, 4, 128, 24
 RANKS = Ranks()

@@ -9,11 +9,11 @@ import torch
 
 from moe_dispatch.backends import capacity, registry
 from moe_dispatch.backends.requirements import shape_of
-from moe_dispatch.cli.plan.figures import BackendPlan
-from moe_dispatch.cli.plan.forecast import Forecast
-from moe_dispatch.cli.plan.routing import random_routing
-from moe_dispatch.cli.plan.sequences import Batch, Parallelism
 from moe_dispatch.errors import ConfigError
+from moe_dispatch_tools.plan.figures import BackendPlan
+from moe_dispatch_tools.plan.forecast import Forecast
+from moe_dispatch_tools.plan.routing import random_routing
+from moe_dispatch_tools.plan.sequences import Batch, Parallelism
 from tests.cli.plan.planned import TOKENS, config, mixed_ids, plan_of, recorded
 
 UNIFORM = random_routing("uniform")

@@ -11,10 +11,16 @@ import pytest
 import torch
 
 from moe_dispatch.backends import MoEShape
-from moe_dispatch.cli.plan import routing
-from moe_dispatch.cli.plan.models import GroupLimit
-from moe_dispatch.cli.plan.routing import choose_experts, draw_experts, draw_limited_experts, popularity, random_routing
-from moe_dispatch.cli.plan.sequences import Batch
+from moe_dispatch_tools.plan import routing
+from moe_dispatch_tools.plan.models import GroupLimit
+from moe_dispatch_tools.plan.routing import (
+    choose_experts,
+    draw_experts,
+    draw_limited_experts,
+    popularity,
+    random_routing,
+)
+from moe_dispatch_tools.plan.sequences import Batch
 from tests.cli.plan.planned import config, plan_of
 
 DEEPSEEK: dict[str, Any] = {"num_experts": 256, "top_k": 8, "hidden_size": 512}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends import MoEShape
-from moe_dispatch.cli.loads import Loads, count_loads, overflow_bounds
-from moe_dispatch.cli.plan.routing import draw_experts, popularity, random_routing
+from moe_dispatch_tools.loads import Loads, count_loads, overflow_bounds
+from moe_dispatch_tools.plan.routing import draw_experts, popularity, random_routing
 
 RANKS, NODES, TOKENS, DISPATCHES = 4, 2, 60, 256
 # Experts, top_k, exponent.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.cli.plan.models import GroupLimit, read_model
 from moe_dispatch.errors import ConfigError
+from moe_dispatch_tools.plan.models import GroupLimit, read_model
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3_moe",

@@ -13,8 +13,8 @@ import torch
 from moe_dispatch.backends import MoEShape
 from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.balance import ExpertPlacement
-from moe_dispatch.cli.loads import count_loads
-from moe_dispatch.cli.placements import (
+from moe_dispatch_tools.loads import count_loads
+from moe_dispatch_tools.placements import (
     CHOICES,
     Choice,
     ExpertCost,
@@ -23,7 +23,7 @@ from moe_dispatch.cli.placements import (
     placement_plans,
     rows_of_experts,
 )
-from moe_dispatch.cli.plan import routing
+from moe_dispatch_tools.plan import routing
 from tests.cli.conftest import Command
 from tests.cli.plan.planned import config, mixed_ids
 from tests.cli.plan.test_models import QWEN3, written

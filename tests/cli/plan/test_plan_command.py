@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from moe_dispatch import Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError
-from moe_dispatch.testing import run_ranks
-from moe_dispatch.traces import Trace
+from moe_dispatch_testing import run_ranks
+from moe_dispatch_tools.traces import Trace
 from tests.cli.conftest import Command
 from tests.cli.plan.planned import config, mixed_ids
 from tests.cli.plan.test_models import QWEN3, written
@@ -38,7 +38,7 @@ def asked(command: Command, *arguments: str, status: int = 0) -> Any:
 
 def test_the_real_command(model: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "moe_dispatch.cli", "plan", model, "--ep", "16", "--tokens", "64"],
+        [sys.executable, "-m", "moe_dispatch_tools", "plan", model, "--ep", "16", "--tokens", "64"],
         cwd=ROOT,
         capture_output=True,
         text=True,

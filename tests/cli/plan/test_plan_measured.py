@@ -10,7 +10,7 @@ import torch
 from moe_dispatch.backends import Volume
 from moe_dispatch.backends.allgather import AllGatherOptions
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
-from moe_dispatch.cli.plan.routing import popularity, random_routing
+from moe_dispatch_tools.plan.routing import popularity, random_routing
 from tests.cli.plan.planned import LABELS, TOKENS, config, mixed_ids, plan_of, recorded, run
 
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS + 3}
@@ -167,7 +167,7 @@ def test_a_wrong_volume_is_seen(field: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("pad_multiple", [1, 16])
 def test_buffers_are_those_a_plan_of_the_dispatcher_tells(backend: str, pad_multiple: int) -> None:
     from moe_dispatch import Rows, build_dispatcher
-    from moe_dispatch.testing import run_ranks
+    from moe_dispatch_testing import run_ranks
 
     size = 1 if backend == "local" else 4
     given = config(backend=backend, pad_multiple=pad_multiple, **STATIC)

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, Rows, build_dispatcher
-from moe_dispatch.cli.report.history import (
+from moe_dispatch.communication import Communicator
+from moe_dispatch.dispatchers.metrics import Metrics
+from moe_dispatch.layouts import Layout
+from moe_dispatch_testing import count_collectives
+from moe_dispatch_tools.report.history import (
     History,
     history_of,
     needed_factor,
@@ -22,11 +26,7 @@ from moe_dispatch.cli.report.history import (
     overflows,
     recorded_share,
 )
-from moe_dispatch.communication import Communicator
-from moe_dispatch.dispatchers.metrics import Metrics
-from moe_dispatch.layouts import Layout
-from moe_dispatch.testing import count_collectives
-from moe_dispatch.traces import Trace
+from moe_dispatch_tools.traces import Trace
 from tests.dispatchers.layer import Group, on_ranks, random_rows, small_config
 
 STEPS = 3

@@ -9,11 +9,11 @@ import torch
 
 from moe_dispatch import DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
-from moe_dispatch.cli.report.command import write_report
-from moe_dispatch.cli.report.history import history_of
-from moe_dispatch.testing.ranks import run_ranks
-from moe_dispatch.testing.scenario import ROUTINGS
-from moe_dispatch.traces import RunLog, Trace
+from moe_dispatch_testing.ranks import run_ranks
+from moe_dispatch_testing.scenario import ROUTINGS
+from moe_dispatch_tools.report.command import write_report
+from moe_dispatch_tools.report.history import history_of
+from moe_dispatch_tools.traces import RunLog, Trace
 from tests.cli.report.test_report import Outline
 from tests.dispatchers.layer import Group, random_rows
 

@@ -17,11 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.cli.report.command import write_report
-from moe_dispatch.cli.report.history import history_of, recorded_share
 from moe_dispatch.errors import TraceError
-from moe_dispatch.testing.ranks import run_ranks
-from moe_dispatch.traces import Trace
+from moe_dispatch_testing.ranks import run_ranks
+from moe_dispatch_tools.report.command import write_report
+from moe_dispatch_tools.report.history import history_of, recorded_share
+from moe_dispatch_tools.traces import Trace
 from tests.cli.conftest import Command
 from tests.dispatchers.layer import Group, random_routing, random_rows, small_config
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from moe_dispatch import Routing, Rows, build_dispatcher
-from moe_dispatch.cli.report.command import write_report
-from moe_dispatch.cli.report.load_sections import Timeline
-from moe_dispatch.cli.report.run_page import run_page
 from moe_dispatch.dispatchers import RequiredCapacity
 from moe_dispatch.errors import TraceError
-from moe_dispatch.testing.ranks import run_ranks
-from moe_dispatch.traces import RunLog, Trace
+from moe_dispatch_testing.ranks import run_ranks
+from moe_dispatch_tools.report.command import write_report
+from moe_dispatch_tools.report.load_sections import Timeline
+from moe_dispatch_tools.report.run_page import run_page
+from moe_dispatch_tools.traces import RunLog, Trace
 from tests.cli.conftest import Command
 from tests.cli.report.test_report import BROWSER, Outline, contrast, luminance, numbers, seen
 from tests.dispatchers.layer import Group, random_routing, random_rows, small_config

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.emulation.elastic_case import (
     CAPACITY,
     COUNTS,

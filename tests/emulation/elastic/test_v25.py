@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.emulation.elastic_case import COUNTS, dispatched, open_buffer
 from tests.emulation.tokens import Tokens, make_tokens, outcome, run_ranks
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dispatch.testing.emulation import EmulatedAbort, EmulatedHang
-from moe_dispatch.testing.emulation.exchange import Exchange
-from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer
-from moe_dispatch.testing.emulation.hybrid.maps import Topology
-from moe_dispatch.testing.emulation.hybrid.release import RELEASES
-from moe_dispatch.testing.emulation.hybrid.runtime import Runtime
+from moe_dispatch_testing.emulation import EmulatedAbort, EmulatedHang
+from moe_dispatch_testing.emulation.exchange import Exchange
+from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
+from moe_dispatch_testing.emulation.hybrid.maps import Topology
+from moe_dispatch_testing.emulation.hybrid.release import RELEASES
+from moe_dispatch_testing.emulation.hybrid.runtime import Runtime
 from tests.emulation.hybrid_case import (
     APRIL,
     BEFORE_RAGGED,

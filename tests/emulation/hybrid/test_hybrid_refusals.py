@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.testing.emulation import EmulatedAbort
-from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer
+from moe_dispatch_testing.emulation import EmulatedAbort
+from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 from tests.emulation.hybrid_case import (
     APRIL,
     BEFORE_RAGGED,

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing import run_processes
-from moe_dispatch.testing.emulation.hybrid import hybrid_ep_buffer
+from moe_dispatch_testing import run_processes
+from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 from tests.emulation.hybrid_case import (
     APRIL,
     CURRENT,

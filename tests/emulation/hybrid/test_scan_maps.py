@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.testing.emulation.hybrid.maps import Topology, chunk_layout, expert_rows, row_ids, scan
+from moe_dispatch_testing.emulation.hybrid.maps import Topology, chunk_layout, expert_rows, row_ids, scan
 
 ROWS, LOCAL = 5, 2
 PLACES = [

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.emulation.normal_case import COUNTS, deep_ep, dispatched, open_buffer
 from tests.emulation.tokens import (
     HIDDEN,

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
-from moe_dispatch.testing import count_collectives, run_ranks
-from moe_dispatch.testing.emulation import EmulatedHang, emulated_deep_ep
-from moe_dispatch.testing.ranks import thread_group
+from moe_dispatch_testing import count_collectives, run_ranks
+from moe_dispatch_testing.emulation import EmulatedHang, emulated_deep_ep
+from moe_dispatch_testing.ranks import thread_group
 from tests.deep_ep_backends.vendors import pool_of
 from tests.dispatchers.layer import outcomes
 from tests.integration.cases import thd_grid, thd_layer

@@ -12,7 +12,7 @@ import torch
 
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.packing import packing_for
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.integration.cases.measuring import flat, relative, run_page
 from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, REPLAYED, TOP_K, rank_body
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.testing import HostSyncError, allow_host_syncs, refuse_host_syncs, run_ranks
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch_testing import HostSyncError, allow_host_syncs, refuse_host_syncs, run_ranks
+from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.integration.megatron_core.jobs import Check, require, run_checks
 from tests.integration.megatron_core.layer import RANKS, Case, build, difference, outcome, own_spec
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.integration.cases.measuring import flat, relative, run_page
 
 pytestmark = pytest.mark.integration

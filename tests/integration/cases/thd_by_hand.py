@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_dispatch.testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.emulation import emulated_deep_ep
 
 HIDDEN, EXPERTS, TOP_K = 256, 8, 2
 

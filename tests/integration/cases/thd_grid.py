@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.sharded.grid import Grid
 from tests.sharded.model import Sizes
 from tests.sharded.packing import Packed

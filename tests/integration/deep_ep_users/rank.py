@@ -10,8 +10,8 @@ from typing import Any, Protocol, final
 
 import torch.distributed as dist
 
-from moe_dispatch.testing import run_processes
-from moe_dispatch.testing.emulation import imported_as_deep_ep
+from moe_dispatch_testing import run_processes
+from moe_dispatch_testing.emulation import imported_as_deep_ep
 from tests.integration.deep_ep_users.cpu import cpu_for_cuda
 from tests.integration.deep_ep_users.dense import Case, Outcome, dense_outcomes, errors
 

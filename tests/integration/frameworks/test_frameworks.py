@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.integration.frameworks import automodel, training
 from tests.integration.frameworks.sources import FOLDER, VERSIONS, function_in, needs
 

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import pytest
 
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 from tests.integration.megatron_core.layer import RANKS
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.errors import ConfigError, IntegrationError, StateError
-from moe_dispatch.testing import run_ranks
+from moe_dispatch_testing import run_ranks
 
 pytestmark = [
     pytest.mark.integration,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from moe_dispatch import BSHD
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch.testing import run_processes
+from moe_dispatch_testing import run_processes
 
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 256, 32, 8, 2
 EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")

@@ -15,7 +15,7 @@ from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.integrations.transformers import RoutingReplay, attach, config_for, register
 from moe_dispatch.layouts import BSHD
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch.testing.ranks import run_processes
+from moe_dispatch_testing.ranks import run_processes
 from tests.integration.transformers.models import BATCHES, EXPERTS, FAMILIES, HIDDEN, LAYERS, TOP_K, build
 from tests.integration.transformers.ranks import Case, Mesh, run_cases
 from tests.integration.transformers.replaying import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_dispatch.testing.ranks import run_processes
+from moe_dispatch_testing.ranks import run_processes
 from tests.integration.transformers.models import BATCHES, LAYERS, build
 from tests.integration.transformers.replaying import draw_table
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.testing.ranks import run_processes
+from moe_dispatch_testing.ranks import run_processes
 from tests.integration.transformers.models import BATCHES, FAMILIES, LAYERS, TOP_K
 from tests.integration.transformers.ranks import (
     THEIRS,

@@ -1,0 +1,180 @@
+"""The emulated releases of deep_ep. Each is a module with the names of the real package of that release."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from moe_dispatch.errors import ConfigError
+from moe_dispatch_testing.emulation.config import Config
+from moe_dispatch_testing.emulation.elastic.buffer import ElasticBuffer, EPBuffer
+from moe_dispatch_testing.emulation.elastic.handle import EPHandle, GuardedEPHandle
+from moe_dispatch_testing.emulation.events import ElasticEventOverlap, EPEventOverlap, EventHandle, EventOverlap
+from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer, indices_to_map
+from moe_dispatch_testing.emulation.normal.buffer import Buffer
+
+RELEASES = (
+    "v1.2.1",
+    "v2-2.1.0",
+    "v2.5.0",
+    "hybridep-0ed15b5",
+    "hybridep-34152ae",
+    "hybridep-94a9f8f",
+    "hybridep-744",
+    "hybridep-746",
+)
+"""The releases of deep_ep that can be emulated."""
+
+
+@functools.cache
+def emulated_deep_ep(release: str) -> ModuleType:
+    """Make the module that stands for ``deep_ep``. Its submodules are attributes. They are not in ``sys.modules``.
+
+    Raises:
+        ConfigError: There is no such release.
+    """
+    if release not in RELEASES:
+        raise ConfigError(f"Unknown release of deep_ep {release!r}. Emulated releases: {', '.join(RELEASES)}.")
+    if release.startswith("v2-"):
+        return _v2(release)
+    if release.startswith("v2.5"):
+        return _v25(release)
+    return _hybrid_ep(release) if release.startswith("hybridep-") else _v1()
+
+
+@contextmanager
+def imported_as_deep_ep(release: str) -> Iterator[ModuleType]:
+    """Make ``import deep_ep`` import the emulation inside the block. Afterwards restore the modules of before.
+
+    A module that is imported inside the block keeps the emulated names that it has imported.
+    """
+    package = emulated_deep_ep(release)
+    aside = {name: module for name, module in sys.modules.items() if _belongs(name)}
+    _forget_deep_ep()
+    sys.modules.update(_with_submodules(package))
+    try:
+        yield package
+    finally:
+        _forget_deep_ep()
+        sys.modules.update(aside)
+
+
+def _forget_deep_ep() -> None:
+    for name in [name for name in sys.modules if _belongs(name)]:
+        del sys.modules[name]
+
+
+def _belongs(name: str) -> bool:
+    return name.partition(".")[0] == "deep_ep"
+
+
+def _with_submodules(module: ModuleType) -> dict[str, ModuleType]:
+    found = {module.__name__: module}
+    for part in vars(module).values():
+        if isinstance(part, ModuleType) and part.__name__.startswith(module.__name__ + "."):
+            found |= _with_submodules(part)
+    return found
+
+
+def _module(name: str, **names: object) -> ModuleType:
+    module = ModuleType(name, "Emulated: moe_dispatch_testing.emulation.")
+    module.__dict__.update(names)
+    module.__path__ = []  # makes it a package, so that `import deep_ep.utils` works
+    return module
+
+
+def _v1() -> ModuleType:
+    return _module(
+        "deep_ep",
+        Buffer=Buffer,
+        Config=Config,
+        EventOverlap=EventOverlap,
+        buffer=_module("deep_ep.buffer", Buffer=Buffer, Config=Config, EventHandle=EventHandle),
+        utils=_module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap),
+    )
+
+
+def _v2(release: str) -> ModuleType:
+    legacy = _unemulated_buffer(release)
+    return _module(
+        "deep_ep",
+        Buffer=legacy,
+        Config=Config,
+        ElasticBuffer=ElasticBuffer,
+        EPHandle=EPHandle,
+        EventHandle=EventHandle,
+        EventOverlap=ElasticEventOverlap,
+        topk_idx_t=torch.int64,
+        __version__=release.removeprefix("v2-"),
+        buffers=_module(
+            "deep_ep.buffers",
+            elastic=_module("deep_ep.buffers.elastic", ElasticBuffer=ElasticBuffer, EPHandle=EPHandle),
+            legacy=_module("deep_ep.buffers.legacy", Buffer=legacy),
+        ),
+        utils=_module(
+            "deep_ep.utils",
+            EventHandle=EventHandle,  # no EventOverlap, as in the real v2, where code for v1 fails to import it
+            event=_module("deep_ep.utils.event", EventHandle=EventHandle, EventOverlap=ElasticEventOverlap),
+        ),
+    )
+
+
+def _v25(release: str) -> ModuleType:
+    """Make the module of V2.5. It has no ``Buffer``, ``Config`` and ``ElasticBuffer`` any more.
+
+    Its buffers for other purposes (EngramBuffer, PPBuffer, BucketBuffer, BufferAllocator) are not emulated.
+    """
+    event = _module("deep_ep.utils.event", EventHandle=EventHandle, EventOverlap=EPEventOverlap)
+    return _module(
+        "deep_ep",
+        EPBuffer=EPBuffer,
+        EPHandle=GuardedEPHandle,
+        EventHandle=EventHandle,
+        EventOverlap=EPEventOverlap,
+        topk_idx_t=torch.int64,
+        __version__=release.removeprefix("v"),
+        buffers=_module(
+            "deep_ep.buffers", ep=_module("deep_ep.buffers.ep", EPBuffer=EPBuffer, EPHandle=GuardedEPHandle)
+        ),
+        utils=_module("deep_ep.utils", event=event),
+    )
+
+
+def _hybrid_ep(release: str) -> ModuleType:
+    """Make the module of a HybridEP release. Its buffer class is HybridEpBuffer in 0ed15b5, HybridEPBuffer later."""
+    buffer, of_branch = hybrid_ep_buffer(release), _unemulated_buffer(release)
+    return _module(
+        "deep_ep",
+        **{buffer.__name__: buffer},
+        Buffer=of_branch,
+        Config=Config,
+        EventOverlap=EventOverlap,
+        buffer=_module("deep_ep.buffer", Buffer=of_branch, Config=Config, EventHandle=EventHandle),
+        hybrid_ep_buffer=_module(
+            "deep_ep.hybrid_ep_buffer", **{buffer.__name__: buffer}, indices_to_map=indices_to_map
+        ),
+        utils=_module("deep_ep.utils", EventHandle=EventHandle, EventOverlap=EventOverlap),
+    )
+
+
+def _unemulated_buffer(release: str) -> type:
+    """Make a class ``Buffer`` that can be imported, and raises on every use. It serves releases with a newer class.
+
+    The class of v1.2.1 cannot replace it, because ``Buffer`` has other group sizes and queue lengths in these releases
+    (deep_ep/buffers/legacy.py of v2, deep_ep/buffer.py of branch hybrid-ep).
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"Buffer: the class of release {release} is not emulated, only its newer class is. Use the newer class, or "
+            "release v1.2.1 for Buffer."
+        )
+
+    methods = {name: staticmethod(refuse) for name in ("set_num_sms", "get_dispatch_config", "get_combine_config")}
+    return type("Buffer", (), {"__init__": refuse, **methods, "__doc__": refuse.__doc__})

@@ -1,0 +1,367 @@
+"""Subcommands with their options and help texts.
+
+Modules that import torch are imported inside the functions. Help and completion then take 0.2 s of processor time.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+import moe_dispatch
+from moe_dispatch.errors import MoEDispatchError
+from moe_dispatch_tools import console, options
+from moe_dispatch_tools.options import Backend, Backends, Contenders, Json, Suite, count, flag, option
+
+Command = TypeVar("Command", bound=Callable[..., int])
+
+app = typer.Typer(
+    name="moe-dispatch",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # keeps the line breaks of examples, so that they can be copied
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def run() -> int:
+    """Parse ``sys.argv`` and run a subcommand. Usage errors exit with 2."""
+    app(prog_name="moe-dispatch")
+    return 0
+
+
+def answering(command: Command) -> Command:
+    """Make the return value of a command its exit status, and print an error as one line."""
+
+    @functools.wraps(command)
+    def answered(*arguments: Any, **options: Any) -> None:
+        raise typer.Exit(_status(lambda: command(*arguments, **options)))
+
+    return answered  # type: ignore[return-value]
+
+
+def _status(command: Callable[[], int]) -> int:
+    from moe_dispatch_testing import RankFailed
+    from moe_dispatch_tools.ranks import PeerFailed, this_rank, wait_for_failed_peer
+
+    try:
+        return command()
+    except RankFailed as failure:
+        console.error(str(failure))
+    except PeerFailed:
+        pass
+    except MoEDispatchError as wrong:
+        if this_rank() == 0:  # before ranks meet, every rank has the same error
+            console.error(str(wrong))
+        else:
+            wait_for_failed_peer()
+    except KeyboardInterrupt:
+        console.error("interrupted, all ranks are ended.")
+        return 130
+    return 2
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        console.line(
+            f"moe-dispatch {moe_dispatch.__version__}, Python {platform.python_version()}, torch {torch.__version__}"
+        )
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print versions and exit.")
+    ] = False,
+) -> None:
+    """Check, compare and measure backends that move the tokens of mixture-of-experts layers.
+
+    A command that needs several ranks starts them as processes on this machine. Under torchrun it runs on torchrun's
+    ranks:
+
+    \b
+    torchrun --nproc-per-node 4 --no-python moe-dispatch doctor
+    """  # noqa: D301 - \b keeps the line breaks of a paragraph
+
+
+@app.command("doctor")
+@answering
+def doctor_command(
+    backend: Annotated[str | None, option("Test this backend only.", "--backend", "-b", backends=True)] = None,
+    emulated: Annotated[bool, flag("--emulated", "Also test the emulations of deep_ep.")] = False,
+    ranks: Annotated[int, count("Processes to start; ignored under torchrun.")] = 2,
+    ep: Annotated[int | None, count("Ranks to show constraints for.", default="as tested")] = None,
+    ranks_per_node: Annotated[int | None, count("Ranks per node.", default="detected")] = None,
+    num_experts: Annotated[int, count("Experts in the whole group, E.")] = 64,
+    top_k: Annotated[int, count("Experts per token, K.")] = 8,
+    hidden: Annotated[int, count("Hidden size, D.")] = 4096,
+    as_json: Json = False,
+) -> int:
+    """Show which backends work on this machine.
+
+    Every usable backend runs its self-test. For an unusable backend the reason is shown. The constraints of a backend
+    are shown where they restrict something. The exit status is 0 if the named backend works for this model or, without
+    a name, if no self-test fails. Otherwise it is 1.
+
+    \b
+    moe-dispatch doctor
+    moe-dispatch doctor --emulated
+    moe-dispatch doctor -b hybridep --ep 64 --num-experts 256 --hidden 7168
+    torchrun --nproc-per-node 8 --no-python moe-dispatch doctor --json
+    """  # noqa: D301
+    from moe_dispatch_tools.doctor import command as doctor
+    from moe_dispatch_tools.doctor.diagnosis import Request
+
+    request = Request(
+        backend=backend,
+        emulated=emulated,
+        ranks=ranks,
+        ep_size=ep,
+        ranks_per_node=ranks_per_node,
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=hidden,
+    )
+    return doctor.run(request, as_json=as_json)
+
+
+@app.command("check")
+@answering
+def check_command(
+    backend: Backend,
+    ep: Annotated[str, option("Numbers of ranks, separated by commas.", metavar="SIZES")] = "1,2,4",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="List every case, with tracebacks.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Run the conformance tests on a backend.
+
+    The tests run on the CPU, and ranks are threads. A case that the backend's own constraints rule out is excused.
+    Excused cases are counted by constraint. +OPTION=VALUE after the name sets an option of the backend. The exit status
+    is 0 if the backend conforms, otherwise 1.
+
+    \b
+    moe-dispatch check my_package:MyBackend
+    moe-dispatch check my_package:MyBackend --ep 2 --verbose
+    moe-dispatch check alltoall+reduction=exact
+    moe-dispatch check hybridep+emulate=true --ep 4
+    """  # noqa: D301
+    from moe_dispatch_tools.check import command as check
+    from moe_dispatch_tools.names import parse_backend
+
+    return check.run(parse_backend(backend), check.parse_sizes(ep), verbose=verbose, as_json=as_json)
+
+
+@app.command("plan")
+@answering
+def plan_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="DispatcherConfig or transformers config.json.")],
+    ep: Annotated[int | None, count("Ranks in the group.", default="8, or the trace's")] = None,
+    nodes: Annotated[int | None, count("Nodes in the group.", default="8 ranks per node")] = None,
+    tokens: Annotated[int | None, count("Rows per rank and dispatch.")] = None,
+    batch: Annotated[int, count("Sequences per micro-batch, with --seq.")] = 1,
+    seq: Annotated[int | None, count("Tokens per sequence, instead of --tokens.")] = None,
+    tp: Annotated[int, count("Tensor-parallel ranks.")] = 1,
+    cp: Annotated[int, count("Context-parallel ranks.")] = 1,
+    sequence_parallel: Annotated[bool, flag("--sequence-parallel", "Tensor-parallel ranks divide sequences.")] = False,
+    layers: Annotated[int | None, count("Layers with experts.", default="as in CONFIG, or 1")] = None,
+    dtype: Annotated[
+        str | None, option("bfloat16, float16 or float32.", of=options.PLAN_DTYPES, default="as in CONFIG, or bfloat16")
+    ] = None,
+    routing: Annotated[
+        str, option("uniform, zipf, zipf:EXPONENT or a trace file.", of=("uniform", "zipf"), metavar="ROUTING")
+    ] = "uniform",
+    seed: Annotated[int, count("Seed of the simulated routing.", least=0)] = 0,
+    backends: Backends = None,
+    capacity_factor: Annotated[list[float] | None, option("Capacity factor to plan; repeatable.", metavar="X")] = None,
+    graph_safe: Annotated[bool, flag("--graph-safe", "Plan graph-safe mode.")] = False,
+    balance: Annotated[bool, flag("--balance", "Plan placements with copies of experts.")] = False,
+    flop_per_byte: Annotated[float | None, option("FLOP of a device per byte that it sends.", metavar="X")] = None,
+    changes: Annotated[
+        list[str] | None, option("Change a config field; repeatable.", "--set", metavar="FIELD=VALUE")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Predict what a model sends on a cluster.
+
+    The plan shows padding, bytes sent, buffer sizes, overflows of capacities, and backends that refuse the model. No
+    rank is started. A random routing is simulated. A library that is not installed is planned by the rules of its
+    release. Without --backends all known backends are planned. The exit status is 1 if no backend can be used,
+    otherwise 0.
+
+    \b
+    moe-dispatch plan Qwen3-30B-A3B/config.json --ep 64 --nodes 8 --tokens 4096
+    moe-dispatch plan experiment.yaml --batch 2 --seq 4000 --set pad_multiple=fp8
+    moe-dispatch plan config.json --tokens 4096 --routing zipf:0.5 --graph-safe
+    moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall --json
+    moe-dispatch plan config.json --tokens 4096 --routing zipf --balance
+    moe-dispatch plan experiment.yaml --tokens 64 --set spare_experts_per_rank=1
+    """  # noqa: D301
+    from moe_dispatch_tools.plan import command as plan
+    from moe_dispatch_tools.plan.sequences import Batch, Parallelism
+
+    request = plan.Request(
+        file=config,
+        ep_size=ep,
+        nodes=nodes,
+        parallelism=Parallelism(tp=tp, cp=cp, sequence_parallel=sequence_parallel),
+        batch=Batch(tokens=tokens, batch_size=batch, seq_length=seq),
+        layers=layers,
+        dtype=dtype,
+        routing=routing,
+        seed=seed,
+        backends=backends,
+        factors=capacity_factor or (),
+        graph_safe=graph_safe,
+        changes=changes or (),
+        balance=balance,
+        flop_per_byte=flop_per_byte,
+    )
+    return plan.run(plan.make_forecast(request), as_json=as_json)
+
+
+@app.command("compare")
+@answering
+def compare_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="DispatcherConfig, YAML or JSON.")],
+    backends: Backends = None,
+    mode: Annotated[str, option("eager, graph-safe or both.", of=options.MODES, metavar="MODES")] = "eager,graph-safe",
+    ranks: Annotated[
+        int | None, count("Processes to start; ignored under torchrun.", default="4, or the trace's")
+    ] = None,
+    tokens: Annotated[int | None, count("Tokens on the largest rank.", default="64", least=0)] = None,
+    steps: Annotated[int | None, count("Batches to send.", default="3, or up to 16 of the trace")] = None,
+    dtype: Annotated[str, option("float64, float32, bfloat16 or float16.", of=options.COMPARE_DTYPES)] = "bfloat16",
+    routing: Annotated[
+        str | None,
+        option(f"One of {', '.join(options.COMPARE_ROUTINGS)}.", of=options.COMPARE_ROUTINGS, default="uniform"),
+    ] = None,
+    trace: Annotated[Path | None, option("Replay the routing of this trace.", metavar="FILE")] = None,
+    tolerance: Annotated[
+        float | None,
+        option("Largest difference from the reference.", metavar="X", default="by dtype"),
+    ] = None,
+    expert_width: Annotated[
+        int | None, count("Width of the experts that are timed if experts are placed.", default="2 x hidden size")
+    ] = None,
+    seed: Annotated[int, count("Seed of all data.", least=0)] = 0,
+    as_json: Json = False,
+) -> int:
+    """Compare backends on the same tokens.
+
+    Each backend runs forward and backward. The tables show how far it is from a dense float64 reference and from the
+    first backend, and what a step costs: bytes, padding, host syncs, time. Without --backends the backend of CONFIG
+    runs, or all known backends if that is "auto". A name may also set balance and spare_experts_per_rank. The command
+    then shows what balancing saves. The exit status is 1 if a backend differs by more than the tolerance,
+    or if a named backend cannot run. Otherwise it is 0.
+
+    \b
+    moe-dispatch compare experiment.yaml
+    moe-dispatch compare -b alltoall,allgather experiment.yaml --dtype float32
+    moe-dispatch compare -b alltoall,hybridep+emulate=true experiment.yaml
+    moe-dispatch compare -b alltoall,my_package:MyBackend experiment.yaml
+    moe-dispatch compare -b alltoall,alltoall+balance=least_loaded spare.yaml
+    moe-dispatch compare experiment.yaml --trace run.safetensors --tolerance 0.01
+    torchrun --nproc-per-node 8 --no-python moe-dispatch compare experiment.yaml
+    """  # noqa: D301
+    from moe_dispatch_tools.compare import command as compare
+
+    workload, own_ranks = compare.make_workload(
+        tokens=tokens, steps=steps, dtype=dtype, routing=routing, seed=seed, trace=trace
+    )
+    task = compare.make_task(
+        config, backends, mode.split(","), workload, tolerance=tolerance, expert_width=expert_width
+    )
+    return compare.run(task, own_ranks if ranks is None else ranks, as_json=as_json)
+
+
+@app.command("bench")
+@answering
+def bench_command(
+    suite: Suite = "layer",
+    contenders: Contenders = None,
+    tokens: Annotated[str | None, option("Tokens per rank.", metavar="COUNTS", default="by suite")] = None,
+    hidden: Annotated[str | None, option("Hidden sizes, D.", metavar="SIZES", default="1024")] = None,
+    experts: Annotated[str | None, option("Experts in the whole group, E.", metavar="COUNTS", default="64")] = None,
+    top_k: Annotated[str | None, option("Experts per token, K.", metavar="COUNTS", default="8")] = None,
+    dtype: Annotated[
+        str | None, option("bfloat16, float32.", of=options.BENCH_DTYPES, metavar="NAMES", default="by suite")
+    ] = None,
+    routing: Annotated[
+        str | None, option("balanced, skewed (Zipf).", of=options.BENCH_ROUTINGS, metavar="NAMES", default="by suite")
+    ] = None,
+    ranks: Annotated[int, count("Processes to start; ignored under torchrun.")] = 4,
+    iterations: Annotated[int, count("Runs per contender after the cold run.")] = 10,
+    starts: Annotated[
+        int | None, count("Sets of new processes.", default="1; 6 with --save; as FILE with --against")
+    ] = None,
+    quick: Annotated[bool, flag("--quick", "At most 256 tokens and 2 iterations.")] = False,
+    save: Annotated[Path | None, option("Write the results as JSON.", metavar="FILE")] = None,
+    picture: Annotated[Path | None, option("Draw the results as PNG or SVG.", metavar="FILE")] = None,
+    against: Annotated[Path | None, option("Show ratios to a run saved by --save.", metavar="FILE")] = None,
+    as_json: Json = False,
+) -> int:
+    """Time backends beside other libraries.
+
+    Contenders are backends, torchtitan, transformers, by-hand (alltoall without the dispatcher) and floor (bare
+    collectives). They take turns on the same tokens, around experts that cost nothing. Ratios are to the first
+    contender. Options for tokens, sizes, dtype and routing take several values separated by commas. Every combination
+    is measured. A verdict of --against needs 4 starts on each side.
+
+    \b
+    layer       times, bytes and memory
+    overhead    time of a small call above its collectives
+    growth      times over tokens, hidden size, experts, top-k and ranks
+    graph-safe  eager mode and graph-safe mode with several capacities
+
+    \b
+    moe-dispatch bench --quick
+    moe-dispatch bench --tokens 64,4096 --top-k 2,8 --picture bench.png
+    moe-dispatch bench -c alltoall,alltoall+reduction=exact --save before.json
+    moe-dispatch bench -c alltoall --against before.json
+    torchrun --nproc-per-node 8 --no-python moe-dispatch bench growth --json
+    """  # noqa: D301
+    from moe_dispatch_tools.bench import command as bench
+    from moe_dispatch_tools.bench.request import make_request
+
+    axes = {
+        "tokens": tokens,
+        "hidden": hidden,
+        "experts": experts,
+        "top-k": top_k,
+        "dtype": dtype,
+        "routing": routing,
+    }
+    request = make_request(suite, axes, contenders, ranks=ranks, iterations=iterations, quick=quick)
+    files = bench.Files(save=save, picture=picture, against=against)
+    return bench.run(request, files, starts=1 if quick and starts is None else starts, as_json=as_json)
+
+
+@app.command("report")
+@answering
+def report_command(
+    source: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="Trace file, or directory of RunLog.record.")],
+    out: Annotated[Path, option("Directory for index.html.", "--out", "-o", metavar="DIR")] = Path("report"),
+) -> int:
+    """Write a page about a trace or a run.
+
+    The page is one HTML file that needs no network, no scripts and no other file. For a trace it shows what the
+    recorded backend did, what other backends would do with the same routing, and which capacity_factor would have been
+    enough. For a run it shows what the dispatchers counted, step by step.
+
+    \b
+    moe-dispatch report run.safetensors
+    moe-dispatch report run.safetensors --out reports/run-17
+    moe-dispatch report out/run -o reports/latest
+    """  # noqa: D301
+    from moe_dispatch_tools.report.command import write_report
+
+    console.line(str(write_report(source, out)))
+    return 0

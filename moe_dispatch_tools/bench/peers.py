@@ -1,0 +1,105 @@
+"""The peers: dispatchers of torchtitan and transformers, as released on PyPI (extra ``bench``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moe_dispatch_tools.bench.contenders import Contender, Experts, experts_of_rows
+from moe_dispatch_tools.bench.workload import Shape, Tokens
+
+_NEEDED = {
+    "torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"),
+    "transformers": ("transformers",),
+}
+
+
+@final
+class Torchtitan(Contender):
+    """``AllToAllTokenDispatcher`` of torchtitan 0.3: it sends one row per token and expert, and sorts rows by expert.
+
+    ``combine`` multiplies each slot by its score in float32, rounds it to the dtype of the rows, and adds the slots up.
+    """
+
+    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
+        from torchtitan.distributed.utils import set_spmd_backend  # noqa: PLC0415 - optional
+        from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: PLC0415
+
+        # The other setting exchanges lists of tensors, which gloo does not support for unequal sizes.
+        set_spmd_backend("partial_dtensor")
+        config = AllToAllTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.top_k)
+        self._dispatcher = AllToAllTokenDispatcher(config)
+        self._dispatcher.wire_meshes(ep_mesh=_meshes(*_size_and_device(group))["ep"])
+
+    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
+        rows_RD, counts_L, metadata = self._dispatcher.dispatch(
+            x_TD, weights_TK, tokens.ids_TK, tokens.tokens_per_expert_E
+        )
+        y_TD: Tensor = self._dispatcher.combine(experts(rows_RD, lambda: experts_of_rows(counts_L)), metadata, x_TD)
+        return y_TD
+
+
+@final
+class Transformers(Contender):
+    """``AllToAllEP`` of transformers 5.23: it sends one row per token and expert, and leaves rows in source order.
+
+    The experts of transformers sort the rows, so its times contain no sort, unlike the times of the other contenders.
+    Weights have the dtype of the rows, as in the routers of transformers.
+    """
+
+    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
+        from transformers.distributed.expert_parallel import AllToAllEP  # noqa: PLC0415 - optional
+
+        mesh = _meshes(*_size_and_device(group))
+        self._experts = _ExpertsOfTransformers(shape.experts // group.size())
+        self._layer = AllToAllEP(self._experts, mesh["ep"], mesh["tp"])
+
+    def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
+        self._experts.apply = experts
+        y_TD: Tensor = self._layer(x_TD, tokens.ids_TK, weights_TK)
+        return y_TD
+
+
+@final
+class _ExpertsOfTransformers:
+    """The part of an experts module that ``AllToAllEP`` uses. The caller sets ``apply`` before each call."""
+
+    apply: Experts
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def forward(self, rows_RD: Tensor, local_ids: Tensor, unit_weights: Tensor) -> Tensor:
+        """Run the experts on rows (R, D). The weights are 1, because the sender applies the real weights."""
+        return self.apply(rows_RD, lambda: local_ids.squeeze(1))
+
+
+def _size_and_device(group: dist.ProcessGroup) -> tuple[int, str]:
+    return group.size(), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+@cache
+def _meshes(ep_size: int, device: str) -> DeviceMesh:
+    """Return a mesh with all ranks expert-parallel. It is cached, because each new mesh makes process groups."""
+    return init_device_mesh(device, (ep_size, 1), mesh_dim_names=("ep", "tp"))
+
+
+PEERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {
+    "torchtitan": Torchtitan,
+    "transformers": Transformers,
+}
+
+
+def missing_packages(name: str) -> list[str]:
+    """Return the packages that a contender needs and that are not installed. Nothing is imported."""
+    return [package for package in _NEEDED.get(name, ()) if find_spec(package) is None]

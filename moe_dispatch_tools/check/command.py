@@ -1,0 +1,58 @@
+"""Run the conformance kit on one backend, and print its report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from moe_dispatch.errors import ConfigError
+from moe_dispatch_testing import Excuse, Report, check_backend
+from moe_dispatch_tools import console
+from moe_dispatch_tools.names import NamedBackend
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Parse ``--ep``, numbers of ranks separated by commas."""
+    if not all(size.isdecimal() and int(size) > 0 for size in text.split(",")):
+        raise ConfigError(f"--ep must be whole numbers above 0, separated by commas, got {text!r}. Write --ep 1,2,4.")
+    return [int(size) for size in text.split(",")]
+
+
+def run(backend: NamedBackend, ep_sizes: Sequence[int], *, verbose: bool, as_json: bool) -> int:
+    """Run every case and print the report. The exit status is 0 if the backend conforms, otherwise 1."""
+    spec = backend.spec()
+    with console.progress(f"conformance of {backend.label}") as show:
+        report = check_backend(spec, ep_sizes, on_case=show)
+    if as_json:
+        console.document({"conforms": report.conforms, "ep_sizes": list(ep_sizes), **dataclasses.asdict(report)})
+    else:
+        _show(report, ep_sizes, verbose=verbose)
+    return 0 if report.conforms else 1
+
+
+def _show(report: Report, ep_sizes: Sequence[int], *, verbose: bool) -> None:
+    for case in report.passed if verbose else ():
+        console.line(case, mark="ok")
+    for reason, excused in _by_reason(report.excused).items():
+        ranks = ", ".join(map(str, sorted({excuse.ep_size for excuse in excused})))
+        scenarios = ", ".join(dict.fromkeys(excuse.scenario for excuse in excused)) if verbose else _counted(excused)
+        console.line(f"excused by {reason}, on {ranks} ranks: {scenarios}", mark="-")
+    for failure in report.failed:
+        console.line(f"{failure.case}: {failure.summary}", mark="failed")
+        if verbose:
+            console.line(failure.error)
+    counts = f"{len(report.passed)} cases passed, {len(report.failed)} failed, on {', '.join(map(str, ep_sizes))} ranks"
+    verdict = "conforms" if report.conforms else "does not conform"
+    console.line(f"backend {report.backend} {verdict}: {counts}", mark="ok" if report.conforms else "failed")
+
+
+def _counted(excused: Sequence[Excuse]) -> str:
+    number = len({excuse.scenario for excuse in excused})
+    return f"{number} scenario{'s' * (number > 1)}"
+
+
+def _by_reason(excused: Sequence[Excuse]) -> dict[str, list[Excuse]]:
+    found: dict[str, list[Excuse]] = {}
+    for excuse in excused:
+        found.setdefault(excuse.reason, []).append(excuse)
+    return found

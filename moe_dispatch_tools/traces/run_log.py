@@ -1,0 +1,211 @@
+"""The log of a run: ``RunWriter`` writes it, and ``RunLog`` is its value.
+
+Each rank writes a file with one line per step. The first line is a header: ``moe_dispatch_run``, which is the number of
+the format, ``run``, ``rank``, ``ep_size``, ``name``, ``backend``, ``config``, ``versions`` and ``totals``. All other
+lines have ``step`` and ``totals``, the result of ``_totals``. Totals count from the opening of the channel, so no line
+depends on an earlier line.
+
+Dimensions: ``S`` steps, ``P`` ranks of the group, ``E`` its experts.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, final
+
+from torch import Tensor
+
+from moe_dispatch.communication import raise_alike
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.errors import TraceError
+from moe_dispatch_tools.traces.provenance import versions_here
+
+if TYPE_CHECKING:
+    from moe_dispatch.dispatchers import Dispatcher
+
+FORMAT = 1
+FORMAT_KEY = "moe_dispatch_run"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunLog:
+    """The counts of ``Dispatcher.metrics`` by step: sums over all dispatchers of one config and group.
+
+    A step is the time between two calls of ``RunWriter.step``. Counts are int64 on the CPU, for each step alone.
+
+    Attributes:
+        config: The config of the dispatchers.
+        backend_name: The name of the backend, never "auto".
+        name: The name of the dispatcher in the call of ``record``, or "".
+        ep_size: The number of ranks, P.
+        versions: The versions of moe_dispatch, torch and Python.
+        written: The number of steps in the file of each rank. It exceeds S if a rank crashed earlier than others.
+        dispatches_SP: The number of calls of dispatch.
+        tokens_SE: The number of rows that went to each expert.
+        received_SP: The number of rows that the experts on each rank got, copies of other ranks' experts included.
+        rows: The number of padding rows, each (S, P), by cause: "rank", "expert", "cut" and "masked" of ``Metrics``.
+        sent: The number of bytes sent to other ranks, each (S, P), by collective.
+        needed_SP: The largest number of rows that any dispatch so far needed for the experts of a rank; None if not
+            graph-safe.
+        room_S: The capacity for these rows; None if not graph-safe.
+        pairs_needed_SP: The largest number of rows from a rank to one receiving rank in any dispatch so far; None if
+            the backend does not bound this number.
+        pairs_room_S: The capacity for these rows; None if the backend does not bound them.
+        slots_replayed: The number of slots whose expert came from a ``RoutingTable``, each (S, P), by name of the
+            dispatcher.
+        slots_drifted: The number of these slots in which the router would not have chosen this expert.
+    """
+
+    config: DispatcherConfig
+    backend_name: str
+    name: str
+    ep_size: int
+    versions: dict[str, str]
+    written: tuple[int, ...]
+    dispatches_SP: Tensor
+    tokens_SE: Tensor
+    received_SP: Tensor
+    rows: dict[str, Tensor]
+    sent: dict[str, Tensor]
+    needed_SP: Tensor | None
+    room_S: Tensor | None
+    pairs_needed_SP: Tensor | None
+    pairs_room_S: Tensor | None
+    slots_replayed: dict[str, Tensor]
+    slots_drifted: dict[str, Tensor]
+
+    @staticmethod
+    @contextmanager
+    def record(dispatcher: Dispatcher, directory: str | Path) -> Iterator[RunWriter]:
+        """Log the counts of a dispatcher and of all others with the same channel, that is, the same config and group.
+
+        The ``with`` statement returns a ``RunWriter``. Call its ``step()`` after each step. Each rank writes one file,
+        ``rank0.jsonl`` and so on. Every step is flushed, so the log of a crashed run can be read. Dispatchers of
+        another config or group need another directory.
+
+        Args:
+            dispatcher: An open dispatcher.
+            directory: The directory of the files. It is created if it does not exist.
+
+        Raises:
+            TraceError: The file of this rank exists, or cannot be created. The other ranks raise PeerError.
+            StateError: The dispatcher is closed.
+
+        Cost: The start of the block is collective; its end is not. ``step()`` is local: it writes one line, and has the
+        host syncs of ``metrics()``.
+        """
+        channel = dispatcher._lease.channel  # raises if closed
+        path = Path(directory) / f"rank{channel.communicator.rank}.jsonl"
+        file, problem = _created(path)
+        try:
+            raise_alike(channel.control, problem, label="trace")
+            # A name that is the same in the files of all ranks, and differs from the names of all other runs.
+            run = channel.control.gather_json(secrets.token_hex(8), label="trace")[0]
+        except BaseException:
+            if file is not None:
+                file.close()
+                path.unlink()
+            raise
+        assert file is not None
+        with file:
+            writer = RunWriter(dispatcher, file)
+            writer._write(_header(dispatcher, channel, run))
+            yield writer
+
+    @staticmethod
+    def load(directory: str | Path) -> RunLog:
+        """Read the steps of a log that all ranks have. An incomplete last line is left out.
+
+        Raises:
+            TraceError: The directory is missing or has no log, ranks are missing or belong to different runs, or a line
+                is damaged or has another format.
+        """
+        from moe_dispatch_tools.traces.run_reading import load  # noqa: PLC0415 - it makes a RunLog
+
+        return load(Path(directory))
+
+    @property
+    def steps(self) -> int:
+        """The number of steps, S."""
+        return len(self.tokens_SE)
+
+
+@final
+class RunWriter:
+    """Write the log of one rank."""
+
+    def __init__(self, dispatcher: Dispatcher, file: TextIO) -> None:
+        self._dispatcher = dispatcher
+        self._file = file
+        self._steps = 0
+
+    def step(self) -> None:
+        """Write the counts of a step. Call it after each training step, or after several.
+
+        Raises:
+            TraceError: The line cannot be written.
+            StateError: The dispatcher is closed.
+
+        Cost: local; one short line in the file, and the host syncs of ``metrics()``.
+        """
+        self._write({"step": self._steps, "totals": _totals(self._dispatcher)})
+        self._steps += 1
+
+    def _write(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except (OSError, ValueError) as error:  # the disk is full, or the with block has closed the file
+            raise TraceError(
+                f"RunWriter.step: {self._file.name} must be open, on a disk with free space, got: {error}. Call step() "
+                "inside the with block, and free space on the disk."
+            ) from error
+
+
+def _created(path: Path) -> tuple[TextIO | None, TraceError | None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("x", encoding="utf-8"), None
+    except FileExistsError:
+        told = f"{path} must not exist, got an existing file. Use a new directory for each run and group"
+    except OSError as error:
+        told = f"{path} must be in a directory that can be written, got {error.strerror}. Use another directory"
+    return None, TraceError(f"RunLog.record: {told}.")
+
+
+def _header(dispatcher: Dispatcher, channel: Channel, run: str) -> dict[str, Any]:
+    return {
+        FORMAT_KEY: FORMAT,
+        "run": run,
+        "rank": channel.communicator.rank,
+        "ep_size": channel.communicator.size,
+        "name": dispatcher.name,
+        "backend": channel.backend_name,
+        "config": channel.config.model_dump(mode="json"),
+        "versions": versions_here(),
+        "totals": _totals(dispatcher),
+    }
+
+
+def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
+    """Return the counts of this rank. Graph-safe mode adds ``needed`` and ``room``, each [rows, rows of a pair]."""
+    channel, metrics = dispatcher._lease.channel, dispatcher.metrics()
+    totals = {
+        "dispatches": metrics.dispatches,
+        "tokens": metrics.real_tokens_per_expert.tolist(),
+        "rows": {**metrics.rows_padded, **metrics.rows_skipped},
+        "sent": metrics.bytes_sent,
+    }
+    if metrics.slots_replayed:
+        totals["replayed"], totals["drifted"] = metrics.slots_replayed, metrics.slots_drifted
+    if channel.capacity is not None:
+        totals["needed"] = channel.meter.needs()[:2]
+        totals["room"] = [channel.capacity.rows, channel.capacity.pair_rows]
+    return totals
