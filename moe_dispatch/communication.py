@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError
-from moe_dispatch.watchdog import Call, watch_of
+from moe_dispatch.watchdog import WatchedCall, watch_of
 
-Started = dist.Work | Call  # a collective that can be waited for
+Started = dist.Work | WatchedCall  # a collective that can be waited for
 
 
 @final
@@ -62,9 +62,7 @@ class Communicator:
         self.bytes_sent[label] += nbytes
         if self.watch is None:
             return start(options)
-        self.watch.enter(label, nbytes)
-        options.timeout = self.watch.timeout
-        return self.watch.call.started(start(options), tensor)
+        return self.watch.start(label, nbytes, tensor, start, options)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str

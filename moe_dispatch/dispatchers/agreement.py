@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import MARKED_DISPATCHERS, Sizes
-from moe_dispatch.backends.requirements import check_max_rows
 from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.planning import Draft, Outgoing
+from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError
 from moe_dispatch.types import Plan
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
-from moe_dispatch.backends.requirements import check_buffers
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import Communicator, control_device, device_types
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
+from moe_dispatch.dispatchers.requirements import check_buffers
 from moe_dispatch.errors import StateError
 
 if TYPE_CHECKING:

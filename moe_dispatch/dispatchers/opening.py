@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch.backends.base import Constraints
 from moe_dispatch.backends.registry import known_backends, load_backend
-from moe_dispatch.backends.requirements import check_buffers, check_group, check_usable, shape_of
 from moe_dispatch.communication import Communicator, device_types, raise_alike
 from moe_dispatch.config import ENVIRONMENT_PREFIX, DispatcherConfig
 from moe_dispatch.dispatchers.channel import Blueprint, Channel, Lease, find_channel, has_channel, keep_channel
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.watchdog import watch_group

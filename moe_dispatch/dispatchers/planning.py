@@ -11,11 +11,11 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints, Sizes
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.backends.requirements import check_max_rows
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import to_device
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError, LayoutError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, Routing

@@ -12,8 +12,8 @@ import torch
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_backends, load_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.backends.registry import probe_backend
-from moe_dispatch.backends.requirements import check_group, shape_of
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import check_group, shape_of
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.permutation import known_permutations, probe_permutation
 from moe_dispatch.probing import Rejected, Usable

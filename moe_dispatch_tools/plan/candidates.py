@@ -9,9 +9,9 @@ from typing import final
 import torch
 
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
-from moe_dispatch.backends.requirements import check_buffers, check_group, check_max_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
 from moe_dispatch.probing import Usable
 from moe_dispatch_tools.names import NamedBackend

@@ -10,9 +10,9 @@ from typing import final
 from torch import Tensor
 
 from moe_dispatch.backends.base import MoEShape
-from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_tools.loads import Loads, count_loads
 from moe_dispatch_tools.placements import in_slots, rows_of_experts

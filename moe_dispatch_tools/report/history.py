@@ -16,9 +16,9 @@ from torch import Tensor
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capacity_of
 from moe_dispatch.backends.registry import known_backends, load_backend
-from moe_dispatch.backends.requirements import check_group, shape_of
 from moe_dispatch.backends.volume import Volume
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import check_group, shape_of
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch_tools.loads import Loads, count_loads, padded_rows, rows_between_nodes, rows_within_nodes
 from moe_dispatch_tools.placements import in_slots

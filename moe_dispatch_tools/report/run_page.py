@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.capacity import balanced_rows
-from moe_dispatch.backends.requirements import shape_of
+from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch_tools.pictures import curves, stacked_bars
 from moe_dispatch_tools.report.load_sections import Timeline, imbalance_section, load_section
 from moe_dispatch_tools.report.page import PADDING_CAUSES, Section, Table, figure, number, percent, render, unit_of

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Constraints, MoEShape
-from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import TraceError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import merge_slots

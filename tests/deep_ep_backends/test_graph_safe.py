@@ -190,9 +190,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         V1,
         {"on_overflow": "raise"},
-        'capacity_factor must be "worst", without on_overflow, because its library cannot drop rows, got',
+        'its library cannot drop rows, so capacity_factor must be "worst" without on_overflow, got',
     ),
-    (V2, {"capacity_factor": 1.0, "on_overflow": "raise"}, 'must be "worst", without on_overflow, because its library'),
+    (V2, {"capacity_factor": 1.0, "on_overflow": "raise"}, 'must be "worst" without on_overflow, got'),
     (HYBRID, {"capacity_factor": 1.0, "on_overflow": "drop"}, "it drops rows by position, got on_overflow='drop'. Use"),
     (
         VARIANTS["fused"],

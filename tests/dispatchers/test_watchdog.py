@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moe_dispatch import build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.watchdog import Call, Report, Watch, _late, watch_group, watch_of
+from moe_dispatch.watchdog import Note, Watch, WatchedCall, _late, watch_group, watch_of
 from moe_dispatch_testing import run_processes, run_ranks
 from moe_dispatch_testing.ranks import TIMEOUT
 from tests.dispatchers.layer import (
@@ -34,78 +34,63 @@ VARIABLE = "MOE_DISPATCH_WATCHDOG"
 THREAD = "moe_dispatch-watchdog"
 
 
-def report(**values: Any) -> Report:
-    defaults: dict[str, Any] = {
-        "host": "a",
-        "beat": 1,
-        "ended": False,
-        "number": 7,
-        "state": "in",
-        "phase": "counts (call 7)",
-    }
-    defaults["label"] = values.get("phase", "counts").split()[0]
-    return Report(**{**defaults, "seconds": 1.0, "finished": 6, "finished_phase": "combine (call 6)", **values})
+def note(phase: str = "counts (call 7)", **values: Any) -> Note:
+    number = int(phase.rsplit(maxsplit=1)[1].rstrip(")"))
+    here = Note("a", 1, False, number, phase.split()[0], "in", phase, 1.0, 6, "combine (call 6)")
+    return here._replace(**values)
 
 
 def one_rank() -> dist.ProcessGroup:
     return run_ranks(lambda group: group, 1)[0]
 
 
-HERE = report()
-ELSEWHERE = report(state="after", number=6, phase="combine (call 6)")
-SENDING = report(state="after starting", phase="dispatch (call 7)")
+HERE, GONE = note(), note(alive=False)
+ELSEWHERE = note("combine (call 6)", state="after")
+SENDING = note("dispatch (call 7)", state="after starting")
+OTHER = note("counts of 'other' (call 7)")
+COMBINE = note("combine (call 7)")
 
 
 @pytest.mark.parametrize(
-    ("reading", "late"),
+    ("notes", "late"),
     [
-        ([(HERE, True), (HERE, True)], []),
-        ([(HERE, True), (HERE, False), (ELSEWHERE, True)], [1]),  # a rank that is gone keeps others elsewhere
-        ([(HERE, True), (None, False)], [1]),
-        ([(ELSEWHERE, True), (HERE, True)], [0]),
-        ([(HERE, True), (SENDING, True)], [1]),
-        ([(HERE, True), (report(state="after", ended=True), True), (ELSEWHERE, True)], [1]),
-        ([(HERE, True), (report(ended=True), True), (ELSEWHERE, True)], [2]),  # rank 1 failed in the call, too
-        ([(HERE, True), (HERE, True), (report(phase="combine (call 7)"), True)], [2]),
-        ([(HERE, True), (report(phase="counts of 'other' (call 7)"), True)], []),  # names may differ
-        ([(HERE, True), (HERE, True), (report(phase="counts of 'other' (call 7)"), True)], [2]),
-        ([(HERE, True), (HERE, False), (report(phase="combine (call 7)"), True), (HERE, True)], [2]),  # and 1 aborted
-        ([(HERE, True), (report(number=8, phase="counts (call 8)"), True), (HERE, True)], [1]),
+        ([HERE, HERE], []),
+        ([HERE, GONE, ELSEWHERE], [1]),  # a rank that is gone keeps others elsewhere
+        ([HERE, None], [1]),
+        ([ELSEWHERE, HERE], [0]),
+        ([HERE, SENDING], [1]),
+        ([HERE, note(state="after", ended=True), ELSEWHERE], [1]),
+        ([HERE, note(ended=True), ELSEWHERE], [2]),  # rank 1 failed in the call, too
+        ([HERE, HERE, COMBINE], [2]),
+        ([HERE, OTHER], []),  # names may differ
+        ([HERE, HERE, OTHER], [2]),
+        ([HERE, GONE, COMBINE, HERE], [2]),  # and 1 aborted
+        ([HERE, note("counts (call 8)"), HERE], [1]),
     ],
 )
-def test_who_is_late(reading: list[tuple[Report | None, bool]], late: list[int]) -> None:
-    assert _late(reading) == late
+def test_who_is_late(notes: list[Note | None], late: list[int]) -> None:
+    assert _late(notes) == late
 
 
 @pytest.mark.parametrize(
-    ("reading", "texts"),
+    ("notes", "texts"),
     [
-        (
-            [(HERE, True), (HERE, False)],
-            ["without rank 1 on a: rank 0 is in counts (call 7); rank 1 is without a sign"],
-        ),
-        ([(HERE, True), (report(number=5), False)], ["after taking part in combine (call 6). Look at rank 1 first"]),
-        ([(HERE, True), (report(number=0, state="after"), True)], ["rank 1 is before its first call"]),
-        (
-            [(HERE, True), (None, False)],
-            ["on an unknown host", "rank 1 is before its first dispatcher with a watchdog"],
-        ),
-        ([(HERE, True), (SENDING, True)], ["elsewhere for 1 s after starting dispatch (call 7)"]),
-        ([(HERE, True), (HERE, True)], ["got no end although ranks 0, 1 are in counts", "Look at the network"]),
-        (
-            [(HERE, True), (HERE, True), (report(phase="rows (call 7)"), True)],
-            ["in different orders: ranks 0, 1 are in"],
-        ),
+        ([HERE, GONE], ["without rank 1 on a: rank 0 is in counts (call 7); rank 1 is without a sign"]),
+        ([HERE, note("rows (call 5)", alive=False)], ["after taking part in combine (call 6). Look at rank 1 first"]),
+        ([HERE, note("- (call 0)", state="after")], ["rank 1 is before its first call"]),
+        ([HERE, None], ["on an unknown host", "rank 1 is before its first dispatcher with a watchdog"]),
+        ([HERE, SENDING], ["elsewhere for 1 s after starting dispatch (call 7)"]),
+        ([HERE, HERE], ["got no end although ranks 0, 1 are in counts", "Look at the network"]),
+        ([HERE, HERE, COMBINE], ["in different orders: ranks 0, 1 are in"]),
         ([], ["no answer from the store", "rank 0, or the agent of torchrun"]),
     ],
 )
-def test_texts(reading: list[tuple[Report | None, bool]], texts: list[str]) -> None:
+def test_texts(notes: list[Note | None], texts: list[str]) -> None:
     watch = watch_group(one_rank(), 5)
     watch.layer = "layers.3"
-    told = watch._text(Call(watch, 7, "counts", 64), reading)
-    assert told.startswith(
-        "Watchdog: counts of 'layers.3' (call 7), 64 bytes from rank 0, must complete within 5 s, got"
-    )
+    told = watch._text(WatchedCall(watch, 7, "counts", 64), notes)
+    begin = "Watchdog: counts of 'layers.3' (call 7), 64 bytes from rank 0, must complete within 5 s, got"
+    assert told.startswith(begin)
     for text in texts:
         assert text in told
 
@@ -113,7 +98,7 @@ def test_texts(reading: list[tuple[Report | None, bool]], texts: list[str]) -> N
 def _text_without_answer(rank: int) -> str:
     assert dist.group.WORLD is not None
     watch = watch_group(dist.group.WORLD, 5)
-    return watch._text(Call(watch, 7, "counts", 64), [])
+    return watch._text(WatchedCall(watch, 7, "counts", 64), [])
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:
@@ -149,10 +134,10 @@ def _early_failure(group: dist.ProcessGroup) -> tuple[float, str]:
     """Rank 0 fails at once; the others have a time limit that is not over."""
     watch = watch_group(group, 2)
     begin = time.monotonic()
-    watch.enter("counts", 0)
+    call = watch.call = WatchedCall(watch, 1, "counts", 0)
     if group.rank():
         time.sleep(1.5)
-    return time.monotonic() - begin, watch.explain(watch.call)
+    return time.monotonic() - begin, watch.explain(call)
 
 
 def test_ranks_that_fail_later_tell_what_the_first_one_read() -> None:
@@ -170,13 +155,11 @@ def test_a_group_without_a_store_is_refused() -> None:
         bare._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         build_dispatcher(small_config(watchdog=5), bare)
 
-    raises_everywhere(
-        outcomes(body, 2), ConfigError, "watchdog=5 needs a process group with a store that can be cloned"
-    )
+    raises_everywhere(outcomes(body, 2), ConfigError, "watchdog=5 needs a process group whose store can be cloned")
 
 
 def test_a_store_that_cannot_be_cloned_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'got a group without one \(Tried to call .*clone"\)'):
+    with pytest.raises(ConfigError, match=r'whose store can be cloned \(Tried to call .*clone"\)'):
         watch_group(dist.ProcessGroup(dist.Store(), 0, 1), 5)
 
 
@@ -270,7 +253,7 @@ def test_copies_share_the_watch_and_have_names() -> None:
         layers = []
         for one in (copy.deepcopy(dispatcher), other):
             identity_round(one)
-            layers.append(watch.call.layer)
+            layers.append(watch.call.phase.split("'")[1])
         return layers
 
     assert run_ranks(body, 2) == [["teacher", "student"]] * 2
@@ -317,8 +300,8 @@ def gpu_watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     group = one_rank()
     watch = watch_group(group, 0.5)
-    for label in ("counts", "rows"):
-        watch.enter(label, 0)
+    for number, label in enumerate(("counts", "rows"), 1):
+        watch.call = WatchedCall(watch, number, label, 0)
         watch.call.move("after")
         watch.keep(watch.call)
     yield watch
@@ -355,7 +338,7 @@ def _name_of_a_sub_group(rank: int) -> str:
     if rank == 0:
         return ""
     watch = watch_group(group, 5)
-    return watch._text(Call(watch, 1, "counts", 0), [(HERE, True), (HERE, False)])
+    return watch._text(WatchedCall(watch, 1, "counts", 0), [HERE, GONE])
 
 
 def test_ranks_of_a_sub_group_have_both_numbers() -> None:

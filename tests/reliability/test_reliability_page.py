@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
-from moe_dispatch.watchdog import Call, Report, watch_group, watch_of
+from moe_dispatch.watchdog import Note, WatchedCall, watch_group, watch_of
 from moe_dispatch_testing import run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
@@ -35,21 +35,16 @@ def test_the_code_of_the_page() -> None:
     assert run_ranks(body, 2) == [60, 60]
 
 
-def report(number: int, phase: str) -> Report:
-    done = {
-        "finished": 19,
-        "finished_phase": "combine of 'layers.0' (call 19)",
-        "seconds": 2.0,
-        "state": "in",
-        "beat": 9,
-    }
-    return Report(host="vm", ended=False, number=number, label=phase.split()[0], phase=phase, **done)  # type: ignore[arg-type]
+def note(number: int, phase: str, *, alive: bool = True) -> Note:
+    return Note(
+        "vm", 9, False, number, phase.split()[0], "in", phase, 2.0, 19, "combine of 'layers.0' (call 19)", alive
+    )
 
 
 def test_the_error_of_the_page() -> None:
     (group,) = run_ranks(lambda group: group, 1)
     watch = watch_group(group, 2)
     watch.layer = "layers.1"
-    here, lost = report(20, "counts of 'layers.1' (call 20)"), report(12, "combine of 'layers.0' (call 12)")
-    told = watch._text(Call(watch, 20, "counts", 72), [(here, True), (lost, False), (here, True), (here, True)])
+    here, lost = note(20, "counts of 'layers.1' (call 20)"), note(12, "combine of 'layers.0' (call 12)", alive=False)
+    told = watch._text(WatchedCall(watch, 20, "counts", 72), [here, lost, here, here])
     assert told == block("text").strip()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_dispatch.backends import capacity, registry
-from moe_dispatch.backends.requirements import shape_of
+from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_tools.plan.figures import BackendPlan
 from moe_dispatch_tools.plan.forecast import Forecast

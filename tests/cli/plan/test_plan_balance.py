@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_dispatch.backends import MoEShape
-from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.balance import ExpertPlacement
+from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch_tools.loads import count_loads
 from moe_dispatch_tools.placements import (
     CHOICES,

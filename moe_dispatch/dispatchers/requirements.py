@@ -11,6 +11,9 @@ from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
 from moe_dispatch.probing import Rejected
 
+_OTHER_EXPERTS = "Use another ep_size or number of experts."
+_OTHER_HIDDEN = "Use another hidden size or another backend. [MD05]"
+
 
 def check_usable(options: BackendOptions) -> None:
     """Refuse a backend that cannot run on this machine.
@@ -60,68 +63,53 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
         ConfigError: A constraint is broken. The error has both values.
     """
     where = f"Backend {name!r}"
+    spread = f"{shape.num_local_experts} ({shape.num_experts} experts over {shape.ep_size} ranks)"
+    for what, value, multiple, got, way_out in (
+        ("experts per rank", shape.num_local_experts, needs.local_experts_multiple, spread, _OTHER_EXPERTS),
+        ("hidden_size", shape.hidden_size, needs.hidden_multiple, shape.hidden_size, _OTHER_HIDDEN),
+    ):
+        if value % multiple:
+            raise ConfigError(f"{where}: {what} must be a multiple of {multiple}, got {got}. {way_out}")
+    for what, value, most, got, way_out in (
+        ("experts per rank", shape.num_local_experts, needs.max_local_experts, spread, "Use a larger ep_size."),
+        ("hidden_size", shape.hidden_size, needs.max_hidden, shape.hidden_size, "Use another backend. [MD05]"),
+        ("top_k", shape.top_k, needs.max_top_k, shape.top_k, "Lower top_k or use another backend."),
+    ):
+        if most is not None and value > most:
+            raise ConfigError(f"{where}: {what} must be at most {most}, got {got}. {way_out}")
     if needs.group_sizes is not None and shape.ep_size not in needs.group_sizes:
         allowed = listed_sizes(needs.group_sizes)
         raise ConfigError(f"{where}: ep_size must be one of {allowed}, got {shape.ep_size}. {needs.group_sizes_hint}")
-    if shape.num_local_experts % needs.local_experts_multiple:
-        raise ConfigError(
-            f"{where}: experts per rank must be a multiple of {needs.local_experts_multiple}, got "
-            f"{shape.num_local_experts} "
-            f"({shape.num_experts} experts over {shape.ep_size} ranks). Use another ep_size or number of experts."
-        )
-    if needs.max_local_experts is not None and shape.num_local_experts > needs.max_local_experts:
-        raise ConfigError(
-            f"{where}: experts per rank must be at most {needs.max_local_experts}, got {shape.num_local_experts} "
-            f"({shape.num_experts} experts over {shape.ep_size} ranks). Use a larger ep_size."
-        )
-    if shape.hidden_size % needs.hidden_multiple:
-        raise ConfigError(
-            f"{where}: hidden_size must be a multiple of {needs.hidden_multiple}, got {shape.hidden_size}. "
-            "Use another hidden size or another backend. [MD05]"
-        )
-    if needs.max_hidden is not None and shape.hidden_size > needs.max_hidden:
-        raise ConfigError(
-            f"{where}: hidden_size must be at most {needs.max_hidden}, got {shape.hidden_size}. Use another "
-            "backend. [MD05]"
-        )
-    if needs.max_top_k is not None and shape.top_k > needs.max_top_k:
-        raise ConfigError(
-            f"{where}: top_k must be at most {needs.max_top_k}, got {shape.top_k}. Lower top_k or use another backend."
-        )
     if config.wire_dtype is not None and config.wire_dtype not in needs.wire_dtypes:
         offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
         raise ConfigError(
             f"{where}: wire_dtype must be one of {offered}, got {config.wire_dtype!r}. Use another backend."
         )
     if config.device is not None and needs.devices is not None and config.device not in needs.devices:
-        raise ConfigError(
-            f"{where}: device must be one of {', '.join(sorted(needs.devices))}, got {config.device!r}. Use another "
-            f"backend."
-        )
+        offered = ", ".join(sorted(needs.devices))
+        raise ConfigError(f"{where}: device must be one of {offered}, got {config.device!r}. Use another backend.")
     if config.graph_safe and not needs.graph_safe:
         raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
-    _check_drop_order(config, where, needs)
+    if config.on_overflow is not None:
+        _check_drop_order(where, config, needs)
     try:
         check_max_rows(where, config.max_tokens_per_rank or 0, needs)
     except InputError as error:
         raise ConfigError(str(error)) from None
 
 
-def _check_drop_order(config: DispatcherConfig, where: str, needs: Constraints) -> None:
-    if config.on_overflow is None:
-        return
+def _check_drop_order(where: str, config: DispatcherConfig, needs: Constraints) -> None:
     if needs.drop_order is None:
         raise ConfigError(
-            f'{where}: capacity_factor must be "worst", without on_overflow, because its library cannot drop rows, '
-            f"got capacity_factor={config.capacity_factor!r} and on_overflow={config.on_overflow!r}. "
+            f'{where}: its library cannot drop rows, so capacity_factor must be "worst" without on_overflow, got '
+            f"{config.capacity_factor!r} and on_overflow={config.on_overflow!r}. "
             "Leave both out, or use another backend."
         )
-    chosen = {"drop": "weight", "drop_by_position": "position"}.get(config.on_overflow, needs.drop_order)
-    if chosen != needs.drop_order:
-        allowed = "drop" if needs.drop_order == "weight" else "drop_by_position"
+    fitting = "drop" if needs.drop_order == "weight" else "drop_by_position"
+    if config.on_overflow not in ("raise", fitting):
         raise ConfigError(
             f"{where}: it drops rows by {needs.drop_order}, got on_overflow={config.on_overflow!r}. "
-            f'Use on_overflow="{allowed}" or "raise".'
+            f'Use on_overflow="{fitting}" or "raise".'
         )
 
 
@@ -148,6 +136,6 @@ def check_max_rows(where: str, rows: int, needs: Constraints) -> None:
     fits = needs.most_rows
     if fits is not None and rows > fits:
         raise InputError(
-            f"{where}: at most {fits} rows per rank fit, got {rows}. Use micro-batches of at most {fits} tokens per "
-            f"rank."
+            f"{where}: at most {fits} rows per rank fit, got {rows}. "
+            f"Use micro-batches of at most {fits} tokens per rank."
         )
