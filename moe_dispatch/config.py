@@ -176,36 +176,30 @@ class DispatcherConfig(BaseModel):
                 f'wire_dtype "float8_e4m3fn": hidden_size must be a multiple of {FLOAT8_BLOCK} (there is one scale for '
                 f'every {FLOAT8_BLOCK} columns), got {self.hidden_size}. Use wire_dtype "bfloat16".'
             )
-        needs_maximum = (
-            "graph_safe" if self.graph_safe else 'row_counts="static"' if self.row_counts == "static" else ""
-        )
-        if needs_maximum and self.max_tokens_per_rank is None:
+        if self.row_counts_policy == "static" and self.max_tokens_per_rank is None:
+            cause = "graph_safe" if self.graph_safe else 'row_counts="static"'
             raise ConfigError(
-                f"{needs_maximum} needs max_tokens_per_rank, got None. Set it to the largest row count of any rank."
+                f"{cause} needs max_tokens_per_rank, got None. Set it to the largest row count of any rank."
             )
         if self.graph_safe and self.row_counts not in (None, "static"):
             raise ConfigError(
                 f'graph_safe needs row_counts "static", got {self.row_counts!r}, which syncs with the host. '
                 "Leave row_counts out."
             )
-        self._check_balance()
+        if self.balance is not None:
+            check_planner(self.balance)
+            if not self.spare_experts_per_rank:
+                raise ConfigError(
+                    f"balance needs spare_experts_per_rank of at least 1, got 0 with balance={self.balance!r}. "
+                    "Set it to 1 or 2."
+                )
+            if self.graph_safe:
+                raise ConfigError(
+                    "balance must be None with graph_safe=True, because the host reads counts and plans each dispatch, "
+                    f"got {self.balance!r}. Use dispatcher.place(placement) instead."
+                )
         self._check_capacity()
         return self
-
-    def _check_balance(self) -> None:
-        if self.balance is None:
-            return
-        check_planner(self.balance)
-        if not self.spare_experts_per_rank:
-            raise ConfigError(
-                f"balance needs spare_experts_per_rank of at least 1, got 0 with balance={self.balance!r}. "
-                "Set it to 1 or 2."
-            )
-        if self.graph_safe:
-            raise ConfigError(
-                f"balance must be None with graph_safe=True, because the host reads counts and plans each dispatch, "
-                f"got {self.balance!r}. Use dispatcher.place(placement) instead."
-            )
 
     def _check_capacity(self) -> None:
         options = {} if self.backend_options is None else self.backend_options.capacity_bounds
@@ -269,9 +263,7 @@ class DispatcherConfig(BaseModel):
 
     def replace(self, **changes: Any) -> DispatcherConfig:
         """Return a copy with some fields changed. The copy is validated like a new config."""
-        return DispatcherConfig(
-            **{**self.model_dump(exclude={"constraints"}), "constraints": self.constraints, **changes}
-        )
+        return DispatcherConfig(**{**self.model_dump(), **changes})
 
     @classmethod
     def load(
@@ -331,11 +323,10 @@ def overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tup
     for variable in sorted(environment):  # MOE_DISPATCH_BACKEND comes before MOE_DISPATCH_BACKEND__REDUCTION
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
-        name, nested, option = variable.removeprefix(ENVIRONMENT_PREFIX).partition("__")
-        field = name.lower()
+        name, _, option = variable.removeprefix(ENVIRONMENT_PREFIX).partition("__")
+        field, value = name.lower(), json_or_text(environment[variable])
         if name.isupper() and field in DispatcherConfig.model_fields:
-            value = json_or_text(environment[variable])
-            result[field] = {**_options(variable, field, result), option.lower(): value} if nested else value
+            result[field] = {**_options(result, variable, field), option.lower(): value} if option else value
             read.append(variable)
         # A lower cutoff would refuse MOE_DISPATCH_BACKEND_PORT, which Kubernetes sets for a service.
         elif near := difflib.get_close_matches(field, DispatcherConfig.model_fields, n=1, cutoff=0.8):
@@ -345,17 +336,17 @@ def overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tup
     return result, read
 
 
-def _options(variable: str, field: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _options(fields: Mapping[str, Any], variable: str, field: str) -> dict[str, Any]:
     """Return the mapping of a field in which a variable sets an option. A backend may be given by its name alone."""
     value = fields.get(field, AUTO if field == "backend" else {})
     if field == "backend" and isinstance(value, str):
         return {"name": value}
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"DispatcherConfig.load: {variable}: {field} must be a mapping to have options, got {value!r}. "
-            f"Set {ENVIRONMENT_PREFIX}{field.upper()} instead."
-        )
-    return value
+    if isinstance(value, dict):
+        return value
+    raise ConfigError(
+        f"DispatcherConfig.load: {variable}: {field} has no options, because it is {value!r}. "
+        f"Set {ENVIRONMENT_PREFIX}{field.upper()} instead."
+    )
 
 
 def json_or_text(value: str) -> Any:
@@ -367,48 +358,28 @@ def json_or_text(value: str) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.suffix not in (".yaml", ".yml", ".json"):
+        raise ConfigError(f"DispatcherConfig.load: {path} must end in .yaml, .yml or .json. Rename the file.")
     try:
         text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
+        if path.suffix == ".json":
+            value = json.loads(text)
+        else:
+            import yaml  # noqa: PLC0415 - optional, imported on use
+
+            value = yaml.safe_load(text)
+    except ImportError as error:
         raise ConfigError(
-            f"DispatcherConfig.load: {path} must be UTF-8 text, got {error.reason}. Save the file as UTF-8."
+            f"DispatcherConfig.load: PyYAML is not installed, so {path} cannot be read. {how_to_install('yaml')} "
+            "Or use a .json file."
         ) from error
-    except OSError as error:
-        raise ConfigError(f"DispatcherConfig.load: cannot read {path}: {error.strerror}. Check the path.") from error
-    if path.suffix not in (".yaml", ".yml", ".json"):
+    except Exception as error:  # the file cannot be opened, or is not UTF-8, JSON or YAML; the text has the line
         raise ConfigError(
-            f"DispatcherConfig.load: {path} must end in .yaml, .yml or .json, got {path.suffix!r}. Rename the file."
-        )
-    value = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
+            f"DispatcherConfig.load: cannot read {path}: {error}. Correct the file or the path."
+        ) from error
     if not isinstance(value, dict):
         raise ConfigError(
             f"DispatcherConfig.load: {path} must hold a mapping of fields, got {type(value).__name__}. "
             'Start with "backend: alltoall".'
         )
     return value
-
-
-def _parse_json(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"DispatcherConfig.load: {path}, line {error.lineno}: {error.msg}. Correct the JSON."
-        ) from error
-
-
-def _parse_yaml(path: Path, text: str) -> Any:
-    try:
-        import yaml  # noqa: PLC0415 - optional, imported on use
-    except ImportError as error:
-        raise ConfigError(
-            f"DispatcherConfig.load: reading {path} needs PyYAML, got none. Use a .json file, or install PyYAML. "
-            f"{how_to_install('yaml')}"
-        ) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(f"DispatcherConfig.load: {path}{line}: {problem}. Correct the YAML.") from error

@@ -10,19 +10,15 @@ from pydantic import ValidationError
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
-from moe_dispatch.config import ConstraintOverrides
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"capacity": 3}, r"(?s)capacity.*Extra inputs are not permitted"),
     "another type": ({"num_experts": "8"}, r"(?s)num_experts.*valid integer"),
-    "float for int": ({"top_k": 2.0}, r"(?s)top_k.*valid integer"),
     "zero experts": ({"num_experts": 0}, r"(?s)num_experts.*greater than or equal to 1"),
-    "zero top_k": ({"top_k": 0}, r"(?s)top_k.*greater than or equal to 1"),
     "top_k above experts": ({"top_k": 9}, r"top_k \(9\) must not exceed num_experts \(8\). Lower top_k"),
     "pad_multiple": ({"pad_multiple": "int4"}, r"(?s)pad_multiple.*'bf16', 'fp8', 'mxfp8' or 'nvfp4'"),
-    "wire": ({"wire_dtype": "float16"}, r"(?s)wire_dtype.*'bfloat16' or 'float8_e4m3fn'"),
     "fp8 columns": (
         {"wire_dtype": "float8_e4m3fn"},
         r"hidden_size must be a multiple of 128 .*got 64. Use wire_dtype \"bfloat16\"",
@@ -40,7 +36,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"backend": "alltoal"},
         r"Unknown backend 'alltoal'. Known backends: allgather, alltoall, .*local.* Did you mean 'alltoall'\?",
     ),
-    "unknown backend far from all": ({"backend": "qqq"}, r"Unknown backend 'qqq'. Known backends: [a-z, ]+\.(?! Did)"),
     "mapping without a name": (
         {"backend": {"reduction": "exact"}},
         r"a mapping must have \"name\", a string, got \{'reduction': 'exact'\}",
@@ -92,30 +87,6 @@ def test_backend_name_and_options() -> None:
     assert (plain.backend_name, exact.backend_name) == ("alltoall", "alltoall")
     assert plain.backend_options == AllToAllOptions(reduction="fast")
     assert exact.backend_options == AllToAllOptions(reduction="exact")
-
-
-def test_replace_validates_and_keeps_the_rest() -> None:
-    config = DispatcherConfig(**SIZES, debug=True, constraints=ConstraintOverrides(max_rows=7))
-    other = config.replace(top_k=3)
-    assert (other.top_k, other.debug, other.constraints.max_rows) == (3, True, 7)
-    assert config.top_k == 2
-    with pytest.raises(ValueError, match="must not exceed num_experts"):
-        config.replace(top_k=9)
-
-
-def test_digest_tells_configs_apart() -> None:
-    config = DispatcherConfig(**SIZES)
-    assert config.digest == DispatcherConfig(**SIZES).digest
-    changes: list[dict[str, Any]] = [
-        {"top_k": 3},
-        {"debug": True},
-        {"backend": "local"},
-        {"backend": {"name": "local", "reduction": "exact"}},
-        {"constraints": {"max_rows": 64}},
-        {"pad_multiple": "fp8"},
-    ]
-    digests = {DispatcherConfig(**{**SIZES, **change}).digest for change in changes}
-    assert len(digests | {config.digest}) == len(changes) + 1
 
 
 def test_constraints_from_a_mapping() -> None:

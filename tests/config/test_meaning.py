@@ -88,7 +88,7 @@ def test_a_copy_is_validated_and_has_a_digest_of_its_own() -> None:
     assert copied.digest != config.digest
     assert copied.canonical["top_k"] == 3
     assert (config.digest, config.canonical, config.backend_options) == before
-    assert config.model_copy() == config.model_copy(deep=True) == config
+    assert config.model_copy() == config.model_copy(deep=True) == config.replace() == config
 
 
 @pytest.mark.parametrize(
