@@ -13,7 +13,7 @@ Names of tensors end in their dimensions, everywhere in the package:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -100,8 +100,11 @@ class Plan:
             dispatches all rows.
         valid_T: bool (T,), whether each row holds a token. Set if the host knows the lengths but no row may be cut
             out, as in graph-safe mode; otherwise None.
+        num_sent: Number of rows that this rank sends, before padding; None if not known yet.
         sizes: Sizes that the ranks agreed on, if the backend needs them: ``padded_rows``, Tp, equal on all ranks, and
             ``group_max_rows``, the largest row count of any rank.
+        settled: Whether the ranks have agreed on the sizes. Only the draft of a plan, which its own rank makes first,
+            is not settled.
         owner: Name of the channel that made the plan. A plan serves all dispatchers with the same config and group.
         footprint: Function behind ``bytes``; None if the config is not graph-safe.
     """
@@ -110,7 +113,9 @@ class Plan:
     num_rows: int | None
     real_rows: Tensor | None
     valid_T: Tensor | None = None
-    sizes: Sizes
+    num_sent: int | None = None
+    sizes: Sizes = field(default_factory=Sizes)
+    settled: bool = True
     owner: str
     footprint: Callable[[torch.dtype], dict[str, int]] | None = None
 
@@ -189,7 +194,7 @@ class Dispatched:
 
     @property
     def _graph_safe(self) -> bool:
-        graph_safe: bool = self.state.lease.channel.config.graph_safe
+        graph_safe: bool = self.state.lease.enter().config.graph_safe
         return graph_safe
 
     @property

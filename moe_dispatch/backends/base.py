@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -277,6 +277,32 @@ def grouped_bytes(
 
 
 @final
+class Permutations(dict[tuple[type, str], Permutation]):
+    """The permutation for each type of tensor and of device; chosen at the first use of a key.
+
+    A subclass of Tensor may have no memory that a kernel could read, so it gets torch's.
+
+    Args:
+        name: Name of the permutation in the config.
+        workspace: Memory that calls reuse.
+        fixed_size: Whether all indices have a fixed size.
+    """
+
+    def __init__(self, name: str, workspace: Workspace, *, fixed_size: bool) -> None:
+        super().__init__()
+        self._name, self._workspace, self._fixed_size = name, workspace, fixed_size
+
+    def __missing__(self, key: tuple[type, str]) -> Permutation:
+        cls, device_type = key
+        is_plain = cls in (Tensor, torch.nn.Parameter)
+        chosen: Permutation = choose_permutation(self._name, device_type) if is_plain else TorchPermutation()
+        if chosen.name == "torch":
+            chosen = TorchPermutation(self._workspace.lend, fixed_size=self._fixed_size)
+        self[key] = chosen
+        return chosen
+
+
+@final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BackendContext:
     """The objects that a backend is built with, once per channel.
@@ -285,8 +311,9 @@ class BackendContext:
         shape: Sizes and settings.
         communicator: The group. All collectives of the backend go through it.
         needs: Constraints of the backend, after the overrides of the config.
-        permutation: Name of the configured one-rank reorder; ``permutation_of`` returns the reorder itself.
+        permutation: Name of the configured one-rank reorder.
         workspace: Memory that calls reuse.
+        permutations: The reorder itself, by type of tensor and of device.
     """
 
     shape: MoEShape
@@ -294,7 +321,12 @@ class BackendContext:
     needs: Constraints = field(default_factory=Constraints)
     permutation: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
-    _permutations: dict[str, Permutation] = field(default_factory=dict, init=False, repr=False)
+    permutations: Permutations = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Make the table of permutations, which is filled on use."""
+        table = Permutations(self.permutation, self.workspace, fixed_size=self.shape.graph_safe)
+        object.__setattr__(self, "permutations", table)
 
     @property
     def most_rows(self) -> int | None:
@@ -304,17 +336,8 @@ class BackendContext:
         return min((bound for bound in bounds if bound is not None), default=None)
 
     def permutation_of(self, tensor: Tensor) -> Permutation:
-        """Return the permutation for a tensor: the one that is named, or for "auto" the best on the tensor's device.
-
-        A subclass of Tensor may have no memory that a kernel could read, so it gets torch's.
-        """
-        kind = tensor.device.type if type(tensor) is Tensor else "subclass"
-        if kind not in self._permutations:
-            chosen = TorchPermutation() if kind == "subclass" else choose_permutation(self.permutation, kind)
-            if chosen.name == "torch":
-                chosen = TorchPermutation(self.workspace.lend, fixed_size=self.shape.graph_safe)
-            self._permutations[kind] = chosen
-        return self._permutations[kind]
+        """Return the permutation for a tensor: the one that is named, or for "auto" the best on the tensor's device."""
+        return self.permutations[type(tensor), tensor.device.type]
 
     def group(
         self,
@@ -336,12 +359,12 @@ class BackendContext:
             entries_per_key: As in ``group_slots``, without a capacity.
             real_L: int64 (L,), ``counts`` on the device, if the caller has them there.
         """
-        shape, tables = self.shape, self.permutation_of(local_ids_SK).tables
+        shape, permutation = self.shape, self.permutation_of(local_ids_SK)
         if capacity is None:
-            return tables.group_slots(
+            return permutation.group_slots(
                 local_ids_SK, counts, shape.pad_multiple, entries_per_key=entries_per_key, real_L=real_L
             )
-        return tables.group_statically(
+        return permutation.group_statically(
             local_ids_SK,
             shape.num_local_experts,
             rows=capacity.rows,
@@ -528,10 +551,10 @@ class Backend(ABC):
             sizes: Sizes that the ranks agreed on, with a ``capacity`` in graph-safe mode.
         """
 
-    def dispatch_async(
+    def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Callable[[], Arrived]:
-        """Start ``dispatch``, and return a function that completes it. A backend without overlap completes at once.
+    ) -> Any:
+        """Start ``dispatch``, and return what ``finish`` needs. A backend without overlap does all of it here.
 
         Args:
             rows_TD: As in ``dispatch``.
@@ -544,13 +567,17 @@ class Backend(ABC):
         Raises:
             PeerError: ``marks_agree`` is false for the marks of the ranks. All ranks raise it.
         """
-        arrived = self.dispatch(rows_TD, ids_TK, weights_TK, sizes)
-        return lambda: arrived
+        return self.dispatch(rows_TD, ids_TK, weights_TK, sizes)
+
+    def finish(self, started: Any) -> Arrived:
+        """Wait for the rows of a dispatch. Called once with each result of ``start``."""
+        arrived: Arrived = started
+        return arrived
 
     def refuse(self, device: torch.device) -> None:  # noqa: B027 - only where constraints.exchanges_counts
         """Take part in the exchange of counts of a dispatch that this rank refuses, with the mark -1.
 
-        The peers' ``dispatch_async`` finds the mark and raises ``PeerError``. Then all ranks get the text of the error.
+        The peers' ``start`` finds the mark and raises ``PeerError``. Then all ranks get the text of the error.
         """
 
     def restore(self, tensors: Sequence[Tensor]) -> Route:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
-from moe_dispatch.permutation import Permutation, SlotIndex
+from moe_dispatch.permutation import SlotIndex
 
 
 class RankMajorRoute(Route):
@@ -30,16 +31,6 @@ class RankMajorRoute(Route):
     __slots__ = ()
     context: BackendContext
     index: SlotIndex
-
-    @property
-    def permutation(self) -> Permutation:
-        """Implementation that copies rows to their experts and sums them."""
-        return self.context.permutation_of(self.index.source_R)
-
-    @property
-    def wire_dtype(self) -> WireDtype | None:
-        """Dtype in which rows travel; None for their own dtype."""
-        return self.context.shape.wire_dtype
 
     @abstractmethod
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> AbstractContextManager[Tensor]:
@@ -64,8 +55,8 @@ class RankMajorRoute(Route):
 
     @final
     def send(self, rows_TD: Tensor) -> Tensor:
-        with self.spread(rows_TD, self.wire_dtype, label="dispatch") as rows_SD:
-            return self.permutation.expand(rows_SD, self.index, rows_TD.dtype)
+        with self.spread(rows_TD, self.context.shape.wire_dtype, label="dispatch") as rows_SD:
+            return self.context.permutation_of(self.index.source_R).expand(rows_SD, self.index, rows_TD.dtype)
 
     @final
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
@@ -79,10 +70,13 @@ class RankMajorRoute(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        with self.spread(grad_TD, back_wire(self.wire_dtype), label="combine.backward") as grad_SD:
-            return self.permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
+        wire = back_wire(self.context.shape.wire_dtype)
+        with self.spread(grad_TD, wire, label="combine.backward") as grad_SD:
+            permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
+            return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 
 
+@cache
 def back_wire(wire: WireDtype | None) -> WireDtype | None:
     """Return the wire dtype of combined rows and gradients if rows are sent as ``wire``: at least bfloat16."""
     return None if wire is None else "bfloat16"
@@ -115,8 +109,9 @@ def arrive(
     if needed is not None:
         demand = torch.stack([needed, torch.zeros_like(needed) if busiest_pair is None else busiest_pair])
     real_L, padded_L, padded_list = index.tokens_per_key(rows_SD.device)
+    permutation = route.context.permutations[type(rows_SD), rows_SD.device.type]
     return Arrived(
-        rows=route.permutation.expand(rows_SD, index, dtype),
+        rows=permutation.expand(rows_SD, index, dtype),
         weights=index.to_grouped(weights_SK),
         tokens_per_expert=padded_L,
         real_tokens_per_expert=real_L,

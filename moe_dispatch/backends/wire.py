@@ -1,4 +1,4 @@
-"""The byte formats in which rows travel: the numbers of a row, then the weights and expert ids of its slots."""
+"""The byte format in which rows travel: the numbers of a row, then the weights and expert ids of its slots."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 @final
 @dataclass(frozen=True, slots=True)
-class RowFormat:
-    """The byte format of a row of D numbers. ``row_format`` makes it.
+class Packet:
+    """The byte format of a row with its slots: ``[row | K weights | note | K ids]``.
+
+    ``row_format`` makes the format of a bare row, and ``packet`` adds the slots. Each part is aligned to the size of
+    its numbers. The note is one int32 for the backend's own use. For example, a packet of 5 bfloat16 numbers, 2 float32
+    weights, a note and 2 int16 ids has these bytes: row 0-9, gap 10-11, weights 12-19, note 20-23, ids 24-27. So its
+    stride is 28.
 
     A float8 row is followed by one float32 scale per 128 columns, as DeepEP's fp8 dispatch takes it. A scale is the
     largest absolute value of its columns divided by 448, or 1 if all are zero. So a row of 256 numbers has 256 bytes of
@@ -32,6 +37,11 @@ class RowFormat:
         wire: Name of the dtype in which rows travel; None if it is ``dtype``.
         wire_dtype: Dtype of the numbers that travel.
         nbytes: Number of bytes of a row, scales included.
+        stride: Number of bytes from one packet to the next.
+        top_k: K; 0 for a bare row.
+        weight_dtype: Dtype of the weights: float32, or float64 for float64 models; None if weights do not travel.
+        id_dtype: Dtype of the ids; None if ids do not travel.
+        widths: Numbers of bytes of the row, a gap, the weights, the note, the ids and a gap.
     """
 
     dtype: torch.dtype
@@ -39,6 +49,11 @@ class RowFormat:
     wire: WireDtype | None
     wire_dtype: torch.dtype
     nbytes: int
+    stride: int
+    top_k: int = 0
+    weight_dtype: torch.dtype | None = None
+    id_dtype: torch.dtype | None = None
+    widths: tuple[int, ...] = ()
 
     def write(self, rows_TD: Tensor, out: Tensor) -> None:
         """Encode rows into ``out``, uint8 (T, nbytes) of any row stride."""
@@ -49,15 +64,16 @@ class RowFormat:
         out[:, : self.hidden].copy_(numbers.view(torch.uint8))
         out[:, self.hidden :].view(torch.float32).copy_(scales)
 
-    def read(self, rows: Tensor) -> Tensor:
-        """Decode uint8 (T, nbytes) to rows (T, D): a view in ``wire_dtype``, or for float8 new rows in ``dtype``."""
+    def read(self, packets: Tensor) -> Tensor:
+        """Decode the rows of uint8 packets: a view (T, D) in ``wire_dtype``, or for float8 new rows in ``dtype``."""
+        rows = packets if packets.shape[1] == self.nbytes else packets[:, : self.nbytes]
         if self.wire != "float8_e4m3fn":
             return rows.view(self.wire_dtype)
         scales = rows[:, self.hidden :].view(torch.float32)
         return from_float8(rows[:, : self.hidden].view(torch.float8_e4m3fn), scales, self.dtype)
 
     def encode(self, rows_TD: Tensor) -> Tensor:
-        """Encode rows as uint8 (T, nbytes). The result is a view if contiguous rows travel unchanged."""
+        """Encode bare rows as uint8 (T, nbytes). The result is a view if contiguous rows travel unchanged."""
         if self.wire is None and rows_TD.shape[0]:  # with 0 rows, ``view`` could refuse their strides
             return rows_TD.contiguous().view(torch.uint8)
         out = torch.empty(rows_TD.shape[0], self.nbytes, dtype=torch.uint8, device=rows_TD.device)
@@ -66,9 +82,72 @@ class RowFormat:
 
     def round_trip(self, rows_TD: Tensor) -> Tensor:
         """Return the rows as their receiver gets them, in the model's dtype."""
-        if self.wire is None:
-            return rows_TD
-        return self.read(self.encode(rows_TD)).to(self.dtype)
+        return rows_TD if self.wire is None else self.read(self.encode(rows_TD)).to(self.dtype)
+
+    def pack(self, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """Write one packet per row, uint8 (T, stride)."""
+        assert self.weight_dtype is not None
+        assert self.id_dtype is not None
+        packets = torch.empty(rows_TD.shape[0], self.stride, dtype=torch.uint8, device=rows_TD.device)
+        rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)  # faster than three slices
+        self.write(rows_TD, rows)
+        weights.view(self.weight_dtype).copy_(weights_TK)
+        ids.view(self.id_dtype).copy_(ids_TK)
+        return packets
+
+    def unpack(self, packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows (T, D) as ``read`` does, and strided views of weights and ids, each (T, K)."""
+        assert self.weight_dtype is not None
+        assert self.id_dtype is not None
+        rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)
+        return self.read(rows), weights.view(self.weight_dtype), ids.view(self.id_dtype)
+
+    def weights(self, packets: Tensor) -> Tensor:
+        """Return a strided view of the weights, (T, K)."""
+        assert self.weight_dtype is not None
+        return packets.split_with_sizes(self.widths, 1)[2].view(self.weight_dtype)
+
+    def notes(self, packets: Tensor) -> Tensor:
+        """Return a strided view of the notes, int32 (T, 1)."""
+        return packets.split_with_sizes(self.widths, 1)[3].view(torch.int32)
+
+    def ids(self, packets: Tensor) -> Tensor:
+        """Return a strided view of the expert ids, (T, K)."""
+        assert self.id_dtype is not None
+        return packets.split_with_sizes(self.widths, 1)[4].view(self.id_dtype)
+
+
+@cache
+def row_format(dtype: torch.dtype, hidden: int, wire: WireDtype | None = None) -> Packet:
+    """Return the format of bare rows of ``hidden`` numbers of ``dtype`` that travel as ``wire``."""
+    if wire == "float8_e4m3fn":
+        nbytes = hidden + 4 * (hidden // FLOAT8_BLOCK)
+        return Packet(dtype, hidden, wire, torch.float8_e4m3fn, nbytes, nbytes)
+    wire_dtype = dtype if wire is None else torch.bfloat16
+    return Packet(dtype, hidden, wire, wire_dtype, hidden * wire_dtype.itemsize, hidden * wire_dtype.itemsize)
+
+
+@cache
+def packet(
+    row: Packet,
+    top_k: int,
+    weight_dtype: torch.dtype | None,
+    id_dtype: torch.dtype | None = None,
+    *,
+    note: bool = False,
+) -> Packet:
+    """Return the format of a row with its slots, aligned so that each part can be viewed in its own dtype."""
+    weight_bytes, id_bytes = (0 if dtype is None else dtype.itemsize for dtype in (weight_dtype, id_dtype))
+    weights_at = round_up(row.nbytes, weight_bytes or 1)
+    note_at = weights_at + top_k * weight_bytes  # aligned for an int32, because a weight has 4 or 8 bytes
+    ids_at = note_at + 4 * note
+    ids_end = ids_at + top_k * id_bytes
+    stride = round_up(ids_end, max(weight_bytes, id_bytes, row.wire_dtype.itemsize))
+    edges = (0, row.nbytes, weights_at, note_at, ids_at, ids_end, stride)
+    widths = tuple(end - begin for begin, end in pairwise(edges))
+    return Packet(
+        row.dtype, row.hidden, row.wire, row.wire_dtype, row.nbytes, stride, top_k, weight_dtype, id_dtype, widths
+    )
 
 
 def to_float8(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,104 +162,6 @@ def from_float8(numbers_TD: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
     """Convert the results of ``to_float8`` back to rows of ``dtype``."""
     blocks = numbers_TD.float().view(*scales.shape, FLOAT8_BLOCK)
     return (blocks * scales.unsqueeze(-1)).view(numbers_TD.shape).to(dtype)
-
-
-@cache
-def row_format(dtype: torch.dtype, hidden: int, wire: WireDtype | None = None) -> RowFormat:
-    """Return the format of rows of ``hidden`` numbers of ``dtype`` that travel as ``wire``."""
-    if wire == "float8_e4m3fn":
-        return RowFormat(dtype, hidden, wire, torch.float8_e4m3fn, hidden + 4 * (hidden // FLOAT8_BLOCK))
-    wire_dtype = dtype if wire is None else torch.bfloat16
-    return RowFormat(dtype, hidden, wire, wire_dtype, hidden * wire_dtype.itemsize)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Packet:
-    """The byte format of a row with its slots: ``[row | K weights | note | K ids]``. ``packet`` makes it.
-
-    Each part is aligned to the size of its numbers. The note is one int32 for the backend's own use. For example, a
-    packet of 5 bfloat16 numbers, 2 float32 weights, a note and 2 int16 ids has these bytes: row 0-9, gap 10-11, weights
-    12-19, note 20-23, ids 24-27. So its stride is 28.
-
-    Attributes:
-        row: Format of the row.
-        top_k: K.
-        weight_dtype: Dtype of the weights: float32, or float64 for float64 models; None if weights do not travel.
-        id_dtype: Dtype of the ids; None if ids do not travel.
-        weights_at: Byte at which the weights begin.
-        note_at: Byte at which the note begins; equal to ``ids_at`` if there is no note.
-        ids_at: Byte at which the ids begin.
-        stride: Number of bytes from one packet to the next.
-        widths: Numbers of bytes of the row, a gap, the weights, the note, the ids and a gap.
-    """
-
-    row: RowFormat
-    top_k: int
-    weight_dtype: torch.dtype | None
-    id_dtype: torch.dtype | None
-    weights_at: int
-    note_at: int
-    ids_at: int
-    stride: int
-    widths: tuple[int, ...]
-
-    def pack(self, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """Write one packet per row, uint8 (T, stride)."""
-        assert self.weight_dtype is not None
-        assert self.id_dtype is not None
-        packets = torch.empty(rows_TD.shape[0], self.stride, dtype=torch.uint8, device=rows_TD.device)
-        rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)  # faster than three slices
-        self.row.write(rows_TD, rows)
-        weights.view(self.weight_dtype).copy_(weights_TK)
-        ids.view(self.id_dtype).copy_(ids_TK)
-        return packets
-
-    def unpack(self, packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows (T, D) as ``RowFormat.read`` does, and strided views of weights and ids, each (T, K)."""
-        assert self.weight_dtype is not None
-        assert self.id_dtype is not None
-        rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)
-        return self.row.read(rows), weights.view(self.weight_dtype), ids.view(self.id_dtype)
-
-    def rows(self, packets: Tensor) -> Tensor:
-        """Return a strided view of the bytes of the rows, uint8 (T, row.nbytes), or ``packets`` if they are all row."""
-        return packets if self.row.nbytes == self.stride else packets[:, : self.row.nbytes]
-
-    def weights(self, packets: Tensor) -> Tensor:
-        """Return a strided view of the weights, (T, K)."""
-        assert self.weight_dtype is not None
-        return packets[:, self.weights_at : self.note_at].view(self.weight_dtype)
-
-    def notes(self, packets: Tensor) -> Tensor:
-        """Return a strided view of the notes, int32 (T, 1)."""
-        return packets[:, self.note_at : self.ids_at].view(torch.int32)
-
-    def ids(self, packets: Tensor) -> Tensor:
-        """Return a strided view of the expert ids, (T, K)."""
-        assert self.id_dtype is not None
-        return packets[:, self.ids_at : self.ids_at + self.top_k * self.id_dtype.itemsize].view(self.id_dtype)
-
-
-@cache
-def packet(
-    row: RowFormat,
-    top_k: int,
-    weight_dtype: torch.dtype | None,
-    id_dtype: torch.dtype | None = None,
-    *,
-    note: bool = False,
-) -> Packet:
-    """Return the packet format whose parts are aligned, so that each part can be viewed in its own dtype."""
-    weight_bytes, id_bytes = (0 if dtype is None else dtype.itemsize for dtype in (weight_dtype, id_dtype))
-    weights_at = round_up(row.nbytes, weight_bytes or 1)
-    note_at = weights_at + top_k * weight_bytes  # aligned for an int32, because a weight has 4 or 8 bytes
-    ids_at = note_at + 4 * note
-    unit = max(weight_bytes, id_bytes, row.wire_dtype.itemsize)
-    stride = round_up(ids_at + top_k * id_bytes, unit)
-    edges = (0, row.nbytes, weights_at, note_at, ids_at, ids_at + top_k * id_bytes, stride)
-    widths = tuple(end - begin for begin, end in pairwise(edges))
-    return Packet(row, top_k, weight_dtype, id_dtype, weights_at, note_at, ids_at, stride, widths)
 
 
 def id_dtype_for(num_experts: int) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_dispatch.balance.movement import Movement, movement_of
 from moe_dispatch.balance.placement import ExpertPlacement
-from moe_dispatch.dispatchers.autograd import refuse_double_backward, tie
+from moe_dispatch.dispatchers.autograd import double_backward, tie
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Dispatched, InFlight
@@ -74,12 +74,12 @@ class SlotWeights:
             )
         lease = self._dispatcher._lease
         placement = sent.placement
-        self._check(lease.channel, stacked)
+        self._check(lease.enter(), stacked)
         if placement is None:
             return sent.wait(), stacked
-        movement = movement_of(placement, lease.channel.communicator.rank, stacked[0].device)
+        movement = movement_of(placement, lease.enter().communicator.rank, stacked[0].device)
         with torch.no_grad():
-            arrive = self._start(lease.channel, placement, movement, stacked)
+            arrive = self._start(lease.enter(), placement, movement, stacked)
         landed = sent.wait()
         if landed.state.lease is not lease:
             raise StateError(
@@ -155,7 +155,8 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        refuse_double_backward("dispatch")
+        if torch.is_grad_enabled():
+            raise double_backward("dispatch")
         movement: Movement = ctx.movement
         ctx.lease.tell_watchdog()
         given = [
@@ -165,7 +166,7 @@ class _Fetch(torch.autograd.Function):
         home_NW = given[0].new_empty(0, _width(given))
         if movement.moves:
             outgoing = _side_by_side(given, movement.received)
-            home_NW = _exchange(ctx.lease.channel, movement, outgoing, back=True)()
+            home_NW = _exchange(ctx.lease.enter(), movement, outgoing, back=True)()
         return None, None, None, *(_summed(movement, *pair) for pair in zip(given, _cut(home_NW, given), strict=True))
 
 

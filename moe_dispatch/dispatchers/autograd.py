@@ -1,15 +1,14 @@
 """The computation of both verbs and of their backwards, for all backends, and its attachment to autograd.
 
-The ``run_`` functions do the work; call them with gradients off. On the way to the backend, they mask or cut out rows
-that are no tokens, and pad the other rows. On the way back, they trim the padding and set rows that were cut out to
-zero. ``attach`` and ``combine`` make eager calls differentiable. ``operators.py`` makes operators for ``torch.compile``
-out of the same functions.
+Call ``start``, ``finish`` and the functions on a route with gradients off. On the way to the backend they mask or cut
+out rows that are no tokens, and pad the other rows. On the way back they trim the padding and set rows that were cut
+out to zero. ``Dispatch`` and ``Combine`` make eager calls differentiable. ``operators`` makes operators for
+``torch.compile`` out of the same functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,52 +16,17 @@ import torch
 from torch import Size, Tensor
 
 from moe_dispatch.backends.base import Arrived, Route, Sizes
+from moe_dispatch.backends.local import count_experts
 from moe_dispatch.balance.placement import ExpertPlacement
+from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import HostCopy, raise_alike
-from moe_dispatch.dispatchers.agreement import Caller
-from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.planning import Outgoing
+from moe_dispatch.dispatchers.agreement import described, facts_of, mark_of, settle
+from moe_dispatch.dispatchers.balancing import plan_balance
+from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
+from moe_dispatch.dispatchers.checks import problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Selection:
-    """The rows that go to the backend: the selected rows of the model, then padding.
-
-    Attributes:
-        num_rows: T, the number of the model's rows.
-        real_rows: int64, the indices of the selected rows; None selects all rows.
-        padded: Tp, the number of rows with padding; None in the ``State`` of a traced call, where the operator decides
-            it.
-    """
-
-    num_rows: int
-    real_rows: Tensor | None
-    padded: int | None
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """Turn (T, ...) into (Tp, ...): select rows, and append padding rows of zeros."""
-        return self.pad(tensor if self.real_rows is None else tensor.index_select(0, self.real_rows))
-
-    def pad(self, tensor: Tensor, fill: float = 0) -> Tensor:
-        """Append padding rows of ``fill`` to selected rows."""
-        assert self.padded is not None
-        missing = self.padded - tensor.shape[0]
-        assert missing >= 0
-        return tensor if missing == 0 else torch.nn.functional.pad(tensor, (0, 0, 0, missing), value=fill)
-
-    def put(self, tensor: Tensor) -> Tensor:
-        """Turn (Tp, ...) into (T, ...): drop padding, and put zeros into the rows that were not selected.
-
-        The tensor is shortened in place. A slice would be a view, and autograd forbids in-place additions to that view.
-        """
-        if self.real_rows is None:
-            same = self.padded == self.num_rows
-            return tensor if same else tensor.contiguous().resize_(self.num_rows, *tensor.shape[1:])
-        rows = tensor[: self.real_rows.shape[0]]
-        return rows.new_zeros(self.num_rows, *rows.shape[1:]).index_copy_(0, self.real_rows, rows)
+from moe_dispatch.types import Dispatched, Plan
 
 
 @final
@@ -74,7 +38,10 @@ class State:
         lease: The dispatcher's share of its channel.
         layout: Layout of the dispatched x.
         shape: Shape of the dispatched x.
-        selection: The rows of x that went to the backend.
+        num_rows: T, the number of the rows of x.
+        real_rows: int64, the indices of the rows that went to the backend; None if all of them did.
+        padded: Tp, the number of rows that went to the backend, with padding; None in the state of a traced call,
+            where the operator decides it.
         wants_weights: Whether the model's weights require grad. The weights that ``anchor`` returns always do.
         placement: Placement of the dispatch; None if every rank holds its own experts only.
         route: Route of the backend; None if an operator made the dispatch.
@@ -84,17 +51,79 @@ class State:
     lease: Lease
     layout: Layout
     shape: Size
-    selection: Selection
+    num_rows: int
+    real_rows: Tensor | None
+    padded: int | None
     wants_weights: bool
     placement: ExpertPlacement | None = None
     route: Route | None = None
     tensors: tuple[Tensor, ...] = ()
 
 
-def run_dispatch(
-    channel: Channel, outgoing: Outgoing, sizes: Sizes, caller: Caller
-) -> tuple[Selection, Callable[[], Arrived]]:
-    """Cut, pad and send rows. The returned function waits until rows have arrived. Call both with gradients off.
+def pad(tensor: Tensor, real_rows: Tensor | None, padded: int, fill: float = 0) -> Tensor:
+    """Turn (T, ...) into (Tp, ...): select ``real_rows``, and append rows of ``fill``."""
+    rows = tensor if real_rows is None else tensor.index_select(0, real_rows)
+    missing = padded - rows.shape[0]
+    assert missing >= 0
+    return rows if missing == 0 else torch.nn.functional.pad(rows, (0, 0, 0, missing), value=fill)
+
+
+def trim(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
+    """Turn (Tp, ...) into (T, ...): drop padding, and put zeros into the rows that were not selected.
+
+    The tensor is shortened in place. A slice would be a view, and autograd forbids in-place additions to that view.
+    """
+    if real_rows is None:
+        same = tensor.shape[0] == num_rows
+        return tensor if same else tensor.contiguous().resize_(num_rows, *tensor.shape[1:])
+    rows = tensor[: real_rows.shape[0]]
+    return rows.new_zeros(num_rows, *rows.shape[1:]).index_copy_(0, real_rows, rows)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Departed:
+    """A dispatch that ``start`` has handed to the backend.
+
+    Attributes:
+        started: What ``Backend.start`` returned.
+        padded: Tp, the number of rows that this rank sends, with padding.
+        num_cut: Number of rows that were cut out.
+        given_TK: The ids of the router, of the rows that are sent; -1 in rows that are no tokens.
+        outcome: int64 (), what ``valid_ids`` found about them.
+        invalid: Copy of ``outcome`` that the host reads when the rows have arrived; None if the call raises earlier, or
+            reports invalid ids in ``check``.
+        valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
+        placement: Placement of this dispatch.
+        table: Table that turned ids of experts into ids of expert slots; None if they are equal.
+    """
+
+    started: Any
+    padded: int
+    num_cut: int
+    given_TK: Tensor
+    outcome: Tensor
+    invalid: HostCopy | None
+    valid_T: Tensor | None
+    placement: ExpertPlacement | None
+    table: SlotTable | None
+
+
+def start(
+    channel: Channel,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    plan: Plan,
+    *,
+    real_rows: Tensor | None,
+    valid_T: Tensor | None,
+    placed: tuple[ExpertPlacement | None, SlotTable | None],
+    recorded: bool,
+    lease: Lease | None = None,
+    traced: Callable[[Sizes], Sizes] | None = None,
+) -> Departed:
+    """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
     Slots with an invalid id go nowhere. In graph-safe mode, ``check`` reports them. Otherwise the call raises. If the
     ranks exchange counts, it raises before rows travel, and the peers raise too. Without such an exchange it raises
@@ -102,97 +131,110 @@ def run_dispatch(
 
     Args:
         channel: Channel of the dispatcher.
-        outgoing: What this rank sends.
-        sizes: Sizes that the ranks have settled.
-        caller: Who makes the dispatch.
+        x_TD: All rows of the model.
+        ids_TK: int64, the ids of the router for all rows. No row names an expert twice.
+        weights_TK: Weights of all rows, in the accumulation dtype.
+        plan: A plan, or the draft of one.
+        real_rows: int64, the indices of the rows to send; None sends all rows.
+        valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
+        placed: The placement in force, and its table; two None if every rank holds its own experts only. Not used if
+            the config has ``balance``.
+        recorded: Whether the call records gradients.
+        lease: Lease of the dispatcher; None in compiled code.
+        traced: Function that replaces the settled sizes by those that were traced; None in an eager call.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
-        PeerError: The ranks exchange counts, and another rank refused its call.
+        PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
-    x_TD, count = outgoing.x_TD, outgoing.ids_TK.shape[0]
-    padded = channel.needs.brought(count, sizes)
-    selection = Selection(num_rows=x_TD.shape[0], real_rows=outgoing.real_rows, padded=padded)
+    config, needs, dtype = channel.config, channel.needs, x_TD.dtype
+    if valid_T is not None:
+        ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
+    if real_rows is not None:
+        ids_TK = ids_TK.index_select(0, real_rows)
+    given_TK, num_rows, count, eager = ids_TK, x_TD.shape[0], ids_TK.shape[0], not config.graph_safe
+    number = None if lease is None else lease.number
+    mark = mark_of(dtype, recorded, number) if eager and needs.exchanges_counts else None
+    permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
+    ids_TK, outcome = permutation.valid_ids(ids_TK, config.num_experts, mark, asks=eager)
+    placement, table = placed
+    if table is not None and config.balance is None:
+        ids_TK = slots_of(ids_TK, table.copies_EC.to(ids_TK.device))
+    if config.debug or not plan.settled:
+        plan = settle(
+            channel,
+            plan,
+            facts=facts_of(dtype, recorded),
+            lease=lease,
+            tally=[outcome.view(1), count_experts(ids_TK, channel.shape.num_experts)] if channel.sums_tallies else (),
+            problem=lambda: problem_of_ids(given_TK, config.num_experts),
+        )
+    sizes = plan.sizes if traced is None else traced(plan.sizes)
+    if config.balance is not None:
+        placement, table = plan_balance(channel, ids_TK)
+        ids_TK = slots_of(ids_TK, table.copies_EC)
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device)
-    mark, is_invalid, num_experts = None, None, channel.config.num_experts
-    if channel.needs.exchanges_counts:
-        mark = outgoing.mark_or_invalid
-        if sizes.capacity is not None:
-            mark = torch.where(mark > 0, -1, caller.mark(x_TD.dtype))
+    invalid, marked = None, None
+    if needs.exchanges_counts:
+        marked = outcome if eager else torch.where(outcome > 0, -1, mark_of(dtype, recorded, number))
     elif sizes.capacity is None and sizes.tokens_per_expert is None:
-        is_invalid = HostCopy(outgoing.mark_or_invalid)
+        invalid = HostCopy(outcome)
+    padded = sizes.padded_rows
+    if padded is None:
+        padded = count if needs.row_multiple == 1 and count >= needs.min_rows else needs.padded(count)
+    if real_rows is not None or padded != count:
+        x_TD, weights_TK = pad(x_TD, real_rows, padded), pad(weights_TK, real_rows, padded)
+        ids_TK = pad(ids_TK, None, padded, -1)
     try:
-        finish = channel.backend.dispatch_async(
-            selection.take(x_TD),
-            selection.pad(outgoing.ids_TK, -1),
-            selection.take(outgoing.weights_TK),
-            sizes,
-            *([] if mark is None else [mark]),
-        )
+        started = channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *([] if marked is None else [marked]))
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
-        facts = caller.described(caller.facts(x_TD.dtype))
-        raise_alike(channel.control, outgoing.problem(num_experts), facts=facts, of_call=True, label="refusal")
+        problem, facts = problem_of_ids(given_TK, config.num_experts), described(facts_of(dtype, recorded), lease)
+        raise_alike(channel.control, problem, facts=facts, of_call=True, label="refusal")
         raise
-
-    def complete() -> Arrived:
-        arrived = finish()
-        if is_invalid is not None and is_invalid.read():
-            problem = outgoing.problem(num_experts)
-            assert problem is not None
-            raise problem
-        channel.meter.record(
-            arrived,
-            padded=padded - count,
-            cut=selection.num_rows - count,
-            valid_T=outgoing.valid_T,
-            table=outgoing.table,
-            invalid=outgoing.mark_or_invalid,
-        )
-        return arrived
-
-    return selection, complete
+    return Departed(
+        started=started,
+        padded=padded,
+        num_cut=num_rows - count,
+        given_TK=given_TK,
+        outcome=outcome,
+        invalid=invalid,
+        valid_T=valid_T,
+        placement=placement,
+        table=table,
+    )
 
 
-def run_dispatch_backward(
-    route: Route, selection: Selection, grad_RD: Tensor, grad_R: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the model's rows, (T, D), and, if ``grad_R`` is given, of their weights, (T, K)."""
-    with profiler_range("dispatch.backward"):
-        grad_TD, grad_TK = route.dispatch_backward(grad_RD, grad_R)
-    return selection.put(grad_TD), None if grad_TK is None else selection.put(grad_TK)
+def finish(channel: Channel, departed: Departed) -> Arrived:
+    """Wait until the rows of a dispatch have arrived, and count them.
 
-
-def run_combine(channel: Channel, rows_RD: Tensor, weights_R: Tensor, route: Route, selection: Selection) -> Tensor:
-    """Bring expert rows back to (T, D), weighted if the config says so."""
-    weights = weights_R if channel.config.weights == "combine" else None
-    return selection.put(route.combine(rows_RD, weights))
-
-
-def run_combine_backward(
-    channel: Channel, grad_TD: Tensor, saved: tuple[Tensor | None, Tensor], route: Route, selection: Selection
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the expert rows, (R, D), and, if the combined rows were saved, of their weights, (R,).
-
-    Args:
-        channel: Channel of the dispatcher.
-        grad_TD: Gradient of the result of ``combine``.
-        saved: The combined rows, or None, and their weights.
-        route: Route of the dispatch.
-        selection: The rows that the dispatch sent.
+    Raises:
+        InputError: An id is invalid, and the ranks have not exchanged counts.
     """
-    rows_RD, weights_R = saved
-    weights = weights_R if channel.config.weights == "combine" else None
-    with profiler_range("combine.backward"):
-        return route.combine_backward(selection.take(grad_TD), rows_RD, weights)
+    arrived = channel.backend.finish(departed.started)
+    if departed.invalid is not None and departed.invalid.read():
+        problem = problem_of_ids(departed.given_TK, channel.config.num_experts)
+        assert problem is not None
+        raise problem
+    channel.meter.record(
+        arrived,
+        padded=departed.padded - len(departed.given_TK),
+        cut=departed.num_cut,
+        valid_T=departed.valid_T,
+        table=departed.table,
+        invalid=departed.outcome,
+    )
+    return arrived
 
 
-class _Dispatch(torch.autograd.Function):
+class Dispatch(torch.autograd.Function):
     """Attach the arrived rows and weights to the sent ones in the autograd graph.
 
     The context holds the lease, so the channel stays open for the backward even if the model is deleted before it.
+    ``arrived`` is a tuple, because autograd turns a tensor that is both an argument and a result into a view.
+    ``weights_TK`` is None if the rows took the route of an earlier dispatch.
     """
 
     @staticmethod
@@ -204,13 +246,19 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
-        refuse_double_backward("dispatch")
-        ctx.state.lease.tell_watchdog()
+        state: State = ctx.state
+        assert state.route is not None
+        if torch.is_grad_enabled():
+            raise double_backward("dispatch")
+        state.lease.tell_watchdog()
         # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
-        return *run_dispatch_backward(ctx.state.route, ctx.state.selection, grad_RD, grad_R), None, None
+        with profiler_range("dispatch.backward"):
+            grad_TD, grad_TK = state.route.dispatch_backward(grad_RD, grad_R)
+        grad_TD = trim(grad_TD, state.real_rows, state.num_rows)
+        return grad_TD, None if grad_TK is None else trim(grad_TK, state.real_rows, state.num_rows), None, None
 
 
-class _Combine(torch.autograd.Function):
+class Combine(torch.autograd.Function):
     """Combine as an autograd function of the expert rows and their weights.
 
     The weights connect it to the backward of dispatch even if no expert got a row, or the expert rows are detached.
@@ -220,50 +268,45 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, state: State, channel: Channel) -> Tensor:
         assert state.route is not None
         ctx.state, ctx.channel = state, channel
-        wants_dots = channel.config.weights == "combine" and state.wants_weights and ctx.needs_input_grad[1]
-        ctx.save_for_backward(weights_R, rows_RD if wants_dots else None)
-        return run_combine(channel, rows_RD, weights_R, state.route, state.selection)
+        applied = channel.config.weights == "combine"
+        ctx.save_for_backward(
+            weights_R, rows_RD if applied and state.wants_weights and ctx.needs_input_grad[1] else None
+        )
+        y_TD = state.route.combine(rows_RD, weights_R if applied else None)
+        return trim(y_TD, state.real_rows, state.num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> Any:
-        refuse_double_backward("combine")
-        weights_R, rows_RD = ctx.saved_tensors
-        state: State = ctx.state
-        assert state.route is not None
+        if torch.is_grad_enabled():
+            raise double_backward("combine")
+        (weights_R, rows_RD), state = ctx.saved_tensors, ctx.state
         state.lease.tell_watchdog()
-        found = run_combine_backward(ctx.channel, grad_TD, (rows_RD, weights_R), state.route, state.selection)
-        return *found, None, None
+        weights_R = weights_R if ctx.channel.config.weights == "combine" else None
+        with profiler_range("combine.backward"):
+            grad_TD = pad(grad_TD, state.real_rows, state.padded)
+            return *state.route.combine_backward(grad_TD, rows_RD, weights_R), None, None
 
 
-def attach(
-    x_TD: Tensor, weights_TK: Tensor | None, state: State, arrived: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Any]:
-    """Return the arrived rows and weights, connected to the backward of dispatch.
-
-    Args:
-        x_TD: (T, D), the sent rows.
-        weights_TK: (T, K), the weights of the sent rows; None if the rows took the route of an earlier dispatch.
-        state: State of the dispatch, with its route.
-        arrived: The arrived rows and weights. They are passed in a tuple, because autograd turns a tensor that is both
-            an argument and a result into a view.
-    """
-    attached: tuple[Tensor, Any] = _Dispatch.apply(x_TD, weights_TK, state, arrived)  # type: ignore[no-untyped-call]
-    return attached
+def resent(again: Dispatched, rows: Tensor, weights: Tensor) -> Dispatched:
+    """Return the result of sending other rows along the route of an earlier dispatch, which has its counts."""
+    return Dispatched(
+        rows=rows,
+        tokens_per_expert=again.tokens_per_expert,
+        real_tokens_per_expert=again.real_tokens_per_expert,
+        host_counts=again.host_counts,
+        weights=weights,
+        pad_multiple=again.pad_multiple,
+        placement=again.placement,
+        state=again.state,
+    )
 
 
-def combine(rows_RD: Tensor, weights_R: Tensor, state: State, channel: Channel) -> Tensor:
-    """Run ``run_combine``, differentiable in rows and weights."""
-    result: Tensor = _Combine.apply(rows_RD, weights_R, state, channel)  # type: ignore[no-untyped-call]
-    return result
-
-
-def refuse_double_backward(verb: str) -> None:
-    """Raise a StateError if autograd records this backward, because the backwards here have no backward."""
-    if torch.is_grad_enabled():
-        raise StateError(
-            f"Dispatcher.{verb}: double backward is not supported, got a backward with create_graph=True. "
-            "Use create_graph=False, or keep gradient penalties out of the MoE layer. [MD09]"
-        )
+def double_backward(verb: str) -> StateError:
+    """Return the error of a backward that autograd records, because the backwards here have no backward."""
+    return StateError(
+        f"Dispatcher.{verb}: double backward is not supported, got a backward with create_graph=True. "
+        "Use create_graph=False, or keep gradient penalties out of the MoE layer. [MD09]"
+    )
 
 
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
@@ -281,7 +324,8 @@ def anchor(tensor: Tensor, channel: Channel) -> Tensor:
         return tensor
     if torch.compiler.is_compiling() or not channel.needs.differentiable:
         return tensor
-    return tie(tensor, _ANCHOR)
+    anchored: Tensor = _Tie.apply(tensor, _ANCHOR)  # type: ignore[no-untyped-call]
+    return anchored
 
 
 def tie(tensor: Tensor, other: Tensor) -> Tensor:
@@ -302,15 +346,6 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_double_backward("dispatch")
+        if torch.is_grad_enabled():
+            raise double_backward("dispatch")
         return grad, None
-
-
-def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Return a context that marks a ``moe_dispatch::name`` range in profiles. Without a profiler it does nothing."""
-    if torch.autograd._profiler_enabled():
-        return torch.profiler.record_function(f"moe_dispatch::{name}")
-    return _NO_RANGE
-
-
-_NO_RANGE = nullcontext()

@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -33,6 +34,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moe_dispatch")
 
 ChannelKey = tuple[int, int, str]  # ids of the group and the control group, digest of the config
+
+
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """Return a context that marks a ``moe_dispatch::name`` range in profiles. Without a profiler it does nothing."""
+    if torch.autograd._profiler_enabled():
+        return torch.profiler.record_function(f"moe_dispatch::{name}")
+    return _NO_RANGE
+
+
+_NO_RANGE = nullcontext()
 
 
 @final
@@ -62,8 +73,11 @@ class Channel:
         context: The objects that the backend is opened with.
         row_counts: The policy of the config for the number of rows per rank; None if each rank may bring its own number
             and the backend need not know the largest.
+        capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
+        watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
+        checked: The kinds of tensors that ``check_call`` has found to fit.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
-        sums_tallies: Whether ranks that agree on sizes also sum their counts of slots (``Outgoing.tally``).
+        sums_tallies: Whether ranks that agree on sizes also sum their counts of slots in a tally.
     """
 
     def __init__(
@@ -73,7 +87,7 @@ class Channel:
         self.config = config
         self.communicator = communicator
         self.control = control
-        self._watches = [watch for watch in (communicator.watch, control.watch) if watch is not None]
+        self.watches = [watch for watch in (communicator.watch, control.watch) if watch is not None]
         self.shape = shape
         self.needs = blueprint.needs
         self.options = options
@@ -81,10 +95,11 @@ class Channel:
         self.name = f"{options.name}-{config.digest[:8]}-{next(_serial)}"
         first = communicator.rank * shape.num_local_experts
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
+        self.checked: set[object] = set()
         self.recorder: Recorder | None = None
         self.users = 0
         self.numbers = itertools.count()
-        self._capacity = options.capacity(shape) if config.graph_safe else None
+        self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
         same_or_known = self.needs.equal_rows or self.needs.group_max
         self.row_counts = config.row_counts_policy if same_or_known else None
         self.agrees_on_rows = self.row_counts in ("agree", "check")
@@ -100,11 +115,6 @@ class Channel:
         if config.max_tokens_per_rank is not None:
             self.backend.reserve(self.sizes(config.max_tokens_per_rank))
 
-    @property
-    def capacity(self) -> Capacity | None:
-        """Number of rows that the buffers of a dispatch hold; None if sizes follow the routing."""
-        return self._capacity
-
     def set_capacity(self, capacity: Capacity) -> None:
         """Set the capacity of later dispatches. Collective.
 
@@ -113,14 +123,9 @@ class Channel:
                 stays.
         """
         check_buffers(self.backend_name, capacity)
-        self._capacity = capacity
+        self.capacity = capacity
         assert self.config.max_tokens_per_rank is not None  # graph_safe requires it
         self.backend.reserve(self.sizes(self.config.max_tokens_per_rank))
-
-    def tell_watchdog(self, name: str) -> None:
-        """Tell the watchdog, if there is one, the name of the dispatcher that makes the next collectives."""
-        for watch in self._watches:
-            watch.layer = name
 
     @property
     def ranks_per_node(self) -> int:
@@ -148,7 +153,7 @@ class Channel:
 
     def sizes(self, largest: int) -> Sizes:
         """Return the sizes that follow from the largest row count of any rank."""
-        return dataclasses.replace(self.needs.sizes(largest), capacity=self._capacity)
+        return dataclasses.replace(self.needs.sizes(largest), capacity=self.capacity)
 
 
 @final
@@ -160,6 +165,7 @@ class Lease:
 
     Attributes:
         name: Name of the dispatcher.
+        shared: The channel, also after the share was given back. ``enter`` returns it for a call.
         number: Number of the dispatcher on its channel, in the order of building, so it is equal on all ranks. A copy
             has the number of its original.
         placement: Placement in force. None if every rank holds its own experts and has no spare expert slots. Only
@@ -174,44 +180,45 @@ class Lease:
         self.number = 0
         self.placement: ExpertPlacement | None = None
         self.table: SlotTable | None = None
-        self._channel = channel
+        self.shared = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
 
     def tell_watchdog(self) -> None:
         """Tell the watchdog, if there is one, that this dispatcher makes the next collectives."""
-        self._channel.tell_watchdog(self.name)
+        for watch in self.shared.watches:
+            watch.layer = self.name
 
     def release(self) -> None:
         """Give the share back. A second call does nothing."""
         self.tell_watchdog()
         if self._collected.detach() is not None:
-            _release(self._channel, by_hand=True)
+            _release(self.shared, by_hand=True)
 
-    @property
-    def channel(self) -> Channel:
-        """The channel.
+    def enter(self) -> Channel:
+        """Return the channel for a call, and tell the watchdog, if there is one, who calls.
 
         Raises:
             StateError: The share was given back.
         """
         if torch.compiler.is_compiling():  # the operators check this each time they run
-            return self._channel
+            return self.shared
         if not self._collected.alive:
             raise StateError(
                 "Dispatcher: the dispatcher must be open, got a closed one of backend "
-                f"{self._channel.backend_name!r} on channel {self._channel.name}. Build another with build_dispatcher. "
+                f"{self.shared.backend_name!r} on channel {self.shared.name}. Build another with build_dispatcher. "
                 "[MD10]"
             )
-        self._channel.tell_watchdog(self.name)
-        return self._channel
+        if self.shared.watches:
+            self.tell_watchdog()
+        return self.shared
 
     def place(self, placement: ExpertPlacement, device: torch.device) -> None:
         """Use a placement in later dispatches. It must be equal on all ranks, and fit the channel.
 
         In graph-safe mode the values of the old table change in place, so captured graphs follow.
         """
-        channel = self._channel
+        channel = self.shared
         channel.meter.place(device)
         graph_safe = channel.config.graph_safe
         table = channel.table_of(placement, device)
@@ -222,9 +229,9 @@ class Lease:
     @property
     def description(self) -> str:
         """Text with the backend and this rank's number in the group. It can be read after ``release`` too."""
-        ranks = self._channel.communicator
+        ranks = self.shared.communicator
         closed = "" if self._collected.alive else ", closed"
-        return f"backend={self._channel.backend_name!r}, rank {ranks.rank} of {ranks.size}{closed}"
+        return f"backend={self.shared.backend_name!r}, rank {ranks.rank} of {ranks.size}{closed}"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StateError(
@@ -237,7 +244,7 @@ class Lease:
 
         Models are copied to average their weights, for example.
         """
-        lease = Lease(self.channel, self.name)
+        lease = Lease(self.enter(), self.name)
         lease.number = self.number
         if self.placement is not None and self.table is not None:
             lease.place(self.placement, self.table.copies_EC.device)
@@ -304,7 +311,8 @@ def named_channel(name: str) -> Channel:
             f"moe_dispatch operators: channel {name!r} must be open in this process, got none of that name. Keep the "
             "dispatcher open while what was compiled with it, or a backward of it, still runs."
         )
-    channel.tell_watchdog("")  # which dispatcher calls is not known here
+    for watch in channel.watches:
+        watch.layer = ""  # which dispatcher calls is not known here
     return channel
 
 

@@ -5,54 +5,43 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, final
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-@final
-class DDPWatch:
-    """Warn once per dispatcher, in the first forward of DistributedDataParallel that records gradients.
+def look(rows: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Warn if DistributedDataParallel manages parameters that the experts used. Return whether this could be seen.
 
     A module does not know that it is wrapped, and the names of parameters do not say which ones belong to experts. But
-    during a forward, torch knows the wrapper. In ``combine``, the autograd graph shows which parameters the experts
-    used.
+    during a forward, torch knows the wrapper, and the autograd graph shows which parameters the experts used.
+
+    Args:
+        rows: (R, D), the argument of ``combine``.
+        group: The expert-parallel group.
+
+    Cost: a walk over the autograd graph of the experts.
     """
-
-    def __init__(self) -> None:
-        self._looked = False
-
-    def look(self, rows: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Warn if this is a forward of DistributedDataParallel, and it manages parameters that the experts used.
-
-        Args:
-            rows: (R, D), the argument of ``combine``.
-            group: The expert-parallel group.
-
-        Cost: one attribute read. Once, under DistributedDataParallel, a walk over the autograd graph of the experts.
-        """
-        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # not a public name
-        if wrapper is None or self._looked or group is None or getattr(rows, "grad_fn", None) is None:
-            return
-        self._looked = True
-        used = {id(leaf) for leaf in _leaves_before_dispatch(rows)}
-        ignored = wrapper.parameters_to_ignore
-        managed = [
-            name
-            for name, parameter in wrapper.module.named_parameters()
-            if id(parameter) in used and name not in ignored
-        ]
-        if managed and _share_ranks(wrapper.process_group, group):
-            warnings.warn(
-                "Dispatcher.combine: DistributedDataParallel must leave out the parameters of experts, got "
-                f"{len(managed)} that it manages ({', '.join(managed[:3])}). It has copied the experts of one rank to "
-                "ranks that hold other experts, and it averages their gradients. Wrap the model as docs/training.md "
-                "shows: name these parameters in model._ddp_params_and_buffers_to_ignore first.",
-                UserWarning,
-                stacklevel=3,
-            )
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch has no public name for it
+    if wrapper is None or group is None or rows.grad_fn is None:
+        return False
+    used = {id(leaf) for leaf in _leaves_before_dispatch(rows)}
+    ignored = wrapper.parameters_to_ignore
+    managed = [
+        name for name, parameter in wrapper.module.named_parameters() if id(parameter) in used and name not in ignored
+    ]
+    if managed and _share_ranks(wrapper.process_group, group):
+        warnings.warn(
+            "Dispatcher.combine: DistributedDataParallel must leave out the parameters of experts, got "
+            f"{len(managed)} that it manages ({', '.join(managed[:3])}). It has copied the experts of one rank to "
+            "ranks that hold other experts, and it averages their gradients. Wrap the model as docs/training.md "
+            "shows: name these parameters in model._ddp_params_and_buffers_to_ignore first.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return True
 
 
 def _leaves_before_dispatch(rows: Tensor) -> Iterator[Tensor]:
@@ -61,7 +50,7 @@ def _leaves_before_dispatch(rows: Tensor) -> Iterator[Tensor]:
     nodes: list[Any] = [rows.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node.name() == "_DispatchBackward":
+        if node is None or node in seen or node.name() == "DispatchBackward":
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:

@@ -1,49 +1,42 @@
-"""The class that a model calls. The module ``verbs`` does its work; the package's docstring lists all modules."""
+"""The class that a model calls. An eager call goes from here to ``checks``, ``agreement`` and ``autograd``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import overflow, verbs
+from moe_dispatch.dispatchers import ddp, operators, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.dispatchers.autograd import State, profiler_range
-from moe_dispatch.dispatchers.channel import Channel
-from moe_dispatch.dispatchers.ddp import DDPWatch
+from moe_dispatch.dispatchers.autograd import Combine, Dispatch, State, anchor, finish, pad, resent, start, tie
+from moe_dispatch.dispatchers.balancing import device_of_tables, place
+from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
+from moe_dispatch.dispatchers.checks import (
+    check_again,
+    check_call,
+    check_combine,
+    check_rows,
+    check_values,
+    draft_plan,
+    rows_to_send,
+)
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
-from moe_dispatch.dispatchers.placing import device_of_tables, place
-from moe_dispatch.dispatchers.planning import draft_plan
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
 from moe_dispatch.layouts import BSHD, Layout, Rows
+from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 Result = TypeVar("Result")
-
-
-@final
-class _Naming:
-    """Add the dispatcher's name to errors that are raised inside the block."""
-
-    def __init__(self, name: str) -> None:
-        self._note = f"In the dispatcher {name!r}." if name else ""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._note:
-            error.add_note(self._note)
 
 
 class Dispatcher(nn.Module):
@@ -89,8 +82,7 @@ class Dispatcher(nn.Module):
             )
         self.config = config
         self.name = name
-        self._naming = _Naming(name)
-        self._ddp_watch = DDPWatch()
+        self._has_seen_ddp = False
         self._lease = lease_channel(config, group, control_group, name)
         if config.spare_experts_per_rank:
             ranks, spare = self._channel.shape.ep_size, config.spare_experts_per_rank
@@ -100,7 +92,7 @@ class Dispatcher(nn.Module):
     @property
     def _channel(self) -> Channel:
         """The channel of this dispatcher. Raises StateError if the dispatcher is closed."""
-        return self._lease.channel
+        return self._lease.enter()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -169,10 +161,9 @@ class Dispatcher(nn.Module):
         all-reduce has seven integers of each rank and one for each expert. A backend with buffers may grow the buffers
         here, which is collective.
         """
-        verbs.refuse_tracing("plan")
-
-        with self._naming:
-            channel = self._channel
+        operators.refuse_tracing("plan")
+        try:
+            channel = self._lease.enter()
             try:
                 if layout is None and like is None and self.config.infer_layout:
                     raise InputError(
@@ -183,6 +174,9 @@ class Dispatcher(nn.Module):
                 tell_peers(channel, error, in_dispatch=False)
                 raise
             return settle(channel, draft)
+        except Exception as error:
+            self._name_in(error)
+            raise
 
     @overload
     def dispatch(
@@ -242,13 +236,109 @@ class Dispatcher(nn.Module):
 
         Cost: that of the backend, and without a plan also that of ``plan``.
         """
+        lease = self._lease
         if again is not None:
             return self._dispatch_again(x, routing, plan, again)
-        if verbs.uses_operators(self._lease):
-            return verbs.dispatch_by_operator(self._lease, x, routing, plan, lambda: self._inferred("dispatch", x))
-        with self._naming, profiler_range("dispatch"):
-            infer = partial(self._inferred, "dispatch", x)
-            return verbs.dispatch(self._lease, x, routing, plan, infer, async_op=async_op)
+        if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and operators.is_recorded(lease)):
+            return operators.trace_dispatch(lease, x, routing, self._layout_in(plan, x), plan)
+        recorded, wants_weights = torch.is_grad_enabled(), False
+        try:
+            channel = lease.enter()
+            with profiler_range("dispatch"):
+                try:
+                    if not isinstance(x, Tensor):
+                        raise InputError(
+                            f"Dispatcher.dispatch: x must be a Tensor, got {type(x).__name__}. Pass the hidden states, "
+                            "with 0 rows if this rank has no tokens."
+                        )
+                    layout = plan.layout if isinstance(plan, Plan) else self._layout_in(plan, x)
+                    x_TD = layout.flatten(x)
+                    routing = check_call(channel, x, x_TD, routing, plan)
+                    if channel.config.debug:
+                        layout.check(len(x_TD), values=True)
+                        check_values(routing, layout.valid_T(len(x_TD), x.device), channel.config.num_experts)
+                    known = plan if isinstance(plan, Plan) else draft_plan(channel, layout, x)
+                    real_rows, valid_T = (None, None) if layout.all_real else rows_to_send(channel, known, x_TD)
+                    recorder = channel.recorder
+                    note = None if recorder is None else recorder.note(lease, self.name, x, routing, layout)
+                except Exception as error:
+                    tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
+                    raise
+                weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
+                ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
+                permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
+                ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)
+                wants_weights, shape = routing.topk_weights.requires_grad, x.shape
+                with torch.no_grad():
+                    departed = start(
+                        channel,
+                        x_TD,
+                        ids_TK,
+                        weights_TK,
+                        known,
+                        real_rows=real_rows,
+                        valid_T=valid_T,
+                        placed=(lease.placement, lease.table),
+                        recorded=recorded,
+                        lease=lease,
+                    )
+                    if routing.drift is not None:
+                        channel.meter.record_drift(self.name, routing.drift)
+                    if recorder is not None and note is not None:  # no rank refused the call, so all traces hold it
+                        recorder.keep(note)
+
+                def arrive() -> Dispatched:
+                    with torch.no_grad():
+                        arrived = finish(channel, departed)
+                    state = State(
+                        lease=lease,
+                        layout=layout,
+                        shape=shape,
+                        num_rows=len(x_TD),
+                        real_rows=real_rows,
+                        padded=departed.padded,
+                        wants_weights=wants_weights,
+                        placement=departed.placement,
+                        route=arrived.route,
+                    )
+                    sent_back = (arrived.rows, arrived.weights)
+                    rows, weights = Dispatch.apply(x_TD, weights_TK, state, sent_back)  # type: ignore[no-untyped-call]
+                    return Dispatched(
+                        rows=rows,
+                        tokens_per_expert=arrived.tokens_per_expert,
+                        real_tokens_per_expert=arrived.real_tokens_per_expert,
+                        host_counts=arrived.tokens_per_expert_list,
+                        weights=weights,
+                        pad_multiple=channel.shape.pad_multiple,
+                        placement=departed.placement,
+                        state=state,
+                    )
+
+                if async_op:
+                    return InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
+                return arrive()
+        except Exception as error:
+            self._name_in(error)
+            raise
+
+    def _name_in(self, error: Exception) -> None:
+        """Add the dispatcher's name to an error."""
+        if self.name:
+            error.add_note(f"In the dispatcher {self.name!r}.")
+
+    def _layout_in(self, plan: Plan | Layout | None, x: Tensor) -> Layout:
+        """Return the layout of a dispatch: the plan's layout, the given layout, or the inferred layout.
+
+        Raises:
+            InputError: ``plan`` is no Plan, Layout or None.
+        """
+        layout = plan.layout if isinstance(plan, Plan) else self._inferred("dispatch", x) if plan is None else plan
+        if not isinstance(layout, Layout):
+            raise InputError(
+                f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, got {type(layout).__name__}. "
+                "Pass dispatcher.plan(layout)."
+            )
+        return layout
 
     def _inferred(self, verb: str, x: Tensor | None) -> Layout:
         if not self.config.infer_layout:
@@ -267,12 +357,24 @@ class Dispatcher(nn.Module):
                 "Dispatcher.dispatch: again=sent already has routing and plan, got more. Pass x and again=sent only."
             )
         if state.route is None:
-            return verbs.dispatch_again_by_operator(x, again)
-        with self._naming, profiler_range("dispatch"):
-            return verbs.dispatch_again(x, again)
+            return operators.trace_dispatch_again(x, again)
+        try:
+            with profiler_range("dispatch"):
+                channel, x_TD = self._channel, state.layout.flatten(x)
+                check_again(x_TD, state.num_rows, again.rows.device, channel.config)
+                check_rows("Dispatcher.dispatch", "x", x_TD, channel.config, channel.needs)
+                assert state.padded is not None
+                with torch.no_grad():
+                    arrived = state.route.send(pad(x_TD, state.real_rows, state.padded))
+                x_TD = anchor(x_TD, channel)
+                rows, _ = Dispatch.apply(x_TD, None, state, (arrived, None))  # type: ignore[no-untyped-call]
+                return resent(again, rows, tie(again.weights, rows))
+        except Exception as error:
+            self._name_in(error)
+            raise
 
     def _state(self, sent: Dispatched, verb: str) -> State:
-        channel = self._channel  # raises if closed
+        channel = self._lease.enter()
         if not isinstance(sent, Dispatched):
             raise InputError(
                 f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. "
@@ -284,8 +386,8 @@ class Dispatcher(nn.Module):
                 f"(this one is on channel {channel.name}). Combine with the dispatcher that dispatched."
             )
         state: State = sent.state
-        if state.route is not None:
-            verbs.refuse_tracing(verb)
+        if state.route is not None and torch.compiler.is_compiling():
+            operators.refuse_tracing(verb)
         return state
 
     @final
@@ -309,10 +411,19 @@ class Dispatcher(nn.Module):
         """
         state = self._state(sent, "combine")
         if state.route is None:
-            return verbs.combine_by_operator(rows, sent)
-        with self._naming, profiler_range("combine"):
-            self._ddp_watch.look(rows, self._channel.communicator.group)
-            return verbs.combine(rows, sent)
+            return operators.trace_combine(rows, sent)
+        channel = state.lease.shared
+        try:
+            with profiler_range("combine"):
+                if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+                    self._has_seen_ddp = ddp.look(rows, channel.communicator.group)
+                check_combine(rows, sent.rows, channel)
+                weights_R = anchor(sent.weights, channel)
+                y_TD: Tensor = Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
+                return state.layout.unflatten(y_TD, state.shape)
+        except Exception as error:
+            self._name_in(error)
+            raise
 
     def place(self, placement: ExpertPlacement, *, device: torch.device | str | None = None) -> None:
         """Send the rows of later dispatches to the expert slots of a placement. Collective.
@@ -337,8 +448,11 @@ class Dispatcher(nn.Module):
 
         Cost: one small all-reduce on the control group. If something is wrong, also an exchange of texts.
         """
-        with self._naming:
+        try:
             place(self._lease, placement, device_of_tables(self._channel, device))
+        except Exception as error:
+            self._name_in(error)
+            raise
 
     @property
     def placement(self) -> ExpertPlacement | None:
@@ -473,3 +587,22 @@ def build_dispatcher(
 ) -> Dispatcher:
     """Return a Dispatcher to call ``dispatch`` and ``combine`` on. Arguments and errors are those of ``Dispatcher``."""
     return Dispatcher(config, group, control_group=control_group, name=name)
+
+
+def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:
+    """Return a function that calls ``complete`` once, on the current stream, and only while the dispatcher is open."""
+    waiting = [complete]  # emptied by the call, so that a kept InFlight does not hold the sent tensors
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def wait() -> Dispatched:
+        lease.enter()  # raises if closed
+        if stream is not None and (current := torch.cuda.current_stream(device)) != stream:  # nothing orders the two
+            raise StateError(
+                f"Dispatcher.dispatch: wait() must run on the stream of the dispatch, {stream}, got {current}. Call it "
+                "under torch.cuda.stream(...) of the dispatch, and let the other stream wait for that one."
+            )
+        if not waiting:
+            raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
+        return waiting.pop()()
+
+    return wait

@@ -67,6 +67,9 @@ class Metrics:
         return {name: self.slots_drifted[name] / max(count, 1) for name, count in self.slots_replayed.items()}
 
 
+_NO_TURN = nullcontext()
+
+
 @final
 class Meter:
     """The counters of a channel, behind ``Metrics`` and ``RequiredCapacity``. Most of them are on the device.
@@ -172,8 +175,9 @@ class Meter:
             invalid: int64 (), the number of invalid ids; used only in graph-safe mode.
         """
         device = arrived.rows.device
-        self.prepare(device)
-        with self.turn(device):
+        if device not in self._tokens or (self.placed and device not in self._by_expert):
+            self.prepare(device)
+        with self.turn(device) if device.type == "cuda" else _NO_TURN:
             real, padding = self._tokens[device]
             if table is None:
                 real.add_(arrived.real_tokens_per_expert)

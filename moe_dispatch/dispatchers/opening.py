@@ -58,7 +58,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=facts, label="build")
     if not opens:
         assert lease is not None
-        lease.number = next(lease.channel.numbers)
+        lease.number = next(lease.enter().numbers)
         return lease
     nodes = ranks_per_node(control.gather_json(socket.gethostname(), label="build"))
     blueprint, problem = _attempt(lambda: _draw(config, communicator, nodes))

@@ -1,14 +1,13 @@
-"""Both verbs and their backwards as operators of ``torch.ops.moe_dispatch``.
+"""Both verbs as operators of torch, for ``torch.compile`` and selective checkpointing.
 
 ``torch.compile`` traces operators through their fake kernels. Selective checkpointing saves the results of operators.
-
-Operators take and return only tensors, numbers and strings. A channel is passed as its name, and a route as the tensors
-from which the backend restores it. Rows are passed in the model's shapes: an operator settles sizes, cuts, pads and
-trims rows inside. So tracing knows all sizes except the number of rows that the experts get and some sizes of the
-route.
+An operator runs the functions of ``autograd`` that an eager call runs. A backend's route travels as a list of tensors,
+and rows are passed in the model's shapes: an operator settles sizes, cuts, pads and trims rows inside. So tracing knows
+all sizes except the number of rows that the experts get and some sizes of the route.
 
 An operator checks its arguments when it runs, with the errors of the eager call. Fake kernels only check that the
-channel is open.
+channel is open. The last part of this file is what is traced: it must not read a device, change a counter or exchange
+anything with other ranks, because the operators do that when they run.
 """
 
 from __future__ import annotations
@@ -21,34 +20,41 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.library import get_ctx
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch.backends.base import Sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.balance.slot_table import SlotTable
+from moe_dispatch.communication import to_device
 from moe_dispatch.custom_operators import operator
-from moe_dispatch.dispatchers.agreement import Caller, settle, tell_peers
+from moe_dispatch.dispatchers.agreement import tell_peers
 from moe_dispatch.dispatchers.autograd import (
-    Selection,
-    profiler_range,
-    refuse_double_backward,
-    run_combine,
-    run_combine_backward,
-    run_dispatch,
-    run_dispatch_backward,
+    State,
+    anchor,
+    double_backward,
+    finish,
+    pad,
+    resent,
+    start,
+    tie,
+    trim,
 )
-from moe_dispatch.dispatchers.channel import Channel, named_channel
-from moe_dispatch.dispatchers.planning import (
+from moe_dispatch.dispatchers.channel import Channel, Lease, named_channel, profiler_range
+from moe_dispatch.dispatchers.checks import (
     check_again,
     check_combine,
     check_rows,
     check_tensors,
     check_values,
     draft_plan,
-    prepare,
+    foreign_plan,
+    no_routing,
 )
-from moe_dispatch.errors import ConfigError
-from moe_dispatch.layouts import Rows
-from moe_dispatch.types import Routing
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.layouts import Layout, Rows
+from moe_dispatch.permutation import accumulation_dtype, merge_slots
+from moe_dispatch.types import Dispatched, Plan, Routing
 
 
 @operator(
@@ -88,37 +94,37 @@ def dispatch(
     link = compilable(named_channel(channel))
     if link.recorder is not None:
         link.recorder.refuse("torch.compile or selective checkpointing")
-    given = _sizes_from(numbers)
+    given, routing = _sizes_from(numbers), Routing(ids, weights)
     has_sizes = (given.padded_rows, given.group_max_rows) != (None, None)
-    caller, routing = Caller(recorded), Routing(ids, weights)
+
+    def traced(settled: Sizes) -> Sizes:
+        # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
+        sizes = dataclasses.replace(settled, capacity=given.capacity)
+        foreseen = None if given.capacity is None else _foreseen_rows(link, len(rows))
+        return sizes if foreseen is None else dataclasses.replace(sizes, padded_rows=foreseen)
+
     with torch.no_grad(), profiler_range("dispatch"):
         try:
             check_tensors(rows, routing, link.config, link.needs)
             if link.config.debug:
                 check_values(routing, valid, link.config.num_experts)
-            draft = draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
-            outgoing = prepare(
-                link,
-                rows,
-                ids,
-                weights,
-                real_rows=real_rows,
-                valid_T=valid,
-                table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
-                mark=caller.mark(rows.dtype),
-            )
+            plan = draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
         except Exception as error:
             tell_peers(link, error, in_dispatch=True, x=rows, has_sizes=has_sizes)
             raise
-        known = draft.plan(link, given) if has_sizes else draft
-        sizes = settle(link, known, x=rows, caller=caller, outgoing=outgoing).sizes
-        # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
-        sizes = dataclasses.replace(sizes, capacity=given.capacity)
-        foreseen = None if given.capacity is None else _foreseen_rows(link, len(outgoing.ids_TK))
-        if foreseen is not None:
-            sizes = dataclasses.replace(sizes, padded_rows=foreseen)
-        _, finish = run_dispatch(link, outgoing, sizes, caller)
-        arrived = finish()
+        departed = start(
+            link,
+            rows,
+            ids,
+            weights,
+            dataclasses.replace(plan, sizes=given, settled=True) if has_sizes else plan,
+            real_rows=real_rows,
+            valid_T=valid,
+            placed=(None, SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None),
+            recorded=recorded,
+            traced=traced,
+        )
+        arrived = finish(link, departed)
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
 
 
@@ -164,8 +170,7 @@ def dispatch_again(
         taken = compilable(link).backend.restore(route)
         check_again(rows, num_rows, rows.device, link.config)
         check_rows("Dispatcher.dispatch", "x", rows, link.config, link.needs)
-        selection = Selection(num_rows=num_rows, real_rows=real_rows, padded=taken.num_rows)
-        (sent,) = _own(taken.send(selection.take(rows)))
+        (sent,) = _own(taken.send(pad(rows, real_rows, taken.num_rows)))
     return sent
 
 
@@ -190,11 +195,10 @@ def dispatch_backward(
     weights_shape: Sequence[int],
 ) -> list[Tensor]:
     """Return the gradients of the model's rows and, if ``grad_weights`` is given, of their weights."""
-    with torch.no_grad():
+    with torch.no_grad(), profiler_range("dispatch.backward"):
         taken = named_channel(channel).backend.restore(route)
-        selection = Selection(num_rows=rows_shape[0], real_rows=real_rows, padded=taken.num_rows)
-        found = run_dispatch_backward(taken, selection, grad_rows, grad_weights)
-        return _own(*(grad for grad in found if grad is not None))
+        found = taken.dispatch_backward(grad_rows, grad_weights)
+        return _own(*(trim(grad, real_rows, rows_shape[0]) for grad in found if grad is not None))
 
 
 @dispatch_backward.register_fake
@@ -219,9 +223,9 @@ def combine(
     link = named_channel(channel)
     with torch.no_grad(), profiler_range("combine"):
         taken = compilable(link).backend.restore(route)
-        check_combine(rows, weights.unsqueeze(1).expand(-1, link.shape.hidden_size), link.config, link.needs)
-        selection = Selection(num_rows=num_rows, real_rows=real_rows, padded=taken.num_rows)
-        (y_TD,) = _own(run_combine(link, rows, weights, taken, selection))
+        check_combine(rows, weights.unsqueeze(1).expand(-1, link.shape.hidden_size), link)
+        y_TD = taken.combine(rows, weights if link.config.weights == "combine" else None)
+        (y_TD,) = _own(trim(y_TD, real_rows, num_rows))
     return y_TD
 
 
@@ -250,10 +254,10 @@ def combine_backward(
     ``rows`` are the expert rows that were combined.
     """
     link = named_channel(channel)
-    with torch.no_grad():
+    with torch.no_grad(), profiler_range("combine.backward"):
         taken = link.backend.restore(route)
-        selection = Selection(num_rows=grad.shape[0], real_rows=real_rows, padded=taken.num_rows)
-        found = run_combine_backward(link, grad, (rows, weights), taken, selection)
+        applied = weights if link.config.weights == "combine" else None
+        found = taken.combine_backward(pad(grad, real_rows, taken.num_rows), rows, applied)
         return _own(*(tensor for tensor in found if tensor is not None))
 
 
@@ -316,8 +320,7 @@ combine.register_autograd(_combine_gradients, setup_context=_keep_combine)
 
 
 def _once_only(verb: str, ctx: Any, *grads: Any) -> Any:
-    with torch.enable_grad():
-        refuse_double_backward(verb)
+    raise double_backward(verb)
 
 
 dispatch_backward.register_autograd(partial(_once_only, "dispatch"))
@@ -372,3 +375,147 @@ def _own(*tensors: Tensor) -> list[Tensor]:
         return tensor if as_told else tensor.clone(memory_format=torch.contiguous_format)
 
     return list(map(own, tensors))
+
+
+def is_recorded(lease: Lease) -> bool:
+    """Return whether a mode of torch traces the call, or a selective checkpoint, which can save results of operators.
+
+    Then a verb calls operators. Other calls go to the backend directly, which saves 20 to 50 us a call.
+    """
+    return lease.enter().needs.compilable and any(
+        isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+        # Only torch's own modes for tracing (fake tensors, proxies) have this key; modes of users have none.
+        or getattr(mode, "_mode_key", None) is not None
+        for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def trace_dispatch(
+    lease: Lease, x: Tensor, routing: Routing | None, layout: Layout, plan: Plan | Layout | None
+) -> Dispatched:
+    """Run ``Dispatcher.dispatch`` in a traced call. The operator settles the sizes if there is no plan."""
+    if not isinstance(routing, Routing):
+        raise no_routing(routing)
+    channel = lease.enter()
+    if channel.config.balance is not None:
+        raise StateError(
+            "Dispatcher.dispatch: a config with balance must be called eagerly, because the host plans each dispatch, "
+            f"got balance={channel.config.balance!r} inside torch.compile or selective checkpointing. Keep both verbs "
+            "out of it, or use dispatcher.place(placement) with balance=None."
+        )
+    x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
+    num_rows = x_TD.shape[0]
+    if not torch.compiler.is_compiling():  # under tracing, the number of rows is a symbol, and lengths are unknown
+        layout.check(num_rows, values=channel.config.debug)
+    if isinstance(plan, Plan):
+        _check_plan_by_shape(channel, plan, num_rows)
+        sizes, valid_T = plan.sizes, plan.valid_T
+        real_rows = None if plan.real_rows is None else to_device(plan.real_rows, x.device)
+    # Without a plan, rows that are no tokens are masked. To cut them out, their number would have to be read here.
+    if real_rows is None and valid_T is None:
+        valid_T = layout.valid_T(num_rows, x.device)
+    capacity = channel.capacity
+    ids_TK, weights_TK = routing.topk_ids, routing.topk_weights
+    if _fit(ids_TK, weights_TK):
+        weights_TK = anchor(weights_TK.to(accumulation_dtype(x.dtype)), channel)
+        merge = merge_slots
+        if not torch.compiler.is_compiling():  # a kernel cannot be traced
+            merge = channel.context.permutation_of(ids_TK).merge_slots
+        ids_TK, weights_TK = merge(ids_TK, weights_TK, asks=capacity is None)
+    rows_RD, weights_R, real_L, *route = dispatch(
+        x_TD,
+        ids_TK,
+        weights_TK,
+        real_rows,
+        valid_T,
+        [] if lease.table is None else [lease.table.copies_EC, lease.table.experts_L],
+        channel.name,
+        torch.is_grad_enabled(),
+        *flat_sizes(sizes, capacity),
+    )
+    pad_multiple = channel.shape.pad_multiple
+    return Dispatched(
+        rows=rows_RD,
+        tokens_per_expert=real_L if pad_multiple == 1 else real_L + (-real_L % pad_multiple),
+        real_tokens_per_expert=real_L,
+        host_counts=None,
+        weights=weights_R,
+        pad_multiple=pad_multiple,
+        placement=lease.placement,
+        state=State(
+            lease=lease,
+            layout=layout,
+            shape=x.shape,
+            num_rows=num_rows,
+            real_rows=real_rows,
+            padded=None,
+            wants_weights=routing.topk_weights.requires_grad,
+            placement=lease.placement,
+            tensors=tuple(route),
+        ),
+    )
+
+
+def trace_dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
+    """Run ``Dispatcher.dispatch(x, again=again)`` if an operator made the first dispatch."""
+    state: State = again.state
+    channel = state.lease.enter()
+    rows = dispatch_again(
+        anchor(state.layout.flatten(x), channel),
+        list(state.tensors),
+        state.real_rows,
+        channel.name,
+        state.num_rows,
+        again.rows.shape[0],
+    )
+    weights = again.weights if torch.compiler.is_compiling() else tie(again.weights, rows)
+    return resent(again, rows, weights)
+
+
+def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
+    """Run ``Dispatcher.combine`` if an operator made the dispatch."""
+    state: State = sent.state
+    channel = state.lease.enter()
+    weights_R = anchor(sent.weights, channel)
+    y_TD = combine(rows, weights_R, list(state.tensors), state.real_rows, channel.name, state.num_rows)
+    return state.layout.unflatten(y_TD, state.shape)
+
+
+def _check_plan_by_shape(channel: Channel, plan: Plan, num_rows: int) -> None:
+    """Check a plan as ``check_call`` does, as far as a traced call can.
+
+    The number of rows may be a symbol, so it is compared when the compiled code runs.
+    """
+    if plan.owner != channel.name or plan.sizes.capacity != channel.capacity:
+        raise foreign_plan(channel, plan)
+    if plan.num_rows is not None:
+        torch._check(
+            plan.num_rows == num_rows, lambda: "Dispatcher.dispatch: the plan is for another number of tokens."
+        )
+    elif plan.layout.on_host and not plan.layout.all_real:  # the rows to cut would have to be found here, on the host
+        raise StateError(
+            f"Dispatcher.dispatch: in a compiled region a plan of {plan.layout} must know the rows of x, got one that "
+            "was made without like. Make it with plan(layout, like=x)."
+        )
+
+
+def _fit(ids_TK: Tensor, weights_TK: Tensor) -> bool:
+    """Return whether ids and weights fit each other. If they do not, the operator refuses them when it runs."""
+    # Imported here because this module imports sympy, which an eager layer never needs.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # noqa: PLC0415
+
+    fit = ids_TK.dim() == weights_TK.dim() == 2 and ids_TK.shape[1] == weights_TK.shape[1]
+    return fit and weights_TK.is_floating_point() and guard_or_true(ids_TK.shape[0] == weights_TK.shape[0])
+
+
+def refuse_tracing(verb: str) -> None:
+    """Refuse a traced call of ``plan``, or a traced call that uses a Dispatched of an eager call.
+
+    Raises:
+        StateError: The call is being traced.
+    """
+    if torch.compiler.is_compiling():
+        raise StateError(
+            f"Dispatcher.{verb}: a plan must be made, and a Dispatched of eager mode be used, outside of compiled "
+            "regions, got a call that is being traced. Pass the plan in. Compile both verbs of a layer, or neither."
+        )

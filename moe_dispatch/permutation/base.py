@@ -3,61 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable
+from typing import ClassVar
 
-import torch
 from torch import Tensor, dtype
 
-from moe_dispatch.permutation import tables
-from moe_dispatch.permutation.index import SlotIndex
+from moe_dispatch.permutation.index import (
+    SlotIndex,
+    count_owners,
+    group_slots,
+    group_statically,
+    merge_slots,
+    valid_ids,
+)
 from moe_dispatch.probing import Rejected, Usable
-
-
-def accumulation_dtype(*dtypes: dtype) -> dtype:
-    """Return the dtype in which sums are accumulated: float64 if any of ``dtypes`` is float64, else float32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-class Tables(Protocol):
-    """The functions of ``tables``, which documents them, and of every other module that makes tables."""
-
-    def merge_slots(self, ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]: ...
-
-    def valid_ids(
-        self, ids: Tensor, num_experts: int, mark: int | None = None, *, asks: bool
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def count_owners(
-        self, ids_TK: Tensor, num_local_experts: int, width: int, length: int, *, graph_safe: bool
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def group_slots(
-        self,
-        keys_SK: Tensor,
-        counts: Sequence[int],
-        pad_multiple: int = 1,
-        *,
-        entries_per_key: int = 1,
-        real_L: Tensor | None = None,
-    ) -> SlotIndex: ...
-
-    def group_statically(
-        self,
-        keys_SK: Tensor,
-        num_keys: int,
-        *,
-        rows: int,
-        buffer_rows: int,
-        pad_multiple: int,
-        weights_SK: Tensor | None,
-    ) -> SlotIndex: ...
 
 
 class Permutation(ABC):
     """An implementation of the one-rank reorder: it makes a ``SlotIndex``, and copies and adds rows as the index says.
 
-    The functions of ``tables`` make the index. It is the same for all implementations.
+    The index is the same for all implementations. Five functions make it: those of ``index``, or kernels of the same
+    names.
 
     Dimensions: S rows before grouping, K slots per row, R grouped rows with padding, N slots that have a key, D hidden.
 
@@ -71,11 +37,14 @@ class Permutation(ABC):
 
     Attributes:
         name: Name in a config.
-        tables: The module that makes tables: ``tables`` with operators of torch, or ``triton_tables`` with kernels.
     """
 
     name: ClassVar[str]
-    tables: Tables = tables
+    merge_slots: Callable[..., tuple[Tensor, Tensor]] = staticmethod(merge_slots)
+    valid_ids: Callable[..., tuple[Tensor, Tensor]] = staticmethod(valid_ids)
+    count_owners: Callable[..., tuple[Tensor, Tensor]] = staticmethod(count_owners)
+    group_slots: Callable[..., SlotIndex] = staticmethod(group_slots)
+    group_statically: Callable[..., SlotIndex] = staticmethod(group_statically)
 
     @classmethod
     @abstractmethod

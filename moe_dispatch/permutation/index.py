@@ -1,19 +1,28 @@
 """The index of a one-rank reorder: where the copies of each row stand after the rows are grouped by key.
 
+``group_slots`` and ``group_statically`` make an index by operators of torch. The functions before them clean and count
+the slots. ``triton_tables.py`` does the same by kernels, in functions of the same names; a ``Permutation`` has either.
+
 Legend: S rows, K slots per row, R grouped rows with their padding, L keys. A slot is one (row, k) pair. The key of a
-slot is an expert or a rank; a slot may also have no key. N is the number of slots that have a key.
+slot is an expert or a rank; a slot may also have no key. N is the number of slots that have a key. T rows, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.communication import to_device
+
+
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums are accumulated: float64 if any of ``dtypes`` is float64, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -220,3 +229,266 @@ def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, p
     of_keys = num_keys + 1 + num_keys + 1  # real_L with one count for slots without a key, padded_L, needed
     of_padding = num_keys * (pad_multiple - 1)
     return 8 * (of_slots + of_rows + of_keys + of_padding)
+
+
+def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
+    """Merge the slots of a row that name the same expert. The gradient reaches each slot.
+
+    The first of these slots gets the sum of the weights; the ids of the later ones become -1. For example, ids
+    [3, 5, 3] with weights [.2, .3, .5] become [3, 5, -1] with [.7, .3, 0]. Weights of slots with id -1 are never read.
+
+    Args:
+        ids_TK: int64. Invalid ids stay invalid.
+        weights_TK: Floating, in the accumulation dtype.
+        asks: Whether to return early if there are no duplicates; this works on the CPU only. On a GPU the question
+            would be a host sync, so the (T, K, K) tables are always summed.
+    """
+    if ids_TK.shape[1] == 1:
+        return ids_TK, weights_TK
+    same_TKK = ids_TK.unsqueeze(2) == ids_TK.unsqueeze(1)
+    if asks and ids_TK.is_cpu and not torch.compiler.is_compiling():
+        if int(same_TKK.count_nonzero()) == ids_TK.numel():
+            return ids_TK, weights_TK
+        real_TK = ids_TK >= 0  # all slots that go nowhere have the same id
+        if int((same_TKK & real_TK.unsqueeze(2)).count_nonzero()) == int(real_TK.count_nonzero()):
+            return ids_TK, weights_TK
+    slots_K = torch.arange(ids_TK.shape[1], device=ids_TK.device)
+    is_first = (same_TKK.to(torch.uint8).argmax(2) == slots_K) & (ids_TK >= 0)
+    merged = torch.where(same_TKK, weights_TK.unsqueeze(1), 0).sum(2)
+    return torch.where(is_first, ids_TK, ids_TK.clamp(max=-1)), torch.where(is_first, merged, 0)
+
+
+def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, asks: bool) -> tuple[Tensor, Tensor]:
+    """Replace invalid ids, those outside -1..num_experts-1, so that the ids can serve as indices. No host sync.
+
+    Args:
+        ids: int64 ids of the router.
+        num_experts: E.
+        mark: Mark that this rank sends if all its ids are valid; None if it sends none.
+        asks: Whether to return early if all ids are valid; this works on the CPU only.
+
+    Returns:
+        The ids in new memory, with -1 for each invalid id; and an int64 (). Without ``mark`` it is the number of
+        invalid ids, else it is ``mark``, or -1 if there are invalid ids.
+    """
+    nearest = ids.clamp(-1, num_experts - 1)
+    if asks and ids.is_cpu and nearest.equal(ids):
+        return nearest, torch.scalar_tensor(mark or 0, dtype=torch.int64, device=ids.device)
+    invalid = nearest != ids
+    outcome = invalid.sum() if mark is None else torch.where(invalid.any(), -1, mark)
+    return nearest.masked_fill_(invalid, -1), outcome
+
+
+def count_owners(
+    ids_TK: Tensor, num_local_experts: int, width: int, length: int, *, graph_safe: bool
+) -> tuple[Tensor, Tensor]:
+    """Find the rank that owns each slot, and count the slots of each expert. No host sync on a GPU.
+
+    Args:
+        ids_TK: int64 (T, K), global expert ids; -1 for no expert.
+        num_local_experts: L, the number of experts of each rank.
+        width: Number of columns of the table of counts, at least L.
+        length: Number of entries of the table, a multiple of ``width``.
+        graph_safe: Whether no value may be read on the CPU either.
+
+    Returns:
+        1 + the rank of each slot's expert, (T, K), 0 for -1; and the table of counts, int64 (length,) and flat, in
+        which entry (r + 1) * width + e is the number of slots of local expert e of rank r. Slots without an expert may
+        be counted in the first row. Other entries are 0.
+    """
+    shifted_TK = ids_TK + num_local_experts
+    owner_TK = shifted_TK.div(num_local_experts, rounding_mode="floor")
+    entries_N = torch.add(shifted_TK, owner_TK, alpha=width - num_local_experts).reshape(-1)
+    if entries_N.is_cpu and not graph_safe:
+        return owner_TK, torch.bincount(entries_N, minlength=length)
+    return owner_TK, count_values(entries_N, length, graph_safe=graph_safe)
+
+
+def group_slots(
+    keys_SK: Tensor,
+    counts: Sequence[int],
+    pad_multiple: int = 1,
+    *,
+    entries_per_key: int = 1,
+    real_L: Tensor | None = None,
+) -> SlotIndex:
+    """Make the index of a table of keys when the host knows how many slots each key has.
+
+    Args:
+        keys_SK: int16, int32 or int64 (S, K). With M ``entries_per_key``, the entries of a key are
+            ``[key * M, (key + 1) * M)``. A slot whose entry belongs to none of the keys has no key.
+        counts: The number of slots of each key, on the host.
+        pad_multiple: The number of rows of each key is rounded up to a multiple of this; a key without rows stays
+            empty.
+        entries_per_key: M. The rows of a key are ordered by entry first.
+        real_L: int64 (L,), ``counts`` on the device, if the caller has them there. The index keeps this tensor.
+
+    Cost: one stable sort of S*K keys, one sort of N slots, and single passes; no host sync.
+    """
+    num_rows, top_k = keys_SK.shape
+    real, device = sum(counts), keys_SK.device
+    # Without its sign bit, a negative key is large (-1 in int64 becomes 2**63 - 1), so it sorts behind all groups.
+    keys = keys_SK.bitwise_and(torch.iinfo(keys_SK.dtype).max)
+    slot_N = keys.reshape(-1).sort(stable=True).indices[:real]
+    source_R = slot_N.div(top_k, rounding_mode="floor")
+    byrow = slot_N.sort()
+    byrow_N, firsts_S = byrow.indices, torch.arange(0, (num_rows + 1) * top_k, top_k, device=device)
+    place_N, padding, padded = None, None, real
+    if pad_multiple > 1:
+        place_N, padding, padded = _with_padding(counts, pad_multiple, device)
+        source_R = source_R.new_zeros(padded).index_copy_(0, place_N, source_R)
+        byrow_N = place_N.index_select(0, byrow_N)
+    return SlotIndex(
+        num_rows=num_rows,
+        top_k=top_k,
+        num_grouped=padded,
+        pad_multiple=pad_multiple,
+        source_R=source_R,
+        slot_N=slot_N,
+        place_N=place_N,
+        byrow_N=byrow_N,
+        cu_S=torch.searchsorted(byrow.values, firsts_S),
+        padding=padding,
+        counts=counts,
+        real_L=real_L,
+    )
+
+
+def _with_padding(counts: Sequence[int], multiple: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return the grouped positions of the real rows, the positions of the padding, and the number of both together.
+
+    With counts [1, 2] and multiple 2, the first key has a gap of 1. The real rows stand at [0, 2, 3], the padding at
+    [1], and the number is 4.
+    """
+    real, total = sum(counts), sum(round_up(count, multiple) for count in counts)
+    shifts = accumulate((-count % multiple for count in counts[:-1]), initial=0)
+    shift_L, counts_L = to_device([*shifts, *counts], device).view(2, len(counts)).unbind()
+    shift_N = shift_L.repeat_interleave(counts_L, output_size=real)
+    place_N = torch.arange(real, device=device) + shift_N
+    is_padding = torch.ones(total, dtype=torch.bool, device=device).index_fill_(0, place_N, 0)
+    return place_N, true_places(is_padding, total - real).view(-1), total
+
+
+def group_statically(
+    keys_SK: Tensor,
+    num_keys: int,
+    *,
+    rows: int,
+    buffer_rows: int,
+    pad_multiple: int,
+    weights_SK: Tensor | None,
+) -> SlotIndex:
+    """Make the index of a table of keys for a buffer of fixed size.
+
+    Args:
+        keys_SK: int16, int32 or int64 (S, K), S at least 1. A slot whose entry lies outside ``[0, num_keys)`` has no
+            key.
+        num_keys: L.
+        rows: Largest number of slots that get a place. If more slots have a key, the slots with the smallest weights
+            are dropped. Of slots with equal weights, the last are dropped first.
+        buffer_rows: R, the size of the buffer: room for ``rows`` rows and their padding.
+        pad_multiple: As in ``group_slots``.
+        weights_SK: floating (S, K), the weights that decide which slots are dropped; None if there is room for all.
+
+    Cost: one stable sort of S*K keys, a second one with ``weights_SK``, and single passes; no host sync.
+    """
+    num_rows, top_k = keys_SK.shape
+    keys_N, needed = kept_keys(keys_SK, num_keys, weights_SK, rows)
+    sorted_N, slot_N = keys_N.sort(stable=True)
+    real_L = torch.zeros(num_keys + 1, dtype=torch.int64, device=keys_N.device)
+    real_L = real_L.scatter_add_(0, keys_N.long(), torch.ones_like(slot_N))[:num_keys]
+    padded_L = real_L + (-real_L % pad_multiple)
+    shift_L = running_total(padded_L) - running_total(real_L)
+    in_order_N = torch.arange(len(keys_N), device=keys_N.device)
+    place_N = torch.where(sorted_N < num_keys, in_order_N + shift_L.index_select(0, sorted_N.int()), buffer_rows)
+    filled_R = torch.full((buffer_rows + 1,), -1, dtype=torch.int64, device=keys_N.device)
+    filled_R.index_copy_(0, place_N, slot_N.div(top_k, rounding_mode="floor"))
+    place_SK = torch.empty_like(place_N).index_copy_(0, slot_N, place_N)
+    is_real_SK = place_SK < buffer_rows
+    return SlotIndex(
+        num_rows=num_rows,
+        top_k=top_k,
+        num_grouped=buffer_rows,
+        pad_multiple=pad_multiple,
+        source_R=filled_R[:buffer_rows].clamp(min=0),
+        filled_R=filled_R[:buffer_rows],
+        slot_N=slot_N,
+        place_N=place_N,
+        byrow_N=front(place_SK, is_real_SK),
+        cu_S=running_total(is_real_SK.view(num_rows, top_k).sum(1)),
+        padding=None if pad_multiple == 1 else _padding(real_L, padded_L, pad_multiple, buffer_rows),
+        real_L=real_L,
+        padded_L=padded_L,
+        needed=needed,
+    )
+
+
+def kept_keys(keys_SK: Tensor, num_keys: int, weights_SK: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the key of each slot that gets a place, L for the others: (N,); and the number of keys, int64 ().
+
+    Arguments are those of ``group_statically``. The number includes keys of dropped slots.
+    """
+    keys_N = keys_SK.reshape(-1)
+    keys_N = torch.where((keys_N < 0) | (keys_N >= num_keys), num_keys, keys_N)
+    needed = (keys_N < num_keys).sum()
+    if weights_SK is not None:
+        keys_N = torch.where(heaviest(weights_SK.reshape(-1), keys_N < num_keys, rows), keys_N, num_keys)
+    return keys_N, needed
+
+
+def heaviest(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
+    """Mark at most ``room`` of the real entries, the ones with the largest weights: bool (N,).
+
+    Of entries with equal weights, the first are marked. A NaN counts as the largest weight: it must reach the output
+    and not be dropped.
+    """
+    lightness_N = -torch.where(weights_N.isnan(), float("inf"), weights_N)
+    # An entry that is not real becomes NaN, which sorts behind every number.
+    order_N = torch.where(is_real_N, lightness_N, float("nan")).sort(stable=True).indices
+    return torch.zeros_like(is_real_N).index_fill_(0, order_N[:room], True) & is_real_N
+
+
+def _padding(real_L: Tensor, padded_L: Tensor, pad_multiple: int, nowhere: int) -> Tensor:
+    """Return the positions of the padding, int64 (L * (pad_multiple - 1),). Unused entries are ``nowhere``."""
+    step = torch.arange(pad_multiple - 1, device=real_L.device)
+    at = (padded_L.cumsum(0) - padded_L + real_L).unsqueeze(1) + step
+    return torch.where(step < (padded_L - real_L).unsqueeze(1), at, nowhere).view(-1)
+
+
+def front(values_N: Tensor, is_kept_N: Tensor) -> Tensor:
+    """Move the kept values to the front, in their order, and fill the rest with zeros.
+
+    For example, [5, 6, 7] with only the last two kept becomes [6, 7, 0].
+    """
+    count = len(values_N)
+    target_N = torch.where(is_kept_N, is_kept_N.cumsum(0) - 1, count)
+    return values_N.new_zeros(count + 1).index_copy_(0, target_N, values_N)[:count]
+
+
+def running_total(counts: Tensor) -> Tensor:
+    """Return int64 (n+1,): 0, then the inclusive sums of the n counts. [3, 1] becomes [0, 3, 4]."""
+    total = torch.zeros(counts.shape[0] + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=total[1:])
+    return total
+
+
+def count_values(values_N: Tensor, length: int, *, graph_safe: bool = False) -> Tensor:
+    """Count how often each number of ``range(length)`` occurs in int64 (N,). Return int64 (length,). No host sync."""
+    if values_N.device.type == "cpu" and not graph_safe:
+        # Faster on the CPU. Its length depends on the largest value, for which a GPU would wait.
+        return torch.bincount(values_N, minlength=length)
+    counts = torch.zeros(length, dtype=torch.int64, device=values_N.device)
+    return counts.scatter_add_(0, values_N, torch.ones_like(values_N))
+
+
+def true_places(mask: Tensor, count: int | None) -> Tensor:
+    """Return the positions at which the mask is True, in order: int64 (count, dims). No host sync.
+
+    Args:
+        mask: bool.
+        count: The number of True entries, if the host knows it; needed on a GPU only.
+    """
+    if mask.is_cpu:
+        return mask.nonzero()  # three times as fast on the CPU; on a GPU it would wait for the count
+    assert count is not None
+    return torch.nonzero_static(mask, size=count)

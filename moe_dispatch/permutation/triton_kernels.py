@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_dispatch.permutation.base import accumulation_dtype
+from moe_dispatch.permutation.index import accumulation_dtype
 
 VERSION: str = triton.__version__
 INTERPRETED: bool = triton.knobs.runtime.interpret

@@ -7,8 +7,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.permutation.base import Permutation, accumulation_dtype
-from moe_dispatch.permutation.index import SlotIndex
+from moe_dispatch.permutation.base import Permutation
+from moe_dispatch.permutation.index import SlotIndex, accumulation_dtype
 from moe_dispatch.permutation.rows import as_words
 from moe_dispatch.probing import Rejected, Usable, import_whole
 
@@ -34,7 +34,9 @@ class TritonPermutation(Permutation):
 
     def __init__(self) -> None:
         self._kernels = _load()
-        self.tables = import_whole("moe_dispatch.permutation.triton_tables", "triton")
+        tables = import_whole("moe_dispatch.permutation.triton_tables", "triton")
+        self.merge_slots, self.valid_ids, self.count_owners = tables.merge_slots, tables.valid_ids, tables.count_owners
+        self.group_slots, self.group_statically = tables.group_slots, tables.group_statically
 
     @classmethod
     def probe(cls, device_type: str) -> Usable | Rejected:

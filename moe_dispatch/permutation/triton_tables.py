@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_dispatch.communication import to_device
-from moe_dispatch.permutation.index import SlotIndex, round_up
-from moe_dispatch.permutation.tables import kept_keys
+from moe_dispatch.permutation.index import SlotIndex, kept_keys, round_up
 
 _BLOCK = 1024
 _OPTIONS: Any = {"block": _BLOCK, "num_warps": 4, "enable_fp_fusion": False}
@@ -215,7 +214,7 @@ def group_slots(
     entries_per_key: int = 1,
     real_L: Tensor | None = None,
 ) -> SlotIndex:
-    """Do what ``tables.group_slots`` does, with a ``real_L`` of its own.
+    """Do what ``index.group_slots`` does, with a ``real_L`` of its own.
 
     Cost: a stable sort, a scan, two launches, a copy from pinned memory.
     """
@@ -261,7 +260,7 @@ def group_slots(
 def group_statically(
     keys_SK: Tensor, num_keys: int, *, rows: int, buffer_rows: int, pad_multiple: int, weights_SK: Tensor | None
 ) -> SlotIndex:
-    """Do what ``tables.group_statically`` does. Cost: a sort, a scan, four launches; more to drop slots."""
+    """Do what ``index.group_statically`` does. Cost: a sort, a scan, four launches; more to drop slots."""
     if weights_SK is not None:
         kept_N, wanted = kept_keys(keys_SK, num_keys, weights_SK, rows)
         kept_SK, sizes = kept_N.view(keys_SK.shape), {"rows": rows, "buffer_rows": buffer_rows}
@@ -338,7 +337,7 @@ def _tables(device: torch.device) -> Any:
 
 
 def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:
-    """Do what ``tables.merge_slots`` does, and never ask. Cost: one launch, and two in the backward."""
+    """Do what ``index.merge_slots`` does, and never ask. Cost: one launch, and two in the backward."""
     if ids_TK.shape[1] == 1:
         return ids_TK, weights_TK
     merged: tuple[Tensor, Tensor] = _Merge.apply(ids_TK, weights_TK)  # type: ignore[no-untyped-call]
@@ -375,7 +374,7 @@ class _Merge(torch.autograd.Function):
 
 
 def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, asks: bool) -> tuple[Tensor, Tensor]:
-    """Do what ``tables.valid_ids`` does. Cost: two launches."""
+    """Do what ``index.valid_ids`` does. Cost: two launches."""
     outcome = torch.full((), mark or 0, dtype=torch.int64, device=ids.device)
     ids = ids.contiguous()
     valid = torch.empty_like(ids)
@@ -390,7 +389,7 @@ def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, asks: b
 def count_owners(
     ids_TK: Tensor, num_local_experts: int, width: int, length: int, *, graph_safe: bool
 ) -> tuple[Tensor, Tensor]:
-    """Do what ``tables.count_owners`` does. Cost: two launches."""
+    """Do what ``index.count_owners`` does. Cost: two launches."""
     ids = ids_TK.contiguous()
     owners, counts = torch.empty_like(ids), torch.zeros(length, dtype=torch.int64, device=ids.device)
     if ids.numel():

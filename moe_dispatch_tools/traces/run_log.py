@@ -101,7 +101,7 @@ class RunLog:
         Cost: The start of the block is collective; its end is not. ``step()`` is local: it writes one line, and has the
         host syncs of ``metrics()``.
         """
-        channel = dispatcher._lease.channel  # raises if closed
+        channel = dispatcher._lease.enter()  # raises if closed
         path = Path(directory) / f"rank{channel.communicator.rank}.jsonl"
         file, problem = _created(path)
         try:
@@ -196,7 +196,7 @@ def _header(dispatcher: Dispatcher, channel: Channel, run: str) -> dict[str, Any
 
 def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
     """Return the counts of this rank. Graph-safe mode adds ``needed`` and ``room``, each [rows, rows of a pair]."""
-    channel, metrics = dispatcher._lease.channel, dispatcher.metrics()
+    channel, metrics = dispatcher._lease.enter(), dispatcher.metrics()
     totals = {
         "dispatches": metrics.dispatches,
         "tokens": metrics.real_tokens_per_expert.tolist(),

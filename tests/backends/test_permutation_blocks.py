@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.permutation import TorchPermutation, bags
-from moe_dispatch.permutation.bags import sum_by_columns
-from moe_dispatch.permutation.rows import as_words
+from moe_dispatch.permutation import TorchPermutation
+from moe_dispatch.permutation import rows as bags
+from moe_dispatch.permutation.rows import as_words, sum_by_columns
 from tests.backends.tables import EXAMPLE, FLOATS, many_slots, reduced, rows_of
 
 TORCH = TorchPermutation()

@@ -133,7 +133,7 @@ def _send(ep_size: int) -> Cost:
         dispatcher = build_dispatcher(config, group)
         channel, ids_TK = dispatcher._channel, _ids(ep_size)
         with counted() as cost:
-            channel.backend.dispatch_async(torch.zeros(ROWS, HIDDEN), ids_TK, torch.ones(ROWS, SLOTS), Sizes())
+            channel.backend.start(torch.zeros(ROWS, HIDDEN), ids_TK, torch.ones(ROWS, SLOTS), Sizes())
         sent = sum(len(set(row) - {0}) for row in (ids_TK // LOCAL).tolist())
         assert channel.communicator.bytes_sent["dispatch"] == sent * (4 * HIDDEN + 6 * SLOTS)
         dispatcher.close()

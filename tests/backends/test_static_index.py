@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch.permutation import SlotIndex, front, group_statically
-from moe_dispatch.permutation.tables import heaviest
+from moe_dispatch.permutation.index import heaviest
 from tests.backends.tables import Table, static_index, tables
 
 NAN, INF = float("nan"), float("inf")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.permutation import Permutation, TorchPermutation, bags
-from moe_dispatch.permutation.bags import bag, in_bfloat16_parts
+from moe_dispatch.permutation import Permutation, TorchPermutation
+from moe_dispatch.permutation import rows as bags
+from moe_dispatch.permutation.rows import bag, in_bfloat16_parts
 from moe_dispatch_testing.rank_context import padding_rows
 from tests.backends.permutations import INTERPRETED, implementations
 from tests.backends.tables import FLOATS, Table, reduced, rows_of, static_index, tables

@@ -99,7 +99,7 @@ def test_packets_hold_row_weights_and_ids_apart(
     assert torch.equal(unpacked_rows.to(dtype), row.round_trip(rows))
     assert torch.equal(unpacked_weights, weights)
     assert torch.equal(unpacked_ids.long(), ids)
-    assert torch.equal(row.read(form.rows(packets)).to(dtype), row.round_trip(rows))
+    assert torch.equal(form.read(packets).to(dtype), row.round_trip(rows))
     assert torch.equal(form.weights(packets), weights)
     assert torch.equal(form.ids(packets).long(), ids)
     payload = row.nbytes + top_k * (weight_dtype.itemsize + id_dtype_for(num_experts).itemsize) + 4 * note

@@ -15,7 +15,7 @@ from moe_dispatch.backends import Arrived, Constraints, MoEShape
 from moe_dispatch.backends.allgather import AllGatherOptions
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
-from moe_dispatch.dispatchers import planning
+from moe_dispatch.dispatchers import autograd
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import ConfigError, InputError, PeerError
 from moe_dispatch_testing import Scenario, count_collectives
@@ -186,7 +186,7 @@ def test_graph_safe_tables_change_in_place() -> None:
 
 
 def test_without_a_placement_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "slots_of", None)  # a call would raise
+    monkeypatch.setattr(autograd, "slots_of", None)  # a call would raise
 
     def body(group: Group) -> tuple[int, int]:
         assert group is not None

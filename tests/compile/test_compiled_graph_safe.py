@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Rows
-from moe_dispatch.dispatchers import Dispatcher, verbs
+from moe_dispatch.dispatchers import Dispatcher, operators
 from moe_dispatch_testing import HostSyncError, refuse_host_syncs
 from tests.compile.layer import (
     HIDDEN,
@@ -105,7 +105,7 @@ def test_overflow_inside_a_compiled_layer_is_seen(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operators_do_not_wait_for_the_host(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo does not run under a mode, so the verbs are told to use operators, whose bodies the checker looks into."""
-    monkeypatch.setattr(verbs, "uses_operators", lambda lease: True)
+    monkeypatch.setattr(operators, "is_recorded", lambda lease: True)
     layer = Layer(graph_safe(backend, pad_multiple=8), torch.float32)
     x, ids, weights = tensors(7, 0, torch.float32)
     plan = layer.dispatcher.plan(Rows(num_real=torch.tensor([5])), like=x)
@@ -115,9 +115,9 @@ def test_operators_do_not_wait_for_the_host(backend: str, monkeypatch: pytest.Mo
 
 
 def test_operators_of_an_eager_dispatcher_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "uses_operators", lambda lease: True)
+    monkeypatch.setattr(operators, "is_recorded", lambda lease: True)
     layer = Layer(dispatcher_for("local"), torch.float32)
-    with pytest.raises(HostSyncError, match=r"__int__ at .*tables\.py"), refuse_host_syncs():
+    with pytest.raises(HostSyncError, match=r"__int__ at .*index\.py"), refuse_host_syncs():
         layer(*tensors(7, 0, torch.float32))
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.alltoall import fixed
 from moe_dispatch.backends.alltoall.backend import AllToAll
-from moe_dispatch.backends.alltoall.fixed import SendTable
+from moe_dispatch.backends.alltoall.fixed import FixedAllToAll, SendTable
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.rank_major import RankMajorRoute
-from moe_dispatch.permutation import SlotIndex, TorchPermutation, group_statically, merge_slots, tables
+from moe_dispatch.permutation import Permutation, SlotIndex, TorchPermutation, group_statically, merge_slots
 from moe_dispatch_testing import SCENARIOS, ConformanceError, HostSyncError, Ranks
 from moe_dispatch_testing.kit import fitted, scenario_cases
 from tests.conformance.test_mutations import (
@@ -33,7 +34,7 @@ def _indexing(patch: Patch, change: Callable[[SlotIndex], dict[str, Any]]) -> No
         index = group_statically(*args, **options)
         return dataclasses.replace(index, **change(index))
 
-    patch.setattr(tables, "group_statically", changed)
+    patch.setattr(Permutation, "group_statically", staticmethod(changed))
 
 
 def slack_of_outputs_read(patch: Patch) -> None:
@@ -85,12 +86,13 @@ def padding_forgotten(patch: Patch) -> None:
 
 def empty_places_sent(patch: Patch) -> None:
     """Empty places of the send buffer keep the ids of row 0."""
-    fill = SendTable.fill
+    send_table = fixed.send_table
 
-    def unmarked(self: SendTable, *args: Any) -> None:
-        fill(dataclasses.replace(self, is_empty_S=torch.zeros_like(self.is_empty_S)), *args)
+    def unmarked(*args: Any, **named: Any) -> SendTable:
+        table = send_table(*args, **named)
+        return dataclasses.replace(table, is_empty_S=torch.zeros_like(table.is_empty_S))
 
-    patch.setattr(SendTable, "fill", unmarked)
+    patch.setattr(fixed, "send_table", unmarked)
 
 
 def overflow_told_where_there_is_none(patch: Patch) -> None:
@@ -121,7 +123,10 @@ def padded_on_the_host_in_the_backward(patch: Patch) -> None:
 
 
 def looks_for_duplicates(patch: Patch) -> None:
-    patch.setattr(tables, "merge_slots", lambda ids_TK, weights_TK, **_: merge_slots(ids_TK, weights_TK, asks=True))
+    def asks(ids_TK: Tensor, weights_TK: Tensor, **_: bool) -> tuple[Tensor, Tensor]:
+        return merge_slots(ids_TK, weights_TK, asks=True)
+
+    patch.setattr(Permutation, "merge_slots", staticmethod(asks))
 
 
 def slack_cut_off(patch: Patch) -> None:
@@ -131,12 +136,7 @@ def slack_cut_off(patch: Patch) -> None:
 
 def eager_dispatch(patch: Patch) -> None:
     """Run the eager dispatch, which reads counts, instead of the graph-safe one."""
-    dispatch = AllToAll.dispatch_async
-
-    def eager(self: AllToAll, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Any) -> Any:
-        return dispatch(self, rows_TD, ids_TK, weights_TK, dataclasses.replace(sizes, capacity=None))
-
-    patch.setattr(AllToAll, "dispatch_async", eager)
+    patch.setattr(FixedAllToAll, "start", lambda self, *args: AllToAll(self.context).start(*args))
 
 
 WRONG, SYNC = ConformanceError, HostSyncError
@@ -160,9 +160,9 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str, str, type[Exception], str]] 
     (overflow_told_where_there_is_none, "alltoall", "balanced", WRONG, "overflow of the worst case"),
     (padded_on_the_host, "alltoall", "pad_16", SYNC, r"tolist at .*test_graph_safe_mutations.py"),
     (padded_on_the_host_in_the_backward, "alltoall", "pad_16", SYNC, r"__int__ at .*test_graph_safe_mutations.py"),
-    (looks_for_duplicates, "alltoall", "balanced", SYNC, r"__int__ at .*tables.py"),
+    (looks_for_duplicates, "alltoall", "balanced", SYNC, r"__int__ at .*index.py"),
     (slack_cut_off, "alltoall", "balanced", SYNC, r"aten::index.Tensor at .*test_graph_safe_mutations.py"),
-    (eager_dispatch, "alltoall", "balanced", SYNC, r"aten::nonzero at .*tables.py"),
+    (eager_dispatch, "alltoall", "balanced", SYNC, r"aten::nonzero at .*backend.py"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from moe_dispatch.backends import rank_major
 from moe_dispatch.backends.alltoall import backend as alltoall
-from moe_dispatch.backends.alltoall.backend import AllToAll
-from moe_dispatch.backends.alltoall.route import AllToAllRoute
+from moe_dispatch.backends.alltoall import exact
+from moe_dispatch.backends.alltoall.backend import AllToAll, AllToAllRoute
+from moe_dispatch.backends.alltoall.fixed import FixedAllToAll
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.deep_ep import hybridep
 from moe_dispatch.backends.deep_ep.deepep import DeepEPRoute
@@ -22,11 +24,10 @@ from moe_dispatch.backends.deep_ep.driver import Handle
 from moe_dispatch.backends.deep_ep.hybrid_driver import HybridDriver
 from moe_dispatch.backends.deep_ep.hybridep import HybridEP, HybridRoute
 from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
-from moe_dispatch.dispatchers import autograd, verbs
-from moe_dispatch.dispatchers.autograd import Selection
+from moe_dispatch.dispatchers import autograd, dispatcher
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import TorchPermutation, count_values, group_slots, merge_slots, tables
+from moe_dispatch.permutation import Permutation, TorchPermutation, count_values, group_slots, index, merge_slots
 from moe_dispatch.permutation import rows as permutation_rows
 from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch_testing import SCENARIOS, Case, Ranks, run_case
@@ -41,18 +42,20 @@ ROUTES = (AllToAllRoute, DeepEPRoute, HybridRoute)
 
 
 def padding_trimmed_from_the_front(patch: Patch) -> None:
-    put = Selection.put
+    trim = autograd.trim
 
-    def from_the_front(rows: Selection, tensor: Tensor) -> Tensor:
-        count = rows.num_rows if rows.real_rows is None else len(rows.real_rows)
-        return put(rows, tensor[len(tensor) - count :])
+    def from_the_front(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
+        count = num_rows if real_rows is None else len(real_rows)
+        return trim(tensor[len(tensor) - count :], real_rows, num_rows)
 
-    patch.setattr(Selection, "put", from_the_front)
+    patch.setattr(autograd, "trim", from_the_front)
 
 
 def padding_rows_sent_to_expert_0(patch: Patch) -> None:
-    pad = Selection.pad
-    patch.setattr(Selection, "pad", lambda rows, tensor, fill=0: pad(rows, tensor, max(fill, 0)))
+    pad = autograd.pad
+    patch.setattr(
+        autograd, "pad", lambda tensor, real_rows, padded, fill=0: pad(tensor, real_rows, padded, max(fill, 0))
+    )
 
 
 def weights_applied_twice(patch: Patch) -> None:
@@ -94,18 +97,18 @@ def weights_rounded_to_bfloat16(patch: Patch) -> None:
         ids_TK, weights_TK = merge_slots(ids_TK, weights_TK, asks=asks)
         return ids_TK, weights_TK.bfloat16().to(weights_TK.dtype)
 
-    patch.setattr(tables, "merge_slots", rounded)
+    patch.setattr(Permutation, "merge_slots", staticmethod(rounded))
 
 
 def gradient_of_weights_dropped(patch: Patch) -> None:
     def detached(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool, **_: object) -> tuple[Tensor, Tensor]:
         return merge_slots(ids_TK, weights_TK.detach(), asks=asks)
 
-    patch.setattr(tables, "merge_slots", detached)
+    patch.setattr(Permutation, "merge_slots", staticmethod(detached))
 
 
 def duplicates_not_merged(patch: Patch) -> None:
-    patch.setattr(tables, "merge_slots", lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK))
+    patch.setattr(Permutation, "merge_slots", staticmethod(lambda ids_TK, weights_TK, **_: (ids_TK, weights_TK)))
 
 
 def experts_in_reverse_order(patch: Patch) -> None:
@@ -117,23 +120,21 @@ def experts_in_reverse_order(patch: Patch) -> None:
         index = group_slots(keys_SK, counts[::-1], pad_multiple)
         return dataclasses.replace(index, counts=counts, real_L=real_L)
 
-    patch.setattr(tables, "group_slots", reverse)
-    patch.setattr(alltoall, "group_slots", reverse)
+    patch.setattr(Permutation, "group_slots", staticmethod(reverse))
+    patch.setattr(exact, "group_slots", reverse)
 
 
 def arriving(patch: Patch, change: Callable[[Arrived], dict[str, Any]]) -> None:
-    dispatch = AllToAll.dispatch_async
+    for backend in (AllToAll, FixedAllToAll):
+        patch.setattr(backend, "finish", _changed(backend.finish, change))
 
-    def changed(self: AllToAll, *args: Any) -> Callable[[], Arrived]:
-        finish = dispatch(self, *args)
 
-        def complete() -> Arrived:
-            arrived = finish()
-            return dataclasses.replace(arrived, **change(arrived))
+def _changed(finish: Callable[..., Arrived], change: Callable[[Arrived], dict[str, Any]]) -> Callable[..., Arrived]:
+    def changed(self: Any, started: Any) -> Arrived:
+        arrived = finish(self, started)
+        return dataclasses.replace(arrived, **change(arrived))
 
-        return complete
-
-    patch.setattr(AllToAll, "dispatch_async", changed)
+    return changed
 
 
 def rows_of_an_expert_in_reverse(patch: Patch) -> None:
@@ -177,13 +178,13 @@ def route_kept_on_the_backend(patch: Patch) -> None:
 
 
 def route_of_the_latest_call_in_backward(patch: Patch) -> None:
-    backward, latest = autograd._Combine.backward, _latest_routes(patch)
+    backward, latest = autograd.Combine.backward, _latest_routes(patch)
 
     def with_latest(ctx: Any, grad_TD: Tensor) -> Any:
         ctx.state = dataclasses.replace(ctx.state, route=latest[id(ctx.state.route.context)])
         return backward(ctx, grad_TD)
 
-    patch.setattr(autograd._Combine, "backward", staticmethod(with_latest))
+    patch.setattr(autograd.Combine, "backward", staticmethod(with_latest))
 
 
 def _latest_routes(patch: Patch) -> dict[int, AllToAllRoute]:
@@ -217,15 +218,15 @@ def rows_that_are_no_tokens_sent(patch: Patch) -> None:
 
 
 def rows_that_are_no_tokens_not_zeroed(patch: Patch) -> None:
-    put = Selection.put
+    trim = autograd.trim
 
-    def put_into_ones(rows: Selection, tensor: Tensor) -> Tensor:
-        found = put(rows, tensor)
-        if rows.real_rows is None:
+    def put_into_ones(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
+        found = trim(tensor, real_rows, num_rows)
+        if real_rows is None:
             return found
-        return torch.ones_like(found).index_copy_(0, rows.real_rows, found[rows.real_rows])
+        return torch.ones_like(found).index_copy_(0, real_rows, found[real_rows])
 
-    patch.setattr(Selection, "put", put_into_ones)
+    patch.setattr(autograd, "trim", put_into_ones)
 
 
 def weights_of_empty_slots_read(patch: Patch) -> None:
@@ -237,20 +238,18 @@ def weights_of_empty_slots_read(patch: Patch) -> None:
 
 
 def idle_rank_leaves_the_backward(patch: Patch) -> None:
-    combine = autograd.combine
+    def untied(rows_RD: Tensor, weights_R: Tensor, *args: Any) -> Any:
+        return autograd.Combine.apply(rows_RD, weights_R.detach().requires_grad_(), *args)  # type: ignore[no-untyped-call]
 
-    def untied(rows_RD: Tensor, weights_R: Tensor, *args: Any) -> Tensor:
-        return combine(rows_RD, weights_R.detach().requires_grad_(), *args)
-
-    patch.setattr(autograd, "combine", untied)
+    patch.setattr(dispatcher, "Combine", SimpleNamespace(apply=untied))
 
 
 def verbs_without_anchor(patch: Patch) -> None:
-    patch.setattr(verbs, "anchor", lambda tensor, _: tensor)
+    patch.setattr(dispatcher, "anchor", lambda tensor, _: tensor)
 
 
 def rows_sent_again_untied(patch: Patch) -> None:
-    patch.setattr(verbs, "tie", lambda tensor, _: tensor)
+    patch.setattr(dispatcher, "tie", lambda tensor, _: tensor)
 
 
 def float32_sums_for_float64_rows(patch: Patch) -> None:
@@ -380,7 +379,7 @@ def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch)
     def too_early(places_N: Tensor, length: int, **options: bool) -> Tensor:
         return count_values(places_N - (places_N < width).long(), length, **options)
 
-    monkeypatch.setattr(tables, "count_values", too_early)
+    monkeypatch.setattr(index, "count_values", too_early)
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "one_expert_per_rank")
     with pytest.raises(RuntimeError):
         run_all("alltoall", scenario_cases(scenario, 4), Ranks(timeout=datetime.timedelta(seconds=1)))

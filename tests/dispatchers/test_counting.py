@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_dispatch import Plan, Rows, build_dispatcher
-from moe_dispatch.permutation import tables
+from moe_dispatch.permutation import index
 from moe_dispatch_testing import HostRead, count_collectives, count_host_syncs
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
@@ -68,8 +68,8 @@ def test_a_step_of_four_layers(
 
 
 # Where CPU tensors are searched for duplicate experts; a GPU is never asked.
-_LINES, _FIRST = inspect.getsourcelines(tables.merge_slots)
-CPU_ONLY = {f"{tables.__file__}:{line}" for line in range(_FIRST, _FIRST + len(_LINES))}
+_LINES, _FIRST = inspect.getsourcelines(index.merge_slots)
+CPU_ONLY = {f"{index.__file__}:{line}" for line in range(_FIRST, _FIRST + len(_LINES))}
 
 
 def _reads_here(reads: list[HostRead]) -> int:

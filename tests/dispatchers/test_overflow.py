@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.errors import CapacityError
-from moe_dispatch.permutation import SlotIndex, group_statically, tables
+from moe_dispatch.permutation import Permutation, SlotIndex, group_statically, index
 from moe_dispatch_testing import Ranks
 from tests.dispatchers.dropping import Load, collected, expect_same, expected, load, run_layer, safe_config
 from tests.dispatchers.layer import NUM_EXPERTS, TOP_K, Group, expert_weights, raises_everywhere, random_rows
@@ -166,17 +166,17 @@ def planted_counts(patch: pytest.MonkeyPatch) -> None:
         real = torch.bincount(keys[(keys >= 0) & (keys < num_keys)].long(), minlength=num_keys)
         return dataclasses.replace(index, real_L=real)
 
-    patch.setattr(tables, "group_statically", before)
+    patch.setattr(Permutation, "group_statically", staticmethod(before))
 
 
 def planted_order(patch: pytest.MonkeyPatch) -> None:
     """Of equal weights the first are dropped."""
-    heaviest = tables.heaviest
+    heaviest = index.heaviest
 
     def last(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
         return heaviest(weights_N.flip(0), is_real_N.flip(0), room).flip(0)
 
-    patch.setattr(tables, "heaviest", last)
+    patch.setattr(index, "heaviest", last)
 
 
 def planted_demand(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.dispatchers.autograd import Selection
+from moe_dispatch.dispatchers.autograd import pad, trim
 from moe_dispatch.permutation import merge_slots
 
 SLOTS = 4
@@ -60,9 +60,8 @@ def test_ids_without_duplicates_are_left_alone() -> None:
 @pytest.mark.parametrize("padding", [0, 2])
 def test_rows_taken_are_put_back_and_their_gradients_too(padding: int) -> None:
     rows_TD, chosen = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 2, 5])
-    selection = Selection(num_rows=6, real_rows=chosen, padded=3 + padding)
-    taken = selection.take(rows_TD)
-    back = selection.put(taken)
+    taken = pad(rows_TD, chosen, 3 + padding)
+    back = trim(taken, chosen, 6)
     keep = torch.tensor([1.0, 0, 1, 0, 0, 1]).unsqueeze(1)
     assert torch.equal(taken[:3], rows_TD[chosen])
     assert torch.equal(taken[3:], torch.zeros(padding, 3))
@@ -75,7 +74,6 @@ def test_rows_taken_are_put_back_and_their_gradients_too(padding: int) -> None:
 @pytest.mark.parametrize(("rows", "padded"), [(3, 3), (3, 8), (0, 4), (0, 0)])
 def test_padding_is_appended_and_trimmed(rows: int, padded: int) -> None:
     tensor = torch.randn(rows, 2)
-    selection = Selection(num_rows=rows, real_rows=None, padded=padded)
-    out = selection.pad(tensor, -1)
+    out = pad(tensor, None, padded, -1)
     assert torch.equal(out, torch.cat((tensor, torch.full((padded - rows, 2), -1.0))))
-    assert torch.equal(selection.put(out), tensor)
+    assert torch.equal(trim(out, None, rows), tensor)

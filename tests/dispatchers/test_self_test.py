@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, build_dispatcher
 from moe_dispatch.backends import Constraints
-from moe_dispatch.backends.alltoall.route import AllToAllRoute
+from moe_dispatch.backends.alltoall.backend import AllToAllRoute
 from moe_dispatch.backends.local import LocalOptions, LocalRoute
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import THD, Layout

@@ -11,8 +11,8 @@ import torch
 
 from moe_dispatch import Dispatched, Dispatcher, Rows, build_dispatcher
 from moe_dispatch.backends.base import MARKED_DISPATCHERS, marks_agree
-from moe_dispatch.dispatchers.agreement import Caller
-from moe_dispatch.dispatchers.planning import ROW_DTYPES
+from moe_dispatch.dispatchers.agreement import mark_of
+from moe_dispatch.dispatchers.checks import ROW_DTYPES
 from moe_dispatch.errors import InputError
 from tests.dispatchers.layer import (
     Group,
@@ -112,7 +112,7 @@ def test_a_plan_meets_a_dispatch(debug: bool) -> None:
 
 
 def test_numbers_of_the_exchange_of_counts_tell_all_calls_apart() -> None:
-    marks = {Caller(recorded).mark(dtype) for dtype in ROW_DTYPES for recorded in (False, True)}
+    marks = {mark_of(dtype, recorded, None) for dtype in ROW_DTYPES for recorded in (False, True)}
     assert len(marks) == 2 * len(ROW_DTYPES)
     assert min(marks) >= 0
     assert max(marks) + MARKED_DISPATCHERS < 2**22

@@ -81,15 +81,15 @@ def test_a_captured_layer_exchanges_nothing_with_the_host(backend: str, layout: 
 
 
 def test_a_planted_copy_of_pinned_memory_is_found() -> None:
-    tables = choose_permutation("auto", "cuda").tables
-    merge_slots = tables.merge_slots
+    permutation = choose_permutation("auto", "cuda")
+    merge_slots = permutation.merge_slots
 
     def with_a_number_of_the_host(ids: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         zero = torch.zeros(1, dtype=ids.dtype, pin_memory=True)
         merged: tuple[Tensor, Tensor] = merge_slots(ids + zero.to(ids.device, non_blocking=True), weights, **options)
         return merged
 
-    with patch.object(tables, "merge_slots", with_a_number_of_the_host):
+    with patch.object(permutation, "merge_slots", with_a_number_of_the_host):
         (found,) = with_the_host(captured("local", LAYOUTS["rows"], {}))
     assert found.startswith("copy pinned to device")
-    assert "dispatchers/verbs.py" in found
+    assert "dispatchers/dispatcher.py" in found

@@ -39,8 +39,8 @@ def test_values_are_those_of_the_cpu() -> None:
 
 def test_a_planted_host_sync_is_reported_with_its_line() -> None:
     dispatcher, (x, routing) = dispatcher_of("local", None), inputs()
-    tables = dispatcher._channel.context.permutation_of(x).tables
-    merge_slots = tables.merge_slots
+    permutation = dispatcher._channel.context.permutation_of(x)
+    merge_slots = permutation.merge_slots
 
     def asks_the_device(ids: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         int(ids.max())
@@ -50,10 +50,10 @@ def test_a_planted_host_sync_is_reported_with_its_line() -> None:
     dispatcher.dispatch(x, routing)
     with recorded() as usual:
         dispatcher.dispatch(x, routing)
-    with patch.object(tables, "merge_slots", asks_the_device), recorded() as planted:
+    with patch.object(permutation, "merge_slots", asks_the_device), recorded() as planted:
         dispatcher.dispatch(x, routing)
     assert counted(planted)["syncs"] == counted(usual)["syncs"] + 1
-    assert any(each.kind == "sync" and "dispatchers/verbs.py" in each.place for each in planted)
+    assert any(each.kind == "sync" and "dispatchers/dispatcher.py" in each.place for each in planted)
 
 
 @pytest.mark.expects_races

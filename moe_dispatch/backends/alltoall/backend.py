@@ -1,8 +1,12 @@
-"""The backend ``alltoall``, open on a group. ``options`` describes it."""
+"""``alltoall`` in eager mode with one level: a dispatch, its route, and the exchange of rows between ranks.
+
+``two_level``, ``exact`` and ``fixed`` have the other forms of the backend; ``options`` chooses one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
@@ -10,34 +14,142 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall.fixed import send_table, wanted_here
-from moe_dispatch.backends.alltoall.route import AllToAllRoute, Leg, Splits, even_splits, splits_from
-from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes
-from moe_dispatch.backends.base import (
-    Arrived,
-    Backend,
-    BackendContext,
-    MoEShape,
-    Sizes,
-    marks_agree,
-)
-from moe_dispatch.backends.capacity import Capacity, tokens_of
-from moe_dispatch.backends.rank_major import arrive
+from moe_dispatch.backends.base import Arrived, Backend, BackendContext, MoEShape, Route, Sizes, WireDtype, marks_agree
+from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import Started, read_host
 from moe_dispatch.errors import PeerError
-from moe_dispatch.permutation import (
-    SlotIndex,
-    group_slots,
-    true_places,
-)
+from moe_dispatch.permutation import SlotIndex
 
-# The exchange of counts sends ``rows + mark * _MARK``, where ``mark`` is the mark of the sending rank. Every number of
-# rows is smaller than ``_MARK``, so a floor division gives the mark, and the remainder is the number of rows.
-_MARK = 2**40
+# The exchange of counts sends ``rows + mark * MARK``, where ``mark`` is the mark of the sending rank. Every number of
+# rows is smaller than ``MARK``, so a floor division gives the mark, and the remainder is the number of rows.
+MARK = 2**40
 
 
 @final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Leg:
+    """One exchange of rows between ranks, and its way back.
+
+    For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. Then ``source_S`` is [1, 0, 1],
+    ``member_S`` is [1, 0, 2] and ``cu_T`` is [0, 1, 3].
+
+    Attributes:
+        rows_out: Number of rows that go to each rank, on the host.
+        rows_in: Number of rows that come from each rank.
+        suffix: Text behind the labels of the collectives.
+        source_S: int64 (S,), the row of this rank that each sent row is a copy of. Sent rows are ordered by
+            destination rank, then by row.
+        member_S: int64 (S,), the numbers of the sent rows, ordered by the row that they are copies of. In graph-safe
+            mode it is longer, and entries from ``cu_T[-1]`` on may be anything.
+        cu_T: int64 (T+1,), where the copies of each row begin in ``member_S``.
+    """
+
+    context: BackendContext
+    rows_out: Sequence[int]
+    rows_in: Sequence[int]
+    suffix: str = ""
+    source_S: Tensor
+    member_S: Tensor
+    cu_T: Tensor
+
+    def bring_back(self, packets: Tensor, form: Packet, label: str, out: Tensor, values: Tensor | None) -> None:
+        """Return one packet for each row that arrived, and sum the packets that come back by row.
+
+        Args:
+            packets: Memory of the workspace, (rows that arrived, stride). It is given back.
+            form: Format of the packets.
+            label: Name of the collective, without the suffix.
+            out: (T, D), gets the sums of the rows.
+            values: (T, K), gets the sums of the weights; None if the packets have none.
+        """
+        space, permutation = self.context.workspace, self.context.permutations[type(packets), packets.device.type]
+        received = space.take((self.source_S.shape[0], form.stride), packets.device)
+        label += self.suffix
+        work = self.context.communicator.all_to_all(received, packets, self.rows_out, self.rows_in, label=label)
+        if work is not None:
+            work.wait()
+        space.give(packets)
+        # Sum whole packets as if they held only numbers of the row's dtype. ``sum_bags`` ignores the columns behind the
+        # row.
+        permutation.sum_bags(received.view(form.wire_dtype), self.member_S, self.cu_T, None, out)
+        if values is not None:
+            permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
+        space.give(received)
+
+    def splits(self) -> Tensor:
+        """Return the numbers of rows that go out and come in as one int64 tensor on the CPU."""
+        return torch.tensor([*self.rows_out, *self.rows_in], dtype=torch.int64, device="cpu")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllToAllRoute(RankMajorRoute):
+    """A route with one data collective in each direction."""
+
+    context: BackendContext
+    leg: Leg
+    index: SlotIndex
+
+    @contextmanager
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+        row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
+        leg, packets = self.leg, row.encode(rows_TD)
+        received = exchange(self.context, packets, leg.source_S, leg.rows_out, leg.rows_in, label)
+        yield row.read(received)
+        self.context.workspace.give(received)
+
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
+        num_rows = self.leg.cu_T.shape[0] - 1
+        out = self.context.workspace.lend(num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
+        values = None if values_R is None else values_R.new_empty(num_rows, form.top_k)
+        self.leg.bring_back(packets, form, label, out, values)
+        return out, values
+
+    def tensors(self) -> list[Tensor]:
+        leg, index = self.leg, self.index
+        splits = [] if index.fixed_size else [leg.splits()]
+        return [*splits, leg.source_S, leg.member_S, leg.cu_T, *index.tensors()]
+
+    @property
+    def num_rows(self) -> int:
+        return self.leg.cu_T.shape[0] - 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Underway:
+    """A dispatch whose rows are on their way.
+
+    Attributes:
+        leg: The exchange that is under way.
+        work: Handle to wait for; None if it is complete.
+        outgoing: Packets that are being sent, in memory of the workspace.
+        received: Memory of the workspace for the packets that arrive.
+        form: Format of the packets.
+        dtype: Dtype of the rows.
+        counts: Counts on the device; the first L are the numbers of slots of the experts of this rank.
+        host: The same counts on the host, as ``read_counts`` returns them.
+        owner_TK: 1 + the rank of each slot's expert, 0 for none.
+        weights_TK: Weights of the slots.
+    """
+
+    leg: Leg
+    work: Started | None
+    outgoing: Tensor
+    received: Tensor
+    form: Packet
+    dtype: torch.dtype
+    counts: Tensor
+    host: list[int]
+    owner_TK: Tensor
+    weights_TK: Tensor
+
+
 class AllToAll(Backend):
     """The backend over ``torch.distributed`` all-to-all.
 
@@ -48,355 +160,263 @@ class AllToAll(Backend):
     backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
     per top_k slot; in combine, the row; in a backward, the row, and 4 bytes per slot for the gradient of the weights.
 
-    With ``levels=2``, every exchange of rows takes two collectives: one between nodes, and one on each node. The number
-    of host syncs stays one. Between nodes, each distinct pair of a row and another node takes the bytes above. If a
-    dispatch is asynchronous, its collective on the node starts in ``wait``.
-
     Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
 
-    Args:
-        context: The objects that the backend is built with.
-        exact: Whether ``reduction`` is "exact".
-        nodes: The nodes of the group if rows travel in two legs; None if they travel in one.
+    The one extension point is ``route``, with the two methods that turn routes into tensors and back.
     """
 
-    def __init__(self, context: BackendContext, *, exact: bool, nodes: Nodes | None = None) -> None:
+    def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._exact = exact
-        self._nodes = nodes
-        self._width = 1 + context.shape.num_local_experts + (0 if nodes is None else nodes.num_columns)
-        self._first_expert = context.communicator.rank * context.shape.num_local_experts
+        self.width = 1 + context.shape.num_local_experts
+        self.first_expert = context.communicator.rank * context.shape.num_local_experts
+
+    @final
+    def start(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
+    ) -> Underway:
+        """Exchange counts, then start to send exactly the rows that are needed.
+
+        The counts stand in a table of L + 1 columns: the number of slots of each of L experts, then the number of rows
+        with a mark. Row 0 is for the sums of all counts that come in. Rows 1 to P are the counts that go to ranks 0 to
+        P-1. Rows P+1 to 2P are the counts that come from ranks 0 to P-1.
+        """
+        context, width = self.context, self.width
+        comm, size, experts = context.communicator, context.shape.ep_size, width - 1
+        permutation = context.permutations[type(ids_TK), ids_TK.device.type]
+        owner_TK, counts = permutation.count_owners(ids_TK, experts, width, (1 + 2 * size) * width, graph_safe=False)
+        members_PT = rank_members(owner_TK, size)
+        _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
+        num_rows_P = torch.sum(members_PT, 1, out=to_ranks.select(1, experts))
+        if mark is not None:  # -1 makes the number of rows negative
+            num_rows_P.add_(mark, alpha=MARK)
+        work = comm.all_to_all(from_ranks, to_ranks, [1] * size, [1] * size, label="counts")
+        form = form_of(context.shape, rows_TD.dtype, weights_TK.dtype)
+        packets, in_order = form.pack(rows_TD, weights_TK, ids_TK), None
+        if packets.is_cpu:  # order the rows while the counts travel; a GPU learns the number of rows with the counts
+            in_order = ordered(context, packets, members_PT)
+        host = read_counts(counts, from_ranks, experts, work)
+        rows = host[experts::width]
+        rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
+        source_S, outgoing = in_order or ordered(context, packets, members_PT, sum(rows_out))
+        leg, received, work = send(context, source_S, outgoing, len(rows_TD), rows_out, rows_in)
+        return Underway(
+            leg=leg,
+            work=work,
+            outgoing=outgoing,
+            received=received,
+            form=form,
+            dtype=rows_TD.dtype,
+            counts=counts,
+            host=host,
+            owner_TK=owner_TK,
+            weights_TK=weights_TK,
+        )
+
+    @final
+    def finish(self, started: Underway) -> Arrived:
+        context, experts = self.context, self.width - 1
+        if started.work is not None:
+            started.work.wait()
+        context.workspace.give(started.outgoing)
+        rows_SD, weights_SK, ids_SK = started.form.unpack(started.received)
+        index = context.permutations[
+            type(ids_SK), ids_SK.device.type
+        ].group_slots(
+            ids_SK - self.first_expert,  # below 0 or above L-1 for experts of other ranks
+            started.host[:experts],
+            context.shape.pad_multiple,
+            real_L=started.counts[:experts],
+        )
+        arrived = arrive(self.route(started, index), rows_SD, weights_SK, started.dtype)
+        context.workspace.give(started.received)
+        return arrived
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return self.dispatch_async(rows_TD, ids_TK, weights_TK, sizes)()
+        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
 
-    def dispatch_async(
-        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Callable[[], Arrived]:
-        """Exchange counts, then exactly the rows that are needed; in graph-safe mode ``_dispatch_fixed``."""
-        if sizes.capacity is not None:
-            return self._dispatch_fixed(rows_TD, ids_TK, weights_TK, sizes.capacity)
-        space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
-        dtype = rows_TD.dtype  # ``complete`` needs only the dtype, so it does not keep the rows alive
-        owner_TK, counts = self._count_slots(ids_TK)
-        members_PT = rank_members(owner_TK, comm.size)
-        members, to = members_PT, range(comm.size)
-        if self._nodes is not None:
-            to, owner_TK = self._nodes.relays, self._nodes.node_of(owner_TK)
-            members = rank_members(owner_TK, len(to))
-        counts_in, work = self._send_counts(counts, members_PT, mark, members)
-        form = form_of(shape, rows_TD.dtype, weights_TK.dtype)
-        packets = form.pack(rows_TD, weights_TK, ids_TK)
-        # On the CPU, order the rows while the counts travel. On a GPU, the number of rows is known after the host read.
-        in_order = self._in_order(packets, members) if packets.is_cpu else None
-        if work is not None:
-            work.wait()
-        found = self._read_counts(counts, counts_in)
-        splits = found.splits[0]
-        in_order = in_order or self._in_order(packets, members, sum(splits.rows_out))
-        leg, land = self._send(in_order, owner_TK, splits, to)
+    def route(self, started: Underway, index: SlotIndex) -> RankMajorRoute:
+        """Return the route of a dispatch whose rows have arrived."""
+        return AllToAllRoute(context=self.context, leg=started.leg, index=index)
 
-        def complete() -> Arrived:
-            received, legs = land(), [leg]
-            if self._nodes is not None:
-                second, received = self._forward(received, form, found.splits[1], self._nodes)
-                legs.append(second)
-            rows_SD, weights_SK, ids_SK = form.unpack(received)
-            keys_SK, entries = ids_SK - self._first_expert, 1  # below 0 or above L-1 for experts of other ranks
-            if self._nodes is not None:
-                keys_SK, entries = self._nodes.keys(keys_SK, found.rows_in), self._nodes.num_nodes
-            index = self.context.group(
-                keys_SK,
-                weights_SK,
-                None,
-                counts=found.tokens_per_expert,
-                entries_per_key=entries,
-                real_L=counts[: shape.num_local_experts],
-            )
-            route = AllToAllRoute(
-                context=self.context,
-                legs=tuple(legs),
-                index=index,
-                weights_TK=weights_TK if self._exact else None,
-            )
-            arrived = arrive(route, rows_SD, weights_SK, dtype)
-            space.give(received)
-            return arrived
+    def refuse(self, device: torch.device) -> None:
+        refuse_counts(self.context, self.width, device)
 
-        return complete
-
-    def _forward(self, received: Tensor, form: Packet, splits: Splits, nodes: Nodes) -> tuple[Leg, Tensor]:
-        """Send packets that arrived on this node to the ranks of the node that need them.
-
-        Returns:
-            The leg, and the packets that arrived on this rank. ``received`` is given back to the workspace.
-        """
-        owner_SK, to = nodes.neighbour_of(form.ids(received)), nodes.neighbours
-        in_order = self._in_order(received, rank_members(owner_SK, len(to)), sum(splits.rows_out))
-        self.context.workspace.give(received)
-        leg, land = self._send(in_order, owner_SK, splits, to, suffix=WITHIN_NODE)
-        return leg, land()
-
-    def _send(
-        self, in_order: tuple[Tensor, Tensor], owner_TK: Tensor, splits: Splits, to: range, *, suffix: str = ""
-    ) -> tuple[Leg, Callable[[], Tensor]]:
-        """Start to send packets.
-
-        Args:
-            in_order: Result of ``_in_order``.
-            owner_TK: int64 (T, K), 1 + the place in ``to`` of the rank to which each slot goes; 0 for slots that go
-                nowhere.
-            splits: Counts of the exchange.
-            to: The ranks to which packets go.
-            suffix: Text behind the labels of the collectives of this leg.
-
-        Returns:
-            The leg, and a function that waits for the packets and returns them in memory of the workspace.
-        """
-        source_S, outgoing = in_order
-        space, device = self.context.workspace, source_S.device
-        received = space.take((sum(splits.rows_in), outgoing.shape[1]), device)
-        label = f"dispatch{suffix}"
-        work = self.context.communicator.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label=label)
-        # While the rows travel, compute the order of the sums.
-        by_row = source_S.sort(stable=True)
-        cu_T = torch.searchsorted(by_row.values, torch.arange(owner_TK.shape[0] + 1, device=device))
-        slots_by_rank = None
-        if self._exact:
-            slots_by_rank = group_slots(owner_TK - 1, [splits.slots_out[rank] for rank in to])
-        leg = Leg(
-            context=self.context,
-            splits=splits,
-            suffix=suffix,
-            source_S=source_S,
-            member_S=by_row.indices,
-            cu_T=cu_T,
-            slots_by_rank=slots_by_rank,
-        )
-
-        def land() -> Tensor:
-            if work is not None:
-                work.wait()
-            space.give(outgoing)
-            return received
-
-        return leg, land
-
-    def _dispatch_fixed(
-        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, capacity: Capacity
-    ) -> Callable[[], Arrived]:
-        """Exchange ``pair_rows`` rows with every rank, without reading a count."""
-        space, comm, shape = self.context.workspace, self.context.communicator, self.context.shape
-        pair_rows, dtype = capacity.pair_rows, rows_TD.dtype
-        assert pair_rows is not None
-        owner_TK, counts = self._count_slots(ids_TK)
-        wanted_P = counts.view(-1, self._width)[1 : 1 + comm.size].sum(1)
-        table = send_table(
-            rank_members(owner_TK, comm.size),
-            owner_TK,
-            weights_TK,
-            pair_rows,
-            may_overflow=pair_rows < tokens_of(shape),
-        )
-        form = form_of(shape, rows_TD.dtype, weights_TK.dtype, note=True)
-        outgoing, received = (space.take((comm.size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
-        permutation = self.context.permutation_of(outgoing)
-        table.fill(outgoing, form.pack(rows_TD, weights_TK, ids_TK), wanted_P, form, permutation)
-        splits = even_splits(pair_rows, comm.size)
-        work = comm.all_to_all(received, outgoing, splits.rows_in, splits.rows_out, label="dispatch")
-
-        def complete() -> Arrived:
-            if work is not None:
-                work.wait()
-            space.give(outgoing)
-            rows_SD, weights_SK, ids_SK = form.unpack(received)
-            index = self.context.group(ids_SK - self._first_expert, weights_SK, capacity)
-            leg = Leg(
-                context=self.context,
-                splits=splits,
-                source_S=table.source_S,
-                member_S=table.member_N,
-                cu_T=table.cu_T,
-            )
-            arrived = arrive(
-                AllToAllRoute(context=self.context, legs=(leg,), index=index),
-                rows_SD,
-                weights_SK,
-                dtype,
-                needed=wanted_here(received, form, pair_rows),
-                busiest_pair=table.busiest,
-            )
-            space.give(received)
-            return arrived
-
-        return complete
-
-    def _in_order(self, packets: Tensor, members_PT: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return which rows are sent, int64 (count,), and their packets. ``count`` may be None on the CPU."""
-        source_S = true_places(members_PT, count).select(1, 1).contiguous()
-        outgoing = self.context.workspace.take((source_S.shape[0], packets.shape[1]), packets.device)
-        self.context.permutation_of(packets).gather(packets, source_S, outgoing)
-        return source_S, outgoing
-
-    @property
-    def _suffixes(self) -> tuple[str, ...]:
-        """Text behind the labels of the collectives of each leg."""
-        return ("",) if self._nodes is None else ("", WITHIN_NODE)
-
-    def restore(self, tensors: Sequence[Tensor]) -> AllToAllRoute:
-        shape, rest = self.context.shape, list(tensors)
-
-        def pop(count: int) -> list[Tensor]:
-            return [rest.pop(0) for _ in range(count)]
-
-        counts = [] if shape.graph_safe else pop(len(self._suffixes))
-        weights_TK = rest.pop(0) if self._exact else None
-        legs: list[Leg] = []
-        for number, suffix in enumerate(self._suffixes):
-            (source_S, member_S, cu_T), by_rank = pop(3), None
-            if self._exact:
-                by_rank = SlotIndex.from_tensors(pop(4), shape.top_k, 1, fixed_size=False)
-            if shape.graph_safe:
-                splits = even_splits(source_S.shape[0] // shape.ep_size, shape.ep_size)
-            else:
-                splits = splits_from(counts[number], shape.ep_size, exact=self._exact)
-            legs.append(
-                Leg(
-                    context=self.context,
-                    splits=splits,
-                    suffix=suffix,
-                    source_S=source_S,
-                    member_S=member_S,
-                    cu_T=cu_T,
-                    slots_by_rank=by_rank,
-                )
-            )
-        index = self.context.index_from(rest)
-        return AllToAllRoute(context=self.context, legs=tuple(legs), index=index, weights_TK=weights_TK)
+    def restore(self, tensors: Sequence[Tensor]) -> Route:
+        splits, source_S, member_S, cu_T, *index = tensors
+        leg = restored_leg(self.context, splits, source_S, member_S, cu_T)
+        return AllToAllRoute(context=self.context, leg=leg, index=self.context.index_from(index))
 
     def blank_route(
         self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
-    ) -> AllToAllRoute:
-        shape, device = self.context.shape, weights_TK.device
-        table = partial(torch.empty, dtype=torch.int64, device=device)
-        index = partial(self.context.blank_index, new_size=new_size, capacity=capacity, device=device)
-        if capacity is not None:
-            assert num_rows is not None
-            assert capacity.pair_rows is not None
-            places = capacity.pair_rows * shape.ep_size
-            leg = Leg(
-                context=self.context,
-                splits=even_splits(capacity.pair_rows, shape.ep_size),
-                source_S=table(places),
-                member_S=table(num_rows * shape.ep_size),
-                cu_T=table(num_rows + 1),
-            )
-            return AllToAllRoute(context=self.context, legs=(leg,), index=index(places))
-        none, slots = [0] * shape.ep_size, [0] * (shape.ep_size if self._exact else 0)
-        splits = Splits(rows_out=none, rows_in=none, slots_out=slots, slots_in=slots)
-        legs: list[Leg] = []
-        for suffix in self._suffixes:
-            sent, edges = new_size(), new_size() if num_rows is None or legs else num_rows + 1
-            by_rank = None
-            if self._exact:
-                by_rank = SlotIndex.blank(edges - 1, shape.top_k, 1, new_size=new_size, device=device)
-            legs.append(
-                Leg(
-                    context=self.context,
-                    splits=splits,
-                    suffix=suffix,
-                    source_S=table(sent),
-                    member_S=table(sent),
-                    cu_T=table(edges),
-                    slots_by_rank=by_rank,
-                )
-            )
-        weights = None
-        if self._exact:
-            weights = weights_TK.new_empty(new_size() if num_rows is None else num_rows, shape.top_k)
-        return AllToAllRoute(context=self.context, legs=tuple(legs), index=index(None), weights_TK=weights)
-
-    def refuse(self, device: torch.device) -> None:
-        comm = self.context.communicator
-        mark = torch.full((comm.size, self._width), -1, dtype=torch.int64, device=device)
-        ones = [1] * comm.size
-        work = comm.all_to_all(torch.empty_like(mark), mark, ones, ones, label="counts")
-        if work is not None:
-            work.wait()
-
-    def _count_slots(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the owner of each slot as ``rank_members`` takes it, and the table of ``_send_counts`` with slots."""
-        shape, tables = self.context.shape, self.context.permutation_of(ids_TK).tables
-        length = (1 + 2 * shape.ep_size) * self._width
-        return tables.count_owners(ids_TK, shape.num_local_experts, self._width, length, graph_safe=shape.graph_safe)
-
-    def _send_counts(
-        self, counts: Tensor, members_PT: Tensor, mark: Tensor | None, members_MT: Tensor
-    ) -> tuple[Tensor, Started | None]:
-        """Start to tell every rank how many slots come for each of its experts, and how many rows.
-
-        The counts stand in a table of L + 1 columns: the number of slots of each of L experts, then the number of rows.
-        Columns of ``Nodes.write_counts`` may follow.
-        Row 0 is for the sums of all counts that come in. Rows 1 to P are the counts that go to ranks 0 to P-1. Rows P+1
-        to 2P are the counts that come from ranks 0 to P-1.
-
-        Args:
-            counts: The table, int64 and flat. Entry (r + 1) * width + e counts the slots of local expert e of rank r.
-                Slots without an expert are counted in row 0, which is overwritten later. This function fills the rest.
-            members_PT: Result of ``rank_members``.
-            mark: Mark of this rank, which is added to each number of rows as ``mark * _MARK``; None for no mark. The
-                mark -1 makes the number negative.
-            members_MT: bool (M, T), True if the node owns at least one expert of the row; used only with ``levels=2``.
-
-        Returns:
-            The last P rows of the table, which the exchange fills; and the exchange under way, or None if it is
-            complete.
-        """
-        size, width, rows_at = self.context.communicator.size, self._width, self.context.shape.num_local_experts
-        _, outgoing, received = counts.view(-1, width).split_with_sizes([1, size, size])
-        num_rows_P = torch.sum(members_PT, 1, out=outgoing.select(1, rows_at))
-        if self._nodes is not None:
-            self._nodes.write_counts(outgoing, members_MT)
-        if mark is not None:
-            num_rows_P.add_(mark, alpha=_MARK)
-        ones = [1] * size  # row p of ``outgoing`` goes to rank p; started, not awaited
-        return received, self.context.communicator.all_to_all(received, outgoing, ones, ones, label="counts")
-
-    def _read_counts(self, counts: Tensor, received: Tensor) -> _Counts:
-        """Sum the counts that came in, and read all counts on the host at once."""
-        size, slots, width = self.context.communicator.size, self.context.shape.num_local_experts, self._width
-        torch.sum(received, 0, out=counts[:width])
-        host = read_host(counts)
-        rows = host[slots::width]
-        if not marks_agree({count // _MARK for count in rows[1 + size :]}):
-            raise PeerError("Some rank refused its call, or made another one.")
-        rows = [count % _MARK for count in rows]
-        rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
-        if self._nodes is not None:
-            host[slots::width] = rows
-            return _Counts(tokens_per_expert=host[:slots], rows_in=rows_in, splits=self._nodes.splits(host))
-        slots_out, slots_in = [], []
-        if self._exact:
-            by_rank = [sum(host[start : start + slots]) for start in range(width, len(host), width)]
-            slots_out, slots_in = by_rank[:size], by_rank[size:]
-        splits = Splits(rows_out=rows_out, rows_in=rows_in, slots_out=slots_out, slots_in=slots_in)
-        return _Counts(tokens_per_expert=host[:slots], rows_in=rows_in, splits=(splits,))
+    ) -> Route:
+        edges = new_size() if num_rows is None else num_rows + 1
+        leg = blank_leg(self.context, edges, new_size, weights_TK.device)
+        index = self.context.blank_index(None, new_size, capacity=None, device=weights_TK.device)
+        return AllToAllRoute(context=self.context, leg=leg, index=index)
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Counts:
-    """The counts of one dispatch, on the host.
+def read_counts(counts: Tensor, from_ranks: Tensor, rows_at: int, work: Started | None) -> list[int]:
+    """Sum the counts that came in, read all counts on the host at once, and take the marks off the numbers of rows.
 
-    Attributes:
-        tokens_per_expert: Number of slots of each local expert.
-        rows_in: Number of rows of each rank with at least one expert here.
-        splits: Splits of each leg.
+    Args:
+        counts: The table of counts, flat; its first row gets the sums.
+        from_ranks: (P, width), the part of the table that the exchange fills.
+        rows_at: Column of the numbers of rows.
+        work: The exchange under way, or None if it is complete.
+
+    Raises:
+        PeerError: The marks of the ranks do not agree.
     """
+    if work is not None:
+        work.wait()
+    size, width = from_ranks.shape
+    torch.sum(from_ranks, 0, out=counts[:width])
+    host = read_host(counts)
+    marks = set()
+    for row, at in enumerate(range(rows_at, len(host), width)):
+        mark, host[at] = divmod(host[at], MARK)
+        if row > size:  # it came from another rank, or from this one
+            marks.add(mark)
+    if (len(marks) > 1 or min(marks) < 0) and not marks_agree(marks):
+        raise PeerError("Some rank refused its call, or made another one.")
+    return host
 
-    tokens_per_expert: list[int]
-    rows_in: list[int]
-    splits: tuple[Splits, ...]
+
+def refuse_counts(context: BackendContext, width: int, device: torch.device) -> None:
+    """Take part in an exchange of counts with the mark -1."""
+    comm = context.communicator
+    marked = torch.full((comm.size, width), -1, dtype=torch.int64, device=device)
+    ones = [1] * comm.size
+    work = comm.all_to_all(torch.empty_like(marked), marked, ones, ones, label="counts")
+    if work is not None:
+        work.wait()
+
+
+def ordered(
+    context: BackendContext, packets: Tensor, members_PT: Tensor, count: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the rows to send in order of their destinations, int64 (count,), and their packets.
+
+    ``count`` is not used on the CPU, where the rows are found without it.
+    """
+    if packets.is_cpu:
+        pairs = members_PT.nonzero()  # three times as fast there
+    else:
+        assert count is not None
+        pairs = torch.nonzero_static(members_PT, size=count)
+    source_S = pairs.select(1, 1).contiguous()
+    outgoing = context.workspace.take((len(source_S), packets.shape[1]), packets.device)
+    context.permutations[type(packets), packets.device.type].gather(packets, source_S, outgoing)
+    return source_S, outgoing
+
+
+def send(
+    context: BackendContext,
+    source_S: Tensor,
+    outgoing: Tensor,
+    num_rows: int,
+    rows_out: Sequence[int],
+    rows_in: Sequence[int],
+    suffix: str = "",
+) -> tuple[Leg, Tensor, Started | None]:
+    """Start to send packets; while they travel, compute the order of the sums that will come back.
+
+    Args:
+        context: Context of the backend.
+        source_S: The row of each packet, as in ``Leg``.
+        outgoing: The packets, in the order of ``source_S``.
+        num_rows: T.
+        rows_out: As in ``Leg``.
+        rows_in: As in ``Leg``.
+        suffix: As in ``Leg``.
+
+    Returns:
+        The leg, memory of the workspace for the packets that arrive, and the exchange under way.
+    """
+    received = context.workspace.take((sum(rows_in), outgoing.shape[1]), outgoing.device)
+    work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=f"dispatch{suffix}")
+    by_row = source_S.sort(stable=True)
+    leg = Leg(
+        context=context,
+        rows_out=rows_out,
+        rows_in=rows_in,
+        suffix=suffix,
+        source_S=source_S,
+        member_S=by_row.indices,
+        cu_T=torch.searchsorted(by_row.values, torch.arange(num_rows + 1, device=source_S.device)),
+    )
+    return leg, received, work
+
+
+def exchange(
+    context: BackendContext,
+    rows: Tensor,
+    source: Tensor,
+    rows_out: Sequence[int],
+    rows_in: Sequence[int],
+    label: str,
+) -> Tensor:
+    """Send ``rows[source]``, uint8. Return the rows that arrive, in memory of the workspace."""
+    space = context.workspace
+    received = space.take((sum(rows_in), rows.shape[1]), rows.device)
+    outgoing = space.take((source.shape[0], rows.shape[1]), rows.device)
+    context.permutations[type(rows), rows.device.type].gather(rows, source, outgoing)
+    work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=label)
+    if work is not None:
+        work.wait()
+    space.give(outgoing)
+    return received
+
+
+def reduced_packets(
+    route: RankMajorRoute, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None
+) -> tuple[Packet, Tensor]:
+    """Sum expert rows for each row that arrived here, and pack the sums with one value for each of their slots.
+
+    Returns:
+        The format of the packets, and the packets in memory of the workspace.
+    """
+    context, index = route.context, route.index
+    row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(context.shape.wire_dtype))
+    form = packet(row, index.top_k, None if values_R is None else values_R.dtype)
+    packets = context.workspace.take((index.num_rows, form.stride), rows_RD.device)
+    context.permutations[type(rows_RD), rows_RD.device.type].reduce(rows_RD, index, weights_R, form.read(packets))
+    if values_R is not None:
+        form.weights(packets).copy_(index.to_slots(values_R))
+    return form, packets
+
+
+def restored_leg(
+    context: BackendContext, splits: Tensor, source_S: Tensor, member_S: Tensor, cu_T: Tensor, suffix: str = ""
+) -> Leg:
+    """Rebuild a leg from its tables and its ``splits()``, which are on the host."""
+    rows = read_host(splits)
+    size = len(rows) // 2
+    return Leg(
+        context=context,
+        rows_out=rows[:size],
+        rows_in=rows[size:],
+        suffix=suffix,
+        source_S=source_S,
+        member_S=member_S,
+        cu_T=cu_T,
+    )
+
+
+def blank_leg(
+    context: BackendContext, edges: int, new_size: Callable[[], int], device: torch.device, suffix: str = ""
+) -> Leg:
+    """Make a leg whose tables have shapes but no values, for tracing. ``edges`` is T + 1."""
+    table, sent, none = partial(torch.empty, dtype=torch.int64, device=device), new_size(), [0] * context.shape.ep_size
+    return Leg(
+        context=context,
+        rows_out=none,
+        rows_in=none,
+        suffix=suffix,
+        source_S=table(sent),
+        member_S=table(sent),
+        cu_T=table(edges),
+    )
 
 
 @cache

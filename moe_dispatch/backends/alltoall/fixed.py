@@ -7,14 +7,89 @@ the sender had for the receiver, including slots for which there was no room.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.wire import Packet
-from moe_dispatch.permutation import Permutation, front, running_total
+from moe_dispatch.backends.alltoall.backend import AllToAllRoute, Leg, form_of, rank_members
+from moe_dispatch.backends.base import Arrived, Backend, Route, Sizes
+from moe_dispatch.backends.capacity import Capacity, tokens_of
+from moe_dispatch.backends.rank_major import arrive
+from moe_dispatch.permutation import front, running_total
+
+
+@final
+class FixedAllToAll(Backend):
+    """``alltoall`` in graph-safe mode. Cost: one collective per dispatch, and one each way back; no host sync."""
+
+    def start(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
+    ) -> Any:
+        context, shape, capacity = self.context, self.context.shape, sizes.capacity
+        assert capacity is not None
+        assert capacity.pair_rows is not None
+        space, size, pair_rows, experts = context.workspace, shape.ep_size, capacity.pair_rows, shape.num_local_experts
+        permutation, form = context.permutation_of(ids_TK), form_of(shape, rows_TD.dtype, weights_TK.dtype, note=True)
+        owner_TK, counts = permutation.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)
+        may_overflow = pair_rows < tokens_of(shape)
+        members_PT = rank_members(owner_TK, size)
+        table = send_table(members_PT, owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
+        outgoing, received = (space.take((size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
+        permutation.gather(form.pack(rows_TD, weights_TK, ids_TK), table.source_S, outgoing)
+        form.ids(outgoing).masked_fill_(table.is_empty_S.unsqueeze(1), -1)
+        form.notes(outgoing)[::pair_rows, 0] = counts.view(-1, experts)[1:].sum(1)
+        rows = [pair_rows] * size
+        work = context.communicator.all_to_all(received, outgoing, rows, rows, label="dispatch")
+        return table, outgoing, received, work, form, rows_TD.dtype, capacity
+
+    def finish(self, started: Any) -> Arrived:
+        table, outgoing, received, work, form, dtype, capacity = started
+        context = self.context
+        if work is not None:
+            work.wait()
+        context.workspace.give(outgoing)
+        rows_SD, weights_SK, ids_SK = form.unpack(received)
+        first_expert = context.communicator.rank * context.shape.num_local_experts
+        index = context.group(ids_SK - first_expert, weights_SK, capacity)
+        arrived = arrive(
+            AllToAllRoute(context=context, leg=self._leg(table.source_S, table.member_N, table.cu_T), index=index),
+            rows_SD,
+            weights_SK,
+            dtype,
+            # Each sender has noted how many slots it had for this rank, those without room included.
+            needed=form.notes(received)[:: capacity.pair_rows, 0].sum(),
+            busiest_pair=table.busiest,
+        )
+        context.workspace.give(received)
+        return arrived
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
+
+    def _leg(self, source_S: Tensor, member_S: Tensor, cu_T: Tensor) -> Leg:
+        size = self.context.shape.ep_size
+        rows = [len(source_S) // size] * size
+        return Leg(context=self.context, rows_out=rows, rows_in=rows, source_S=source_S, member_S=member_S, cu_T=cu_T)
+
+    def restore(self, tensors: Sequence[Tensor]) -> Route:
+        index = self.context.index_from(tensors[3:])
+        return AllToAllRoute(context=self.context, leg=self._leg(*tensors[:3]), index=index)
+
+    def blank_route(
+        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
+    ) -> Route:
+        assert num_rows is not None
+        assert capacity is not None
+        assert capacity.pair_rows is not None
+        size, device = self.context.shape.ep_size, weights_TK.device
+        table, places = partial(torch.empty, dtype=torch.int64, device=device), capacity.pair_rows * size
+        leg = self._leg(table(places), table(num_rows * size), table(num_rows + 1))
+        index = self.context.blank_index(places, new_size, capacity=capacity, device=device)
+        return AllToAllRoute(context=self.context, leg=leg, index=index)
 
 
 @final
@@ -40,21 +115,6 @@ class SendTable:
     member_N: Tensor
     cu_T: Tensor
     busiest: Tensor
-
-    def fill(self, outgoing: Tensor, packets: Tensor, wanted_P: Tensor, form: Packet, permutation: Permutation) -> None:
-        """Copy packets, uint8 (T, stride) with T at least 1, to their places in ``outgoing``, (S, stride).
-
-        ``wanted_P`` is the number of slots that this rank has for each rank, int64 (P,).
-        """
-        permutation.gather(packets, self.source_S, outgoing)
-        form.ids(outgoing).masked_fill_(self.is_empty_S.unsqueeze(1), -1)
-        pair_rows = len(self.source_S) // len(wanted_P)
-        form.notes(outgoing)[::pair_rows, 0] = wanted_P
-
-
-def wanted_here(received: Tensor, form: Packet, pair_rows: int) -> Tensor:
-    """Return the number of slots that all senders had for this rank, int64 (). Slots without room are counted."""
-    return form.notes(received)[::pair_rows, 0].sum()
 
 
 def send_table(

@@ -1,6 +1,7 @@
 """``alltoall``: each row goes once to each rank that owns one of its experts, and one sum comes back from each.
 
-This module has the options, and what follows from them before the backend is open. ``backend`` moves the rows.
+This module has the options, and what follows from them before the backend is open. ``backend`` moves the rows of an
+eager dispatch; ``fixed`` those of graph-safe mode; ``two_level`` and ``exact`` are the other two forms.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import torch
 from pydantic import Field, model_validator
 
 from moe_dispatch.backends.alltoall.backend import AllToAll, form_of
-from moe_dispatch.backends.alltoall.fixed import send_table_bytes
-from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes, nodes_of
+from moe_dispatch.backends.alltoall.exact import ExactAllToAll
+from moe_dispatch.backends.alltoall.fixed import FixedAllToAll, send_table_bytes
+from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes, TwoLevelAllToAll, nodes_of
 from moe_dispatch.backends.base import (
     Backend,
     BackendContext,
@@ -116,7 +118,7 @@ class AllToAllOptions(BackendOptions):
                 f"combine.backward{suffix}": out * back.nbytes,
                 f"dispatch.backward{suffix}": returned * packet(back, slots, wide).stride,
             }
-        return SentBytes(sent=sent, row_dtypes=(there.row.wire_dtype, back.wire_dtype))
+        return SentBytes(sent=sent, row_dtypes=(there.wire_dtype, back.wire_dtype))
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
         assert sizes.capacity is not None
@@ -137,7 +139,11 @@ class AllToAllOptions(BackendOptions):
                 "detected" if self.ranks_per_node is None else "configured",
                 f"nodes: {nodes.num_nodes}" if nodes else f"ranks: {comm.size}, so it works as levels=1",
             )
-        return AllToAll(context, exact=self.reduction == "exact", nodes=nodes)
+        if shape.graph_safe:
+            return FixedAllToAll(context)
+        if nodes is not None:
+            return TwoLevelAllToAll(context, nodes)
+        return ExactAllToAll(context) if self.reduction == "exact" else AllToAll(context)
 
     def _nodes(self, shape: MoEShape, rank: int) -> Nodes | None:
         """Return the nodes of the group, seen from a rank, if rows travel in two legs; None if they travel in one."""

@@ -169,7 +169,7 @@ class DeepEPRoute(RankMajorRoute):
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
         sums_SD = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1], dtype=torch.bfloat16)
-        self.permutation.reduce(rows_RD, self.index, weights_R, sums_SD)
+        self.context.permutation_of(self.index.source_R).reduce(rows_RD, self.index, weights_R, sums_SD)
         values_SK = None if values_R is None else self.index.to_slots(values_R).float()
         rows_TD, values_TK = self.driver.combine(sums_SD, values_SK, self.handle)
         if values_R is None or values_TK is None:
@@ -246,7 +246,10 @@ class DeepEP(Backend):
         arriving = self._send(rows_TD, ids_TK, weights_TK, asynchronously=False)
         return self._grouped(rows_TD, weights_TK, arriving(), sizes.capacity)
 
-    def dispatch_async(
+    def finish(self, started: Callable[[], Arrived]) -> Arrived:
+        return started()
+
+    def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Callable[[], Arrived]:
         if self._expand:

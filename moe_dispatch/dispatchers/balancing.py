@@ -10,8 +10,7 @@ from moe_dispatch.balance.planners import is_built_in, run_planner
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import device_types, raise_alike, read_host
 from moe_dispatch.dispatchers.agreement import REFUSED
-from moe_dispatch.dispatchers.autograd import profiler_range
-from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.errors import ConfigError, PeerError
 from moe_dispatch.permutation import count_values
 
@@ -24,7 +23,7 @@ def place(lease: Lease, placement: ExpertPlacement, device: torch.device) -> Non
         InputError: The placements of the ranks differ. Raised on every rank.
         PeerError: Another rank has a placement that does not fit.
     """
-    channel, problem, facts = lease.channel, None, {}
+    channel, problem, facts = lease.enter(), None, {}
     try:
         if channel.config.balance is not None:
             raise ConfigError(

@@ -1,17 +1,11 @@
-"""A call on its own rank: check it, draft its plan, and prepare what the rank sends."""
+"""Check a call on its own rank, and draft its plan."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints, Sizes
-from moe_dispatch.backends.local import count_experts
-from moe_dispatch.balance.slot_table import SlotTable, slots_of
+from moe_dispatch.backends.base import Constraints
 from moe_dispatch.communication import to_device
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
@@ -23,42 +17,8 @@ from moe_dispatch.types import Plan, Routing
 ROW_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Draft:
-    """The part of a plan that a rank knows without the other ranks.
-
-    Attributes:
-        layout: How the model's tensor holds tokens.
-        num_rows: T, or None if not known yet.
-        real_rows: int64, the indices of the rows to send, if the other rows are cut out; otherwise None.
-        valid_T: bool (T,), whether each row is a token, if the host knows it and no rows are cut out; otherwise None.
-        count: Number of rows that this rank sends, before padding; None if not known yet.
-    """
-
-    layout: Layout
-    num_rows: int | None
-    real_rows: Tensor | None
-    valid_T: Tensor | None
-    count: int | None
-
-    def plan(
-        self, channel: Channel, sizes: Sizes, footprint: Callable[[torch.dtype], dict[str, int]] | None = None
-    ) -> Plan:
-        """Return the plan with these sizes, which the ranks have settled."""
-        return Plan(
-            layout=self.layout,
-            num_rows=self.num_rows,
-            real_rows=self.real_rows,
-            valid_T=self.valid_T,
-            sizes=sizes,
-            owner=channel.name,
-            footprint=footprint,
-        )
-
-
-def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
-    """Make the part of a plan that needs no other rank.
+def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Plan:
+    """Make the part of a plan that needs no other rank: a plan without sizes.
 
     Raises:
         LayoutError: The layout is malformed or does not fit ``like``.
@@ -77,7 +37,15 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Draft:
     _check_count(channel, layout, count)
     if like is not None and real_rows is not None:
         real_rows = to_device(real_rows, like.device)
-    return Draft(layout=layout, num_rows=num_rows, real_rows=real_rows, valid_T=valid_T, count=count)
+    return Plan(
+        layout=layout,
+        num_rows=num_rows,
+        real_rows=real_rows,
+        valid_T=valid_T,
+        num_sent=count,
+        settled=False,
+        owner=channel.name,
+    )
 
 
 def cuts_rows(channel: Channel, layout: Layout) -> bool:
@@ -88,39 +56,65 @@ def cuts_rows(channel: Channel, layout: Layout) -> bool:
     return not layout.all_real and layout.on_host and not channel.config.graph_safe
 
 
-def check_plan(channel: Channel, plan: Plan, like: Tensor, num_rows: int) -> None:
-    """Refuse a plan that is not for this call.
+def rows_to_send(channel: Channel, plan: Plan, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the indices of the rows that are tokens, if the others are cut out; or else a mask (T,) of the tokens.
+
+    Call it only if the layout may have rows that are no tokens.
+    """
+    layout, num_rows = plan.layout, x_TD.shape[0]
+    if cuts_rows(channel, layout):
+        real_rows = layout.real_rows(num_rows) if plan.num_rows is None else plan.real_rows
+        return None if real_rows is None else to_device(real_rows, x_TD.device), None
+    return None, layout.valid_T(num_rows, x_TD.device) if plan.valid_T is None else plan.valid_T
+
+
+def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | None, plan: object) -> Routing:
+    """Check the arguments of a dispatch, and return the routing.
+
+    What can differ between two calls with tensors of the same kinds is compared in each call. The rest is checked once
+    for each kind of tensors.
 
     Raises:
+        InputError: A shape, dtype or device of x or of the routing does not fit.
+        LayoutError: The plan is for another number of tokens, or does not fit x.
         StateError: The plan was made by a dispatcher of another config or group, or for another capacity.
-        LayoutError: The plan is for another number of tokens, or does not fit ``like``.
     """
-    check_owner(channel, plan)
-    if plan.num_rows not in (None, num_rows):
-        raise LayoutError(
-            f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
-            "Make a plan per micro-batch. [MD06]"
-        )
-    if plan.num_rows is None:  # the plan was made without a tensor, so the layout is checked now
-        draft_plan(channel, plan.layout, like)
+    if not isinstance(routing, Routing):
+        raise no_routing(routing)
+    ids, weights = routing.topk_ids, routing.topk_weights
+    kinds = (
+        *(x_TD.dtype, x_TD.device, x_TD.shape[1]),
+        *(ids.dtype, ids.device, ids.shape[1:]),
+        *(weights.dtype, weights.device, weights.shape[1:]),
+    )
+    if kinds not in channel.checked or not len(x_TD) == len(ids) == len(weights):
+        check_tensors(x_TD, routing, channel.config, channel.needs)
+        if channel.needs.differentiable:  # otherwise it matters whether a tensor requires grad
+            channel.checked.add(kinds)
+    if isinstance(plan, Plan):
+        if plan.owner != channel.name or plan.sizes.capacity != channel.capacity:
+            raise foreign_plan(channel, plan)
+        if plan.num_rows is None:  # the plan was made without a tensor, so the layout is checked now
+            draft_plan(channel, plan.layout, x)
+        elif plan.num_rows != len(x_TD):
+            raise LayoutError(
+                f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {len(x_TD)}. "
+                "Make a plan per micro-batch. [MD06]"
+            )
+    return routing
 
 
-def check_owner(channel: Channel, plan: Plan) -> None:
-    """Refuse a plan of another channel or of another capacity.
-
-    Raises:
-        StateError: The plan was made by a dispatcher of another config or group, or before the capacity has grown.
-    """
+def foreign_plan(channel: Channel, plan: Plan) -> StateError:
+    """Return the error of a plan of a dispatcher of another config or group, or from before the capacity has grown."""
     if plan.owner != channel.name:
-        raise StateError(
+        return StateError(
             "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
             f"{plan.owner} on {channel.name}. Make it with this dispatcher's plan()."
         )
-    if plan.sizes.capacity != channel.capacity:
-        raise StateError(
-            f"Dispatcher.dispatch: the plan must be made for the capacity in force, got one for {plan.sizes.capacity} "
-            f"on {channel.capacity}: the capacity has grown since. Make the plan again."
-        )
+    return StateError(
+        f"Dispatcher.dispatch: the plan must be made for the capacity in force, got one for {plan.sizes.capacity} "
+        f"on {channel.capacity}: the capacity has grown since. Make the plan again."
+    )
 
 
 def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
@@ -149,14 +143,12 @@ def no_routing(routing: object) -> InputError:
     )
 
 
-def check_tensors(x_TD: Tensor, routing: object, config: DispatcherConfig, needs: Constraints) -> Routing:
-    """Check shapes, dtypes and devices of one call, and return the routing.
+def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, needs: Constraints) -> None:
+    """Check shapes, dtypes and devices of one call.
 
     Raises:
-        InputError: The routing is no ``Routing``; or a shape, dtype or device of x or of the routing does not fit.
+        InputError: A shape, dtype or device of x or of the routing does not fit.
     """
-    if not isinstance(routing, Routing):
-        raise no_routing(routing)
     ids, weights = routing.topk_ids, routing.topk_weights
     where = "Dispatcher.dispatch"
     if x_TD.shape[1] != config.hidden_size:
@@ -198,7 +190,6 @@ def check_tensors(x_TD: Tensor, routing: object, config: DispatcherConfig, needs
             f"{where}: x has {x_TD.shape[0]} tokens but routing has {ids.shape[0]}. "
             "Route every token of x, with id -1 for those to skip. [MD04]"
         )
-    return routing
 
 
 def check_rows(
@@ -249,7 +240,7 @@ def check_again(x_TD: Tensor, num_rows: int, device: torch.device, config: Dispa
         )
 
 
-def check_combine(rows: Tensor, dispatched: Tensor, config: DispatcherConfig, needs: Constraints) -> None:
+def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> None:
     """Compare expert outputs with the rows that were dispatched: shape, dtype, device and gradients.
 
     Raises:
@@ -260,7 +251,10 @@ def check_combine(rows: Tensor, dispatched: Tensor, config: DispatcherConfig, ne
             f"Dispatcher.combine: rows must be floating {tuple(dispatched.shape)} on {dispatched.device}, like "
             f"sent.rows, got {rows.dtype} {tuple(rows.shape)} on {rows.device}. Return one output row per row."
         )
-    check_rows("Dispatcher.combine", "rows", rows, config, needs)
+    if rows.dtype not in channel.checked:
+        check_rows("Dispatcher.combine", "rows", rows, channel.config, channel.needs)
+        if channel.needs.differentiable:
+            channel.checked.add(rows.dtype)
 
 
 def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> None:
@@ -279,88 +273,6 @@ def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> 
         raise InputError(
             f"Dispatcher.dispatch: topk_weights must be finite, got {wrong} that are not. Check the router's logits."
         )
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Outgoing:
-    """What a rank sends in a dispatch, without padding. ``prepare`` makes it.
-
-    Attributes:
-        x_TD: All rows of the model, of which ``real_rows`` are sent.
-        weights_TK: Weights of all rows, in the accumulation dtype.
-        given_TK: int64, the ids of the router, only of the rows to send; -1 in rows that are no tokens.
-        ids_TK: int64, ``given_TK`` with -1 for each invalid id; ids of expert slots if there is a ``table``.
-        mark_or_invalid: int64 (). In an eager call whose ranks exchange counts it is the mark of this rank, or -1 if
-            an id is invalid. Otherwise it is the number of invalid ids.
-        real_rows: int64, the indices of the rows to send; None sends all rows.
-        valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
-        table: Table that turned ids of experts into ids of expert slots; None if they are equal.
-    """
-
-    x_TD: Tensor
-    weights_TK: Tensor
-    given_TK: Tensor
-    ids_TK: Tensor
-    mark_or_invalid: Tensor
-    real_rows: Tensor | None
-    valid_T: Tensor | None
-    table: SlotTable | None = None
-
-    def placed(self, table: SlotTable) -> Outgoing:
-        """Return the same with ids of expert slots."""
-        return replace(self, ids_TK=slots_of(self.ids_TK, table.copies_EC.to(self.ids_TK.device)), table=table)
-
-    def problem(self, num_experts: int) -> InputError | None:
-        """Return the result of ``problem_of_ids``. A host sync."""
-        return problem_of_ids(self.given_TK, num_experts)
-
-    def tally(self, num_experts: int) -> list[Tensor]:
-        """Return the number of invalid ids, int64 (1,), and the number of slots of each expert, int64 (E,)."""
-        return [self.mark_or_invalid.view(1), count_experts(self.ids_TK, num_experts)]
-
-
-def prepare(
-    channel: Channel,
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    *,
-    real_rows: Tensor | None,
-    valid_T: Tensor | None,
-    table: SlotTable | None,
-    mark: int,
-) -> Outgoing:
-    """Mask ids, select those of the rows that are sent, and replace invalid ids. No host sync.
-
-    Args:
-        channel: Channel of the dispatcher.
-        x_TD: As in ``Outgoing``.
-        ids_TK: int64, the ids of the router for all rows. No row names an expert twice.
-        weights_TK: As in ``Outgoing``.
-        real_rows: As in ``Outgoing``.
-        valid_T: As in ``Outgoing``.
-        table: As in ``Outgoing``.
-        mark: Mark of this rank, which travels with counts if the ranks exchange counts.
-    """
-    if valid_T is not None:
-        ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
-    if real_rows is not None:
-        ids_TK = ids_TK.index_select(0, real_rows)
-    tables = channel.context.permutation_of(ids_TK).tables
-    asks = not channel.config.graph_safe
-    marked = mark if channel.needs.exchanges_counts and asks else None
-    valid_TK, mark_or_invalid = tables.valid_ids(ids_TK, channel.config.num_experts, marked, asks=asks)
-    found = Outgoing(
-        x_TD=x_TD,
-        weights_TK=weights_TK,
-        given_TK=ids_TK,
-        ids_TK=valid_TK,
-        mark_or_invalid=mark_or_invalid,
-        real_rows=real_rows,
-        valid_T=valid_T,
-    )
-    return found if table is None else found.placed(table)
 
 
 def problem_of_ids(ids: Tensor, num_experts: int) -> InputError | None:
