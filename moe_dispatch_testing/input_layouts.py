@@ -95,9 +95,9 @@ class DeviceKnown(Layout):
         """Delegate to ``base``."""
         return self.base.num_sequences(shape)
 
-    def places(self, shape: Sequence[int]) -> Tensor:
+    def all_positions(self, shape: Sequence[int]) -> Tensor:
         """Delegate to ``base``."""
-        return self.base.places(shape)
+        return self.base.all_positions(shape)
 
     def check_counts(self, num_rows: int) -> None:
         """Delegate to ``base``."""

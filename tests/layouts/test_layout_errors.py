@@ -112,8 +112,8 @@ def test_refused_by_check(layout: Layout, rows: int, text: str) -> None:
         (THD([0, 6]).shard(0, 2), X[0], r"THD: cu_seqlens must end at the number of rows, got 6 and 8 rows"),
         (BSHD().shard(0, 2, "zigzag"), X[:, :3], r"BSHD.shard\(0, 2, 'zigzag'\): .* two equal chunks, got 3 positions"),
         (Masked(torch.ones(7).bool()), X, r"Masked: the mask must have an entry per row, got 7 entries and 8 rows"),
-        (Masked(torch.ones(1).bool()), torch.tensor(1.0), r"Masked: x must be \[..., D\], got a tensor without"),
-        (Rows(), torch.tensor(1.0), r"Rows: x must be \[..., D\], got a tensor without dimensions"),
+        (Masked(torch.ones(1).bool()), torch.tensor(1.0), r"Masked: x must be \[..., D\], got no dimension"),
+        (Rows(), torch.tensor(1.0), r"Rows: x must be \[..., D\], got no dimension"),
     ],
 )
 def test_refused_by_flatten(layout: Layout, x: torch.Tensor, text: str) -> None:
