@@ -11,9 +11,9 @@ import torch
 
 from moe_dispatch import Routing, Rows, build_dispatcher
 from moe_dispatch.backends import Sizes
+from moe_dispatch.backends.deep_ep.buffers import BufferPool
 from moe_dispatch.backends.deep_ep.deepep import DeepEP
 from moe_dispatch.backends.deep_ep.hybridep import HybridEP
-from moe_dispatch.backends.deep_ep.pool import BufferPool
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch_testing.emulation import EmulatedHang, emulated_deep_ep
 from tests.deep_ep_backends.vendors import (

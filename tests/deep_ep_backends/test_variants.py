@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
+from moe_dispatch.backends.deep_ep.buffers import ProcessSwitch
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
-from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, config, identity, identity_and_close, rank_of
@@ -136,8 +136,8 @@ def test_a_permutation_is_refused_where_the_library_reorders() -> None:
 def test_ranks_with_different_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     original = hybrid.rules
 
-    def rules(cls: Any, environment: Any = None) -> hybrid.Rules:
-        found = original(cls, environment)
+    def rules(cls: Any) -> hybrid.Rules:
+        found = original(cls)
         odd = threading.current_thread().name == "rank-1"
         return dataclasses.replace(found, chunks=(128, 128), pads_capacity=False) if odd else found
 
