@@ -164,37 +164,6 @@ def test_buffers_are_no_larger_than_rows_can_be() -> None:
     assert on_ranks(body, 2) == [[21824, 17024]] * 2
 
 
-@pytest.mark.parametrize("backend", [V2, RAGGED], ids=["v2", "ragged"])
-def test_an_overridden_multiple_counts_in_what_is_reserved(backend: dict[str, Any]) -> None:
-    def body(group: Group) -> None:
-        known: list[dict[str, Any]] = [{}, {"max_tokens_per_rank": 500}]
-        for fields in known:
-            dispatcher = build_dispatcher(config(backend, constraints={"row_multiple": 1000}, **fields), group)
-            identity(dispatcher, 500 - rank_of(group))
-            dispatcher.close()
-
-    on_ranks(body, 2)
-
-
-def test_a_buffer_that_could_not_be_made_is_asked_for_again() -> None:
-    sizes: list[int] = []
-
-    def make(rows: int) -> str:
-        sizes.append(rows)
-        if sizes == [512, 1024]:
-            raise MemoryError("no room")
-        return f"buffer of {rows}"
-
-    pool = BufferPool("deepep", make, most_rows=None)
-    pool.reserve(1)
-    with pytest.raises(MemoryError, match="no room"):
-        pool.reserve(600)
-    assert pool.rows == 512
-    pool.reserve(600)
-    assert pool.current.buffer == "buffer of 1024"
-    assert sizes == [512, 1024, 1024]
-
-
 def test_a_buffer_that_refuses_to_go_does_not_keep_the_others() -> None:
     gone: list[int] = []
 

@@ -204,9 +204,3 @@ def test_what_cannot_be_is_refused_with_what_would_work(
     settings = {"max_tokens_per_rank": MOST, "graph_safe": True, **fields}
     results = outcomes(lambda group: build_dispatcher(config(backend, **settings), group), 2)
     raises_everywhere(results, ConfigError, text)
-
-
-@pytest.mark.parametrize("backend", [V1, V2, HYBRID], ids=["v1", "v2", "hybrid"])
-def test_a_finite_capacity_asks_what_becomes_of_the_rest(backend: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="on_overflow must be chosen with a finite capacity, got None"):
-        config(backend, graph_safe=True, max_tokens_per_rank=MOST, capacity_factor=1.0)
