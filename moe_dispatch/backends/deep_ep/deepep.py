@@ -78,15 +78,11 @@ class DeepEPOptions(BackendOptions):
         return _NEWEST if self.emulate is True else self.emulate or None
 
     def probe(self) -> Usable | Rejected:
-        return probed(self._probe)
+        def features(library: Library) -> tuple[str, ...]:
+            variant = elastic.variant_of(library)
+            return ("v1", "normal mode") if variant is None else (variant, "compact", "expand")
 
-    def _probe(self) -> Usable | Rejected:
-        found = self._library()
-        if isinstance(found, Rejected):
-            return found
-        variant = elastic.variant_of(found)
-        features = ("v1", "normal mode") if variant is None else (variant, "compact", "expand")
-        return Usable(version=found.version, features=features + (("emulated",) if found.emulated else ()))
+        return probed(self._library, features)
 
     def constraints(self, shape: MoEShape) -> Constraints:
         library, ranks_per_node = self._library(), self.ranks_on_a_node(shape)

@@ -193,7 +193,14 @@ class HybridDriver:
             self._dispatch_arguments["non_blocking"] = True
         if fuse_permute:
             _refuse_unknown(cls, {"fuse_permute_dispatch"} - parameters(cls.dispatch_with_permute))
-            _check_chunks_for_fusion(found)
+            variables = (*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE)
+            chunks = (*found.chunks, _number(_PREPROCESSING_VARIABLE, _CHUNK))
+            if len(set(chunks)) > 1:
+                raise ConfigError(
+                    "Backend 'hybridep': fuse_permute needs equal chunks in all kernels, got "
+                    f"{chunks[0]} (dispatch), {chunks[1]} (combine) and {chunks[2]} (preprocessing). Set "
+                    f"{', '.join(variables)} to one number."
+                )
             self._dispatch_arguments["fuse_permute_dispatch"] = True
             self._combine_arguments["fuse_unpermute_combine"] = True
         self._pool = BufferPool("hybridep", self._make, most_rows=context.most_rows, multiple=lcm(*found.chunks))
@@ -300,16 +307,6 @@ def _refuse_unknown(cls: type[Any], unknown: Set[str]) -> None:
         raise ConfigError(
             f"Backend 'hybridep': the installed {cls.__name__} must have {', '.join(sorted(unknown))}, got a version "
             "without. Leave the option out, or install a later version."
-        )
-
-
-def _check_chunks_for_fusion(found: Rules) -> None:
-    preprocessing = _number(_PREPROCESSING_VARIABLE, _CHUNK)
-    if len({*found.chunks, preprocessing}) > 1:
-        raise ConfigError(
-            "Backend 'hybridep': fuse_permute needs equal chunks in all kernels, got "
-            f"{found.chunks[0]} (dispatch), {found.chunks[1]} (combine) and {preprocessing} (preprocessing). Set "
-            f"{', '.join((*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE))} to one number."
         )
 
 

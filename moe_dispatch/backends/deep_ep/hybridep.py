@@ -69,15 +69,11 @@ class HybridEPOptions(BackendOptions):
         return {name: number for name, number in given.items() if number is not None}
 
     def probe(self) -> Usable | Rejected:
-        return probed(self._probe)
+        def features(library: Library) -> tuple[str, ...]:
+            found = hybrid.rules(library.module.HybridEPBuffer)
+            return ("ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows",)
 
-    def _probe(self) -> Usable | Rejected:
-        library = self._library()
-        if isinstance(library, Rejected):
-            return library
-        found = hybrid.rules(library.module.HybridEPBuffer)
-        rows = "ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows"
-        return Usable(version=library.version, features=(rows, *(("emulated",) if library.emulated else ())))
+        return probed(self._library, features)
 
     def constraints(self, shape: MoEShape) -> Constraints:
         found, device, library = hybrid.NEWEST, "cuda", self._library()
