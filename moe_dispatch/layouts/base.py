@@ -155,9 +155,7 @@ class Layout(ABC):
         """
         if self.all_real and not self.metadata:
             return  # nothing describes the rows, so any number of them fits
-        if values or all(map(is_host, self.metadata)):
-            self.check_values(num_rows)
-        self.check_counts(num_rows)
+        self.check_rows(num_rows, values=values or all(map(is_host, self.metadata)))
 
     @final
     def shard(self, index: int, size: int, kind: ShardKind = "contiguous") -> Layout:
@@ -227,11 +225,12 @@ class Layout(ABC):
     def all_positions(self, shape: Sequence[int]) -> Tensor:
         """Return ``positions`` of an ``x`` of this shape. Rows without a token may get any numbers. No host sync."""
 
-    def check_counts(self, num_rows: int) -> None:  # noqa: B027 - optional
-        """Raise LayoutError if ``num_rows`` rows cannot fit the shapes of the metadata."""
+    @abstractmethod
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
+        """Raise LayoutError if the metadata is malformed or does not fit ``num_rows`` rows. Read it only if ``values``.
 
-    def check_values(self, num_rows: int) -> None:  # noqa: B027 - optional
-        """Read the values of the metadata. Raise LayoutError if they are malformed or do not fit ``num_rows`` rows."""
+        Called only if something describes the rows.
+        """
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
         """Raise LayoutError if ``num_rows`` rows cannot be divided. Read the metadata only if ``values``."""
@@ -342,15 +341,10 @@ class Shard(Layout):
         whole[self.sequence_dim(shape)] *= self.size
         return whole
 
-    def check_counts(self, num_rows: int) -> None:
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
         """Check that the parts together fit the whole, and that the whole can be divided."""
-        self.base.check_counts(num_rows * self.size)
-        self.base.check_shard(num_rows * self.size, self.size, self.kind, values=False)
-
-    def check_values(self, num_rows: int) -> None:
-        """Check the values of the whole, and that its sequences can be divided."""
-        self.base.check_values(num_rows * self.size)
-        self.base.check_shard(num_rows * self.size, self.size, self.kind, values=True)
+        self.base.check_rows(num_rows * self.size, values=values)
+        self.base.check_shard(num_rows * self.size, self.size, self.kind, values=values)
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
         self.base.check_shard(num_rows, size, kind, values=values)

@@ -88,14 +88,11 @@ class PaddedBatch(Layout):
         grids = torch.meshgrid(*indices, indexing="ij")
         return torch.stack([grids[self.batch_dim].flatten(), grids[1 - self.batch_dim].flatten()])
 
-    def check_counts(self, num_rows: int) -> None:
-        self.grid(num_rows)
-
-    def check_values(self, num_rows: int) -> None:
-        """Check that lengths lie in 0..S."""
-        if not len(self.metadata[0]):
-            return
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
+        """Check that the rows divide into the sequences, and that lengths lie in 0..S."""
         longest = self._length(num_rows)
+        if not values or not len(self.metadata[0]):
+            return
         low, high = map(int, torch.aminmax(self.metadata[0]))
         if low < 0 or high > longest:
             raise LayoutError(

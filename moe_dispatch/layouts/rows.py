@@ -78,8 +78,8 @@ class Rows(PlainRows):
         assert self.count is not None  # the base class asks only if padding is possible
         return torch.arange(num_rows, device=self.device) < self.count
 
-    def check_values(self, num_rows: int) -> None:
-        if self.count is not None and not 0 <= int(self.count) <= num_rows:
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
+        if values and self.count is not None and not 0 <= int(self.count) <= num_rows:
             raise LayoutError(
                 f"Rows: num_real must lie in 0..{num_rows} (rows), got {int(self.count)}. "
                 "Count the rows that hold tokens. [MD06]"
@@ -130,7 +130,7 @@ class Masked(PlainRows):
         real_BS = self.valid.view(self.num_sequences(shape), shape[-2] if len(shape) > 1 else 1)
         return torch.stack([sequences_T, (real_BS.cumsum(1) - 1).flatten()])
 
-    def check_counts(self, num_rows: int) -> None:
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
         if len(self.valid) != num_rows:
             raise LayoutError(
                 f"Masked: the mask must have an entry per row, got {len(self.valid)} entries and {num_rows} rows. "
