@@ -37,9 +37,8 @@ from moe_dispatch.permutation import SlotIndex
 from moe_dispatch.probing import Rejected, Usable
 
 Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0"]
-_NEWEST: Release = "v2.5.0"
 # The function that waits for the rows, the dtypes of rows and weights to return, and the capacity.
-Started = tuple[Callable[[], RankMajorRows | Arrived], torch.dtype, torch.dtype, Capacity | None]
+_Sent = tuple[Callable[[], RankMajorRows | Arrived], torch.dtype, torch.dtype, Capacity | None]
 
 
 @final
@@ -75,7 +74,7 @@ class DeepEPOptions(BackendOptions):
     @property
     def release(self) -> str | None:
         """Name of the release to emulate; None for the installed library."""
-        return _NEWEST if self.emulate is True else self.emulate or None
+        return "v2.5.0" if self.emulate is True else self.emulate or None
 
     def probe(self) -> Usable | Rejected:
         def features(library: Library) -> tuple[str, ...]:
@@ -208,7 +207,7 @@ class DeepEP(Backend):
 
     def _start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, *, asynchronously: bool
-    ) -> Started:
+    ) -> _Sent:
         """Send the rows, and return what ``_finish`` needs."""
         shape, most_rows = self.context.shape, self.context.most_rows
         arriving = self.driver.send(
@@ -221,7 +220,7 @@ class DeepEP(Backend):
         )
         return arriving, rows_TD.dtype, weights_TK.dtype, sizes.capacity
 
-    def _finish(self, started: Started) -> Arrived:
+    def _finish(self, started: _Sent) -> Arrived:
         """Wait for the rows. Copy rank-major rows to their experts; expanded rows are there already."""
         arriving, dtype, weights_dtype, capacity = started
         arrived = arriving()

@@ -67,13 +67,7 @@ class RankMajorDriver(ABC):
 
     @abstractmethod
     def send(
-        self,
-        payload: Payload,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        asynchronously: bool,
-        worst_rows: int | None = None,
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool, worst_rows: int | None
     ) -> Callable[[], RankMajorRows | Arrived]:
         """Send each row once to each rank that owns at least one of its experts.
 

@@ -151,13 +151,7 @@ class ElasticDriver(RankMajorDriver):
         self._pool.reserve(max(rows, 1))
 
     def send(
-        self,
-        payload: Payload,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        asynchronously: bool,
-        worst_rows: int | None = None,
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool, worst_rows: int | None
     ) -> Callable[[], RankMajorRows | Arrived]:
         """Send rows as the base class says.
 

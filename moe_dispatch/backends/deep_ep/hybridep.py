@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, final
+from typing import Literal, final
 
 import torch
-from pydantic import Field
+from pydantic import PositiveInt
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
@@ -22,8 +22,6 @@ from moe_dispatch.permutation import running_total
 from moe_dispatch.probing import Rejected, Usable
 
 Release = Literal["hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
-_NEWEST: Release = "hybridep-746"
-_Count = Annotated[int, Field(ge=1)]
 
 
 @final
@@ -44,18 +42,18 @@ class HybridEPOptions(BackendOptions):
 
     name = "hybridep"
 
-    num_sms_dispatch: _Count | None = None
-    num_sms_combine: _Count | None = None
-    num_blocks_permute: _Count | None = None
-    num_blocks_unpermute: _Count | None = None
+    num_sms_dispatch: PositiveInt | None = None
+    num_sms_combine: PositiveInt | None = None
+    num_blocks_permute: PositiveInt | None = None
+    num_blocks_unpermute: PositiveInt | None = None
     fuse_permute: bool = False
-    ranks_per_domain: _Count | None = None
+    ranks_per_domain: PositiveInt | None = None
     emulate: bool | Release = False
 
     @property
     def release(self) -> str | None:
         """Name of the release to emulate; None for the installed library."""
-        return _NEWEST if self.emulate is True else self.emulate or None
+        return "hybridep-746" if self.emulate is True else self.emulate or None
 
     @property
     def knobs(self) -> dict[str, int]:

@@ -106,13 +106,7 @@ class NormalDriver(RankMajorDriver):
         """Do nothing: the buffer takes any number of rows."""
 
     def send(
-        self,
-        payload: Payload,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        asynchronously: bool,
-        worst_rows: int | None = None,
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool, worst_rows: int | None
     ) -> Callable[[], RankMajorRows]:
         pooled = self._pool.current
         buffer = pooled.buffer
