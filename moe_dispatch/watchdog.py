@@ -91,7 +91,7 @@ class WatchedCall:
 
 
 @final
-class Note(NamedTuple):
+class RankNote(NamedTuple):
     """Where a rank is, as the rank writes it to the store.
 
     Attributes:
@@ -126,7 +126,7 @@ class Note(NamedTuple):
         return self.alive and not self.ended and self.state == "in"
 
 
-Notes = Sequence[Note | None]  # by rank; None for a rank that has written no note
+Notes = Sequence[RankNote | None]  # by rank; None for a rank that has written no note
 
 
 @final
@@ -235,7 +235,7 @@ class Watch:
             self._stopping.set()
         else:
             return
-        self._notes = [None if values is None else Note(*values) for values in json.loads(told)]
+        self._notes = [None if values is None else RankNote(*values) for values in json.loads(told)]
         self._answered.set()
         if (call := self._overdue()) is not None:
             logger.error("%s", self._text(call, self._notes))
@@ -254,7 +254,7 @@ class Watch:
         self._beat += 1
         call, seconds = self.call, time.monotonic() - self.call.since
         of_call = (call.number, call.label, call.state, call.phase, seconds)
-        note = Note(self._host, self._beat, ended, *of_call, self.finished.number, self.finished.phase)
+        note = RankNote(self._host, self._beat, ended, *of_call, self.finished.number, self.finished.phase)
         self._store.set(str(self._rank), json.dumps(note))
 
     def _read_twice(self) -> Notes:
@@ -271,8 +271,8 @@ class Watch:
     def _read(self) -> Notes:
         keys = [str(rank) for rank in range(self._size)]
         if self._store.check(keys):  # one request for all ranks
-            return [Note(*json.loads(value)) for value in self._store.multi_get(keys)]
-        return [Note(*json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
+            return [RankNote(*json.loads(value)) for value in self._store.multi_get(keys)]
+        return [RankNote(*json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
 
     def _overdue(self) -> WatchedCall | None:
         """Return the first collective that a GPU has waited for longer than the time limit, or None."""
@@ -348,7 +348,7 @@ def _minority(values: Mapping[int, object]) -> list[int]:
     return [rank for rank, value in values.items() if value != common[0][0]]
 
 
-def _whereabouts(note: Note | None, finished: Note) -> str:
+def _whereabouts(note: RankNote | None, finished: RankNote) -> str:
     """Return a text that says where a rank is.
 
     Args:

@@ -95,17 +95,13 @@ class DeviceKnown(Layout):
         """Delegate to ``base``."""
         return self.base.num_sequences(shape)
 
-    def places(self, shape: Sequence[int]) -> Tensor:
+    def all_positions(self, shape: Sequence[int]) -> Tensor:
         """Delegate to ``base``."""
-        return self.base.places(shape)
+        return self.base.all_positions(shape)
 
-    def check_counts(self, num_rows: int) -> None:
-        """Delegate to ``base``."""
-        self.base.check_counts(num_rows)
-
-    def check_values(self, num_rows: int) -> None:
-        """Delegate to ``base``. Only ``debug=True`` calls this."""
-        self.base.check_values(num_rows)
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
+        """Delegate to ``base``. Only ``debug=True`` asks for the values."""
+        self.base.check_rows(num_rows, values=values)
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
         """Delegate to ``base``."""

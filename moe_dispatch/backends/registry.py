@@ -106,7 +106,10 @@ def load_backend(name: str) -> type[BackendOptions]:
         return known
     source = _BUILT_IN.get(name) or _third_party().get(name)
     if source is None:
-        raise ConfigError(_unknown(name))
+        known_names = known_backends()
+        near = difflib.get_close_matches(name, known_names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"Unknown backend {name!r}. Known backends: {', '.join(known_names)}.{hint} [MD01]")
     try:
         return _LOADED.setdefault(name, _checked(name, source.load()))
     except ConfigError:
@@ -136,10 +139,3 @@ def _checked(name: str | None, cls: object) -> type[BackendOptions]:
             f'Set name = "..." in {cls.__qualname__} to the name that configs use.'
         )
     return cls
-
-
-def _unknown(name: str) -> str:
-    known = known_backends()
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"Unknown backend {name!r}. Known backends: {', '.join(known)}.{hint} [MD01]"

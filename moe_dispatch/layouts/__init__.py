@@ -4,8 +4,7 @@ A layout is a frozen value: ``BSHD``, ``SBHD``, ``THD``, ``Rows`` or ``Masked``,
 functions of this package need no process group, except ``broadcast_layout``.
 """
 
-from moe_dispatch.layouts.base import Layout, ShardKind
-from moe_dispatch.layouts.broadcast import broadcast_layout
+from moe_dispatch.layouts.base import Layout, Shard
 from moe_dispatch.layouts.bshd import BSHD, SBHD
 from moe_dispatch.layouts.conversion import (
     bshd_to_thd,
@@ -13,9 +12,9 @@ from moe_dispatch.layouts.conversion import (
     thd_to_bshd,
     unshard_from_context_parallel,
 )
-from moe_dispatch.layouts.lengths import padded_length, sequence_multiple
+from moe_dispatch.layouts.encoding import broadcast_layout
 from moe_dispatch.layouts.rows import Masked, Rows
-from moe_dispatch.layouts.shard import Shard
+from moe_dispatch.layouts.shard import ShardKind, padded_length, sequence_multiple
 from moe_dispatch.layouts.thd import THD
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The base of all layouts: the methods that a dispatcher calls, and the hooks that a layout class defines.
+"""The base of all layouts: methods that a dispatcher calls, hooks that a layout defines, and the part of one rank.
 
 Dimensions: ``T`` rows of this rank, ``D`` hidden size, ``B`` sequences, ``S`` positions of each sequence.
 """
@@ -9,17 +9,18 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Literal, final
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.communication import to_device
-from moe_dispatch.errors import LayoutError
+from moe_dispatch.errors import ConfigError, LayoutError
+from moe_dispatch.layouts.shard import ShardKind, check_divisible, split_positions
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
-ShardKind = Literal["contiguous", "zigzag"]
-"""How the rows of a sequence are divided among ranks."""
 
 
 class Layout(ABC):
@@ -143,8 +144,8 @@ class Layout(ABC):
         Cost: no host sync. The result is on the device of the metadata.
         """
         rows = self.rows_of(shape)
-        places_2T, valid_T = self.places(shape), self.valid_T(rows)
-        return places_2T if valid_T is None else torch.where(valid_T, places_2T, -1)
+        positions_2T, valid_T = self.all_positions(shape), self.valid_T(rows)
+        return positions_2T if valid_T is None else torch.where(valid_T, positions_2T, -1)
 
     @final
     def check(self, num_rows: int, *, values: bool = False) -> None:
@@ -154,9 +155,7 @@ class Layout(ABC):
         """
         if self.all_real and not self.metadata:
             return  # nothing describes the rows, so any number of them fits
-        if values or all(map(is_host, self.metadata)):
-            self.check_values(num_rows)
-        self.check_counts(num_rows)
+        self.check_rows(num_rows, values=values or all(map(is_host, self.metadata)))
 
     @final
     def shard(self, index: int, size: int, kind: ShardKind = "contiguous") -> Layout:
@@ -172,9 +171,6 @@ class Layout(ABC):
         Raises:
             ConfigError: ``index``, ``size`` or ``kind`` is out of range, or this layout cannot be divided that way.
         """
-        # Shard is itself a Layout, so its module imports this one.
-        from moe_dispatch.layouts.shard import Shard  # noqa: PLC0415
-
         part = Shard(self, index, size, kind)
         return self if size == 1 else part
 
@@ -192,6 +188,12 @@ class Layout(ABC):
     def rows_of(self, shape: Sequence[int]) -> int:
         """Return T for an ``x`` of this shape, or raise LayoutError if the shape does not fit."""
 
+    @property
+    @final
+    def device(self) -> torch.device | None:
+        """Device of the metadata; None without metadata."""
+        return self.metadata[0].device if self.metadata else None
+
     def known_rows(self) -> int | None:
         """Return T if it follows from metadata on the host, else None."""
         return None
@@ -200,16 +202,16 @@ class Layout(ABC):
         """Return the number of real rows if it does not depend on T, else None. Called only if ``on_host``."""
         return None
 
-    @abstractmethod
     def grid(self, num_rows: int) -> tuple[int, ...]:
         """Return the leading dimensions of an ``x`` of ``num_rows`` rows, or raise LayoutError if no ``x`` has so many.
 
         Called only if the layout has metadata.
         """
+        return (num_rows,)
 
-    @abstractmethod
     def sequence_dim(self, shape: Sequence[int]) -> int:
         """Return the dimension of ``x`` that sharding divides."""
+        return 0
 
     @abstractmethod
     def mask(self, num_rows: int) -> Tensor:
@@ -220,29 +222,139 @@ class Layout(ABC):
         """Return the number of sequences in the whole of which this rank's ``x`` has this shape."""
 
     @abstractmethod
-    def places(self, shape: Sequence[int]) -> Tensor:
+    def all_positions(self, shape: Sequence[int]) -> Tensor:
         """Return ``positions`` of an ``x`` of this shape. Rows without a token may get any numbers. No host sync."""
 
-    def check_counts(self, num_rows: int) -> None:  # noqa: B027 - optional
-        """Raise LayoutError if ``num_rows`` rows cannot fit the shapes of the metadata."""
-
-    def check_values(self, num_rows: int) -> None:  # noqa: B027 - optional
-        """Read the values of the metadata. Raise LayoutError if they are malformed or do not fit ``num_rows`` rows."""
-
     @abstractmethod
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
+        """Raise LayoutError if the metadata is malformed or does not fit ``num_rows`` rows. Read it only if ``values``.
+
+        Called only if something describes the rows.
+        """
+
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
         """Raise LayoutError if ``num_rows`` rows cannot be divided. Read the metadata only if ``values``."""
+        check_divisible("the rows", num_rows, size, kind)
 
-    @abstractmethod
     def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
         """Return the rows that a shard holds, int64, in the order of the shard. No host sync.
 
         They are rows of a whole tensor with leading dimensions ``grid``. Raises LayoutError if the sizes do not divide.
         """
+        num_rows = prod(grid)
+        check_divisible("the rows", num_rows, size, kind)
+        return split_positions(torch.arange(num_rows // size, device=self.device), num_rows, index, size, kind)
 
     def __str__(self) -> str:
         """Return the class name, with which error messages begin."""
         return type(self).__name__
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard(Layout):
+    """The rows of ``base`` that one rank holds; ``x`` is that rank's tensor, in the dimension order of ``base``.
+
+    Lengths and ``cu_seqlens`` still describe the whole sequences. Shards nest: context parallelism divides the batch,
+    then sequence parallelism divides the part of each context-parallel rank.
+
+    Attributes:
+        base: The layout of the whole, or of the part that is divided further.
+        index: Number of this part, 0 to ``size - 1``.
+        size: Number of parts.
+        kind: How the rows are divided. ``"zigzag"`` is possible only as the first division.
+    """
+
+    shard_kinds: ClassVar[tuple[ShardKind, ...]] = ("contiguous",)
+
+    base: Layout
+    index: int
+    size: int
+    kind: ShardKind = "contiguous"
+
+    def __post_init__(self) -> None:
+        """Refuse arguments that do not name a part of ``base``."""
+        for name in ("index", "size"):
+            object.__setattr__(self, name, integer(f"shard: {name}", getattr(self, name)))
+        if self.kind not in self.base.shard_kinds:
+            raise ConfigError(
+                f"{self.base}.shard: kind must be one of {', '.join(self.base.shard_kinds)}, got {self.kind!r}. Zigzag "
+                "splits whole sequences: shard BSHD, SBHD or THD that way first, contiguous parts after it."
+            )
+        if self.size < 1 or not 0 <= self.index < self.size:
+            raise ConfigError(
+                f"shard: index must lie in 0..size-1, got index {self.index} and size {self.size}. Pass group.rank() "
+                "and group.size()."
+            )
+
+    @property
+    def metadata(self) -> tuple[Tensor, ...]:
+        return self.base.metadata
+
+    @property
+    def all_real(self) -> bool:
+        return self.base.all_real
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Count this rank's rows. A zigzag part must be two chunks of the same length."""
+        rows = self.base.rows_of(shape)
+        length = shape[self.sequence_dim(shape)]
+        if self.kind == "zigzag" and length % 2:
+            raise LayoutError(
+                f"{self}: this rank's part must be two equal chunks, got {length} positions. Pad sequences to a "
+                f"multiple of {2 * self.size}."
+            )
+        return rows
+
+    def known_rows(self) -> int | None:
+        """Divide the number of rows of the whole, if it is known."""
+        rows = self.base.known_rows()
+        if rows is None:
+            return None
+        self.base.check_shard(rows, self.size, self.kind, values=False)
+        return rows // self.size
+
+    def grid(self, num_rows: int) -> tuple[int, ...]:
+        return self.base.grid(num_rows)
+
+    def sequence_dim(self, shape: Sequence[int]) -> int:
+        return self.base.sequence_dim(shape)
+
+    def mask(self, num_rows: int) -> Tensor:
+        """Select this rank's rows from the mask of the whole."""
+        whole = num_rows * self.size
+        rows = self.base.shard_rows(self.base.grid(whole), self.index, self.size, self.kind)
+        return self.base.mask(whole).index_select(0, rows)
+
+    def num_sequences(self, shape: Sequence[int]) -> int:
+        return self.base.num_sequences(self._whole(shape))
+
+    def all_positions(self, shape: Sequence[int]) -> Tensor:
+        """Select this rank's rows from the positions of the whole."""
+        whole = self._whole(shape)
+        rows = self.base.shard_rows(whole[:-1], self.index, self.size, self.kind)
+        return self.base.all_positions(whole).index_select(1, rows)
+
+    def _whole(self, shape: Sequence[int]) -> list[int]:
+        """Return the shape of the tensor of which this rank holds a part."""
+        whole = list(shape)
+        whole[self.sequence_dim(shape)] *= self.size
+        return whole
+
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
+        """Check that the parts together fit the whole, and that the whole can be divided."""
+        self.base.check_rows(num_rows * self.size, values=values)
+        self.base.check_shard(num_rows * self.size, self.size, self.kind, values=values)
+
+    def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
+        self.base.check_shard(num_rows, size, kind, values=values)
+
+    def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
+        """Select a contiguous part of this rank's rows."""
+        return self.base.shard_rows(grid, index, size, kind)
+
+    def __str__(self) -> str:
+        return f"{self.base}.shard({self.index}, {self.size}, {self.kind!r})"
 
 
 def is_host(tensor: Tensor) -> bool:

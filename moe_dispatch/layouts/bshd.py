@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind, integer_tensor
-from moe_dispatch.layouts.shard import check_divisible, split_positions
+from moe_dispatch.layouts.base import Layout, integer_tensor
+from moe_dispatch.layouts.shard import ShardKind, check_divisible, split_positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,21 +82,17 @@ class PaddedBatch(Layout):
     def num_sequences(self, shape: Sequence[int]) -> int:
         return shape[self.batch_dim]
 
-    def places(self, shape: Sequence[int]) -> Tensor:
+    def all_positions(self, shape: Sequence[int]) -> Tensor:
         """Return the indices of the batch and of the sequence dimension."""
-        device = self.metadata[0].device if self.metadata else None
-        indices = [torch.arange(length, device=device) for length in shape[:2]]
+        indices = [torch.arange(length, device=self.device) for length in shape[:2]]
         grids = torch.meshgrid(*indices, indexing="ij")
         return torch.stack([grids[self.batch_dim].flatten(), grids[1 - self.batch_dim].flatten()])
 
-    def check_counts(self, num_rows: int) -> None:
-        self.grid(num_rows)
-
-    def check_values(self, num_rows: int) -> None:
-        """Check that lengths lie in 0..S."""
-        if not len(self.metadata[0]):
-            return
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
+        """Check that the rows divide into the sequences, and that lengths lie in 0..S."""
         longest = self._length(num_rows)
+        if not values or not len(self.metadata[0]):
+            return
         low, high = map(int, torch.aminmax(self.metadata[0]))
         if low < 0 or high > longest:
             raise LayoutError(
@@ -112,10 +108,9 @@ class PaddedBatch(Layout):
         """Select a part of the positions of every sequence."""
         dim = 1 - self.batch_dim
         check_divisible("S", grid[dim], size, kind)
-        device = self.metadata[0].device if self.metadata else None
-        offsets = torch.arange(grid[dim] // size, device=device)
+        offsets = torch.arange(grid[dim] // size, device=self.device)
         positions = split_positions(offsets, grid[dim], index, size, kind)
-        return torch.arange(prod(grid), device=device).view(*grid).index_select(dim, positions).flatten()
+        return torch.arange(prod(grid), device=self.device).view(*grid).index_select(dim, positions).flatten()
 
     def _length(self, num_rows: int) -> int:
         """Return S."""

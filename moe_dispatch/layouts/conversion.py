@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe_dispatch.communication import to_device
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind, is_host
+from moe_dispatch.layouts.base import Layout, is_host
+from moe_dispatch.layouts.shard import ShardKind
 from moe_dispatch.layouts.thd import THD, locate
 
 CuSeqlens = Tensor | Sequence[int]
@@ -157,7 +158,7 @@ def _inverse(index: Tensor, num_rows: int) -> Tensor:
 
     Entries of -1 name no row. With 4 rows, the inverse of [2, -1, 0] is [2, -1, 0, -1].
     """
-    inverse = torch.full((num_rows + 1,), -1, device=index.device)  # entries of -1 write to the last place
+    inverse = torch.full((num_rows + 1,), -1, device=index.device)  # entries of -1 write to the last position
     return inverse.scatter_(0, index.where(index >= 0, num_rows), torch.arange(len(index), device=index.device))[:-1]
 
 

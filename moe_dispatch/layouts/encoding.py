@@ -1,7 +1,12 @@
-"""The conversion of a layout to one vector of integers, and back."""
+"""A layout as one vector of integers: to write it into a trace, and to broadcast it to the ranks of a group.
+
+Every tensor-parallel rank, on every pipeline stage, needs the packed metadata of its micro-batch. But only one rank has
+a data loader that makes the metadata.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import chain
@@ -9,12 +14,14 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, is_host
+from moe_dispatch.communication import Communicator
+from moe_dispatch.errors import ConfigError, LayoutError
+from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, Shard, is_host
 from moe_dispatch.layouts.bshd import BSHD, SBHD
 from moe_dispatch.layouts.rows import Masked, Rows
-from moe_dispatch.layouts.shard import Shard
 from moe_dispatch.layouts.thd import THD
 
 # The position in these tables is the code of a class, dtype or kind, so new entries must be added at the end.
@@ -23,6 +30,64 @@ _DTYPES = (*INTEGER_DTYPES, torch.bool)
 _KINDS = ("contiguous", "zigzag")
 # The tag before each field tells its type.
 _NONE, _INTEGER, _TENSOR, _LAYOUT, _KIND = range(5)
+# What a rank says in place of the length of its layout.
+_ABSENT, _FOREIGN = -1, -2
+
+
+def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int = 0) -> Layout:
+    """Send the layout of rank ``src`` to every rank of the group, and return it there.
+
+    The whole layout arrives: lengths, both ``cu_seqlens``, ``max_seqlen``, and the base of a ``Shard``. Tensors keep
+    their dtype and values, and may be strided at the source. CPU tensors arrive on the CPU; other tensors arrive on the
+    accelerator of the receiver.
+
+    Args:
+        layout: The layout on rank ``src``; None on every other rank.
+        group: All ranks that need the layout. Each of them must call this function.
+        src: Rank in the group that has the layout.
+
+    Raises:
+        ConfigError: ``src`` is not a rank of the group.
+        LayoutError: Rank ``src`` gives no layout or a layout of an unknown class, another rank gives a layout too, or
+            the layout that arrived on some rank is not the layout that was sent. All ranks raise the same error, which
+            names the ranks at fault.
+
+    Cost: an all-gather of an integer, a broadcast, and an all-gather of an integer. There are host syncs if the group
+    is NCCL or the tensors are on a device. Call this once per micro-batch, not per layer.
+    """
+    if not 0 <= src < group.size():
+        raise ConfigError(
+            f"broadcast_layout: src must lie in 0..{group.size() - 1}, got {src}. Pass a rank of the group."
+        )
+    communicator = Communicator(group)
+    message = torch.empty(0, dtype=torch.int64, device="cpu")
+    state = _ABSENT
+    if layout is not None:
+        message = encode(layout) if encodable(layout) else message
+        state = len(message) or _FOREIGN
+    states = [state for (state,) in communicator.gather_integers([state], label="layout")]
+    givers = [rank for rank, state in enumerate(states) if state != _ABSENT]
+    if givers != [src]:
+        raise LayoutError(
+            f"broadcast_layout: exactly rank {src} (src) must give a layout, got one from ranks {givers}. Pass None "
+            "on the others."
+        )
+    if states[src] == _FOREIGN:
+        raise LayoutError(
+            f"broadcast_layout: the layout must be BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class "
+            f"on rank {src}. Broadcast a layout of these classes, and build the other layout from it."
+        )
+    mine = message if communicator.rank == src else None
+    arrived = communicator.broadcast(mine, states[src], source=src, label="layout")
+    received = decode(arrived) if layout is None else layout
+    digest = hashlib.sha256(repr(encode(received).tolist()).encode()).digest()
+    digests = communicator.gather_integers([int.from_bytes(digest[:8], "little", signed=True)], label="layout")
+    if wrong := [rank for rank, found in enumerate(digests) if found != digests[src]]:
+        raise LayoutError(
+            f"broadcast_layout: every rank must hold the layout of rank {src}, got another one on ranks {wrong}. Check "
+            "that these ranks run the same version and that nothing else uses this group at the same time."
+        )
+    return received
 
 
 def encodable(layout: Layout) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, ShardKind, integer, is_host
-from moe_dispatch.layouts.shard import check_divisible, split_positions
+from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, integer, is_host
+from moe_dispatch.layouts.shard import ShardKind
 
 
 class PlainRows(Layout, ABC):
@@ -28,34 +28,17 @@ class PlainRows(Layout, ABC):
 
     def rows_of(self, shape: Sequence[int]) -> int:
         if not shape:
-            raise LayoutError(
-                f"{self}: x must be [..., D], got a tensor without dimensions. Give it a hidden dimension."
-            )
+            raise LayoutError(f"{self}: x must be [..., D], got no dimension. Give it a hidden dimension.")
         return prod(shape[:-1])
-
-    def grid(self, num_rows: int) -> tuple[int, ...]:
-        return (num_rows,)
-
-    def sequence_dim(self, shape: Sequence[int]) -> int:
-        """Return the first dimension, along which contiguous parts of the rows are contiguous."""
-        return 0
 
     def num_sequences(self, shape: Sequence[int]) -> int:
         return prod(shape[:-2])
 
-    def places(self, shape: Sequence[int]) -> Tensor:
+    def all_positions(self, shape: Sequence[int]) -> Tensor:
         """Number the rows of the last leading dimension from 0. Every such dimension is a sequence."""
         length = shape[-2] if len(shape) > 1 else 1
-        rows = torch.arange(prod(shape[:-1]), device=self.metadata[0].device if self.metadata else None)
+        rows = torch.arange(prod(shape[:-1]), device=self.device)
         return torch.stack([rows // max(length, 1), rows % max(length, 1)])
-
-    def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
-        check_divisible("the rows", num_rows, size, kind)
-
-    def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
-        num_rows, device = prod(grid), self.metadata[0].device if self.metadata else None
-        check_divisible("the rows", num_rows, size, kind)
-        return split_positions(torch.arange(num_rows // size, device=device), num_rows, index, size, kind)
 
 
 @final
@@ -93,10 +76,10 @@ class Rows(PlainRows):
 
     def mask(self, num_rows: int) -> Tensor:
         assert self.count is not None  # the base class asks only if padding is possible
-        return torch.arange(num_rows, device=self.metadata[0].device if self.metadata else None) < self.count
+        return torch.arange(num_rows, device=self.device) < self.count
 
-    def check_values(self, num_rows: int) -> None:
-        if self.count is not None and not 0 <= int(self.count) <= num_rows:
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
+        if values and self.count is not None and not 0 <= int(self.count) <= num_rows:
             raise LayoutError(
                 f"Rows: num_real must lie in 0..{num_rows} (rows), got {int(self.count)}. "
                 "Count the rows that hold tokens. [MD06]"
@@ -141,13 +124,13 @@ class Masked(PlainRows):
     def mask(self, num_rows: int) -> Tensor:
         return self.valid
 
-    def places(self, shape: Sequence[int]) -> Tensor:
+    def all_positions(self, shape: Sequence[int]) -> Tensor:
         """Count the real rows before each row in its sequence, because padding may come before a token."""
-        sequences_T, _ = PlainRows.places(self, shape)
+        sequences_T, _ = PlainRows.all_positions(self, shape)
         real_BS = self.valid.view(self.num_sequences(shape), shape[-2] if len(shape) > 1 else 1)
         return torch.stack([sequences_T, (real_BS.cumsum(1) - 1).flatten()])
 
-    def check_counts(self, num_rows: int) -> None:
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
         if len(self.valid) != num_rows:
             raise LayoutError(
                 f"Masked: the mask must have an entry per row, got {len(self.valid)} entries and {num_rows} rows. "

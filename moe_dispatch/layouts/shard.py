@@ -1,128 +1,20 @@
-"""How sequence and context parallelism divide rows among ranks, and the layout of one rank's part."""
+"""The arithmetic of sequence and context parallelism: which rows a rank holds, and which lengths can be divided."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, final
+from math import gcd, lcm
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.errors import ConfigError, LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind, integer
 
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Shard(Layout):
-    """The rows of ``base`` that one rank holds; ``x`` is that rank's tensor, in the dimension order of ``base``.
-
-    Lengths and ``cu_seqlens`` still describe the whole sequences. Shards nest: context parallelism divides the batch,
-    then sequence parallelism divides the part of each context-parallel rank.
-
-    Attributes:
-        base: The layout of the whole, or of the part that is divided further.
-        index: Number of this part, 0 to ``size - 1``.
-        size: Number of parts.
-        kind: How the rows are divided. ``"zigzag"`` is possible only as the first division.
-    """
-
-    shard_kinds: ClassVar[tuple[ShardKind, ...]] = ("contiguous",)
-
-    base: Layout
-    index: int
-    size: int
-    kind: ShardKind = "contiguous"
-
-    def __post_init__(self) -> None:
-        """Refuse arguments that do not name a part of ``base``."""
-        for name in ("index", "size"):
-            object.__setattr__(self, name, integer(f"shard: {name}", getattr(self, name)))
-        if self.kind not in self.base.shard_kinds:
-            raise ConfigError(
-                f"{self.base}.shard: kind must be one of {', '.join(self.base.shard_kinds)}, got {self.kind!r}. Zigzag "
-                "splits whole sequences: shard BSHD, SBHD or THD that way first, contiguous parts after it."
-            )
-        if self.size < 1 or not 0 <= self.index < self.size:
-            raise ConfigError(
-                f"shard: index must lie in 0..size-1, got index {self.index} and size {self.size}. Pass group.rank() "
-                "and group.size()."
-            )
-
-    @property
-    def metadata(self) -> tuple[Tensor, ...]:
-        return self.base.metadata
-
-    @property
-    def all_real(self) -> bool:
-        return self.base.all_real
-
-    def rows_of(self, shape: Sequence[int]) -> int:
-        """Count this rank's rows. A zigzag part must be two chunks of the same length."""
-        rows = self.base.rows_of(shape)
-        length = shape[self.sequence_dim(shape)]
-        if self.kind == "zigzag" and length % 2:
-            raise LayoutError(
-                f"{self}: this rank's part must be two equal chunks, got {length} positions. Pad sequences to a "
-                f"multiple of {2 * self.size}."
-            )
-        return rows
-
-    def known_rows(self) -> int | None:
-        """Divide the number of rows of the whole, if it is known."""
-        rows = self.base.known_rows()
-        if rows is None:
-            return None
-        self.base.check_shard(rows, self.size, self.kind, values=False)
-        return rows // self.size
-
-    def grid(self, num_rows: int) -> tuple[int, ...]:
-        return self.base.grid(num_rows)
-
-    def sequence_dim(self, shape: Sequence[int]) -> int:
-        return self.base.sequence_dim(shape)
-
-    def mask(self, num_rows: int) -> Tensor:
-        """Select this rank's rows from the mask of the whole."""
-        whole = num_rows * self.size
-        rows = self.base.shard_rows(self.base.grid(whole), self.index, self.size, self.kind)
-        return self.base.mask(whole).index_select(0, rows)
-
-    def num_sequences(self, shape: Sequence[int]) -> int:
-        return self.base.num_sequences(self._whole(shape))
-
-    def places(self, shape: Sequence[int]) -> Tensor:
-        """Select this rank's rows from the places of the whole."""
-        whole = self._whole(shape)
-        rows = self.base.shard_rows(whole[:-1], self.index, self.size, self.kind)
-        return self.base.places(whole).index_select(1, rows)
-
-    def _whole(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape of the tensor of which this rank holds a part."""
-        whole = list(shape)
-        whole[self.sequence_dim(shape)] *= self.size
-        return whole
-
-    def check_counts(self, num_rows: int) -> None:
-        """Check that the parts together fit the whole, and that the whole can be divided."""
-        self.base.check_counts(num_rows * self.size)
-        self.base.check_shard(num_rows * self.size, self.size, self.kind, values=False)
-
-    def check_values(self, num_rows: int) -> None:
-        """Check the values of the whole, and that its sequences can be divided."""
-        self.base.check_values(num_rows * self.size)
-        self.base.check_shard(num_rows * self.size, self.size, self.kind, values=True)
-
-    def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
-        self.base.check_shard(num_rows, size, kind, values=values)
-
-    def shard_rows(self, grid: Sequence[int], index: int, size: int, kind: ShardKind) -> Tensor:
-        """Select a contiguous part of this rank's rows."""
-        return self.base.shard_rows(grid, index, size, kind)
-
-    def __str__(self) -> str:
-        return f"{self.base}.shard({self.index}, {self.size}, {self.kind!r})"
+ShardKind = Literal["contiguous", "zigzag"]
+"""How the rows of a sequence are divided among ranks."""
+# The number of rows of an fp8 GEMM operand must be a multiple of this, for delayed and current scaling of
+# transformer-engine.
+FP8_ROWS = 16
 
 
 def split_multiple(size: int, kind: ShardKind) -> int:
@@ -153,3 +45,62 @@ def split_positions(offset: Tensor, length: Tensor | int, index: int, size: int,
         return offset + index * (length // size)
     chunk = length // (2 * size)
     return offset + torch.where(offset < chunk, index * chunk, (2 * size - 2 - index) * chunk)
+
+
+def sequence_multiple(
+    *,
+    batch_size: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    sequence_parallel: bool = False,
+    fp8: bool = False,
+    row_multiple: int = 1,
+) -> int:
+    """Return the number of which the length of a sequence must be a multiple.
+
+    It is the least common multiple of the needs of all arguments.
+
+    Args:
+        batch_size: Number of sequences in a micro-batch, all with the same padded length.
+        tp: Number of tensor-parallel ranks.
+        cp: Number of context-parallel ranks.
+        sequence_parallel: Whether activations are divided among the tensor-parallel ranks.
+        fp8: Whether linear layers run in fp8.
+        row_multiple: Number of which the rows of one rank must be a multiple, for a dispatch backend that does not pad
+            rows itself: 64 or 128 for early versions of HybridEP.
+
+    Returns:
+        The multiple. If cp > 1 and tp is even, it is up to twice the exact need, ``lcm(2*cp, cp*tp)``. Megatron's data
+        pipelines use this larger number too, so the padding is the same in both.
+
+    Source: NVIDIA-NeMo/Megatron-Bridge#3294, 2026.
+    """
+    for name, size in {"batch_size": batch_size, "tp": tp, "cp": cp, "row_multiple": row_multiple}.items():
+        if size < 1:
+            raise ConfigError(f"sequence_multiple: {name} must be 1 or more, got {size}. Leave it out if unused.")
+    multiple = 2 * tp * cp if cp > 1 else tp
+    if fp8:
+        multiple = lcm(multiple, FP8_ROWS)
+    rows = row_multiple * cp * (tp if sequence_parallel else 1)
+    return lcm(multiple, rows // gcd(batch_size, rows))
+
+
+def padded_length(length: int, multiple: int, seq_length: int | None = None) -> int:
+    """Return the length to which a sequence is padded.
+
+    Args:
+        length: Number of real tokens.
+        multiple: Result of ``sequence_multiple``.
+        seq_length: Fixed length that a pipeline asks for, if any. It is rounded up to the multiple too.
+    """
+    if multiple < 1:
+        raise ConfigError(f"padded_length: multiple must be 1 or more, got {multiple}. Pass sequence_multiple(...).")
+    if length < 0:
+        raise LayoutError(f"padded_length: length must be 0 or more, got {length}. Pass the number of tokens.")
+    if seq_length is not None and seq_length < length:
+        raise LayoutError(
+            f"padded_length: seq_length must be at least the length, got seq_length {seq_length} and length {length}. "
+            "Truncate the sequence or raise seq_length."
+        )
+    target = length if seq_length is None else seq_length
+    return -(-target // multiple) * multiple

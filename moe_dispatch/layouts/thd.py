@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts.base import Layout, ShardKind, integer, integer_tensor, is_host
-from moe_dispatch.layouts.shard import check_divisible, split_multiple, split_positions
+from moe_dispatch.layouts.base import Layout, integer, integer_tensor, is_host
+from moe_dispatch.layouts.shard import ShardKind, check_divisible, split_multiple, split_positions
 
 
 @final
@@ -45,9 +45,7 @@ class THD(Layout):
         tensors = {name: integer_tensor(f"THD: {name}", value) for name, value in given.items()}
         for name, cu in tensors.items():
             if not len(cu):
-                raise LayoutError(
-                    f"THD: {name} must have n+1 entries for n sequences, got none. Pass [0] for no sequences."
-                )
+                raise LayoutError(f"THD: {name} must have n+1 entries for n sequences, got none. Pass [0] for n = 0.")
             object.__setattr__(self, name, cu)
         object.__setattr__(self, "metadata", tuple(tensors.values()))
         if self.real.shape != self.owned.shape or self.real.device != self.owned.device:
@@ -91,9 +89,6 @@ class THD(Layout):
     def known_real(self) -> int | None:
         return int(self.real[-1])
 
-    def grid(self, num_rows: int) -> tuple[int, ...]:
-        return (num_rows,)
-
     def sequence_dim(self, shape: Sequence[int]) -> int:
         return 1 if len(shape) == 3 and shape[0] == 1 else 0
 
@@ -105,12 +100,14 @@ class THD(Layout):
     def num_sequences(self, shape: Sequence[int]) -> int:
         return len(self.owned) - 1
 
-    def places(self, shape: Sequence[int]) -> Tensor:
+    def all_positions(self, shape: Sequence[int]) -> Tensor:
         """Return the sequence that owns each row, and the row's offset in it."""
         return torch.stack(locate(self.owned, torch.arange(prod(shape[:-1]), device=self.owned.device)))
 
-    def check_values(self, num_rows: int) -> None:
+    def check_rows(self, num_rows: int, *, values: bool) -> None:
         """Check that offsets start at 0, do not decrease, end at T, and that sequences fit into their padded rows."""
+        if not values:
+            return
         names = ("cu_seqlens", "cu_seqlens_padded")[: len(self.metadata)]
         for name, cu in zip(names, self.metadata, strict=True):
             if int(cu[0]) != 0:
@@ -152,12 +149,11 @@ class THD(Layout):
 
         Source: the order of transformer-engine 2.12's ``thd_get_partitioned_indices``, for zigzag.
         """
+        if kind == "contiguous" or size == 1:
+            return Layout.shard_rows(self, grid, index, size, kind)
         num_rows, cu = prod(grid), self.owned
         check_divisible("the rows", num_rows, size, kind)
-        row = torch.arange(num_rows // size, device=cu.device)
-        if kind == "contiguous" or size == 1:
-            return split_positions(row, num_rows, index, size, kind)
-        sequence, offset = locate(cu // size, row)
+        sequence, offset = locate(cu // size, torch.arange(num_rows // size, device=cu.device))
         rows = cu[sequence] + split_positions(offset, cu.diff()[sequence], index, size, kind)
         return rows.clamp_(max=max(num_rows - 1, 0)).to(torch.int64)
 

@@ -19,8 +19,8 @@ from moe_dispatch.backends.alltoall.backend import AllToAll, AllToAllRoute
 from moe_dispatch.backends.alltoall.fixed import FixedAllToAll
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.deep_ep import hybridep
+from moe_dispatch.backends.deep_ep.buffers import Handle
 from moe_dispatch.backends.deep_ep.deepep import DeepEPRoute
-from moe_dispatch.backends.deep_ep.driver import Handle
 from moe_dispatch.backends.deep_ep.hybrid_driver import HybridDriver
 from moe_dispatch.backends.deep_ep.hybridep import HybridEP, HybridRoute
 from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver

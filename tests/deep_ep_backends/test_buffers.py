@@ -11,9 +11,9 @@ import torch
 
 from moe_dispatch import Routing, Rows, build_dispatcher
 from moe_dispatch.backends import Sizes
+from moe_dispatch.backends.deep_ep.buffers import BufferPool
 from moe_dispatch.backends.deep_ep.deepep import DeepEP
 from moe_dispatch.backends.deep_ep.hybridep import HybridEP
-from moe_dispatch.backends.deep_ep.pool import BufferPool
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch_testing.emulation import EmulatedHang, emulated_deep_ep
 from tests.deep_ep_backends.vendors import (
@@ -32,46 +32,33 @@ from tests.deep_ep_backends.vendors import (
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
 
 
-def test_v1_takes_the_hints_and_no_rdma_buffer_inside_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[int, int]] = []
+@pytest.mark.parametrize("size", [2, 16])
+def test_v1_takes_the_hints_and_across_nodes_a_queue_for_every_multiprocessor(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int, int | None]] = []
     buffer = emulated_deep_ep("v1.2.1").Buffer
     original = buffer.__init__
 
     @functools.wraps(original)
     def spy(self: Any, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, **more: Any) -> None:
-        found.append((num_nvl_bytes, num_rdma_bytes))
-        original(self, group, num_nvl_bytes, num_rdma_bytes, **more)
-
-    monkeypatch.setattr(buffer, "__init__", spy)
-    on_ranks(lambda group: build_dispatcher(config(V1), group).close(), 2)
-    hints = [
-        make(2).get_nvl_buffer_size_hint(256 * 2, 2) for make in (buffer.get_dispatch_config, buffer.get_combine_config)
-    ]
-    assert found == [(max(hints), 0)] * 2
-
-
-def test_v1_across_nodes_has_both_buffers_and_a_queue_for_every_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[int, int]] = []
-    buffer = emulated_deep_ep("v1.2.1").Buffer
-    original = buffer.__init__
-
-    @functools.wraps(original)
-    def spy(self: Any, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, **more: Any) -> None:
-        found.append((num_rdma_bytes, more["num_qps_per_rank"]))
+        found.append((num_nvl_bytes, num_rdma_bytes, more.get("num_qps_per_rank")))
         original(self, group, num_nvl_bytes, num_rdma_bytes, **more)
 
     monkeypatch.setattr(buffer, "__init__", spy)
 
-    def body(group: Group) -> None:
+    def body(group: Group) -> list[Any]:
         backend = {**V1, "ranks_per_node": 8, "num_sms": 32}
         dispatcher = build_dispatcher(config(backend, num_experts=16), group)
         identity(dispatcher, 2 + rank_of(group))
+        driver = dispatcher._channel.backend.driver  # type: ignore[attr-defined]
         dispatcher.close()
+        return [driver._dispatch_config, driver._combine_config]
 
-    on_ranks(body, 16)
-    (rdma_bytes,) = {nbytes for nbytes, _ in found}
-    assert rdma_bytes > 0
-    assert {queues for _, queues in found} == {32}
+    configs = on_ranks(body, size)[0]
+    ((nvl_bytes, rdma_bytes, queues),) = set(found)
+    assert nvl_bytes == max(one.get_nvl_buffer_size_hint(256 * 2, size) for one in configs)
+    assert (rdma_bytes > 0, queues) == ((False, None) if size == 2 else (True, 32))
 
 
 def test_num_sms_reaches_v1_without_changing_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,37 +149,6 @@ def test_buffers_are_no_larger_than_rows_can_be() -> None:
         return found
 
     assert on_ranks(body, 2) == [[21824, 17024]] * 2
-
-
-@pytest.mark.parametrize("backend", [V2, RAGGED], ids=["v2", "ragged"])
-def test_an_overridden_multiple_counts_in_what_is_reserved(backend: dict[str, Any]) -> None:
-    def body(group: Group) -> None:
-        known: list[dict[str, Any]] = [{}, {"max_tokens_per_rank": 500}]
-        for fields in known:
-            dispatcher = build_dispatcher(config(backend, constraints={"row_multiple": 1000}, **fields), group)
-            identity(dispatcher, 500 - rank_of(group))
-            dispatcher.close()
-
-    on_ranks(body, 2)
-
-
-def test_a_buffer_that_could_not_be_made_is_asked_for_again() -> None:
-    sizes: list[int] = []
-
-    def make(rows: int) -> str:
-        sizes.append(rows)
-        if sizes == [512, 1024]:
-            raise MemoryError("no room")
-        return f"buffer of {rows}"
-
-    pool = BufferPool("deepep", make, most_rows=None)
-    pool.reserve(1)
-    with pytest.raises(MemoryError, match="no room"):
-        pool.reserve(600)
-    assert pool.rows == 512
-    pool.reserve(600)
-    assert pool.current.buffer == "buffer of 1024"
-    assert sizes == [512, 1024, 1024]
 
 
 def test_a_buffer_that_refuses_to_go_does_not_keep_the_others() -> None:

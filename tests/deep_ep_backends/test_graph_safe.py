@@ -174,39 +174,23 @@ def test_the_library_is_told_not_to_wait(backend: dict[str, Any], monkeypatch: p
             assert not is_new or given["do_cpu_sync"] is False
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {**V2, "expand": True},
-        {},
-        "the library reads the device while it sorts expanded rows; the option deterministic=False turns",
-    ),
-    ({**V2, "ranks_per_node": 1}, {}, "the library reads the device while it sorts rows across nodes; the option"),
-    (
-        V1,
-        {"on_overflow": "raise"},
-        'its library cannot drop rows, so capacity_factor must be "worst" without on_overflow, got',
-    ),
-    (V2, {"capacity_factor": 1.0, "on_overflow": "raise"}, 'must be "worst" without on_overflow, got'),
-    (HYBRID, {"capacity_factor": 1.0, "on_overflow": "drop"}, "it drops rows by position, got on_overflow='drop'. Use"),
-    (
-        VARIANTS["fused"],
-        {"capacity_factor": 1.0, "on_overflow": "raise"},
-        'with fuse_permute, capacity_factor must be "worst", because the fused combine hangs if all rows of a token '
-        "were dropped, got 1.0. Leave fuse_permute out",
-    ),
-]
+FINITE: dict[str, Any] = {"capacity_factor": 1.0, "on_overflow": "raise"}
 
 
-@pytest.mark.parametrize(("backend", "fields", "text"), REFUSED)
+@pytest.mark.parametrize(
+    ("backend", "fields", "text"),
+    [
+        ({**V2, "expand": True}, {}, "it sorts expanded rows; the option deterministic=False turns this sort off"),
+        ({**V2, "ranks_per_node": 1}, {}, "it sorts rows across nodes; the option deterministic=False turns this"),
+        (V1, {"on_overflow": "raise"}, 'its library cannot drop rows, so capacity_factor must be "worst" without'),
+        (V2, FINITE, 'its library cannot drop rows, so capacity_factor must be "worst" without on_overflow, got 1.0'),
+        (HYBRID, {**FINITE, "on_overflow": "drop"}, "it drops rows by position, got on_overflow='drop'. Use"),
+        (VARIANTS["fused"], FINITE, "the fused combine hangs if all rows of a token were dropped, got 1.0. Leave"),
+    ],
+)
 def test_what_cannot_be_is_refused_with_what_would_work(
     backend: dict[str, Any], fields: dict[str, Any], text: str
 ) -> None:
     settings = {"max_tokens_per_rank": MOST, "graph_safe": True, **fields}
     results = outcomes(lambda group: build_dispatcher(config(backend, **settings), group), 2)
     raises_everywhere(results, ConfigError, text)
-
-
-@pytest.mark.parametrize("backend", [V1, V2, HYBRID], ids=["v1", "v2", "hybrid"])
-def test_a_finite_capacity_asks_what_becomes_of_the_rest(backend: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="on_overflow must be chosen with a finite capacity, got None"):
-        config(backend, graph_safe=True, max_tokens_per_rank=MOST, capacity_factor=1.0)

@@ -186,16 +186,3 @@ def test_a_step_that_overflowed_is_run_until_it_gives_what_room_from_the_start_d
         tight.close()
 
     on_ranks(body, 2)
-
-
-def test_growing_without_headroom_goes_on_by_single_rows() -> None:
-    def body(group: Group) -> None:
-        dispatcher = overflowing(HYBRID, group)
-        ids = torch.tensor(CASES["far above"])[rank_of(group)]
-        for rows in (16, 17, 18):
-            assert capacity_of(dispatcher).rows == rows
-            expert_sum(dispatcher, torch.ones(MOST, 256), ids, torch.ones(MOST, 2))
-            assert dispatcher.grow(headroom=1.0).rows == rows + 1
-        dispatcher.close()
-
-    on_ranks(body, 2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
@@ -16,6 +16,7 @@ from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.backends.deep_ep.library import parameters
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch_testing.emulation import emulated_deep_ep
+from tests.deep_ep_backends.vendors import HYBRID, V1, V2, config
 from tests.dispatchers.layer import outcomes_on, raises_everywhere
 
 DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
@@ -84,7 +85,7 @@ def test_numbers_of_v1_v2_and_v25() -> None:
     assert v1.differentiable
     assert v2.differentiable
     assert all(deepep(shape(), emulate=release, expand=True).pads_experts for release in ("v2-2.1.0", "v2.5.0"))
-    with pytest.raises(ConfigError, match=r"expand needs v2 or V2.5, got v1.2.1. Leave expand out, or install V2.5"):
+    with pytest.raises(ConfigError, match=r"expand needs v2 or V2.5, got v1. Leave expand out, or install V2.5"):
         deepep(shape(), emulate="v1.2.1", expand=True)
 
 
@@ -144,7 +145,7 @@ class EarlyBuffer:
 
 
 def test_numbers_of_early_hybridep_releases() -> None:
-    early, new = hybrid.rules(EarlyBuffer, {}), hybridep(shape())
+    early, new = hybrid.rules(EarlyBuffer), hybridep(shape())
     assert early.row_multiple(8) == 128
     old = hybrid.constraints(early, "cuda", shape(), 8)
     assert (old.hidden_multiple, new.hidden_multiple) == (512, 16)
@@ -168,83 +169,41 @@ def test_numbers_of_early_hybridep_releases() -> None:
 def test_the_newest_rules_are_those_of_its_class() -> None:
     release = HybridEPOptions(emulate=True).release
     assert release is not None
-    assert hybrid.rules(emulated_deep_ep(release).HybridEPBuffer, {}) == hybrid.NEWEST
+    assert hybrid.rules(emulated_deep_ep(release).HybridEPBuffer) == hybrid.NEWEST
 
 
-REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
-    "v1 on one rank": (
-        {"backend": {"name": "deepep", "emulate": "v1.2.1"}},
-        1,
-        ("ep_size must be one of 2, 4, 8", "got 1"),
-    ),
-    "v1 on three": (
-        {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "num_experts": 9},
-        3,
-        ("Backend 'deepep': ep_size must be one of 2, 4, 8, 16, 32, 64, 128, 144, 160, got 3",),
-    ),
-    "hidden of v1": (
-        {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "hidden_size": 384},
-        2,
-        ("Backend 'deepep': hidden_size must be a multiple of 256, got 384",),
-    ),
-    "wide hidden of v1": (
-        {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "hidden_size": 8192},
-        2,
-        ("Backend 'deepep': hidden_size must be at most 8191, got 8192",),
-    ),
-    "many experts of v1": (
-        {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "num_experts": 258},
-        2,
-        ("experts per rank must be at most 128, got 129 (258 experts over 2 ranks)", "Use a larger ep_size"),
-    ),
-    "top_k of v2": (
-        {"backend": {"name": "deepep", "emulate": "v2-2.1.0"}, "num_experts": 64, "top_k": 33},
-        2,
-        ("Backend 'deepep': top_k must be at most 32, got 33",),
-    ),
-    "experts of hybridep": (
-        {"backend": {"name": "hybridep", "emulate": True}, "num_experts": 6},
-        2,
-        ("Backend 'hybridep': experts per rank must be a multiple of 2, got 3 (6 experts over 2 ranks)",),
-    ),
-    "hidden of hybridep": (
-        {"backend": {"name": "hybridep", "emulate": True}, "hidden_size": 24},
-        2,
-        ("Backend 'hybridep': hidden_size must be a multiple of 16, got 24",),
-    ),
-    "rows across domains": (
-        {"backend": {"name": "hybridep", "emulate": True, "ranks_per_domain": 1}, "max_tokens_per_rank": 30000},
-        2,
-        ("Backend 'hybridep': at most 21824 rows per rank fit, got 30000", "micro-batches of at most 21824"),
-    ),
-    "fp8 on hybridep": (
-        {"backend": {"name": "hybridep", "emulate": True}, "wire_dtype": "float8_e4m3fn"},
-        2,
-        ("Backend 'hybridep': wire_dtype must be one of None, 'bfloat16', got 'float8_e4m3fn'",),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_at_build_on_all_ranks_alike(name: str) -> None:
-    fields, size, texts = REFUSED[name]
-    config = DispatcherConfig(**{"num_experts": 8, "top_k": 2, "hidden_size": 256, **fields})
-    raises_everywhere(outcomes_on(lambda group: build_dispatcher(config, group), size), ConfigError, *texts)
+@pytest.mark.parametrize(
+    ("backend", "fields", "size", "text"),
+    [
+        (V1, {"num_experts": 9}, 3, "'deepep': ep_size must be one of 2, 4, 8, 16, 32, 64, 128, 144, 160, got 3"),
+        (V1, {"hidden_size": 384}, 2, "'deepep': hidden_size must be a multiple of 256, got 384"),
+        (V1, {"hidden_size": 8192}, 2, "'deepep': hidden_size must be at most 8191, got 8192"),
+        (V1, {"num_experts": 258}, 2, "experts per rank must be at most 128, got 129 (258 experts over 2 ranks)"),
+        (V2, {"num_experts": 64, "top_k": 33}, 2, "'deepep': top_k must be at most 32, got 33"),
+        (HYBRID, {"num_experts": 6}, 2, "experts per rank must be a multiple of 2, got 3 (6 experts over 2 ranks)"),
+        (HYBRID, {"hidden_size": 24}, 2, "'hybridep': hidden_size must be a multiple of 16, got 24"),
+        ({**HYBRID, "ranks_per_domain": 1}, {"max_tokens_per_rank": 30000}, 2, "at most 21824 rows per rank fit"),
+        (HYBRID, {"wire_dtype": "float8_e4m3fn"}, 2, "wire_dtype must be one of None, 'bfloat16', got 'float8_e4m3fn'"),
+    ],
+)
+def test_refused_at_build_on_all_ranks_alike(
+    backend: dict[str, Any], fields: dict[str, Any], size: int, text: str
+) -> None:
+    results = outcomes_on(lambda group: build_dispatcher(config(backend, **fields), group), size)
+    raises_everywhere(results, ConfigError, text)
 
 
 def test_an_option_of_later_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "parameters", lambda function: parameters(function) - {"num_blocks_permute"})
-    backend = {"name": "hybridep", "emulate": True, "num_blocks_permute": 8}
     with pytest.raises(ConfigError, match="the installed HybridEPBuffer must have num_blocks_permute, got a version"):
-        build_dispatcher(DispatcherConfig(backend=backend, num_experts=8, top_k=2, hidden_size=256))
+        build_dispatcher(config({**HYBRID, "num_blocks_permute": 8}))
 
 
 def test_fusion_needs_equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API", "128")
-    backend = {"name": "hybridep", "emulate": True, "fuse_permute": True}
     text = r"fuse_permute needs equal chunks in all kernels, got 64 \(dispatch\), 64 \(combine\) and 128"
     with pytest.raises(ConfigError, match=text):
-        build_dispatcher(DispatcherConfig(backend=backend, num_experts=8, top_k=2, hidden_size=256))
+        build_dispatcher(config({**HYBRID, "fuse_permute": True}))
 
 
 def test_float8_of_v2_is_for_groups_within_a_node() -> None:
@@ -252,40 +211,18 @@ def test_float8_of_v2_is_for_groups_within_a_node() -> None:
     assert "float8_e4m3fn" not in deepep(shape(ranks_per_node=4), emulate="v2-2.1.0").wire_dtypes
 
 
-def test_every_number_can_be_overridden() -> None:
-    overrides: dict[str, Any] = {
-        "constraints": {
-            "row_multiple": 192,
-            "max_rows": 400,
-            "hidden_multiple": 128,
-            "max_hidden": 10000,
-            "max_top_k": 2,
-            "group_sizes": [1, 3],
-            "local_experts_multiple": 8,
-            "max_local_experts": 999,
-        }
-    }
-    config = DispatcherConfig(
-        backend={"name": "hybridep", "emulate": "hybridep-94a9f8f"},
-        num_experts=8,
-        top_k=2,
-        hidden_size=128,
-        **overrides,
-    )
-    dispatcher = build_dispatcher(config)
-    needs = dispatcher._channel.needs
-    assert needs.group_sizes == frozenset({1, 3})
-    assert (needs.hidden_multiple, needs.max_local_experts, needs.max_hidden) == (128, 999, 10000)
+def test_numbers_can_be_overridden() -> None:
+    overrides = {"row_multiple": 192, "max_rows": 400, "hidden_multiple": 128, "group_sizes": [1, 3]}
+    dispatcher = build_dispatcher(config(HYBRID, hidden_size=128, constraints=overrides))
+    assert dispatcher._channel.needs.group_sizes == frozenset({1, 3})
     assert dispatcher.plan(like=torch.zeros(5, 128)).sizes.padded_rows == 192
     dispatcher.close()
 
 
-@pytest.mark.parametrize("name", ["hybridep", "deepep"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_other_dtypes_are_refused_with_the_way_out(name: str, dtype: torch.dtype) -> None:
-    release: Any = True if name == "hybridep" else "v2-2.1.0"
-    fields: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 256}
-    dispatcher = build_dispatcher(DispatcherConfig(backend={"name": name, "emulate": release}, **fields))
+@pytest.mark.parametrize("backend", [HYBRID, V2], ids=["hybrid", "v2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_dtypes_are_refused_with_the_way_out(backend: dict[str, Any], dtype: torch.dtype) -> None:
+    dispatcher = build_dispatcher(config(backend, wire_dtype=None))
     x, routing = torch.ones(4, 256, dtype=dtype), Routing(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))
     with pytest.raises(InputError, match=rf'x must be torch.bfloat16, got {dtype}. Set wire_dtype="bfloat16", or use'):
         dispatcher.dispatch(x, routing)
@@ -295,9 +232,7 @@ def test_other_dtypes_are_refused_with_the_way_out(name: str, dtype: torch.dtype
     with pytest.raises(InputError, match=rf"x must be torch.bfloat16, got {dtype}. Set wire_dtype"):
         dispatcher.dispatch(x, again=sent)
     dispatcher.close()
-    wired = build_dispatcher(
-        DispatcherConfig(backend={"name": name, "emulate": release}, wire_dtype="bfloat16", **fields)
-    )
+    wired = build_dispatcher(config(backend))
     assert wired.dispatch(x, routing).rows.dtype == dtype
     wired.close()
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing
+from moe_dispatch.backends.deep_ep.buffers import BufferPool
 from moe_dispatch.backends.deep_ep.deepep import DeepEP
 from moe_dispatch.backends.deep_ep.hybridep import HybridEP
-from moe_dispatch.backends.deep_ep.pool import BufferPool
 from tests.dispatchers.layer import Group, random_routing
 
 V1: dict[str, Any] = {"name": "deepep", "emulate": "v1.2.1"}

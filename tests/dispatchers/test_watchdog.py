@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moe_dispatch import build_dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.watchdog import Note, Watch, WatchedCall, _late, watch_group, watch_of
+from moe_dispatch.watchdog import RankNote, Watch, WatchedCall, _late, watch_group, watch_of
 from moe_dispatch_testing import run_processes, run_ranks
 from moe_dispatch_testing.ranks import TIMEOUT
 from tests.dispatchers.layer import (
@@ -34,9 +34,9 @@ VARIABLE = "MOE_DISPATCH_WATCHDOG"
 THREAD = "moe_dispatch-watchdog"
 
 
-def note(phase: str = "counts (call 7)", **values: Any) -> Note:
+def note(phase: str = "counts (call 7)", **values: Any) -> RankNote:
     number = int(phase.rsplit(maxsplit=1)[1].rstrip(")"))
-    here = Note("a", 1, False, number, phase.split()[0], "in", phase, 1.0, 6, "combine (call 6)")
+    here = RankNote("a", 1, False, number, phase.split()[0], "in", phase, 1.0, 6, "combine (call 6)")
     return here._replace(**values)
 
 
@@ -68,7 +68,7 @@ COMBINE = note("combine (call 7)")
         ([HERE, note("counts (call 8)"), HERE], [1]),
     ],
 )
-def test_who_is_late(notes: list[Note | None], late: list[int]) -> None:
+def test_who_is_late(notes: list[RankNote | None], late: list[int]) -> None:
     assert _late(notes) == late
 
 
@@ -85,7 +85,7 @@ def test_who_is_late(notes: list[Note | None], late: list[int]) -> None:
         ([], ["no answer from the store", "rank 0, or the agent of torchrun"]),
     ],
 )
-def test_texts(notes: list[Note | None], texts: list[str]) -> None:
+def test_texts(notes: list[RankNote | None], texts: list[str]) -> None:
     watch = watch_group(one_rank(), 5)
     watch.layer = "layers.3"
     told = watch._text(WatchedCall(watch, 7, "counts", 64), notes)

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch.communication import Communicator
-from moe_dispatch.errors import ConfigError, LayoutError
+from moe_dispatch.errors import LayoutError
 from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, Rows, Shard, broadcast_layout
 from moe_dispatch.layouts.encoding import encode
 from moe_dispatch_testing.ranks import run_ranks
 
+STRIDED = torch.tensor([[0, 0], [3, 4], [8, 12]], dtype=torch.int32)
 LAYOUTS = [
     BSHD(),
     BSHD(torch.tensor([3, 0, 2], dtype=torch.int32)),
@@ -25,6 +26,7 @@ LAYOUTS = [
     Rows(),
     Rows(7),
     Masked(torch.tensor([True, False, True])),
+    THD(STRIDED[:, 0], STRIDED[:, 1], max_seqlen=5),  # Megatron-LM#4150
     THD([0, 3, 8], [0, 4, 12], max_seqlen=5).shard(1, 2, "zigzag").shard(0, 3),
 ]
 
@@ -56,63 +58,26 @@ def fields(layout: Any) -> list[Any]:
     return [(item.tolist(), item.dtype) if isinstance(item, Tensor) else item for item in held]
 
 
-def test_first_middle_and_last_stage_with_two_tensor_ranks_each() -> None:
-    """Megatron-LM#4150: a tensor-parallel group per stage, and each must end with the metadata and max_seqlen."""
-    strided = torch.tensor([[0, 0], [3, 4], [8, 12]], dtype=torch.int32)
-
-    def body(group: dist.ProcessGroup) -> tuple[list[int], list[int], int | None, bool]:
-        mine = THD(strided[:, 0], strided[:, 1], max_seqlen=5) if group.rank() == 0 else None
-        layout = broadcast_layout(mine, group)
-        assert isinstance(layout, THD)
-        assert layout.num_rows() == 12
-        return layout.real.tolist(), layout.owned.tolist(), layout.max_seqlen, layout.shard(0, 2).num_real(6) == 5
-
-    assert not strided[:, 0].is_contiguous()
-    assert run_ranks(body, 6) == [([0, 3, 8], [0, 4, 12], 5, True)] * 6
-
-
-def test_one_rank() -> None:
-    assert run_ranks(lambda group: fields(broadcast_layout(Rows(2), group)), 1) == [[2]]
-
-
-def test_a_layout_in_the_wrong_place_is_refused_on_every_rank() -> None:
-    refusals = {
-        "absent": r"exactly rank 1 \(src\) must give a layout, got one from ranks \[\]",
-        "elsewhere": r"exactly rank 1 \(src\) must give a layout, got one from ranks \[2\]",
-        "twice": r"exactly rank 1 \(src\) must give a layout, got one from ranks \[1, 2\]",
-    }
-    givers = {"absent": [], "elsewhere": [2], "twice": [1, 2]}
-    for case, text in refusals.items():
-
-        def body(group: dist.ProcessGroup, case: str = case, text: str = text) -> bool:
-            with pytest.raises(LayoutError, match=text):
-                broadcast_layout(Rows(1) if group.rank() in givers[case] else None, group, 1)
-            return True
-
-        assert run_ranks(body, 3) == [True] * 3
-
-
 FOREIGN: Any = type("Foreign", (Layout,), dict.fromkeys(Layout.__abstractmethods__))()
 
 
-def test_a_foreign_layout_is_refused_on_every_rank() -> None:
+@pytest.mark.parametrize(
+    ("given", "src", "text"),
+    [
+        ({}, 1, r"exactly rank 1 \(src\) must give a layout, got one from ranks \[\]"),
+        ({2: Rows(1)}, 1, r"exactly rank 1 \(src\) must give a layout, got one from ranks \[2\]"),
+        ({1: Rows(1), 2: Rows(1)}, 1, r"exactly rank 1 \(src\) must give a layout, got one from ranks \[1, 2\]"),
+        ({0: FOREIGN}, 0, "BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class on rank 0"),
+        ({}, 3, "src must lie in 0..2, got 3"),
+    ],
+)
+def test_refused_on_every_rank(given: dict[int, Layout], src: int, text: str) -> None:
     def body(group: dist.ProcessGroup) -> bool:
-        with pytest.raises(
-            LayoutError, match="must be BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class on rank 0"
-        ):
-            broadcast_layout(FOREIGN if group.rank() == 0 else None, group)
+        with pytest.raises(ValueError, match=text):
+            broadcast_layout(given.get(group.rank()), group, src)
         return True
 
-    assert run_ranks(body, 2) == [True] * 2
-
-
-def test_a_rank_outside_the_group_is_refused() -> None:
-    def body(group: dist.ProcessGroup) -> bool:
-        with pytest.raises(ConfigError, match=r"src must lie in 0..1, got 2"):
-            broadcast_layout(None, group, 2)
-        return True
-
-    assert run_ranks(body, 2) == [True] * 2
+    assert run_ranks(body, 3) == [True] * 3
 
 
 def test_a_layout_that_arrives_changed_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,47 +18,27 @@ X = torch.zeros(2, 4, 3)
     ("make", "text"),
     [
         (lambda: BSHD(torch.ones(2)), r"BSHD: lengths must be a 1-D int32 or int64 tensor, got torch.float32 \(2,\)"),
-        (
-            lambda: SBHD(torch.ones(2, 1, dtype=torch.int32)),
-            r"SBHD: lengths must be a 1-D .*, got torch.int32 \(2, 1\)",
-        ),
         (lambda: BSHD([2, 1.5]), r"BSHD: lengths\[1\] must be an integer, got 1.5. Pass an int of Python or numpy."),  # type: ignore[list-item]
-        (lambda: SBHD([True]), r"SBHD: lengths\[0\] must be an integer, got True"),
         (lambda: SBHD([10**30]), r"SBHD: lengths\[0\] must fit 64 bits, got 1000000000000000000000000000000. Pass a"),
         (lambda: BSHD(3), r"BSHD: lengths must be a list or a tensor, got 3. Pass integers."),  # type: ignore[arg-type]
-        (lambda: BSHD(np.ones(2)), r"BSHD: lengths\[0\] must be an integer, got (np.float64\()?1.0"),  # type: ignore[arg-type]
         (lambda: BSHD([torch.tensor(1)]), r"BSHD: lengths\[0\] must be an integer, got tensor\(1\)"),  # type: ignore[list-item]
         (lambda: THD(None), r"THD: cu_seqlens must be a list or a tensor, got None"),  # type: ignore[arg-type]
-        (lambda: THD("02"), r"THD: cu_seqlens\[0\] must be an integer, got '0'"),  # type: ignore[arg-type]
-        (lambda: THD([0, 2], ["0", "4"]), r"THD: cu_seqlens_padded\[0\] must be an integer, got '0'"),  # type: ignore[list-item]
         (lambda: THD([0, 2], max_seqlen=2.5), r"THD: max_seqlen must be an integer, got 2.5"),  # type: ignore[arg-type]
-        (lambda: THD([0, 2], max_seqlen=10**30), r"THD: max_seqlen must fit 64 bits, got 10000"),
         (lambda: Rows(3.5), r"Rows: num_real must be an integer, got 3.5. Pass an int of Python or numpy."),  # type: ignore[arg-type]
-        (lambda: Rows(True), r"Rows: num_real must be an integer, got True"),
-        (lambda: Rows("3"), r"Rows: num_real must be an integer, got '3'"),  # type: ignore[arg-type]
-        (lambda: Rows(np.float32(3)), r"Rows: num_real must be an integer, got (np.float32\()?3.0"),  # type: ignore[arg-type]
-        (lambda: Rows(10**30), r"Rows: num_real must fit 64 bits, got 1000000000000000000000000000000"),
-        (lambda: Masked(None), r"Masked: valid must be bool \(T,\), got None"),  # type: ignore[arg-type]
         (lambda: Masked(np.ones(2, bool)), r"Masked: valid must be bool \(T,\), got \[ True  True\]"),  # type: ignore[arg-type]
         (lambda: BSHD().shard(0.5, 2), r"shard: index must be an integer, got 0.5"),  # type: ignore[arg-type]
-        (lambda: BSHD().shard(0, "2"), r"shard: size must be an integer, got '2'"),  # type: ignore[arg-type]
         (
             lambda: THD(torch.zeros(2, 2, dtype=torch.int32)),
             r"THD: cu_seqlens must be a 1-D .*, got torch.int32 \(2, 2\)",
         ),
-        (lambda: THD(torch.zeros(2)), r"THD: cu_seqlens must be .*, got torch.float32"),
         (lambda: THD([]), r"THD: cu_seqlens must have n\+1 entries for n sequences, got none"),
-        (lambda: THD([0, 2], torch.zeros(2, dtype=torch.int16)), r"THD: cu_seqlens_padded must be .*, got torch.int16"),
         (lambda: THD([0, 2], [0, 2, 4]), r"must have the same length and device, got 2 entries on cpu and 3 on cpu"),
         (lambda: THD([0, 2], max_seqlen=-1), r"THD: max_seqlen must be 0 or more, got -1"),
         (
             lambda: Rows(torch.ones(2, dtype=torch.int32)),
             r"Rows: num_real must be one int32 or int64, got torch.int32 \(2,\)",
         ),
-        (lambda: Rows(torch.ones(1)), r"Rows: num_real must be one int32 or int64, got torch.float32"),
         (lambda: Masked(torch.ones(2)), r"Masked: valid must be bool \(T,\), got torch.float32 \(2,\)"),
-        (lambda: Masked(torch.ones(2, 1).bool()), r"Masked: valid must be bool \(T,\), got torch.bool \(2, 1\)"),
-        (lambda: Masked([True]), r"Masked: valid must be bool \(T,\), got \[True\]"),  # type: ignore[arg-type]
     ],
 )
 def test_refused_when_made(make: Callable[[], Layout], text: str) -> None:
@@ -72,7 +52,6 @@ def test_refused_when_made(make: Callable[[], Layout], text: str) -> None:
         (BSHD([1, 5]), 8, r"BSHD: lengths must lie in 0..4 \(S\), got 5"),
         (SBHD([-1, 3]), 8, r"SBHD: lengths must lie in 0..4 \(S\), got -1"),
         (BSHD([1, 2, 3]), 8, r"BSHD: the rows must be a multiple of the number of lengths, got 8 rows and 3 lengths"),
-        (BSHD([]), 8, r"got 8 rows and 0 lengths"),
         (THD([1, 8]), 8, r"THD: cu_seqlens must start at 0, got \[1, 8\]"),
         (THD([0, 6, 4, 8]), 8, r"THD: cu_seqlens must not decrease, got \[0, 6, 4, 8\]"),
         (THD([0, 2**62, -(2**62) - 5, 8]), 8, r"THD: cu_seqlens must not decrease, got \[0, 46"),
@@ -82,7 +61,6 @@ def test_refused_when_made(make: Callable[[], Layout], text: str) -> None:
             r"THD: cu_seqlens must end at the number of rows, got 7 and 8 rows. Pass cu_seqlens_padded",
         ),
         (THD([0, 3, 7], [0, 4, 9]), 8, r"THD: cu_seqlens_padded must end at the number of rows, got 9 and 8 rows"),
-        (THD([0, 3, 7], [0, 5, 4]), 4, r"THD: cu_seqlens_padded must not decrease, got \[0, 5, 4\]"),
         (THD([0, 5, 7], [0, 4, 8]), 8, r"must fit into its padded rows, got 5 real and 4 padded rows for sequence 0"),
         (THD([0, 3, 8], max_seqlen=4), 8, r"max_seqlen must be at least the longest sequence \(5\), got 4"),
         (THD(list(range(10))), 8, r"got 9 and 8 rows"),
@@ -99,21 +77,17 @@ def test_refused_by_check(layout: Layout, rows: int, text: str) -> None:
     ("layout", "x", "text"),
     [
         (BSHD(), X[0], r"BSHD: x must be \[B, S, D\], got shape \(4, 3\)"),
-        (SBHD(), X[None], r"SBHD: x must be \[S, B, D\], got shape \(1, 2, 4, 3\)"),
         (
             BSHD([1]),
             X,
             r"BSHD: x must hold one sequence per length, got B = 2 in \[B, S, D\] \(2, 4, 3\) and 1 lengths",
         ),
-        (SBHD([1, 1]), X, r"SBHD: x must hold one sequence per length, got B = 4 .* and 2 lengths"),
         (THD([0, 8]), X, r"THD: x must be \[T, D\], \[1, T, D\] or \[T, 1, D\], got shape \(2, 4, 3\)"),
         (THD([0, 3]), X[0], r"THD: cu_seqlens must end at the number of rows, got 3 and 4 rows"),
-        (THD([0, 5, 3]), X[0], r"THD: cu_seqlens must not decrease"),
         (THD([0, 6]).shard(0, 2), X[0], r"THD: cu_seqlens must end at the number of rows, got 6 and 8 rows"),
         (BSHD().shard(0, 2, "zigzag"), X[:, :3], r"BSHD.shard\(0, 2, 'zigzag'\): .* two equal chunks, got 3 positions"),
         (Masked(torch.ones(7).bool()), X, r"Masked: the mask must have an entry per row, got 7 entries and 8 rows"),
-        (Masked(torch.ones(1).bool()), torch.tensor(1.0), r"Masked: x must be \[..., D\], got a tensor without"),
-        (Rows(), torch.tensor(1.0), r"Rows: x must be \[..., D\], got a tensor without dimensions"),
+        (Rows(), torch.tensor(1.0), r"Rows: x must be \[..., D\], got no dimension"),
     ],
 )
 def test_refused_by_flatten(layout: Layout, x: torch.Tensor, text: str) -> None:
@@ -131,11 +105,8 @@ def test_unflatten_refuses_other_rows(y: torch.Tensor) -> None:
     ("layout", "arguments", "text"),
     [
         (BSHD(), (2, 2), r"shard: index must lie in 0..size-1, got index 2 and size 2"),
-        (BSHD(), (-1, 2), r"got index -1 and size 2"),
-        (BSHD(), (0, 0), r"got index 0 and size 0"),
         (BSHD(), (0, 2, "ring"), r"shard: kind must be one of contiguous, zigzag, got 'ring'"),
         (Rows(), (0, 2, "zigzag"), r"Rows.shard: kind must be one of contiguous, got 'zigzag'"),
-        (Masked(torch.ones(2).bool()), (0, 2, "zigzag"), r"Masked.shard: kind must be one of contiguous, got 'zigzag'"),
         (
             BSHD().shard(0, 2),
             (0, 2, "zigzag"),
@@ -152,7 +123,6 @@ def test_shard_refuses_what_names_no_part(layout: Layout, arguments: tuple[int, 
     ("layout", "rows", "text"),
     [
         (BSHD([3, 2]).shard(0, 2, "zigzag"), 3, r"S \(3\) must be divisible by 4 to be split zigzag over 2 ranks"),
-        (BSHD([5, 6]).shard(0, 2, "zigzag"), 6, r"S \(6\) must be divisible by 4 to be split zigzag over 2 ranks"),
         (THD([0, 3, 5], [0, 6, 8]).shard(1, 2, "zigzag"), 4, r"rows of sequence 0 \(6\) must be divisible by 4"),
         (THD([0, 3, 7], [0, 4, 8]).shard(1, 2, "zigzag"), 3, r"must end at the number of rows, got 8 and 6 rows"),
         (THD([0, 12]).shard(0, 2, "zigzag").shard(0, 4), 2, r"must end at the number of rows, got 12 and 16 rows"),

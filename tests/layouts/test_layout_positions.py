@@ -17,7 +17,7 @@ from tests.layouts.written_batches import Batch, assemble, batches, build, on_de
 FORMS = ("BSHD", "SBHD", "THD")
 
 
-def written_places(batch: Batch) -> list[Tensor]:
+def written_positions(batch: Batch) -> list[Tensor]:
     """(owned, 2) for each sequence: its number and the position, or -1 twice."""
     return [
         torch.tensor([[i, p] if p < real else [-1, -1] for p in range(rows)]).view(rows, 2)
@@ -29,15 +29,15 @@ def written_places(batch: Batch) -> list[Tensor]:
 def test_positions_of_every_part(data: Any, form: str, cp: int, tp: int) -> None:
     batch = data.draw(batches(equal=form != "THD", multiple=2 * cp * tp))
     for cp_rank in range(cp):
-        parts = [zigzag(place, cp_rank, cp) if cp > 1 else place for place in written_places(batch)]
+        parts = [zigzag(one, cp_rank, cp) if cp > 1 else one for one in written_positions(batch)]
         x = assemble(form, parts)
         layout = build(form, batch).shard(cp_rank, cp, "zigzag")
         dim = 1 if form == "BSHD" else 0
         for tp_rank in range(tp):
             part = x.narrow(dim, tp_rank * (x.shape[dim] // tp), x.shape[dim] // tp)
-            places = layout.shard(tp_rank, tp).positions(part.shape)
-            assert places.dtype == torch.int64
-            assert torch.equal(places.t(), part.reshape(-1, 2))
+            found = layout.shard(tp_rank, tp).positions(part.shape)
+            assert found.dtype == torch.int64
+            assert torch.equal(found.t(), part.reshape(-1, 2))
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_sequences_without_tokens_count(layout: Layout, shape: tuple[int, ...], 
 def test_positions_on_a_device_are_not_read() -> None:
     batch = Batch(lengths=[3, 8], owned=[4, 8])
     with on_device():
-        places = build("THD", batch).shard(1, 2, "zigzag").positions((6, 1))
-    assert places.tolist() == [[0, 0, 1, 1, 1, 1], [1, 2, 2, 3, 4, 5]]
+        found = build("THD", batch).shard(1, 2, "zigzag").positions((6, 1))
+    assert found.tolist() == [[0, 0, 1, 1, 1, 1], [1, 2, 2, 3, 4, 5]]
 
 
 def test_positions_of_another_shape() -> None:

@@ -60,12 +60,7 @@ def test_padding_is_the_least_that_will_do(length: int, multiple: int) -> None:
     padded = padded_length(length, multiple)
     assert padded % multiple == 0
     assert 0 <= padded - length < multiple
-
-
-def test_a_fixed_length_is_rounded_up() -> None:
-    assert padded_length(100, 64, seq_length=200) == 256
-    assert padded_length(200, 64, seq_length=200) == 256
-    assert padded_length(200, 64, seq_length=256) == 256
+    assert padded_length(length, multiple, seq_length=length + 1) == padded_length(length + 1, multiple)
 
 
 def test_lengths_that_cannot_be_padded_are_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
-from moe_dispatch.watchdog import Note, WatchedCall, watch_group, watch_of
+from moe_dispatch.watchdog import RankNote, WatchedCall, watch_group, watch_of
 from moe_dispatch_testing import run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
@@ -35,8 +35,8 @@ def test_the_code_of_the_page() -> None:
     assert run_ranks(body, 2) == [60, 60]
 
 
-def note(number: int, phase: str, *, alive: bool = True) -> Note:
-    return Note(
+def note(number: int, phase: str, *, alive: bool = True) -> RankNote:
+    return RankNote(
         "vm", 9, False, number, phase.split()[0], "in", phase, 2.0, 19, "combine of 'layers.0' (call 19)", alive
     )
 

@@ -237,8 +237,8 @@ class Odd(Layout):
     def nothing(self, *arguments: Any, **options: Any) -> Any:
         return None
 
-    grid = sequence_dim = mask = check_counts = check_values = check_shard = shard_rows = nothing
-    num_sequences = places = nothing
+    grid = sequence_dim = mask = check_rows = check_shard = shard_rows = nothing
+    num_sequences = all_positions = nothing
 
 
 def test_layout_of_somebody_else(tmp_path: Path) -> None:

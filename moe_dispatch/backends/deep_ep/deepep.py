@@ -24,20 +24,21 @@ from moe_dispatch.backends.base import (
 from moe_dispatch.backends.capacity import Capacity, capacity_of
 from moe_dispatch.backends.deep_ep import elastic_driver as elastic
 from moe_dispatch.backends.deep_ep import normal_driver as normal
-from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows
+from moe_dispatch.backends.deep_ep.buffers import Handle
+from moe_dispatch.backends.deep_ep.driver import Payload, RankMajorDriver, RankMajorRows
 from moe_dispatch.backends.deep_ep.elastic_driver import ElasticDriver
-from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
 from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.backends.wire import from_float8, row_format, to_float8
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.permutation import SlotIndex, running_total
+from moe_dispatch.permutation import SlotIndex
 from moe_dispatch.probing import Rejected, Usable
 
 Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0"]
-_NEWEST: Release = "v2.5.0"
+# The function that waits for the rows, the dtypes of rows and weights to return, and the capacity.
+_Sent = tuple[Callable[[], RankMajorRows | Arrived], torch.dtype, torch.dtype, Capacity | None]
 
 
 @final
@@ -73,35 +74,26 @@ class DeepEPOptions(BackendOptions):
     @property
     def release(self) -> str | None:
         """Name of the release to emulate; None for the installed library."""
-        return _NEWEST if self.emulate is True else self.emulate or None
+        return "v2.5.0" if self.emulate is True else self.emulate or None
 
     def probe(self) -> Usable | Rejected:
-        return probed(self._probe)
+        def features(library: Library) -> tuple[str, ...]:
+            variant = elastic.variant_of(library)
+            return ("v1", "normal mode") if variant is None else (variant, "compact", "expand")
 
-    def _probe(self) -> Usable | Rejected:
-        found = self._library()
-        if isinstance(found, Rejected):
-            return found
-        variant = elastic.variant_of(found)
-        features = ("v1", "normal mode") if variant is None else (variant, "compact", "expand")
-        return Usable(version=found.version, features=features + (("emulated",) if found.emulated else ()))
+        return probed(self._library, features)
 
     def constraints(self, shape: MoEShape) -> Constraints:
         library, ranks_per_node = self._library(), self.ranks_on_a_node(shape)
-        variant: str | None
-        if isinstance(library, Rejected):  # only for tables: before any other use, ``probe`` refuses
-            device, variant = "cuda", "v2.5"
-        else:
-            device, variant = library.device, elastic.variant_of(library)
-        if variant is not None:
+        device, variant = "cuda", "v2.5"  # only for tables: before any other use, ``probe`` refuses
+        if isinstance(library, Library):
+            device, variant = library.device, elastic.variant_of(library) or "v1"
+        if variant != "v1":
             return elastic.constraints(
                 device, variant, shape, ranks_per_node, expand=self.expand, deterministic=self.deterministic
             )
-        assert isinstance(library, Library)
         if self.expand:
-            raise ConfigError(
-                f"Backend 'deepep': expand needs v2 or V2.5, got {library.version}. Leave expand out, or install V2.5."
-            )
+            raise ConfigError("Backend 'deepep': expand needs v2 or V2.5, got v1. Leave expand out, or install V2.5.")
         return normal.constraints(device, shape, ranks_per_node)
 
     def capacity(self, shape: MoEShape) -> Capacity:
@@ -116,22 +108,23 @@ class DeepEPOptions(BackendOptions):
 
     def open(self, context: BackendContext) -> Backend:
         library = openable(self.name, self._library(), context.communicator)
-        on_its_stream = self.allocate_on_comm_stream
+        num_sms, on_its_stream = self.num_sms, self.allocate_on_comm_stream
         driver: RankMajorDriver
-        if elastic.variant_of(library) is not None:
+        if elastic.variant_of(library) is None:
+            driver = NormalDriver(library, context, num_sms=num_sms, on_its_stream=on_its_stream)
+        else:
             driver = ElasticDriver(
                 library,
                 context,
-                num_sms=self.num_sms,
+                num_sms=num_sms,
                 deterministic=self.deterministic,
+                expand=self.expand,
                 on_its_stream=on_its_stream,
             )
-        else:
-            driver = NormalDriver(library, context, num_sms=self.num_sms, on_its_stream=on_its_stream)
         source = "detected" if self.ranks_per_node is None else "configured"
         nodes = self.ranks_on_a_node(context.shape)
         report_open(self.name, library, context.communicator, f"{nodes} ranks per node ({source}), {driver.buffers}")
-        return DeepEP(context, driver, expand=self.expand)
+        return DeepEP(context, driver)
 
     def ranks_on_a_node(self, shape: MoEShape) -> int:
         """Return the number of consecutive ranks that share a node: the option, else as detected, else all ranks."""
@@ -178,42 +171,6 @@ class DeepEPRoute(RankMajorRoute):
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExpandedRoute(ExpertMajorRoute):
-    """The route of a dispatch in which the library itself delivered expert-major rows.
-
-    Attributes:
-        driver: Driver of the open library.
-        handle: Handle of the dispatch.
-        padded_L: int64 (L,), number of rows of each local expert with its padding.
-        real_L: int64 (L,), number of rows of each local expert without its padding.
-        num_rows_R: R, the number of rows.
-    """
-
-    driver: ElasticDriver
-    handle: Handle
-    padded_L: Tensor
-    real_L: Tensor
-    num_rows_R: int
-
-    @property
-    def is_real(self) -> Tensor:
-        ends_L = running_total(self.padded_L)[1:]
-        at_R = torch.arange(self.num_rows_R, device=ends_L.device)
-        expert_R = torch.bucketize(at_R, ends_L, right=True).clamp(max=len(ends_L) - 1)
-        # The real rows of an expert come first. With 2 real rows of 4, its padding starts 2 rows before its end.
-        return at_R < (ends_L - (self.padded_L - self.real_L)).index_select(0, expert_R)
-
-    def spread(self, rows_TD: Tensor) -> Tensor:
-        rows_RD = self.driver.send_again(rows_TD, self.handle)
-        assert isinstance(rows_RD, Tensor)
-        return rows_RD
-
-    def collect(self, rows_RD: Tensor, values_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.driver.combine(rows_RD, values_R, self.handle)
-
-
-@final
 class DeepEP(Backend):
     """DeepEP V2.5 (``EPBuffer``), v2 (``ElasticBuffer``) or v1 (``Buffer``, normal mode), whichever is installed.
 
@@ -228,10 +185,9 @@ class DeepEP(Backend):
 
     collective_close = True
 
-    def __init__(self, context: BackendContext, driver: RankMajorDriver, *, expand: bool) -> None:
+    def __init__(self, context: BackendContext, driver: RankMajorDriver) -> None:
         super().__init__(context)
         self.driver = driver
-        self._expand = expand
 
     def reserve(self, sizes: Sizes) -> None:
         if sizes.group_max_rows is not None:
@@ -241,10 +197,7 @@ class DeepEP(Backend):
         self.driver.close()
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        if self._expand:
-            return self._send_expanded(rows_TD, ids_TK, weights_TK, sizes.capacity, asynchronously=False)()
-        arriving = self._send(rows_TD, ids_TK, weights_TK, asynchronously=False)
-        return self._grouped(rows_TD, weights_TK, arriving(), sizes.capacity)
+        return self._finish(self._start(rows_TD, ids_TK, weights_TK, sizes, asynchronously=False))
 
     def finish(self, started: Callable[[], Arrived]) -> Arrived:
         return started()
@@ -252,28 +205,30 @@ class DeepEP(Backend):
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Callable[[], Arrived]:
-        if self._expand:
-            return self._send_expanded(rows_TD, ids_TK, weights_TK, sizes.capacity, asynchronously=True)
-        arriving = self._send(rows_TD, ids_TK, weights_TK, asynchronously=True)
-        return lambda: self._grouped(rows_TD, weights_TK, arriving(), sizes.capacity)
+        started = self._start(rows_TD, ids_TK, weights_TK, sizes, asynchronously=True)
+        return lambda: self._finish(started)
 
-    def _send(
-        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool
-    ) -> Callable[[], RankMajorRows]:
+    def _start(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, *, asynchronously: bool
+    ) -> _Sent:
+        """Send the rows, and return what ``_finish`` needs."""
         shape, most_rows = self.context.shape, self.context.most_rows
-        # In graph-safe mode: as many rows as all ranks together can send. In eager mode the library counts the rows.
-        worst_rows = shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None
-        return self.driver.send(
+        arriving = self.driver.send(
             pack(rows_TD, shape.wire_dtype),
             ids_TK.contiguous(),
             weights_TK.float().contiguous(),
             asynchronously=asynchronously,
-            worst_rows=worst_rows,
+            # In graph-safe mode: as many rows as all ranks together can send. In eager mode the library counts them.
+            worst_rows=shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None,
         )
+        return arriving, rows_TD.dtype, weights_TK.dtype, sizes.capacity
 
-    def _grouped(
-        self, rows_TD: Tensor, weights_TK: Tensor, arrived: RankMajorRows, capacity: Capacity | None
-    ) -> Arrived:
+    def _finish(self, started: _Sent) -> Arrived:
+        """Wait for the rows. Copy rank-major rows to their experts; expanded rows are there already."""
+        arriving, dtype, weights_dtype, capacity = started
+        arrived = arriving()
+        if isinstance(arrived, Arrived):
+            return replace(arrived, rows=arrived.rows.to(dtype), weights=arrived.weights.to(weights_dtype))
         ids_SK = arrived.ids_SK if capacity is None else arrived.known_ids_SK
         route = DeepEPRoute(
             context=self.context,
@@ -281,48 +236,7 @@ class DeepEP(Backend):
             handle=arrived.handle,
             index=self.context.group(ids_SK, arrived.weights_SK, capacity, counts=arrived.counts),
         )
-        rows_SD, weights_SK = unpack(arrived.payload, rows_TD.dtype), arrived.weights_SK.to(weights_TK.dtype)
-        return arrive(route, rows_SD, weights_SK, rows_TD.dtype)
-
-    def _send_expanded(
-        self,
-        rows_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        capacity: Capacity | None,
-        *,
-        asynchronously: bool,
-    ) -> Callable[[], Arrived]:
-        driver = self.driver
-        assert isinstance(driver, ElasticDriver)
-        arriving = driver.send_expanded(
-            rows_TD.bfloat16().contiguous(),
-            ids_TK.contiguous(),
-            weights_TK.float().contiguous(),
-            asynchronously=asynchronously,
-        )
-
-        def arrived() -> Arrived:
-            sent = arriving()
-            real_L = sent.real_counts_L.long()
-            padded_L = real_L + -real_L % self.context.shape.pad_multiple
-            return Arrived(
-                rows=sent.rows_RD.to(rows_TD.dtype),
-                weights=sent.weights_R.to(weights_TK.dtype),
-                tokens_per_expert=padded_L,
-                real_tokens_per_expert=real_L,
-                tokens_per_expert_list=tuple(sent.padded_counts) if capacity is None else None,
-                route=ExpandedRoute(
-                    driver=driver,
-                    handle=sent.handle,
-                    padded_L=padded_L,
-                    real_L=real_L,
-                    num_rows_R=len(sent.rows_RD),
-                ),
-                demand=None if capacity is None else torch.stack([real_L.sum(), real_L.new_zeros(())]),
-            )
-
-        return arrived
+        return arrive(route, unpack(arrived.payload, dtype), arrived.weights_SK.to(weights_dtype), dtype)
 
 
 def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:

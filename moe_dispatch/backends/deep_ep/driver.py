@@ -9,29 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.deep_ep.pool import PooledBuffer
+from moe_dispatch.backends.base import Arrived
+from moe_dispatch.backends.deep_ep.buffers import Handle
 
 # Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with its float32 scales (T, D/128).
 Payload = Tensor | tuple[Tensor, Tensor]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Handle:
-    """The opaque handle that the library returned for one dispatch, and the buffer that the handle belongs to."""
-
-    pooled: PooledBuffer
-    raw: Any
-
-    @property
-    def buffer(self) -> Any:
-        """The buffer. Raises StateError after the pool was closed."""
-        return self.pooled.buffer
 
 
 @final
@@ -66,12 +53,13 @@ class RankMajorRows:
 
 
 class RankMajorDriver(ABC):
-    """Base of the drivers, each of which calls one buffer class. No method is differentiable."""
+    """Base of the drivers, each of which calls one buffer class. No method is differentiable.
 
-    @property
-    @abstractmethod
-    def buffers(self) -> str:
-        """Description of the buffers, for the log."""
+    Attributes:
+        buffers: Description of the buffers, for the log.
+    """
+
+    buffers: str
 
     @abstractmethod
     def reserve(self, rows: int) -> None:
@@ -79,14 +67,8 @@ class RankMajorDriver(ABC):
 
     @abstractmethod
     def send(
-        self,
-        payload: Payload,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        asynchronously: bool,
-        worst_rows: int | None = None,
-    ) -> Callable[[], RankMajorRows]:
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool, worst_rows: int | None
+    ) -> Callable[[], RankMajorRows | Arrived]:
         """Send each row once to each rank that owns at least one of its experts.
 
         Args:
@@ -99,7 +81,8 @@ class RankMajorDriver(ABC):
                 number of rows that arrive, which is S.
 
         Returns:
-            A function that makes the current stream wait for the payload, and returns the rows. It is called once.
+            A function that makes the current stream wait for the payload, and returns the rows. It is called once. If
+            the library itself delivers expert-major rows, the result is complete but for the dtypes.
         """
 
     @abstractmethod

@@ -14,13 +14,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape, WireDtype
+from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape, WireDtype
 from moe_dispatch.backends.capacity import worst_rows
-from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows
+from moe_dispatch.backends.deep_ep.buffers import BufferPool, Handle, ProcessSwitch
+from moe_dispatch.backends.deep_ep.driver import Payload, RankMajorDriver, RankMajorRows
+from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.library import Library
-from moe_dispatch.backends.deep_ep.pool import BufferPool, PooledBuffer
-from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
-from moe_dispatch.permutation import round_up
+from moe_dispatch.permutation import round_up, running_total
 from moe_dispatch.probing import Rejected
 
 _MOST_RANKS, _MOST_EXPERTS = 1024, 2048
@@ -98,47 +98,6 @@ def expanded_rows(shape: MoEShape) -> int:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Expanded:
-    """The expert-major rows of one dispatch. The library calls such rows expanded.
-
-    Attributes:
-        rows_RD: bfloat16 (R, D), the rows of each expert, followed by zero rows up to the alignment.
-        weights_R: float32 (R,), 0 on zero rows.
-        padded_counts: Number of rows of each local expert with its zero rows, on the host; empty if the host did not
-            wait for the counts.
-        real_counts_L: int32 (L,), number of rows of each local expert without its zero rows, on the device.
-        handle: Handle of this dispatch, for combine.
-    """
-
-    rows_RD: Tensor
-    weights_R: Tensor
-    padded_counts: list[int]
-    real_counts_L: Tensor
-    handle: Handle
-
-
-@final
-class _Deferred:
-    """A dispatch whose epilogue has not run yet.
-
-    The epilogue waits for the counts, and copies the rows out of the buffer.
-    """
-
-    def __init__(self, pooled: PooledBuffer, event: Any) -> None:
-        self._pooled = pooled
-        self._event = event
-        self._values: Any = None
-
-    def finish(self) -> Any:
-        """Run the epilogue on the current stream at the first call. Return the values of the dispatch."""
-        if self._values is None:
-            _ = self._pooled.buffer  # refuses if the buffer is closed
-            self._values = self._event.current_stream_wait()
-        return self._values
-
-
-@final
 class ElasticDriver(RankMajorDriver):
     """The driver of v2 and V2.5. Its buffers are made for the largest number of rows of any rank.
 
@@ -146,8 +105,10 @@ class ElasticDriver(RankMajorDriver):
     wants the rows. Every call writes into the buffer from which an epilogue reads, so deferred epilogues run before the
     next call at the latest.
 
-    Cost of ``send`` and ``send_expanded``: one host sync, for the counts; none in graph-safe mode.
+    Cost of ``send``: one host sync, for the counts; none in graph-safe mode.
     """
+
+    buffers = "buffers for the largest number of rows of any rank"
 
     def __init__(
         self,
@@ -156,14 +117,18 @@ class ElasticDriver(RankMajorDriver):
         *,
         num_sms: int | None,
         deterministic: bool,
+        expand: bool,
         on_its_stream: bool,
     ) -> None:
         shape, communicator = context.shape, context.communicator
         self._shape = shape
+        self._expansion: dict[str, Any] = {}
+        if expand:
+            self._expansion = {"expert_alignment": shape.pad_multiple, "do_expand": True, "do_zero_padding": True}
         self._num_sms = num_sms or 0  # 0 lets the library choose
         self._on_its_stream = on_its_stream
         self._is_v25 = variant_of(library) == "v2.5"
-        self._deferred: list[_Deferred] = []
+        self._deferred: list[Callable[[], None]] = []
         cls = library.module.EPBuffer if self._is_v25 else library.module.ElasticBuffer
 
         def make(rows: int) -> Any:
@@ -182,88 +147,19 @@ class ElasticDriver(RankMajorDriver):
         self._ids_dtype: torch.dtype = getattr(library.module, "topk_idx_t", torch.int64)
         self._pool = BufferPool("deepep", make, most_rows=context.most_rows)
 
-    @property
-    def buffers(self) -> str:
-        return "buffers for the largest number of rows of any rank"
-
     def reserve(self, rows: int) -> None:
         self._pool.reserve(max(rows, 1))
 
     def send(
-        self,
-        payload: Payload,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        asynchronously: bool,
-        worst_rows: int | None = None,
-    ) -> Callable[[], RankMajorRows]:
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool, worst_rows: int | None
+    ) -> Callable[[], RankMajorRows | Arrived]:
         """Send rows as the base class says.
 
         With ``worst_rows`` the library delivers P times the number of rows that its buffer has room for. That product
         equals ``worst_rows``.
         """
         pooled = self._pool.current
-        finish = self._dispatch(pooled, payload, ids_TK, weights_TK, asynchronously, do_cpu_sync=worst_rows is None)
-
-        def arrived() -> RankMajorRows:
-            received, ids_SK, weights_SK, handle = finish()
-            return RankMajorRows(
-                payload=received,
-                ids_SK=ids_SK,
-                weights_SK=weights_SK,
-                counts=handle.num_recv_tokens_per_expert_list,
-                handle=Handle(pooled=pooled, raw=handle),
-                num_received=None if worst_rows is None else handle.psum_num_recv_tokens_per_scaleup_rank[-1],
-            )
-
-        return arrived
-
-    def send_expanded(
-        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool
-    ) -> Callable[[], Expanded]:
-        """Send each row to every expert that it names. Return as ``send`` does.
-
-        In graph-safe mode ``expanded_rows`` rows are delivered. Rows and weights behind the last expert's rows may hold
-        anything.
-        """
-        pooled = self._pool.current
-        finish = self._dispatch(
-            pooled,
-            rows_TD,
-            ids_TK,
-            weights_TK,
-            asynchronously,
-            do_cpu_sync=not self._shape.graph_safe,
-            expert_alignment=self._shape.pad_multiple,
-            do_expand=True,
-            do_zero_padding=True,
-        )
-
-        def arrived() -> Expanded:
-            rows_RD, _, weights_R, handle = finish()
-            return Expanded(
-                rows_RD=rows_RD,
-                weights_R=weights_R,
-                padded_counts=handle.num_recv_tokens_per_expert_list,
-                real_counts_L=handle.num_unaligned_recv_tokens_per_expert,
-                handle=Handle(pooled=pooled, raw=handle),
-            )
-
-        return arrived
-
-    def _dispatch(
-        self,
-        pooled: PooledBuffer,
-        payload: Payload,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        asynchronously: bool,
-        **options: Any,
-    ) -> Callable[[], Any]:
-        """Call the library. Return a function that waits, and returns the rows, ids, weights and handle."""
-        buffer = pooled.buffer
-        on_its_stream = asynchronously and self._on_its_stream
+        buffer, on_its_stream = pooled.buffer, asynchronously and self._on_its_stream
         defers = asynchronously and self._is_v25
         with self._calling():
             result = buffer.dispatch(
@@ -277,28 +173,63 @@ class ElasticDriver(RankMajorDriver):
                 previous_event=buffer.capture() if on_its_stream else None,
                 async_with_compute_stream=asynchronously,
                 allocate_on_comm_stream=on_its_stream,
+                do_cpu_sync=worst_rows is None,
+                **self._expansion,
                 **({"defer_epilogue": True} if defers else {}),
-                **options,
             )
-        if defers:
-            deferred = _Deferred(pooled, result)
-            self._deferred.append(deferred)
-            return deferred.finish
-        *values, event = result
+        *values, event = [result] if defers else result
 
-        def finish() -> Any:
-            if asynchronously:
+        def finish() -> None:
+            if defers and not values:  # the epilogue waits for the counts, and copies the rows out of the buffer
+                _ = pooled.buffer  # refuses if the buffer is closed
+                values.extend(event.current_stream_wait())
+            elif asynchronously and not defers:
                 event.current_stream_wait()
-            return values
 
-        return finish
+        def arrived() -> RankMajorRows | Arrived:
+            finish()
+            received, ids_SK, weights, raw = values
+            handle = Handle(pooled=pooled, raw=raw)
+            if self._expansion:
+                return self._expanded(received, weights, handle)
+            return RankMajorRows(
+                payload=received,
+                ids_SK=ids_SK,
+                weights_SK=weights,
+                counts=raw.num_recv_tokens_per_expert_list,
+                handle=handle,
+                num_received=None if worst_rows is None else raw.psum_num_recv_tokens_per_scaleup_rank[-1],
+            )
+
+        if defers:
+            self._deferred.append(finish)
+        return arrived
+
+    def _expanded(self, rows_RD: Tensor, weights_R: Tensor, handle: Handle) -> Arrived:
+        """Return rows that the library sent to every expert that they name. It calls such rows expanded.
+
+        Zero rows follow the rows of each expert up to the alignment. In graph-safe mode ``expanded_rows`` rows are
+        delivered, and rows and weights behind the last expert's rows may hold anything.
+        """
+        shape, raw = self._shape, handle.raw
+        real_L = raw.num_unaligned_recv_tokens_per_expert.long()
+        padded_L = real_L + -real_L % shape.pad_multiple
+        return Arrived(
+            rows=rows_RD,
+            weights=weights_R,
+            tokens_per_expert=padded_L,
+            real_tokens_per_expert=real_L,
+            tokens_per_expert_list=None if shape.graph_safe else tuple(raw.num_recv_tokens_per_expert_list),
+            route=ExpandedRoute(driver=self, handle=handle, padded_L=padded_L, real_L=real_L, num_rows_R=len(rows_RD)),
+            demand=torch.stack([real_L.sum(), real_L.new_zeros(())]) if shape.graph_safe else None,
+        )
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
         """Enter a call of the library. Before it, run the epilogues that earlier calls deferred."""
         with _filling.at(False):
             while self._deferred:
-                self._deferred.pop().finish()
+                self._deferred.pop()()
             yield
 
     def send_again(self, payload: Payload, handle: Handle) -> Payload:
@@ -321,3 +252,39 @@ class ElasticDriver(RankMajorDriver):
     def close(self) -> None:
         self._deferred.clear()
         self._pool.close()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpandedRoute(ExpertMajorRoute):
+    """The route of a dispatch in which the library itself delivered expert-major rows.
+
+    Attributes:
+        driver: Driver of the open library.
+        handle: Handle of the dispatch.
+        padded_L: int64 (L,), number of rows of each local expert with its padding.
+        real_L: int64 (L,), number of rows of each local expert without its padding.
+        num_rows_R: R, the number of rows.
+    """
+
+    driver: ElasticDriver
+    handle: Handle
+    padded_L: Tensor
+    real_L: Tensor
+    num_rows_R: int
+
+    @property
+    def is_real(self) -> Tensor:
+        ends_L = running_total(self.padded_L)[1:]
+        at_R = torch.arange(self.num_rows_R, device=ends_L.device)
+        expert_R = torch.bucketize(at_R, ends_L, right=True).clamp(max=len(ends_L) - 1)
+        # The real rows of an expert come first. With 2 real rows of 4, its padding starts 2 rows before its end.
+        return at_R < (ends_L - (self.padded_L - self.real_L)).index_select(0, expert_R)
+
+    def spread(self, rows_TD: Tensor) -> Tensor:
+        rows_RD = self.driver.send_again(rows_TD, self.handle)
+        assert isinstance(rows_RD, Tensor)
+        return rows_RD
+
+    def collect(self, rows_RD: Tensor, values_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.driver.combine(rows_RD, values_R, self.handle)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import gcd, lcm
@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
-from moe_dispatch.backends.deep_ep.driver import Handle
+from moe_dispatch.backends.deep_ep.buffers import BufferPool, Handle, ProcessSwitch
 from moe_dispatch.backends.deep_ep.library import Library, parameters
-from moe_dispatch.backends.deep_ep.pool import BufferPool
-from moe_dispatch.backends.deep_ep.switch import ProcessSwitch
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation import round_up
 
@@ -48,22 +46,18 @@ class Rules:
         ragged: Whether each rank may bring its own number of rows. If so, all ranks pass the same
             ``num_of_tokens_per_rank``, and no rank brings more rows than that.
         hidden_multiple: Number of which the hidden size of bfloat16 rows must be a multiple.
-        least_ranks: Smallest group size.
         spans_domains: Whether a group may have several NVLink domains.
-        detects_domain: Whether the library finds its NVLink domains itself if its environment variable is not set.
-        idle_ranks: Whether a rank may receive no row. In earlier versions such a rank aborts in combine.
-        flags_overflow: Whether a dispatch can do without a host sync and then say on the device if it dropped rows.
+        fuses: Whether the version has permute fusion (a0d27f1). Such a version serves one rank, finds its NVLink
+            domains itself if its environment variable is not set, and lets a rank receive no row. It can also dispatch
+            without a host sync, and then says on the device if it dropped rows.
     """
 
     chunks: tuple[int, int]
     pads_capacity: bool
     ragged: bool
     hidden_multiple: int
-    least_ranks: int
     spans_domains: bool
-    detects_domain: bool
-    idle_ranks: bool
-    flags_overflow: bool
+    fuses: bool
 
     def row_multiple(self, domain: int) -> int:
         """Return the multiple of the rows per rank if ``domain`` ranks share an NVLink domain."""
@@ -80,47 +74,31 @@ class Rules:
 
 # The rules of pull requests 744 and 746, the newest supported releases. Tables show them where the library is missing.
 NEWEST = Rules(
-    chunks=(_CHUNK, _CHUNK),
-    pads_capacity=True,
-    ragged=True,
-    hidden_multiple=16,
-    least_ranks=1,
-    spans_domains=True,
-    detects_domain=True,
-    idle_ranks=True,
-    flags_overflow=True,
+    chunks=(_CHUNK, _CHUNK), pads_capacity=True, ragged=True, hidden_multiple=16, spans_domains=True, fuses=True
 )
 
 
-def buffer_class(library: Library) -> type[Any] | None:
-    """Return the buffer class; None if the library is another variant, or a version that is not supported."""
-    found: type[Any] | None = getattr(library.module, "HybridEPBuffer", None)
-    return found
-
-
-def rules(cls: type[Any], environment: Mapping[str, str] | None = None) -> Rules:
+def rules(cls: type[Any]) -> Rules:
     """Return the rules of a version, from the parameters of its methods and from the environment variables it reads."""
-    environment = os.environ if environment is None else environment
     dispatch, construct = parameters(cls.dispatch_with_permute), inspect.signature(cls.__init__).parameters
     fuses = "fuse_permute_dispatch" in dispatch
     gathers_itself = construct.get("enable_custom_allgather")
-    first, second = (_number(environment, name, _CHUNK if fuses else _OLD_CHUNK) for name in _CHUNK_VARIABLES)
+    first, second = (_number(name, _CHUNK if fuses else _OLD_CHUNK) for name in _CHUNK_VARIABLES)
     return Rules(
         chunks=(first, second),
         # 94a9f8f changed the default to False, two commits after 4214430 (#638), the first that pads capacities.
         pads_capacity=fuses and gathers_itself is not None and gathers_itself.default is False,
         ragged="num_of_tokens_per_rank" in dispatch,
         hidden_multiple=16 if "non_blocking" in dispatch else 512,  # relaxed with 83e0d15 (2025-12-03)
-        least_ranks=1 if fuses else 2,
         spans_domains="ib_dev_name_list" not in construct,  # 1dddd19 takes only full buffers across domains
-        detects_domain=fuses,
-        idle_ranks=fuses,  # 34152ae (2026-04-09), the second version with these signatures
-        flags_overflow=fuses,  # since a484936 (2026-01-20); but versions before these signatures were not studied
+        # Idle ranks came with 34152ae, the second version with this signature. The flag of dropped rows came before,
+        # with a484936, but versions between them were not studied.
+        fuses=fuses,
     )
 
 
-def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
-    text = environment.get(name, str(otherwise))
+def _number(name: str, otherwise: int) -> int:
+    text = os.environ.get(name, str(otherwise))
     if not text.isdecimal() or not int(text):
         raise ConfigError(f"Backend 'hybridep': {name} must be a positive number, got {text!r}. Correct or unset it.")
     return int(text)
@@ -136,8 +114,7 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
     if fuse_permute and shape.capacity_factor != "worst":
         raise ConfigError(
             "Backend 'hybridep': with fuse_permute, capacity_factor must be \"worst\", because the fused combine hangs "
-            f"if all rows of a token were dropped, got {shape.capacity_factor}. Leave fuse_permute out, or use "
-            '"worst".'
+            f'if all rows of a token were dropped, got {shape.capacity_factor}. Leave fuse_permute out, or use "worst".'
         )
     several = domain < shape.ep_size
     if several and not found.spans_domains:
@@ -145,9 +122,8 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
             f"Backend 'hybridep': the installed version serves groups within one NVLink domain, got {shape.ep_size} "
             f"ranks, {domain} per domain. Install a later version, or use smaller groups."
         )
-    sizes = (
-        range(domain, shape.ep_size + 1, domain) if several else range(found.least_ranks, _MOST_RANKS_PER_DOMAIN + 1)
-    )
+    least = 1 if found.fuses else 2
+    sizes = range(domain, shape.ep_size + 1, domain) if several else range(least, _MOST_RANKS_PER_DOMAIN + 1)
     return Constraints(
         row_multiple=found.row_multiple(domain),
         min_rows=0 if found.ragged else 1,
@@ -156,16 +132,16 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
         max_rows=found.most_rows if several else None,
         hidden_multiple=found.hidden_multiple,
         # Beyond max_hidden or max_local_experts a kernel needs more shared memory than there is, and does not run.
-        max_hidden=None if found.detects_domain else 8192,
+        max_hidden=None if found.fuses else 8192,
         max_local_experts=768 if found.pads_capacity else 224,
         dtypes=frozenset({torch.bfloat16}),
         devices=frozenset({device}),
         group_sizes=frozenset(sizes),
         local_experts_multiple=4 // gcd(4, domain),
-        idle_ranks=found.idle_ranks,
+        idle_ranks=found.fuses,
         pads_experts=True,
         wire_dtypes=frozenset({"bfloat16"}),
-        graph_safe=found.flags_overflow,
+        graph_safe=found.fuses,
         graph_safe_reason=(
             "the installed version reads its counts on the host; versions of 2026-04 (34152ae) or later need not"
         ),
@@ -173,34 +149,12 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
     )
 
 
-def domain_of(shape: MoEShape, configured: int | None, environment: Mapping[str, str] | None = None) -> int:
+def domain_of(shape: MoEShape, configured: int | None) -> int:
     """Return the ranks per NVLink domain: the option, else the library's variable, else the ranks that share a host."""
-    environment = os.environ if environment is None else environment
     found = configured or shape.ranks_per_node or shape.ep_size
-    if configured is None and _DOMAIN_VARIABLE in environment:
-        found = _number(environment, _DOMAIN_VARIABLE, found)
+    if configured is None and _DOMAIN_VARIABLE in os.environ:
+        found = _number(_DOMAIN_VARIABLE, found)
     return min(found, shape.ep_size)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExpertMajorRows:
-    """The rows that one dispatch brought to the experts of this rank.
-
-    Attributes:
-        rows_RD: bfloat16 (R, D), expert-major: the rows of each expert by source rank, then by row, then zero padding.
-        probs_R: float32 (R,), exactly the bits that were sent; +0.0 on padding.
-        padded_L: int64 (L,), number of rows of each local expert, with padding and without dropped rows. It is on the
-            CPU. In graph-safe mode it is on the device, and rows behind those of the last expert may hold anything.
-        handle: Handle of this dispatch, for combine and the backwards.
-        overflowed: bool (), on the device: whether rows were dropped. None without ``room``.
-    """
-
-    rows_RD: Tensor
-    probs_R: Tensor
-    padded_L: Tensor
-    handle: Handle
-    overflowed: Tensor | None
 
 
 @final
@@ -221,43 +175,35 @@ class HybridDriver:
         knobs: Mapping[str, int],
         fuse_permute: bool,
     ) -> None:
-        shape = context.shape
-        cls = buffer_class(library)
-        assert cls is not None
-        self._cls = cls
-        self._shape = shape
+        shape, cls = context.shape, library.module.HybridEPBuffer
         found = rules(cls)
+        self._cls = cls
         self._ragged = found.ragged
         self._communicator = context.communicator
         self._domain = domain
         # A version that detects its domains may know more than host names tell, so it is not told the domain. But if
         # the variable is set already, it is set anew: the library fails if the variable is larger than the group.
-        self._sets_domain = domain_is_configured or not found.detects_domain or _DOMAIN_VARIABLE in os.environ
-        self._arguments = self._constructor_arguments(knobs)
+        self._sets_domain = domain_is_configured or not found.fuses or _DOMAIN_VARIABLE in os.environ
+        _refuse_unknown(cls, knobs.keys() - parameters(cls.__init__))
+        self._arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
         # Always given: the default of early versions is 0, and their kernel divides by it.
         self._dispatch_arguments: dict[str, Any] = {"pad_multiple": shape.pad_multiple}
         self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
         if shape.graph_safe:
             self._dispatch_arguments["non_blocking"] = True
         if fuse_permute:
-            self._refuse_unknown({"fuse_permute_dispatch"}, parameters(cls.dispatch_with_permute))
-            _check_chunks_for_fusion(found)
+            _refuse_unknown(cls, {"fuse_permute_dispatch"} - parameters(cls.dispatch_with_permute))
+            variables = (*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE)
+            chunks = (*found.chunks, _number(_PREPROCESSING_VARIABLE, _CHUNK))
+            if len(set(chunks)) > 1:
+                raise ConfigError(
+                    "Backend 'hybridep': fuse_permute needs equal chunks in all kernels, got "
+                    f"{chunks[0]} (dispatch), {chunks[1]} (combine) and {chunks[2]} (preprocessing). Set "
+                    f"{', '.join(variables)} to one number."
+                )
             self._dispatch_arguments["fuse_permute_dispatch"] = True
             self._combine_arguments["fuse_unpermute_combine"] = True
         self._pool = BufferPool("hybridep", self._make, most_rows=context.most_rows, multiple=lcm(*found.chunks))
-
-    def _constructor_arguments(self, knobs: Mapping[str, int]) -> dict[str, Any]:
-        shape = self._shape
-        self._refuse_unknown(knobs.keys(), parameters(self._cls.__init__))
-        return {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
-
-    def _refuse_unknown(self, wanted: Any, known: frozenset[str]) -> None:
-        unknown = sorted(set(wanted) - known)
-        if unknown:
-            raise ConfigError(
-                f"Backend 'hybridep': the installed {self._cls.__name__} must have {', '.join(unknown)}, got a version "
-                "without. Leave the option out, or install a later version."
-            )
 
     def _make(self, rows: int) -> Any:
         # The constructor's parameter for the domain is deprecated and never read. Only the variable sets the domain.
@@ -277,7 +223,7 @@ class HybridDriver:
 
     def send(
         self, rows_TD: Tensor, map_TE: Tensor, probs_TE: Tensor, *, group_max_rows: int | None, room: int | None = None
-    ) -> ExpertMajorRows:
+    ) -> tuple[Tensor, Tensor, Tensor, Handle]:
         """Send each row once to each NVLink domain and rank that needs it, and copy it there to its experts.
 
         Args:
@@ -287,6 +233,14 @@ class HybridDriver:
             group_max_rows: Largest number of rows that any rank brings. Only ragged versions need it.
             room: R in graph-safe mode, a multiple of ``pad_multiple``; None in eager mode. If more rows are needed, the
                 last expert-major rows are dropped, so the experts with the highest ids lose rows first.
+
+        Returns:
+            - The rows of each expert by source rank, then by row, then zero padding, bfloat16 (R, D).
+            - Their probabilities, float32 (R,): exactly the bits that were sent, and +0.0 on padding.
+            - Number of rows of each local expert with padding and without dropped rows, int64 (L,), on the CPU.
+            - The handle of this dispatch, for combine and the backwards.
+
+            With ``room`` the numbers are on the device, and rows behind those of the last expert may hold anything.
         """
         pooled = self._pool.current
         sizes = {"num_of_tokens_per_rank": round_up(group_max_rows or 1, _SHARED_ROWS_MULTIPLE)} if self._ragged else {}
@@ -300,13 +254,7 @@ class HybridDriver:
                 f"Backend 'hybridep': every rank must receive a row, got none on rank {self._communicator.rank}. The "
                 "installed version cannot combine without rows. Install a version of 2026-04 (34152ae) or later."
             )
-        return ExpertMajorRows(
-            rows_RD=rows_RD,
-            probs_R=probs_R,
-            padded_L=padded_L,
-            handle=Handle(pooled=pooled, raw=handle),
-            overflowed=None if room is None else _overflow_flag(handle),
-        )
+        return rows_RD, probs_R, padded_L, Handle(pooled=pooled, raw=handle)
 
     def send_again(self, rows_TD: Tensor, num_grouped: int, handle: Handle) -> Tensor:
         """Send other rows the way of an earlier dispatch: (R, D), with the R of that dispatch. No host sync."""
@@ -344,30 +292,27 @@ class HybridDriver:
         self._pool.close()
 
 
-def _overflow_flag(handle: tuple[Any, ...]) -> Tensor:
-    """Return whether a dispatch dropped rows, bool ().
+def overflow_flag(handle: Handle) -> Tensor:
+    """Return whether a dispatch with ``room`` dropped rows, bool () on the device.
 
     In every version with such a flag, it is the last tensor of the handle. Only a dispatch without a host sync writes
     it.
     """
-    flag: Tensor = [part for part in handle if isinstance(part, Tensor)][-1]
+    flag: Tensor = [part for part in handle.raw if isinstance(part, Tensor)][-1]
     return flag.view(()) != 0
 
 
-def _check_chunks_for_fusion(found: Rules) -> None:
-    preprocessing = _number(os.environ, _PREPROCESSING_VARIABLE, _CHUNK)
-    if len({*found.chunks, preprocessing}) > 1:
+def _refuse_unknown(cls: type[Any], unknown: Set[str]) -> None:
+    if unknown:
         raise ConfigError(
-            "Backend 'hybridep': fuse_permute needs equal chunks in all kernels, got "
-            f"{found.chunks[0]} (dispatch), {found.chunks[1]} (combine) and {preprocessing} (preprocessing). Set "
-            f"{', '.join((*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE))} to one number."
+            f"Backend 'hybridep': the installed {cls.__name__} must have {', '.join(sorted(unknown))}, got a version "
+            "without. Leave the option out, or install a later version."
         )
 
 
 def _write_domain(value: str | None) -> None:
-    if value is None:
-        os.environ.pop(_DOMAIN_VARIABLE, None)
-    else:
+    os.environ.pop(_DOMAIN_VARIABLE, None)
+    if value is not None:
         os.environ[_DOMAIN_VARIABLE] = value
 
 

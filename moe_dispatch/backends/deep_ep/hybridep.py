@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, final
+from typing import Literal, final
 
 import torch
-from pydantic import Field
+from pydantic import PositiveInt
 from torch import Tensor
 
-from moe_dispatch.backends.base import (
-    Arrived,
-    Backend,
-    BackendContext,
-    BackendOptions,
-    Constraints,
-    MoEShape,
-    Sizes,
-)
+from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
-from moe_dispatch.backends.deep_ep.driver import Handle
+from moe_dispatch.backends.deep_ep.buffers import Handle
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.hybrid_driver import HybridDriver
 from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
@@ -30,8 +22,6 @@ from moe_dispatch.permutation import running_total
 from moe_dispatch.probing import Rejected, Usable
 
 Release = Literal["hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
-_NEWEST: Release = "hybridep-746"
-_Count = Annotated[int, Field(ge=1)]
 
 
 @final
@@ -52,18 +42,18 @@ class HybridEPOptions(BackendOptions):
 
     name = "hybridep"
 
-    num_sms_dispatch: _Count | None = None
-    num_sms_combine: _Count | None = None
-    num_blocks_permute: _Count | None = None
-    num_blocks_unpermute: _Count | None = None
+    num_sms_dispatch: PositiveInt | None = None
+    num_sms_combine: PositiveInt | None = None
+    num_blocks_permute: PositiveInt | None = None
+    num_blocks_unpermute: PositiveInt | None = None
     fuse_permute: bool = False
-    ranks_per_domain: _Count | None = None
+    ranks_per_domain: PositiveInt | None = None
     emulate: bool | Release = False
 
     @property
     def release(self) -> str | None:
         """Name of the release to emulate; None for the installed library."""
-        return _NEWEST if self.emulate is True else self.emulate or None
+        return "hybridep-746" if self.emulate is True else self.emulate or None
 
     @property
     def knobs(self) -> dict[str, int]:
@@ -77,22 +67,18 @@ class HybridEPOptions(BackendOptions):
         return {name: number for name, number in given.items() if number is not None}
 
     def probe(self) -> Usable | Rejected:
-        return probed(self._probe)
+        def features(library: Library) -> tuple[str, ...]:
+            found = hybrid.rules(library.module.HybridEPBuffer)
+            return ("ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows",)
 
-    def _probe(self) -> Usable | Rejected:
-        library = self._library()
-        if isinstance(library, Rejected):
-            return library
-        found = hybrid.rules(_buffer_class(library))
-        rows = "ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows"
-        return Usable(version=library.version, features=(rows, *(("emulated",) if library.emulated else ())))
+        return probed(self._library, features)
 
     def constraints(self, shape: MoEShape) -> Constraints:
-        library, domain = self._library(), hybrid.domain_of(shape, self.ranks_per_domain)
-        if isinstance(library, Rejected):  # only for tables: before any other use, ``probe`` refuses
-            return hybrid.constraints(hybrid.NEWEST, "cuda", shape, domain, fuse_permute=self.fuse_permute)
-        found = hybrid.rules(_buffer_class(library))
-        return hybrid.constraints(found, library.device, shape, domain, fuse_permute=self.fuse_permute)
+        found, device, library = hybrid.NEWEST, "cuda", self._library()
+        if isinstance(library, Library):  # otherwise only for tables: before any other use, ``probe`` refuses
+            found, device = hybrid.rules(library.module.HybridEPBuffer), library.device
+        domain = hybrid.domain_of(shape, self.ranks_per_domain)
+        return hybrid.constraints(found, device, shape, domain, fuse_permute=self.fuse_permute)
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         row_bytes = shape.hidden_size * torch.bfloat16.itemsize
@@ -118,13 +104,13 @@ class HybridEPOptions(BackendOptions):
 
     def _library(self) -> Library | Rejected:
         found = find_library(self.release)
-        if isinstance(found, Library) and hasattr(found.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
+        if isinstance(found, Rejected) or hasattr(found.module, "HybridEPBuffer"):
+            return found
+        if hasattr(found.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
             return Rejected(
                 f"deep_ep {found.version} is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
             )
-        if isinstance(found, Library) and hybrid.buffer_class(found) is None:
-            return Rejected(f"deep_ep {found.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep")
-        return found
+        return Rejected(f"deep_ep {found.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep")
 
 
 @final
@@ -193,24 +179,26 @@ class HybridEP(Backend):
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         map_TE, probs_TE = _dense(ids_TK, _marked(weights_TK), self.context.shape.num_experts)
         capacity = sizes.capacity
-        sent = self.driver.send(
+        rows_RD, probs_R, padded_L, handle = self.driver.send(
             rows_TD.bfloat16().contiguous(),
             map_TE,
             probs_TE,
             group_max_rows=sizes.group_max_rows,
             room=None if capacity is None else capacity.buffer_rows,
         )
-        padded_L = sent.padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
-        is_real_R = (sent.probs_R != 0) | torch.signbit(sent.probs_R)
-        real_L = _real_counts(is_real_R, padded_L)
+        on_host = None if capacity is not None else tuple(read_host(padded_L))
+        padded_L = padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
+        is_real_R = (probs_R != 0) | torch.signbit(probs_R)
+        # The real rows of each expert, counted without a host sync.
+        real_L = running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
         return Arrived(
-            rows=sent.rows_RD.to(rows_TD.dtype),
-            weights=(sent.probs_R + 0.0).to(weights_TK.dtype),  # -0.0 becomes 0.0 again
+            rows=rows_RD.to(rows_TD.dtype),
+            weights=(probs_R + 0.0).to(weights_TK.dtype),  # -0.0 becomes 0.0 again
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,
-            tokens_per_expert_list=None if capacity is not None else tuple(read_host(sent.padded_L)),
-            route=HybridRoute(driver=self.driver, handle=sent.handle, ids_TK=ids_TK, is_real_R=is_real_R),
-            demand=None if capacity is None else _demand(real_L, sent.overflowed, capacity),
+            tokens_per_expert_list=on_host,
+            route=HybridRoute(driver=self.driver, handle=handle, ids_TK=ids_TK, is_real_R=is_real_R),
+            demand=None if capacity is None else _demand(real_L, hybrid.overflow_flag(handle), capacity),
         )
 
 
@@ -236,23 +224,11 @@ def _dense(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> tuple[Tensor
     return chosen[:, :num_experts].contiguous(), probs[:, :num_experts].contiguous()
 
 
-def _real_counts(is_real_R: Tensor, padded_L: Tensor) -> Tensor:
-    """Return the number of real rows of each expert, int64 (L,). No host sync."""
-    return running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
-
-
-def _demand(real_L: Tensor, overflowed: Tensor | None, capacity: Capacity) -> Tensor:
+def _demand(real_L: Tensor, overflowed: Tensor, capacity: Capacity) -> Tensor:
     """Return the demand of ``Arrived.demand``, int64 (2,). It exceeds ``capacity.rows`` exactly if rows were dropped.
 
     The library counts only the rows that fitted. If rows were dropped, there was at least one more.
     """
-    assert overflowed is not None
     arrived = real_L.sum()
     needed = torch.where(overflowed, (arrived + 1).clamp(min=capacity.rows + 1), arrived.clamp(max=capacity.rows))
     return torch.stack([needed, torch.zeros_like(needed)])
-
-
-def _buffer_class(library: Library) -> type[Any]:
-    cls = hybrid.buffer_class(library)
-    assert cls is not None
-    return cls

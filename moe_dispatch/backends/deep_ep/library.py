@@ -122,13 +122,17 @@ def _announce(backend: str, release: str) -> None:
     logger.warning("backend %r runs on the emulation of deep_ep %s: for tests, not for speed.", backend, release)
 
 
-def probed(probe: Callable[[], Usable | Rejected]) -> Usable | Rejected:
-    """Call a probe and return its verdict. An exception becomes a rejection.
+def probed(find: Callable[[], Library | Rejected], features: Callable[[Library], tuple[str, ...]]) -> Usable | Rejected:
+    """Return whether the library that ``find`` returns can be used, and its ``features``. Never raises.
 
-    A probe raises, for example, if an environment variable is malformed or a class lacks a method.
+    Both functions raise, for example, if an environment variable is malformed or a class lacks a method.
     """
     try:
-        return probe()
+        found = find()
+        if isinstance(found, Rejected):
+            return found
+        more = ("emulated",) if found.emulated else ()
+        return Usable(version=found.version, features=(*features(found), *more))
     except ConfigError as error:
         return Rejected(str(error).rstrip("."))
     except Exception as error:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
-from moe_dispatch.backends.deep_ep.driver import Handle, Payload, RankMajorDriver, RankMajorRows
+from moe_dispatch.backends.deep_ep.buffers import BufferPool, Handle
+from moe_dispatch.backends.deep_ep.driver import Payload, RankMajorDriver, RankMajorRows
 from moe_dispatch.backends.deep_ep.library import Library, parameters
-from moe_dispatch.backends.deep_ep.pool import BufferPool
-from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.probing import Rejected
 
@@ -76,62 +75,42 @@ class NormalDriver(RankMajorDriver):
     """
 
     def __init__(self, library: Library, context: BackendContext, *, num_sms: int | None, on_its_stream: bool) -> None:
-        self._shape = context.shape
+        shape, cls = context.shape, library.module.Buffer
+        self._num_experts = shape.num_experts
         self._on_its_stream = on_its_stream
-        self._num_sms = num_sms
-        self._cls = library.module.Buffer
-        self._dispatch_config, self._combine_config = self._configs(num_sms)
-        self.nvl_bytes, self.rdma_bytes = self._buffer_bytes()
-        self._pool = BufferPool("deepep", lambda _: self._make(context.communicator), most_rows=None)
-        self._pool.reserve(1)
+        with _configuring:  # a configuration takes the number of multiprocessors from the class
+            before = cls.num_sms
+            try:
+                cls.set_num_sms(before if num_sms is None else num_sms)
+                self._dispatch_config = cls.get_dispatch_config(shape.ep_size)
+                self._combine_config = cls.get_combine_config(shape.ep_size)
+            finally:
+                cls.set_num_sms(before)
+        configs = (self._dispatch_config, self._combine_config)
+        sizes = (shape.hidden_size * torch.bfloat16.itemsize, shape.ep_size)
+        nvl_bytes = max(config.get_nvl_buffer_size_hint(*sizes) for config in configs)
+        rdma_bytes, queues = 0, {}
+        if shape.ep_size > _RANKS_PER_NODE:
+            rdma_bytes = max(config.get_rdma_buffer_size_hint(*sizes) for config in configs)
+            # Across nodes a kernel needs one queue pair per multiprocessor. The library's default is 24.
+            queues = {"num_qps_per_rank": max(24, num_sms or 0)}
+        self.buffers = f"{nvl_bytes} bytes of NVLink and {rdma_bytes} of RDMA buffer per rank"
 
-    @property
-    def buffers(self) -> str:
-        return f"{self.nvl_bytes} bytes of NVLink and {self.rdma_bytes} of RDMA buffer per rank"
+        def make(_: int) -> Any:
+            return cls(context.communicator.group, nvl_bytes, rdma_bytes, explicitly_destroy=True, **queues)
+
+        self._pool = BufferPool("deepep", make, most_rows=None)
+        self._pool.reserve(1)
 
     def reserve(self, rows: int) -> None:
         """Do nothing: the buffer takes any number of rows."""
 
-    def _configs(self, num_sms: int | None) -> tuple[Any, Any]:
-        """Return the library's configurations of dispatch and combine for this group.
-
-        The library reads the number of SMs from a class attribute when it makes a configuration.
-        """
-        size = self._shape.ep_size
-        with _configuring:
-            before = self._cls.num_sms
-            try:
-                self._cls.set_num_sms(before if num_sms is None else num_sms)
-                return self._cls.get_dispatch_config(size), self._cls.get_combine_config(size)
-            finally:
-                self._cls.set_num_sms(before)
-
-    def _buffer_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the NVLink and of the RDMA buffer: the library's hints, and 0 for RDMA within a node."""
-        row_bytes, size = self._shape.hidden_size * torch.bfloat16.itemsize, self._shape.ep_size
-        configs = (self._dispatch_config, self._combine_config)
-        nvl = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
-        if size <= _RANKS_PER_NODE:
-            return nvl, 0
-        return nvl, max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
-
-    def _make(self, communicator: Communicator) -> Any:
-        # Across nodes a kernel needs one queue pair per multiprocessor. The library's default is 24.
-        queues = {"num_qps_per_rank": max(24, self._num_sms or 0)} if self.rdma_bytes else {}
-        return self._cls(communicator.group, self.nvl_bytes, self.rdma_bytes, explicitly_destroy=True, **queues)
-
     def send(
-        self,
-        payload: Payload,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        asynchronously: bool,
-        worst_rows: int | None = None,
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool, worst_rows: int | None
     ) -> Callable[[], RankMajorRows]:
         pooled = self._pool.current
         buffer = pooled.buffer
-        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, self._shape.num_experts)
+        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, self._num_experts)
         received, ids_SK, weights_SK, counts, handle, event = buffer.dispatch(
             payload,
             num_tokens_per_rank=per_rank,
