@@ -23,7 +23,7 @@ from moe_dispatch.integrations.spare_slots import refuse_spare_slots
 from moe_dispatch.integrations.versions import check_version
 from moe_dispatch.layouts import Rows
 from moe_dispatch.replay import Cut, replayed
-from moe_dispatch.replay.encoding import UNKNOWN
+from moe_dispatch.replay.entries import UNKNOWN
 from moe_dispatch.types import Dispatched, Routing
 
 check_version("torchtitan", tested=("0.3.0",), lowest="0.3.0")  # before the imports, whose errors explain less

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import InputError
-from moe_dispatch.replay.encoding import UNKNOWN
+from moe_dispatch.replay.entries import UNKNOWN
 from moe_dispatch.types import Routing
 
 

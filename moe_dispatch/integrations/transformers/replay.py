@@ -19,7 +19,7 @@ from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.transformers.forwards import cut_for_forwards, cut_in_force, keep_in_checkpoints
 from moe_dispatch.integrations.transformers.registration import experts_of, wiring_of
 from moe_dispatch.replay import Cut, replayed
-from moe_dispatch.replay.encoding import NOWHERE, UNKNOWN
+from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
 
 _ROUTERS = ("gate", "router")  # what models call the module beside their experts
 
