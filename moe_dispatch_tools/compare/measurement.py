@@ -17,9 +17,8 @@ from torch import Tensor
 
 from moe_dispatch.backends.requirements import shape_of
 from moe_dispatch.backends.volume import Volume
-from moe_dispatch.balance import SlotWeights
 from moe_dispatch.communication import Communicator
-from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights, build_dispatcher
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.types import Dispatched
 from moe_dispatch_testing.counting import count_collectives

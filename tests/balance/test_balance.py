@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.balance import ExpertPlacement, SlotWeights, expected_rows, least_loaded, planners
+from moe_dispatch.balance import ExpertPlacement, expected_rows, least_loaded, planners
+from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
 from moe_dispatch_testing import count_collectives
 from tests.balance.test_slot_weights import expect_dense, experts, gradients, inputs, own_part

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
-from moe_dispatch.balance import ExpertPlacement, SlotWeights
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.balance.movement import movement_of
-from moe_dispatch.balance.slot_weights import _summed
+from moe_dispatch.dispatchers import SlotWeights
+from moe_dispatch.dispatchers.slot_weights import _summed
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing import Scenario
