@@ -53,7 +53,7 @@ def convert_built(module: str, *functions: str, settings: Settings = from_enviro
                 setattr(loaded, name, _converting(f"{module}.{name}", build, settings))
                 continue
             text = (
-                f"moe_dispatch: {module} must have a function {name}, got none. Use a tested version of "
+                f"moe_dispatch: {module} has no function {name}. Use a tested version of "
                 f"{module.partition('.')[0]}, which docs/integrations.md names, or call convert on the built model."
             )
             if "backend" in from_environment():

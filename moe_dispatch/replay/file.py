@@ -51,7 +51,7 @@ def safetensors_of(where: str) -> Any:
         import numpy  # noqa: F401, PLC0415 - otherwise a missing numpy would show only after all steps
         import safetensors.torch  # noqa: PLC0415 - optional, loaded on use
     except ImportError as error:
-        raise TraceError(f"{where}: {error.name} must be installed, got none. {how_to_install('trace')}") from error
+        raise TraceError(f"{where}: {error.name} is not installed. {how_to_install('trace')}") from error
     return safetensors.torch
 
 

@@ -83,13 +83,13 @@ class RoutingTable:
         pairs = list(sequences.items() if isinstance(sequences, Mapping) else sequences)
         parts = [(name, _checked(name, entries, num_experts)) for name, entries in pairs]
         if not parts:
-            raise InputError("RoutingTable: sequences must hold at least one sequence, got none. Record a forward.")
+            raise InputError("RoutingTable: there are no sequences. Record a forward.")
         for name, count in Counter(name for name, _ in parts).items():
             if count > 1:
                 sizes = " and ".join(str(len(ids)) for other, ids in parts if other == name)
                 raise InputError(
-                    f"RoutingTable: a sequence must be given once, got {name!r} {count} times, with {sizes} positions. "
-                    "Give each sample a name of its own, or join the parts of one sample."
+                    f"RoutingTable: sequence {name!r} is given {count} times, with {sizes} positions. Give each "
+                    "sample a name of its own, or join the parts of one sample."
                 )
         (first, ids_SLK), *_ = parts
         for name, ids in parts:
@@ -183,12 +183,12 @@ class RoutingTable:
         """
         numbered = dict(dispatchers) if isinstance(dispatchers, Mapping) else dict(enumerate(dispatchers))
         if not numbered:
-            raise InputError("RoutingTable.record: dispatchers must hold at least one, got none. Pass the MoE layers.")
+            raise InputError("RoutingTable.record: there are no dispatchers. Pass those of the MoE layers.")
         channels = list(dict.fromkeys(dispatcher._channel for dispatcher in numbered.values()))
         if any(channel.recorder is not None for channel in channels):
             raise StateError(
-                "RoutingTable.record: only one block must record a channel at a time, got another block that is still "
-                "open. Leave that block first. It records all dispatchers of this config and group."
+                "RoutingTable.record: another block that is still open records these dispatchers. Leave that block "
+                "first. It records all dispatchers of this config and group."
             )
         recorders = [Recorder(steps=2**62) for _ in channels]  # as many steps as the block has
         for channel, recorder in zip(channels, recorders, strict=True):
@@ -210,7 +210,7 @@ class RoutingTable:
                 one entry.
         """
         if not tables:
-            raise InputError("RoutingTable.merged: tables must hold at least one table, got none. Pass the tables.")
+            raise InputError("RoutingTable.merged: there are no tables. Pass at least one.")
         first = tables[0]
         for table in tables:
             if (table.num_experts, table.top_k) != (first.num_experts, first.top_k):
@@ -260,17 +260,17 @@ class RoutingTable:
         """
         self._slots_checked = False
         columns = torch.tensor([self.layers.index(layer) for layer in layers], device="cpu")
-        place = rows_N.unsqueeze(1), columns.unsqueeze(0)
-        here = self._stored[place]
+        entries_NL = rows_N.unsqueeze(1), columns.unsqueeze(0)
+        here = self._stored[entries_NL]
         clash_NL = ((here != 0) & (values_NLK != 0) & (here != values_NLK)).any(2)
         for row, column in clash_NL.nonzero()[:1].tolist():
             name, position = self.key_of(int(rows_N[row]))
             raise InputError(
-                f"RoutingTable: two entries must not have the same key, got {ids_of(here[row, column]).tolist()} and "
+                f"RoutingTable: two entries have the same key: {ids_of(here[row, column]).tolist()} and "
                 f"{ids_of(values_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
                 f"{layers[column]}. Give each sample a name of its own."
             )
-        self._stored[place] = torch.where(values_NLK != 0, values_NLK, here)
+        self._stored[entries_NL] = torch.where(values_NLK != 0, values_NLK, here)
 
     def key_of(self, row: int) -> tuple[SequenceId, int]:
         """Return the name and the position of a row of the table."""
@@ -304,8 +304,8 @@ class RoutingTable:
         """
         if sequence not in self.lengths:
             raise InputError(
-                f"RoutingTable.entries: the sequence must be in the table, got {sequence!r}, and a table of "
-                f"{len(self.lengths)} sequences. Use one of table.lengths."
+                f"RoutingTable.entries: sequence {sequence!r} is not in the table of {len(self.lengths)} sequences. "
+                "Use one of table.lengths."
             )
         return ids_of(self._stored[self.rows_of(sequence)])
 
@@ -450,8 +450,8 @@ class RoutingTable:
             rows = layout.num_rows()
             if rows is None:
                 raise InputError(
-                    "RoutingTable.cut: like must be given for a layout that does not know its rows, got None and "
-                    f"{layout}. Pass the hidden states, or their shape."
+                    f"RoutingTable.cut: {layout} does not know its number of rows. Pass the hidden states as like=, or "
+                    "their shape."
                 )
             shape = (rows, 1)
         layout.check(layout.rows_of(shape))
@@ -464,13 +464,13 @@ class RoutingTable:
         for name, count in Counter(name for name in sequences if name is not None).items():
             if name not in self.lengths:
                 raise InputError(
-                    f"RoutingTable.cut: every sequence must be in the table, got {name!r}, and a table of "
-                    f"{len(self.lengths)} sequences. Add it to the table, or pass None to let the router choose."
+                    f"RoutingTable.cut: sequence {name!r} is not in the table of {len(self.lengths)} sequences. Add it "
+                    "to the table, or pass None to let the router choose."
                 )
             if count > 1:
                 raise InputError(
-                    f"RoutingTable.cut: a micro-batch must name a sequence once, got {name!r} {count} times. Give each "
-                    "sample a name of its own."
+                    f"RoutingTable.cut: the micro-batch names sequence {name!r} {count} times. Give each sample a name "
+                    "of its own."
                 )
         sequence_T, position_T = layout.positions(shape).cpu().unbind()
         start_T = self._starts_of(sequences)[sequence_T]
@@ -500,7 +500,7 @@ class RoutingTable:
         absent = [layer for layer in layers if layer not in self.layers]
         if absent:
             raise InputError(
-                f"RoutingTable.cut: layers must be in the table, which has {_span(self.layers)}, got {_span(absent)}. "
+                f"RoutingTable.cut: layers {_span(absent)} are not in the table, which has {_span(self.layers)}. "
                 "Count the MoE layers of the whole model from 0, without dense layers."
             )
         return [self.layers.index(layer) for layer in layers]
@@ -545,8 +545,8 @@ class RoutingTable:
         problem = None
         if absent:
             problem = InputError(
-                f"RoutingTable.check_used: every sequence must be in the table, got {absent[0]!r}, and a table of "
-                f"{len(self.lengths)} sequences. Pass names of the table."
+                f"RoutingTable.check_used: sequence {absent[0]!r} is not in the table of {len(self.lengths)} "
+                "sequences. Use names of table.lengths."
             )
         _raise(problem, group, {"the table": [list(self.lengths.items()), self.layers], "sequences": names})
         steps_NL = self._uses.take(None if group is None else Communicator(group))
@@ -657,7 +657,7 @@ class Cut:
         """
         if layer not in self.layers:
             raise InputError(
-                f"Cut.routing_for: layer must be one of the layers of the cut, {_span(self.layers)}, got {layer}. "
+                f"Cut.routing_for: layer {layer} is not in the cut, which has {_span(self.layers)}. "
                 "Count the MoE layers of the whole model from 0, without dense layers."
             )
         if layer not in self._counted and not torch.compiler.is_compiling():
@@ -717,8 +717,7 @@ class Recording:
         parts = list(self._named())
         if not parts:
             raise StateError(
-                "Recording.table: at least one dispatch must have run in the block, got none. Run the forward there, "
-                "outside of torch.compile."
+                "Recording.table: no dispatch ran in the block. Run the forward there, outside of torch.compile."
             )
         for device in {note.device for note, _ in parts if note.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
@@ -756,8 +755,8 @@ class Recording:
                 batch = sum(begin <= number for begin in begins) - 1
                 if batch < 0:
                     raise StateError(
-                        "Recording.table: micro_batch(sequences) must be called before each forward, got a forward "
-                        f"before the first of {len(begins)} calls. Name the sequences first."
+                        f"Recording.table: a forward ran before the first of {len(begins)} calls of micro_batch. Call "
+                        "micro_batch(sequences) before each forward."
                     )
                 yield note, self._batches[batch][0]
 

@@ -74,13 +74,13 @@ IDS = random_ids(4, 3, 2, 8)
 @pytest.mark.parametrize(
     ("sequences", "options", "told"),
     [
-        ({}, {}, r"sequences must hold at least one sequence, got none"),
+        ({}, {}, r"there are no sequences"),
         ({"a": IDS[0]}, {}, r"must be integers \(positions, layers, top_k\), got torch.int64 \(3, 2\) for 'a'"),
         ({"a": IDS.float()}, {}, r"must be integers .*, got torch.float32"),
         ({"a": IDS[:, :0]}, {}, r"got torch.int64 \(4, 0, 2\) for 'a'"),
         ({"a": IDS + 1}, {}, r"ids must lie in -1\.\.7, got 8 in sequence 'a'"),
         ({"a": IDS - 3}, {}, r"ids must lie in -1\.\.7, got -3 in sequence 'a'"),
-        ([("a", IDS), ("a", IDS[:2])], {}, r"must be given once, got 'a' 2 times, with 4 and 2 positions"),
+        ([("a", IDS), ("a", IDS[:2])], {}, r"sequence 'a' is given 2 times, with 4 and 2 positions"),
         ({"a": IDS, "b": IDS[:, :2]}, {}, r"same layers and top_k, got \(3, 2\) for 'a' and \(2, 2\) for 'b'"),
         ({"a": IDS}, {"layers": [0, 1]}, r"layers must name the 3 layers of the ids .*, got 2 numbers: 0\.\.1"),
         ({"a": IDS}, {"layers": [2, 1, 0]}, r"in ascending order, got 3 numbers: 2, 1, 0"),
@@ -124,7 +124,7 @@ def test_parts_are_merged() -> None:
 def test_two_entries_for_one_key() -> None:
     other = IDS.clone()
     other[2, 1] = torch.tensor([0, 7])
-    told = rf"got \[{IDS[2, 1, 0]}, {IDS[2, 1, 1]}\] and \[0, 7\] for sequence 'a', position 2, layer 1"
+    told = rf"the same key: \[{IDS[2, 1, 0]}, {IDS[2, 1, 1]}\] and \[0, 7\] for sequence 'a', position 2, layer 1"
     with pytest.raises(InputError, match=told):
         RoutingTable.merged([RoutingTable({"a": IDS}, num_experts=8), RoutingTable({"a": other}, num_experts=8)])
 
@@ -132,7 +132,7 @@ def test_two_entries_for_one_key() -> None:
 def test_tables_of_two_models_are_not_merged() -> None:
     with pytest.raises(InputError, match=r"got num_experts 8, top_k 2 and num_experts 9, top_k 2"):
         RoutingTable.merged([RoutingTable({"a": IDS}, num_experts=8), RoutingTable({"a": IDS}, num_experts=9)])
-    with pytest.raises(InputError, match=r"tables must hold at least one table, got none"):
+    with pytest.raises(InputError, match=r"there are no tables"):
         RoutingTable.merged([])
 
 
@@ -240,7 +240,7 @@ def _save_plain(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def test_sequence_that_the_table_lacks() -> None:
-    with pytest.raises(InputError, match=r"must be in the table, got 'z', and a table of 3 sequences"):
+    with pytest.raises(InputError, match=r"sequence 'z' is not in the table of 3 sequences"):
         small_table().entries("z")
 
 

@@ -60,8 +60,7 @@ def convert(
     if not found and not any(getattr(config, "num_moe_experts", None) for config in configs):
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "nothing"
         raise ConfigError(
-            f"convert: the model must have MoE layers, got {kinds} without one. Set num_moe_experts, or leave the "
-            "model as it is."
+            f"convert: the model ({kinds}) has no MoE layers. Set num_moe_experts, or leave the model as it is."
         )
     for chunk in chunks:
         follow_packed_sequences(chunk)

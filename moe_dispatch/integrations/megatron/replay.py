@@ -47,8 +47,8 @@ class RoutingReplay:
         layers = [layer for block in blocks for layer in block.layers if isinstance(layer.mlp, MoELayer)]
         if not layers:
             raise ConfigError(
-                "RoutingReplay: the model must have MoE layers in a TransformerBlock, got none. Pass the chunks of "
-                "this stage, and make no replay on a stage of dense layers."
+                "RoutingReplay: the model has no MoE layers in a TransformerBlock. Pass the chunks of this stage, and "
+                "make no replay on a stage of dense layers."
             )
         config = layers[0].config
         _check(config, table)
@@ -123,8 +123,8 @@ class _Reader:
         named = getattr(params, "moe_dispatch_replay", None)
         if named is None:
             raise StateError(
-                "RoutingReplay: micro_batch must name the sequences of each forward, got a forward without it. Call it "
-                "with the packed_seq_params of the forward, or close the replay."
+                "RoutingReplay: forward() was called without replay.micro_batch(...) before it. Call micro_batch with "
+                "the packed_seq_params of the forward, or call replay.close()."
             )
         self._cut = named.cut(layer, params, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 

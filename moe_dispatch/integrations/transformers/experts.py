@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.spare_slots import refuse_spare_slots
+from moe_dispatch.integrations.checks import refuse_spare_slots
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.integrations.transformers.forwards import plan_in_force
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said

@@ -95,8 +95,8 @@ class _Layer:
         cut = cut_in_force(self._replay)
         if cut is None:
             raise StateError(
-                f"RoutingReplay: a forward must run in a block of micro_batch, got a forward of {self._name} outside. "
-                "Put the forward into the block, checkpoint layers with transformers' switch, or close the replay."
+                f"RoutingReplay: forward() of {self._name} was called outside `with replay.micro_batch(...)`. Wrap the "
+                "forward in it, checkpoint layers with transformers' switch, or call replay.close()."
             )
         self._choice = _Choice(cut, self._number)
         self._choice.__enter__()  # type: ignore[no-untyped-call]
