@@ -81,7 +81,7 @@ class RoutingTable:
         last_missing: bool = False,
     ) -> None:
         pairs = list(sequences.items() if isinstance(sequences, Mapping) else sequences)
-        parts = [(name, _checked(name, entries, num_experts)) for name, entries in pairs]
+        parts = [(name, _checked_ids(name, entries, num_experts)) for name, entries in pairs]
         if not parts:
             raise InputError("RoutingTable: there are no sequences. Record a forward.")
         for name, count in Counter(name for name, _ in parts).items():
@@ -761,7 +761,7 @@ class Recording:
                 yield note, self._batches[batch][0]
 
 
-def _checked(name: SequenceId, entries: Entries, num_experts: int) -> Tensor:
+def _checked_ids(name: SequenceId, entries: Entries, num_experts: int) -> Tensor:
     """Return the ids of one sequence, (S, L, K), with -2 for unknown entries, after all checks."""
     several = isinstance(entries, list | tuple)
     ids = torch.cat([torch.as_tensor(part) for part in entries]) if several else torch.as_tensor(entries)

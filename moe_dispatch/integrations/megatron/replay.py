@@ -51,7 +51,7 @@ class RoutingReplay:
                 "make no replay on a stage of dense layers."
             )
         config = layers[0].config
-        _check(config, table)
+        _check_table(config, table)
         self._table = table
         self._readers = [_Reader(layer, _moe_number(layer)) for layer in layers]
         absent = sorted({reader.number for reader in self._readers} - {*table.layers})
@@ -150,7 +150,7 @@ class _Reader:
         return routing.topk_weights, routing.topk_ids
 
 
-def _check(config: Any, table: RoutingTable) -> None:
+def _check_table(config: Any, table: RoutingTable) -> None:
     for name, asked, found in (
         ("num_moe_experts", config.num_moe_experts, table.num_experts),
         ("moe_router_topk", config.moe_router_topk, table.top_k),

@@ -83,15 +83,15 @@ class _Layer:
         self._name = f"{path} ({type(router).__name__})"
         self._choice: _Choice | None = None  # while the router runs
         self._hooks = [
-            router.register_forward_pre_hook(self._begin),
-            router.register_forward_hook(self._end, always_call=True),
+            router.register_forward_pre_hook(self._before_router),
+            router.register_forward_hook(self._after_router, always_call=True),
         ]
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _begin(self, router: nn.Module, args: Any) -> None:
+    def _before_router(self, router: nn.Module, args: Any) -> None:
         cut = cut_in_force(self._replay)
         if cut is None:
             raise StateError(
@@ -101,7 +101,7 @@ class _Layer:
         self._choice = _Choice(cut, self._number)
         self._choice.__enter__()  # type: ignore[no-untyped-call]
 
-    def _end(self, router: nn.Module, args: Any, output: Any) -> None:
+    def _after_router(self, router: nn.Module, args: Any, output: Any) -> None:
         """Check that the choice was replaced. This hook also runs if the router or a pre-hook raised."""
         choice, self._choice = self._choice, None
         if choice is None:
