@@ -117,12 +117,6 @@ def test_ranks_with_different_tables() -> None:
     run_ranks(body, 2)
 
 
-def test_a_pass_over_an_unknown_sequence() -> None:
-    told = r"RoutingTable\.check_used: sequence 'z' is not in the table of 3 sequences"
-    with pytest.raises(InputError, match=told):
-        small_table().check_used(["a", "z"])
-
-
 def test_a_pass_over_an_unknown_sequence_on_one_rank() -> None:
     def body(group: Any) -> str:
         with pytest.raises((InputError, PeerError)) as caught:
