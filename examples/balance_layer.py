@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.balance import SlotWeights
+from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing import run_processes
 
 SIDES = {"without": {}, "with": {"balance": "least_loaded", "spare_experts_per_rank": 2}}

@@ -30,7 +30,7 @@ LAYOUTS = """
     padded_length sequence_multiple shard_for_context_parallel thd_to_bshd unshard_from_context_parallel
 """
 REPLAY = "Cut Recording RoutingTable SequenceId replayed"
-DISPATCHERS = "Dispatcher Metrics RequiredCapacity build_dispatcher"
+DISPATCHERS = "Dispatcher Metrics RequiredCapacity SlotWeights build_dispatcher"
 ERRORS = (
     "BackendUnavailableError CapacityError ConfigError InputError IntegrationError LayoutError LostPeerError "
     "MoEDispatchError PeerError StateError TraceError"

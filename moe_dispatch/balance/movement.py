@@ -17,7 +17,7 @@ from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Share:
+class HeldExperts:
     """The experts of this rank that one rank holds, in the order of its slots. Positions count in this order.
 
     Attributes:
@@ -48,7 +48,7 @@ class Movement:
         rows_in: Number of weights to receive from each rank.
         rows_out: Number of weights to send to each rank.
         moves: Whether any rank sends anything.
-        shares: The experts of this rank that each rank holds.
+        held: The experts of this rank that each rank holds.
         shared_experts: The experts that more than one rank holds.
     """
 
@@ -61,7 +61,7 @@ class Movement:
     rows_in: tuple[int, ...]
     rows_out: tuple[int, ...]
     moves: bool
-    shares: tuple[Share, ...]
+    held: tuple[HeldExperts, ...]
     shared_experts: Tensor
 
 
@@ -82,10 +82,10 @@ def movement_of(placement: ExpertPlacement, rank: int, device: torch.device) -> 
     counts = [sum(expert in experts for experts in held) for expert in range(local)]
     shared = {expert: number for number, expert in enumerate(e for e in range(local) if counts[e] > 1)}
 
-    def share_of(experts: list[int]) -> Share:
+    def held_experts(experts: list[int]) -> HeldExperts:
         alone = [number for number, expert in enumerate(experts) if expert not in shared]
         added = [number for number, expert in enumerate(experts) if expert in shared]
-        return Share(
+        return HeldExperts(
             count=len(experts),
             alone=(index(alone), index([experts[number] for number in alone])),
             shared=(index(added), index([shared[experts[number]] for number in added])),
@@ -105,6 +105,6 @@ def movement_of(placement: ExpertPlacement, rank: int, device: torch.device) -> 
         rows_in=tuple(map(len, received)),
         rows_out=tuple(map(len, sent)),
         moves=any(held_of(home, holder) for home in ranks for holder in ranks if home != holder),
-        shares=tuple(map(share_of, held)),
+        held=tuple(map(held_experts, held)),
         shared_experts=index(list(shared)),
     )

@@ -54,10 +54,6 @@ class ExpertPlacement:
                 "Pass [[0, 1], [2, 3]] for two ranks with two slots."
             ) from error
         object.__setattr__(self, "slots", slots)
-        self._check_sizes()
-        self._check_experts()
-
-    def _check_sizes(self) -> None:
         if not self.slots or not self.slots[0]:
             raise ConfigError(
                 f"ExpertPlacement: there must be at least one rank with one slot, got {self.slots!r}. "
@@ -74,8 +70,6 @@ class ExpertPlacement:
                 f"ExpertPlacement: num_experts must lie in 1..{self.num_slots}, the number of slots "
                 f"({self.num_ranks} ranks x {self.slots_per_rank}), got {self.num_experts}. Use more slots per rank."
             )
-
-    def _check_experts(self) -> None:
         for rank, of_rank in enumerate(self.slots):
             for slot, expert in enumerate(of_rank):
                 if not EMPTY <= expert < self.num_experts:
@@ -92,8 +86,9 @@ class ExpertPlacement:
                 )
         missing = sorted(set(range(self.num_experts)).difference(*self.slots))
         if missing:
+            told = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise ConfigError(
-                f"ExpertPlacement: every expert must have a slot, got none for {_listed(missing)} of "
+                f"ExpertPlacement: every expert must have a slot, got none for {told} of "
                 f"{self.num_experts} experts. Put them in a slot."
             )
 
@@ -211,9 +206,3 @@ class ExpertPlacement:
             return cls(found["num_experts"], found["slots"])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-
-
-def _listed(experts: Sequence[int]) -> str:
-    """Write ids for a message, at most eight of them."""
-    first = ", ".join(map(str, experts[:8]))
-    return first if len(experts) <= 8 else f"{first} and {len(experts) - 8} more"

@@ -1,5 +1,7 @@
 """Planners compute a placement from the rows that experts get. This module also finds planners by name.
 
+``expected_rows`` is the measure of a placement: the rows that each rank gets under it.
+
 A planner is a pure function, so ranks that call it with the same counts get the same placement. It costs no exchange.
 Other packages declare a planner as an entry point of the group ``moe_dispatch.planners``.
 
@@ -12,13 +14,14 @@ from __future__ import annotations
 
 import difflib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor
 
-from moe_dispatch.balance.loads import Demand, demand_of, expert_shares, rank_loads
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.errors import ConfigError
 
@@ -37,6 +40,106 @@ class Planner(Protocol):
             ranks_per_node: Number of consecutive ranks that share a node.
         """
         ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """The rows that experts get, by expert.
+
+    Attributes:
+        by_rank: Rows of each rank for each expert, (E, P).
+        by_node: Rows of each node for each expert, (E, number of nodes).
+        totals: Rows of all ranks for each expert, (E,).
+        ranks_per_node: Number of consecutive ranks that share a node.
+    """
+
+    by_rank: list[list[float]]
+    by_node: list[list[float]]
+    totals: list[float]
+    ranks_per_node: int
+
+
+def demand_of(counts: Tensor, placement: ExpertPlacement, ranks_per_node: int) -> Demand:
+    """Check the counts, and add them up.
+
+    Args:
+        counts: (P, E), the rows of each rank for each expert. Or (E,), if each rank has the same share of them.
+        placement: A placement for P ranks and E experts.
+        ranks_per_node: Number of consecutive ranks that share a node.
+
+    Raises:
+        ConfigError: The counts or the nodes do not fit the placement, or a count is negative or not finite.
+    """
+    ranks, experts = placement.num_ranks, placement.num_experts
+    if tuple(counts.shape) not in ((ranks, experts), (experts,)):
+        raise ConfigError(
+            f"planner: counts must have shape ({ranks}, {experts}) or ({experts},), got {tuple(counts.shape)}. "
+            "Count the rows of each rank for each expert."
+        )
+    if ranks_per_node < 1 or ranks % ranks_per_node:
+        raise ConfigError(
+            f"planner: ranks_per_node must divide the number of ranks ({ranks}), got {ranks_per_node}. "
+            "Use the number of ranks, if all ranks share a node."
+        )
+    rows = counts.detach().to("cpu", torch.float64)
+    if not bool(((rows >= 0) & rows.isfinite()).all()):
+        raise ConfigError(
+            f"planner: counts must be finite and at least 0, got {rows.min().item()} to {rows.max().item()}. "
+            "Count rows."
+        )
+    if rows.dim() == 1:
+        rows = (rows / ranks).expand(ranks, experts)
+    return Demand(
+        by_rank=rows.t().tolist(),
+        by_node=rows.reshape(-1, ranks_per_node, experts).sum(1).t().tolist(),
+        totals=rows.sum(0).tolist(),
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def expert_shares(demand: Demand, expert: int, ranks: Sequence[int]) -> Mapping[int, float]:
+    """Return the rows of an expert that each of the ranks with a copy gets.
+
+    A rank sends rows to its own copy; without one, to the copies on its node in equal parts; without these, to all
+    copies in equal parts.
+    """
+    size, by_rank, by_node = demand.ranks_per_node, demand.by_rank[expert], demand.by_node[expert]
+    if len(ranks) == 1:
+        return {ranks[0]: demand.totals[expert]}
+    on_node: dict[int, list[int]] = {}
+    for rank in ranks:
+        on_node.setdefault(rank // size, []).append(rank)
+    elsewhere = (demand.totals[expert] - sum(by_node[node] for node in on_node)) / len(ranks)
+    shares = {}
+    for node, members in on_node.items():
+        rest = (by_node[node] - sum(by_rank[rank] for rank in members)) / len(members)
+        for rank in members:
+            shares[rank] = by_rank[rank] + rest + elsewhere
+    return shares
+
+
+def rank_loads(demand: Demand, placement: ExpertPlacement) -> list[float]:
+    """Return the rows that each rank gets."""
+    loads = [0.0] * placement.num_ranks
+    for expert, slots in enumerate(placement.slots_of_expert):
+        for rank, share in expert_shares(demand, expert, [slot // placement.slots_per_rank for slot in slots]).items():
+            loads[rank] += share
+    return loads
+
+
+def expected_rows(counts: Tensor, placement: ExpertPlacement, *, ranks_per_node: int) -> Tensor:
+    """Return the rows that each rank is expected to get, float64 (P,).
+
+    Args:
+        counts: (P, E), the rows of each rank for each expert. Or (E,), if each rank has the same share of them.
+        placement: A placement for P ranks and E experts.
+        ranks_per_node: Number of consecutive ranks that share a node.
+
+    Raises:
+        ConfigError: The counts or the nodes do not fit the placement.
+    """
+    return torch.tensor(rank_loads(demand_of(counts, placement, ranks_per_node), placement), dtype=torch.float64)
 
 
 def eplb(
@@ -74,7 +177,7 @@ def eplb(
     for experts in _pack_groups(demand.totals, num_groups, num_nodes):
         copies = _copy_experts(demand.totals, experts, ranks_per_node, home.slots_per_rank)
         ranks += _pack_copies(demand.totals, copies, ranks_per_node, home.slots_per_rank)
-    return _placed(home, ranks)
+    return _placement_of(home, ranks)
 
 
 def _pack_groups(totals: Sequence[float], num_groups: int, num_nodes: int) -> list[list[int]]:
@@ -150,7 +253,7 @@ def _swap(held: list[list[int]], loads: list[float], share: dict[int, float]) ->
         loads[other] += moved
 
 
-def _placed(home: ExpertPlacement, ranks: Sequence[Sequence[int]]) -> ExpertPlacement:
+def _placement_of(home: ExpertPlacement, ranks: Sequence[Sequence[int]]) -> ExpertPlacement:
     """Return the placement of the experts of each rank. An expert that stays on its rank stays in its slot."""
     slots = []
     for before, experts in zip(home.slots, ranks, strict=True):
@@ -185,7 +288,7 @@ def least_loaded(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int, 
     while search.improve():
         pass
     search.bring_home(home)
-    return _placed(home, search.held)
+    return _placement_of(home, search.held)
 
 
 class _Search:
@@ -268,7 +371,7 @@ def is_built_in(name: str) -> bool:
 
 def known_planners() -> list[str]:
     """Return the names of all planners, sorted. No package is imported for this."""
-    return sorted({*_BUILT_IN, *_third_party()})
+    return sorted({*_BUILT_IN, *_declared_planners()})
 
 
 def check_planner(name: str) -> None:
@@ -292,7 +395,7 @@ def load_planner(name: str) -> Planner:
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     check_planner(name)
-    point = _third_party()[name]
+    point = _declared_planners()[name]
     try:
         planner: Planner = point.load()
     except Exception as error:  # the import of another package may raise anything
@@ -329,7 +432,10 @@ def run_planner(name: str, counts: Tensor, home: ExpertPlacement, *, ranks_per_n
         raise ConfigError(
             f"Planner {name!r} must return an ExpertPlacement, got {type(found).__name__}. Correct the planner."
         )
-    sizes, expected = _sizes(found), _sizes(home)
+    sizes, expected = (
+        f"{placed.num_experts} experts on {placed.num_ranks} ranks with {placed.slots_per_rank} slots each"
+        for placed in (found, home)
+    )
     if sizes != expected:
         raise ConfigError(
             f"Planner {name!r} must return a placement of {expected}, got one of {sizes}. Correct the planner."
@@ -337,9 +443,5 @@ def run_planner(name: str, counts: Tensor, home: ExpertPlacement, *, ranks_per_n
     return found
 
 
-def _sizes(placement: ExpertPlacement) -> str:
-    return f"{placement.num_experts} experts on {placement.num_ranks} ranks with {placement.slots_per_rank} slots each"
-
-
-def _third_party() -> dict[str, EntryPoint]:
+def _declared_planners() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in _BUILT_IN}

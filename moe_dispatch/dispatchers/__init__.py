@@ -17,6 +17,7 @@ There are two kinds of padding:
   ``triton_tables``) adds these rows after the exchange. If the backend has ``pads_experts``, its library adds them.
 
 All calls use ``channel``, the objects that dispatchers with the same config and group share. They count in ``metrics``.
+``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that hold them.
 The other modules serve the dispatcher outside of a call: ``opening`` (it opens a channel), ``overflow`` (it reads what
 graph-safe calls needed), ``placing``, ``capture``, ``self_test`` and ``ddp``.
 """
@@ -24,5 +25,6 @@ graph-safe calls needed), ``placing``, ``capture``, ``self_test`` and ``ddp``.
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
+from moe_dispatch.dispatchers.slot_weights import SlotWeights
 
-__all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "build_dispatcher"]
+__all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher"]

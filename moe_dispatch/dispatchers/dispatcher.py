@@ -430,7 +430,7 @@ class Dispatcher(nn.Module):
 
         ``sent`` then has the counts of this rank's expert slots: ``tokens_per_expert``, ``offs`` and the order of rows
         follow ``placement.slots[rank]``, and an empty slot has no rows. The experts must use the weights of these
-        slots; ``moe_dispatch.balance.SlotWeights`` brings them. Ids of a routing remain ids of experts.
+        slots; ``moe_dispatch.dispatchers.SlotWeights`` brings them. Ids of a routing remain ids of experts.
 
         Call it between steps: not between a forward and a backward that recomputes it. Graphs that were captured before
         follow the new placement. Other dispatchers keep theirs, also those with the same config.

@@ -50,15 +50,29 @@ def convert_built(module: str, *functions: str, settings: Settings = from_enviro
     def wrap(loaded: ModuleType) -> None:
         for name in functions:
             if (build := getattr(loaded, name, None)) is not None:
-                setattr(loaded, name, _converting(f"{module}.{name}", build, settings))
+                setattr(loaded, name, converting(name, build))
                 continue
             text = (
-                f"moe_dispatch: {module} must have a function {name}, got none. Use a tested version of "
-                f"{module.partition('.')[0]}, which docs/integrations.md names, or call convert on the built model."
+                f"moe_dispatch: {module} has no function {name}. Use a tested version of {module.partition('.')[0]}, "
+                "which docs/integrations.md names, or call convert on the built model."
             )
             if "backend" in from_environment():
                 raise IntegrationError(text)
             logger.warning("%s", text)
+
+    def converting(name: str, build: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(build)
+        def build_and_convert(*args: Any, **kwargs: Any) -> Any:
+            given = settings(*args, **kwargs)  # before the build, so that a wrong variable is reported at once
+            built = build(*args, **kwargs)
+            if "backend" in given:
+                from moe_dispatch.integrations.megatron import convert  # noqa: PLC0415 - a built model has imported it
+
+                convert(built[0] if isinstance(built, tuple) else built, **given)
+                logger.info("moe_dispatch: converted the models of %s.%s: %s", module, name, dict(given))
+            return built
+
+        return build_and_convert
 
     after_import(module, wrap)
 
@@ -69,21 +83,6 @@ def after_import(module: str, then: Callable[[ModuleType], None]) -> None:
         then(sys.modules[module])
     else:
         sys.meta_path.insert(0, _AfterImport(module, then))
-
-
-def _converting(name: str, build: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
-    @functools.wraps(build)
-    def build_and_convert(*args: Any, **kwargs: Any) -> Any:
-        given = settings(*args, **kwargs)  # before the build, so that a wrong variable is reported at once
-        built = build(*args, **kwargs)
-        if "backend" in given:
-            from moe_dispatch.integrations.megatron import convert  # noqa: PLC0415 - a built model has imported it
-
-            convert(built[0] if isinstance(built, tuple) else built, **given)
-            logger.info("moe_dispatch: converted the models of %s: %s", name, dict(given))
-        return built
-
-    return build_and_convert
 
 
 @final

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.integrations.versions import check_version
+from moe_dispatch.integrations.checks import check_version
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Literal, final, get_args
 
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.versions import parse_version
+from moe_dispatch.integrations.checks import parse_version
 
 logger = logging.getLogger("moe_dispatch")
 
@@ -31,7 +31,6 @@ class PackingSupport:
         kernels: Packages, by import name, whose kernels keep packed sequences apart; the framework's fallbacks do not.
         context_parallel: Whether these layers can divide a packed sequence among ranks, since ``packed_since``.
         condition: Arguments that the caller must pass, so that packed input gives right results.
-        source: Releases and issues in which this was read, and the date.
     """
 
     model_types: tuple[str, ...]
@@ -40,58 +39,53 @@ class PackingSupport:
     kernels: tuple[str, ...] = ()
     context_parallel: bool = False
     condition: str = ""
-    source: str
 
 
 _GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 _PASS_CU_SEQLENS = "Pass cu_seq_lens_q, for the delta rule, and seq_idx, for the convolution before it."
+_FLA = ("fla", "causal_conv1d")
 
-# Families that are not listed have only attention layers, which take packed input in every release.
+# Families that are not listed have only attention layers, which take packed input in every release. Above each row
+# stands where it was read, all of it in 2026-11.
 PACKING_SUPPORT = (
+    # Wheels 0.17.1 (raises NotImplementedError) and 0.18.2; 0.18.0 according to verl#7336.
     PackingSupport(
-        model_types=_GATED_DELTA_NET,
-        framework="megatron-core",
-        packed_since="0.18.0",
-        context_parallel=True,
-        source="wheels 0.17.1 (raises NotImplementedError) and 0.18.2; 0.18.0 according to verl#7336; read 2026-11",
+        model_types=_GATED_DELTA_NET, framework="megatron-core", packed_since="0.18.0", context_parallel=True
     ),
+    # Wheels 5.8.0 (mixes sequences silently), 5.9.0, and 5.23.0 (its fallbacks raise ValueError if they get
+    # cu_seq_lens_q, and mix sequences if not); transformers#45034, #46859.
     PackingSupport(
         model_types=_GATED_DELTA_NET,
         framework="transformers",
         packed_since="5.9.0",
-        kernels=("fla", "causal_conv1d"),
+        kernels=_FLA,
         condition=_PASS_CU_SEQLENS,
-        source="wheels 5.8.0 (mixes sequences silently), 5.9.0, and 5.23.0 (its fallbacks raise ValueError if they get "
-        "cu_seq_lens_q, and mix sequences if not); transformers#45034, #46859; read 2026-11",
     ),
+    # Wheels 5.11.0 (mixes sequences silently) and 5.15.0; releases between them were not read.
     PackingSupport(
         model_types=("olmo_hybrid",),
         framework="transformers",
         packed_since="5.15.0",
-        kernels=("fla", "causal_conv1d"),
+        kernels=_FLA,
         condition=_PASS_CU_SEQLENS,
-        source="wheels 5.11.0 (mixes sequences silently) and 5.15.0; releases between them were not read; read 2026-11",
     ),
+    # Wheels 5.3.0 (the oldest that was read) and 5.23.0.
     PackingSupport(
         model_types=("granitemoehybrid",),
         framework="transformers",
         packed_since="5.3.0",
         kernels=("mamba_ssm", "causal_conv1d"),
         condition="Pass seq_idx and cu_seq_lens_q.",
-        source="wheels 5.3.0 (the oldest read) and 5.23.0; read 2026-11",
     ),
+    # Wheels 0.16.1 (its Mamba mixer sets no seq_idx) and 0.17.1; 0.17.0 was not read.
     PackingSupport(
-        model_types=("nemotron_h",),
-        framework="megatron-core",
-        packed_since="0.17.1",
-        context_parallel=True,
-        source="wheels 0.16.1 (its Mamba mixer sets no seq_idx) and 0.17.1; 0.17.0 was not read; read 2026-11",
+        model_types=("nemotron_h",), framework="megatron-core", packed_since="0.17.1", context_parallel=True
     ),
+    # Wheel 5.23.0 passes keyword arguments to its kernels. This was not tested, so these families are padded.
     PackingSupport(
         model_types=("nemotron_h", "kimi_linear", "jamba", "bamba", "falcon_h1"),
         framework="transformers",
         packed_since=None,
-        source="wheel 5.23.0 passes keyword arguments to its kernels; not tested, so padded; read 2026-11",
     ),
 )
 
@@ -146,14 +140,13 @@ def packing_for(
         found = framework_version or version(framework)
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"packing_for: framework_version must be given while {framework} is not installed, got None. Pass the "
-            "version that will run the model."
+            f"packing_for: {framework} is not installed. Pass the version that will run the model as framework_version."
         ) from error
     obstacle = _obstacle(rule, found, kernels)
     if cp > 1 and (obstacle or not rule.context_parallel):
-        cause = "its layers cannot divide a packed sequence"
-        if obstacle:
-            cause = "it needs a padded batch, which cannot be divided"
+        cause = "it needs a padded batch, which cannot be divided"
+        if not obstacle:
+            cause = "its layers cannot divide a packed sequence"
         upgrade = f" or {framework} {rule.packed_since}" if rule.context_parallel else ""
         raise ConfigError(
             f"packing_for: cp must be 1 for {model_type} in {framework} {found}, because {cause}, got cp {cp}. Use "
@@ -161,14 +154,14 @@ def packing_for(
         )
     if obstacle:
         reason = f"{model_type} needs a padded batch in {framework} {found}: packed input {obstacle}."
-        _announce(reason)
+        _warn_once(reason)
         return Packing(packed=False, reason=reason)
     takes = f"{model_type} takes packed input in {framework} {found}, as in releases since {rule.packed_since}."
     return Packing(packed=True, reason=f"{takes} {rule.condition}".rstrip())
 
 
 @cache
-def _announce(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     logger.warning("%s", reason)
 
 

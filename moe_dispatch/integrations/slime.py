@@ -21,7 +21,7 @@ def init(args: Namespace) -> None:
     """
     if "backend" not in from_environment():
         raise ConfigError(
-            "moe_dispatch.integrations.slime.init: MOE_DISPATCH_BACKEND must name a backend, got no such variable. Set "
-            "it with --train-env-vars, or leave out --custom-megatron-init-path."
+            "moe_dispatch.integrations.slime.init: MOE_DISPATCH_BACKEND is not set, so no backend is named. Set it "
+            "with --train-env-vars, or leave out --custom-megatron-init-path."
         )
     convert_built("slime.backends.megatron_utils.model", "get_model")

@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch.integrations.spare_slots import refuse_spare_slots
-from moe_dispatch.integrations.versions import check_version
+from moe_dispatch.integrations.checks import check_version, refuse_spare_slots
 from moe_dispatch.layouts import Rows
 from moe_dispatch.replay import Cut, replayed
-from moe_dispatch.replay.encoding import UNKNOWN
+from moe_dispatch.replay.entries import UNKNOWN
 from moe_dispatch.types import Dispatched, Routing
 
 check_version("torchtitan", tested=("0.3.0",), lowest="0.3.0")  # before the imports, whose errors explain less
@@ -193,8 +192,8 @@ def use_moe_dispatch(model_config: Any, *, backend: str | dict[str, Any] = "auto
     layers = {name or "moe": layer for name, layer, _, _ in model_config.traverse(MoE.Config)}
     if not layers:
         raise ConfigError(
-            f"use_moe_dispatch: the config must hold an MoE layer, got {type(model_config).__qualname__} without one. "
-            "Pass the config of a model with experts."
+            f"use_moe_dispatch: {type(model_config).__qualname__} has no MoE layer. Pass the config of a model with "
+            "experts."
         )
     for name, layer in layers.items():
         theirs, router = layer.routed_experts.token_dispatcher, layer.router
@@ -229,8 +228,7 @@ class RoutingReplay:
         layers = [module for module in model.modules() if isinstance(module, MoE)]
         if not layers:
             raise ConfigError(
-                f"RoutingReplay: the model must have MoE layers, got {type(model).__name__} without one. Pass a model "
-                "of torchtitan with experts."
+                f"RoutingReplay: {type(model).__name__} has no MoE layers. Pass a model of torchtitan with experts."
             )
         self._cut: Cut | None = None
         self._hooks = [
@@ -266,8 +264,8 @@ class RoutingReplay:
         """Exchange the experts of a router, and their scores, as a forward hook."""
         if self._cut is None:
             raise StateError(
-                "RoutingReplay: a forward must run in a block of micro_batch, got a forward outside. Put the forward "
-                "and the backward into the block, or close the replay."
+                "RoutingReplay: forward() was called outside `with replay.micro_batch(...)`. Wrap the forward and "
+                "backward in it, or call replay.close()."
             )
         own_TK, scores_TE = (_local(tensor).flatten(0, 1) for tensor in routed[1:])
         ids_TK = self._cut.routing_for(number)

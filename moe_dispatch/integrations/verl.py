@@ -34,12 +34,12 @@ def settings(*args: Any, override_model_config: Mapping[str, Any] | None = None,
             f"override_mcore_model_config: moe_dispatch must be a mapping with a backend, got {given!r}. Pass "
             "+...override_mcore_model_config.moe_dispatch.backend=alltoall."
         )
-    return {name: _plain(value) for name, value in given.items()}
+    return {name: _as_dict(value) for name, value in given.items()}
 
 
-def _plain(value: Any) -> Any:
+def _as_dict(value: Any) -> Any:
     """Return a mapping of verl's config, such as the options of a backend, as a dict."""
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    return {key: _as_dict(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _keep_lengths(module: ModuleType) -> None:

@@ -51,7 +51,7 @@ def safetensors_of(where: str) -> Any:
         import numpy  # noqa: F401, PLC0415 - otherwise a missing numpy would show only after all steps
         import safetensors.torch  # noqa: PLC0415 - optional, loaded on use
     except ImportError as error:
-        raise TraceError(f"{where}: {error.name} must be installed, got none. {how_to_install('trace')}") from error
+        raise TraceError(f"{where}: {error.name} is not installed. {how_to_install('trace')}") from error
     return safetensors.torch
 
 
@@ -103,11 +103,17 @@ def opened(path: Path, kind: Kind = TRACE) -> Iterator[tuple[Any, dict[str, str]
     """
     package = safetensors_of(kind.reader)
     if not path.is_file():
-        raise TraceError(f"{kind.reader}: {path} must be an existing file, got {_kind(path)}. Check the path.")
+        found = "a directory" if path.is_dir() else "no file"
+        raise TraceError(f"{kind.reader}: {path} must be an existing file, got {found}. Check the path.")
     try:
         with package.safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
-            _check_format(path, metadata, kind)
+            if (form := metadata.get(kind.key)) != str(FORMAT):
+                told = "another safetensors file" if form is None else f"format {form}"
+                raise TraceError(
+                    f"{kind.reader}: {path} must be {kind.noun} of format {FORMAT}, got {told}. Use a file that "
+                    f"{kind.writer} of this version wrote."
+                )
             yield file, metadata
     except MoEDispatchError:
         raise
@@ -122,17 +128,3 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a trace. Raise TraceError if the file is not a trace of this format."""
     with opened(path) as (file, metadata):
         return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118 - file is no mapping
-
-
-def _check_format(path: Path, metadata: dict[str, str], kind: Kind) -> None:
-    found = metadata.get(kind.key)
-    if found != str(FORMAT):
-        told = "another safetensors file" if found is None else f"format {found}"
-        raise TraceError(
-            f"{kind.reader}: {path} must be {kind.noun} of format {FORMAT}, got {told}. Use a file that "
-            f"{kind.writer} of this version wrote."
-        )
-
-
-def _kind(path: Path) -> str:
-    return "a directory" if path.is_dir() else "no file"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.errors import InputError
-from moe_dispatch.replay.encoding import UNKNOWN
+from moe_dispatch.replay.entries import UNKNOWN
 from moe_dispatch.types import Routing
 
 
@@ -38,22 +38,6 @@ def replayed(
     Cost: a gather of (T, K), a comparison of (T, K, K) for the counts, and a top-k unless ``own_ids_TK`` is given. No
     host sync.
     """
-    _check(ids_TK, scores_TE, own_ids_TK)
-    with torch.no_grad():
-        own = scores_TE.topk(ids_TK.shape[1], dim=1).indices if own_ids_TK is None else own_ids_TK
-        chosen = torch.where(ids_TK == UNKNOWN, own, ids_TK)
-        compared = ids_TK >= 0
-        differs = compared & ~(ids_TK.unsqueeze(2) == own.unsqueeze(1)).any(2)
-        drift = torch.stack([differs.sum(), compared.sum()])
-    goes = chosen >= 0
-    weights_TK = torch.where(goes, scores_TE.gather(1, chosen.clamp(min=0)), 0)
-    if normalize:
-        total_T1 = weights_TK.sum(1, keepdim=True)
-        weights_TK = weights_TK / torch.where(goes.any(1, keepdim=True), total_T1, 1)
-    return Routing(chosen, weights_TK if scale == 1.0 else weights_TK * scale, drift)
-
-
-def _check(ids_TK: Tensor, scores_TE: Tensor, own_ids_TK: Tensor | None) -> None:
     fits = ids_TK.dim() == scores_TE.dim() == 2 and len(ids_TK) == len(scores_TE)
     if not fits or ids_TK.dtype != torch.int64 or not scores_TE.is_floating_point():
         raise InputError(
@@ -77,3 +61,15 @@ def _check(ids_TK: Tensor, scores_TE: Tensor, own_ids_TK: Tensor | None) -> None
                 f"replayed: ids must lie in {UNKNOWN}..{scores_TE.shape[1] - 1}, got {low if low < UNKNOWN else high}. "
                 "Replay the table of this model."
             )
+    with torch.no_grad():
+        own = scores_TE.topk(ids_TK.shape[1], dim=1).indices if own_ids_TK is None else own_ids_TK
+        chosen = torch.where(ids_TK == UNKNOWN, own, ids_TK)
+        compared = ids_TK >= 0
+        differs = compared & ~(ids_TK.unsqueeze(2) == own.unsqueeze(1)).any(2)
+        drift = torch.stack([differs.sum(), compared.sum()])
+    goes = chosen >= 0
+    weights_TK = torch.where(goes, scores_TE.gather(1, chosen.clamp(min=0)), 0)
+    if normalize:
+        total_T1 = weights_TK.sum(1, keepdim=True)
+        weights_TK = weights_TK / torch.where(goes.any(1, keepdim=True), total_T1, 1)
+    return Routing(chosen, weights_TK if scale == 1.0 else weights_TK * scale, drift)

@@ -1,17 +1,22 @@
-"""The table: expert ids by sequence, position and MoE layer.
+"""The routing table: where its ids come from, and how a micro-batch's part is cut out of it for one rank.
+
+The file follows a table through its life. ``RoutingTable`` is made from ids, from a recording or from a file; tables of
+several ranks are joined; ``RoutingTable.cut`` returns a ``Cut``, the ids of this rank's rows; ``check_used`` finds
+entries that no rank looked up. ``Recording`` collects the ids of a forward.
 
 Dimensions: ``N`` tokens of all sequences, ``L`` MoE layers of the table, ``K`` top_k, ``S`` positions of a sequence,
-``B`` sequences of a batch.
+``B`` sequences of a batch, ``T`` rows of this rank.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -19,16 +24,16 @@ from torch import Tensor
 
 from moe_dispatch.communication import Communicator, raise_alike
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError
+from moe_dispatch.dispatchers import Dispatcher
+from moe_dispatch.dispatchers.recorder import Note, Recorder
+from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, StateError, TraceError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.replay import table_file
-from moe_dispatch.replay.cut import Cut, gathered, span, table_rows
-from moe_dispatch.replay.encoding import NOWHERE, UNKNOWN, ids_of, storage_dtype, stored
-from moe_dispatch.replay.uses import Uses
+from moe_dispatch.replay import file
+from moe_dispatch.replay.entries import NOWHERE, UNKNOWN, Uses, ids_of, storage_dtype, stored
 
-if TYPE_CHECKING:
-    from moe_dispatch.dispatchers import Dispatcher
-    from moe_dispatch.replay.recording import Recording
+_FILE = file.Kind(
+    key="moe_dispatch_routing", noun="a routing table", writer="RoutingTable.save", reader="RoutingTable.load"
+)
 
 SequenceId = int | str
 """The name of a sequence in a table: a number, or a string such as the uid of a sample."""
@@ -76,15 +81,15 @@ class RoutingTable:
         last_missing: bool = False,
     ) -> None:
         pairs = list(sequences.items() if isinstance(sequences, Mapping) else sequences)
-        parts = [(name, _checked(name, entries, num_experts)) for name, entries in pairs]
+        parts = [(name, _checked_ids(name, entries, num_experts)) for name, entries in pairs]
         if not parts:
-            raise InputError("RoutingTable: sequences must hold at least one sequence, got none. Record a forward.")
+            raise InputError("RoutingTable: there are no sequences. Record a forward.")
         for name, count in Counter(name for name, _ in parts).items():
             if count > 1:
                 sizes = " and ".join(str(len(ids)) for other, ids in parts if other == name)
                 raise InputError(
-                    f"RoutingTable: a sequence must be given once, got {name!r} {count} times, with {sizes} positions. "
-                    "Give each sample a name of its own, or join the parts of one sample."
+                    f"RoutingTable: sequence {name!r} is given {count} times, with {sizes} positions. Give each "
+                    "sample a name of its own, or join the parts of one sample."
                 )
         (first, ids_SLK), *_ = parts
         for name, ids in parts:
@@ -97,7 +102,7 @@ class RoutingTable:
         if len(numbers) != ids_SLK.shape[1] or sorted({*numbers}) != list(numbers):
             raise InputError(
                 f"RoutingTable: layers must name the {ids_SLK.shape[1]} layers of the ids in ascending order, got "
-                f"{len(numbers)} numbers: {span(numbers)}. Leave out the ids of dense layers."
+                f"{len(numbers)} numbers: {_span(numbers)}. Leave out the ids of dense layers."
             )
         self._hold({name: len(ids) + last_missing for name, ids in parts}, numbers, ids_SLK.shape[2], num_experts)
         for name, ids in parts:
@@ -116,8 +121,8 @@ class RoutingTable:
         with torch.inference_mode(False):  # a table that an evaluation made may be written to in training
             self._stored = torch.zeros(shape, dtype=storage_dtype(num_experts), device="cpu")
             self._stored[self.padding_row] = NOWHERE - UNKNOWN
-        self._uses = Uses()
-        self.slots_checked = False  # whether the entries have passed ``Cut.check_slots``
+        self._uses = Uses(len(self._stored), len(layers))
+        self._slots_checked = False  # whether the entries have passed ``Cut.check_slots``
 
     @classmethod
     def unknown(
@@ -176,10 +181,23 @@ class RoutingTable:
 
         Cost: a copy of the ids to the host in each dispatch, without a host sync.
         """
-        from moe_dispatch.replay.recording import recording  # noqa: PLC0415 - it makes a RoutingTable
-
-        with recording(dispatchers) as made:
-            yield made
+        numbered = dict(dispatchers) if isinstance(dispatchers, Mapping) else dict(enumerate(dispatchers))
+        if not numbered:
+            raise InputError("RoutingTable.record: there are no dispatchers. Pass those of the MoE layers.")
+        channels = list(dict.fromkeys(dispatcher._channel for dispatcher in numbered.values()))
+        if any(channel.recorder is not None for channel in channels):
+            raise StateError(
+                "RoutingTable.record: another block that is still open records these dispatchers. Leave that block "
+                "first. It records all dispatchers of this config and group."
+            )
+        recorders = [Recorder(steps=2**62) for _ in channels]  # as many steps as the block has
+        for channel, recorder in zip(channels, recorders, strict=True):
+            channel.recorder = recorder
+        try:
+            yield Recording(numbered, recorders)
+        finally:
+            for channel in channels:
+                channel.recorder = None
 
     @classmethod
     def merged(cls, tables: Sequence[RoutingTable]) -> RoutingTable:
@@ -192,7 +210,7 @@ class RoutingTable:
                 one entry.
         """
         if not tables:
-            raise InputError("RoutingTable.merged: tables must hold at least one table, got none. Pass the tables.")
+            raise InputError("RoutingTable.merged: there are no tables. Pass at least one.")
         first = tables[0]
         for table in tables:
             if (table.num_experts, table.top_k) != (first.num_experts, first.top_k):
@@ -240,19 +258,19 @@ class RoutingTable:
         Raises:
             InputError: An entry is known already, with other ids.
         """
-        self.slots_checked = False
+        self._slots_checked = False
         columns = torch.tensor([self.layers.index(layer) for layer in layers], device="cpu")
-        place = rows_N.unsqueeze(1), columns.unsqueeze(0)
-        here = self._stored[place]
+        entries_NL = rows_N.unsqueeze(1), columns.unsqueeze(0)
+        here = self._stored[entries_NL]
         clash_NL = ((here != 0) & (values_NLK != 0) & (here != values_NLK)).any(2)
         for row, column in clash_NL.nonzero()[:1].tolist():
             name, position = self.key_of(int(rows_N[row]))
             raise InputError(
-                f"RoutingTable: two entries must not have the same key, got {ids_of(here[row, column]).tolist()} and "
+                f"RoutingTable: two entries have the same key: {ids_of(here[row, column]).tolist()} and "
                 f"{ids_of(values_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
                 f"{layers[column]}. Give each sample a name of its own."
             )
-        self._stored[place] = torch.where(values_NLK != 0, values_NLK, here)
+        self._stored[entries_NL] = torch.where(values_NLK != 0, values_NLK, here)
 
     def key_of(self, row: int) -> tuple[SequenceId, int]:
         """Return the name and the position of a row of the table."""
@@ -263,6 +281,11 @@ class RoutingTable:
         """Return the rows of the table that hold a sequence."""
         start = self._starts[sequence]
         return slice(start, start + self.lengths[sequence])
+
+    def _starts_of(self, sequences: Sequence[SequenceId | None]) -> Tensor:
+        """Return the first row of each sequence, -1 for None. The last one, -1, is for padding: its sequence is -1."""
+        starts = [-1 if name is None else self._starts[name] for name in sequences]
+        return torch.tensor([*starts, -1], device="cpu")
 
     @property
     def stored_NLK(self) -> Tensor:
@@ -281,8 +304,8 @@ class RoutingTable:
         """
         if sequence not in self.lengths:
             raise InputError(
-                f"RoutingTable.entries: the sequence must be in the table, got {sequence!r}, and a table of "
-                f"{len(self.lengths)} sequences. Use one of table.lengths."
+                f"RoutingTable.entries: sequence {sequence!r} is not in the table of {len(self.lengths)} sequences. "
+                "Use one of table.lengths."
             )
         return ids_of(self._stored[self.rows_of(sequence)])
 
@@ -321,7 +344,7 @@ class RoutingTable:
         pairs = {
             "num_experts": (str(config.num_experts), str(self.num_experts)),
             "top_k": (str(config.top_k), str(self.top_k)),
-            "MoE layers": (span(wanted), span(wanted) if has_layers else span(self.layers)),
+            "MoE layers": (_span(wanted), _span(wanted) if has_layers else _span(self.layers)),
         }
         differing = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
         problem = None
@@ -375,22 +398,95 @@ class RoutingTable:
         problem, wanted = None, tuple(self.layers if layers is None else layers)
         try:
             columns = self._columns(wanted)
-            rows_T = table_rows(self, layout, sequences, like)
+            rows_T = self._rows_of_rank(layout, sequences, like)
             if fallback == "error":
-                self._check_known(rows_T, wanted)
-            _check_options(fallback, step, into, rows_T, wanted)
+                self._check_known(rows_T, columns)
+            if fallback not in ("router", "error") or step < 0:
+                raise InputError(
+                    f'RoutingTable.cut: fallback must be "router" or "error" and step 0 or more, got {fallback!r} and '
+                    f"{step}. Count training steps from 0."
+                )
+            if into is not None and (len(into.stored_TLK), into.layers) != (len(rows_T), wanted):
+                raise InputError(
+                    f"RoutingTable.cut: into must have the same rows and layers, got {len(into.stored_TLK)} rows and "
+                    f"layers {_span(into.layers)} for {len(rows_T)} rows and layers {_span(wanted)}. Pad every "
+                    "micro-batch of a graph to the same number of rows."
+                )
         except MoEDispatchError as error:
             problem = error
         _raise(problem, group)
         if device is None and isinstance(like, Tensor):
             device = like.device
         target = into.stored_TLK.device if into is not None else torch.device(device or "cpu")
-        buffer = gathered(self._stored, rows_T, columns, target)
+        first = columns[0] if columns else 0
+        if columns == list(range(first, first + len(columns))):
+            part = self._stored[:, first : first + len(columns)]
+        else:
+            part = self._stored.index_select(1, torch.tensor(columns, device="cpu"))
+        buffer = torch.empty(
+            (len(rows_T), *part.shape[1:]), dtype=part.dtype, device="cpu", pin_memory=target.type == "cuda"
+        )
+        torch.index_select(part, 0, rows_T, out=buffer)
         if into is None:
             return Cut(self, buffer.to(target, non_blocking=True), wanted, rows_T, step)
         into.stored_TLK.copy_(buffer, non_blocking=True)
-        self._uses.count(self, rows_T, wanted, step)  # the replay of a graph does not call routing_for
+        self._uses.count(rows_T, columns, step)  # the replay of a graph does not call routing_for
         return Cut(self, into.stored_TLK, wanted, rows_T, step)
+
+    def _rows_of_rank(
+        self, layout: Layout, sequences: Sequence[SequenceId | None], like: Tensor | Sequence[int] | None
+    ) -> Tensor:
+        """Return the row of the table for each row of this rank, int64 (T,) on the CPU.
+
+        Context parallelism and sequence parallelism are part of the layout: ``positions`` of a sharded layout tells
+        which token of which sequence each row of this rank is, in the order of the shard. For example, zigzag context
+        parallelism of 8 tokens gives rank 0 of 2 the positions 0, 1, 6 and 7.
+
+        The table has two rows behind its entries: ``unknown_row``, for rows of a sequence named None, and
+        ``padding_row``, for rows that hold no token.
+        """
+        shape = like.shape if isinstance(like, Tensor) else like
+        if shape is None:
+            rows = layout.num_rows()
+            if rows is None:
+                raise InputError(
+                    f"RoutingTable.cut: {layout} does not know its number of rows. Pass the hidden states as like=, or "
+                    "their shape."
+                )
+            shape = (rows, 1)
+        layout.check(layout.rows_of(shape))
+        if len(sequences) != layout.num_sequences(shape):
+            raise InputError(
+                f"RoutingTable.cut: sequences must name each sequence of the layout, got {len(sequences)} names and "
+                f"{layout.num_sequences(shape)} sequences. Pass one name per sequence, None for one that was not "
+                "recorded."
+            )
+        for name, count in Counter(name for name in sequences if name is not None).items():
+            if name not in self.lengths:
+                raise InputError(
+                    f"RoutingTable.cut: sequence {name!r} is not in the table of {len(self.lengths)} sequences. Add it "
+                    "to the table, or pass None to let the router choose."
+                )
+            if count > 1:
+                raise InputError(
+                    f"RoutingTable.cut: the micro-batch names sequence {name!r} {count} times. Give each sample a name "
+                    "of its own."
+                )
+        sequence_T, position_T = layout.positions(shape).cpu().unbind()
+        start_T = self._starts_of(sequences)[sequence_T]
+        lengths = [0 if name is None else self.lengths[name] for name in sequences]
+        length_T = torch.tensor([*lengths, 0], device="cpu")[sequence_T]  # the last one is for padding, sequence -1
+        is_known = start_T >= 0
+        for row in (is_known & (position_T >= length_T)).nonzero()[:1, 0].tolist():
+            sequence = int(sequence_T[row])
+            longest = int(position_T[sequence_T == sequence].max()) + 1
+            raise InputError(
+                f"RoutingTable.cut: a sequence must not be longer than in the table, got {longest} positions of "
+                f"sequence {sequences[sequence]!r}, which has {int(length_T[row])} in the table. Record the whole "
+                "sequence; engines leave out the last position, for which the table has last_missing=True."
+            )
+        elsewhere = torch.where(sequence_T < 0, self.padding_row, self.unknown_row)
+        return torch.where(is_known, start_T + position_T, elsewhere)
 
     def routing_for(self, layer: int, layout: Layout, sequences: Sequence[SequenceId | None], **options: Any) -> Tensor:
         """Return the ids of this rank's rows in one MoE layer, int64 (T, K): a ``cut`` of this layer, looked up.
@@ -404,14 +500,13 @@ class RoutingTable:
         absent = [layer for layer in layers if layer not in self.layers]
         if absent:
             raise InputError(
-                f"RoutingTable.cut: layers must be in the table, which has {span(self.layers)}, got {span(absent)}. "
+                f"RoutingTable.cut: layers {_span(absent)} are not in the table, which has {_span(self.layers)}. "
                 "Count the MoE layers of the whole model from 0, without dense layers."
             )
         return [self.layers.index(layer) for layer in layers]
 
-    def _check_known(self, rows_T: Tensor, layers: Sequence[int]) -> None:
-        columns = torch.tensor(self._columns(layers), device="cpu")
-        unknown_TL = self._stored[rows_T.unsqueeze(1), columns, 0] == 0
+    def _check_known(self, rows_T: Tensor, columns: list[int]) -> None:
+        unknown_TL = self._stored[rows_T.unsqueeze(1), torch.tensor(columns, device="cpu"), 0] == 0
         for row, column in unknown_TL.nonzero()[:1].tolist():
             found = int(rows_T[row])
             first = "a sequence named None"
@@ -420,7 +515,7 @@ class RoutingTable:
                 first = f"sequence {name!r}, position {position}"
             raise InputError(
                 f'RoutingTable.cut: under fallback="error" every entry must be known, got {int(unknown_TL.sum())} of '
-                f"{unknown_TL.numel()} unknown. The first is {first}, layer {layers[column]}. "
+                f"{unknown_TL.numel()} unknown. The first is {first}, layer {self.layers[columns[column]]}. "
                 'Use fallback="router", or record these tokens.'
             )
 
@@ -445,16 +540,47 @@ class RoutingTable:
 
         Cost: nothing on a device. With a group, all-gathers of four bytes for each token and layer of the table.
         """
-        wanted = list(self.lengths if sequences is None else sequences)
-        self._uses.check(self, wanted, group)
+        names = list(self.lengths if sequences is None else sequences)
+        absent = [name for name in names if name not in self.lengths]
+        problem = None
+        if absent:
+            problem = InputError(
+                f"RoutingTable.check_used: sequence {absent[0]!r} is not in the table of {len(self.lengths)} "
+                "sequences. Use names of table.lengths."
+            )
+        _raise(problem, group, {"the table": [list(self.lengths.items()), self.layers], "sequences": names})
+        steps_NL = self._uses.take(None if group is None else Communicator(group))
+        is_counted_N = torch.zeros(len(steps_NL), dtype=torch.bool, device="cpu")
+        for name in names:
+            is_counted_N[self.rows_of(name)] = True
+        known_NL = self.known_NL() & is_counted_N.unsqueeze(1)
+        wrong = {"never": known_NL & (steps_NL == 0), "in several steps": known_NL & (steps_NL == Uses.SEVERAL)}
+        told = " and ".join(f"{int(at_NL.sum())} used {how}" for how, at_NL in wrong.items())
+        for how, at_NL in wrong.items():
+            for row, column in at_NL.nonzero()[:1].tolist():
+                name, position = self.key_of(row)
+                raise StateError(
+                    f"RoutingTable.check_used: each of the {int(known_NL.sum())} known entries must be used in one "
+                    f"step, got {told}. The first one used {how} is sequence {name!r}, position {position}, layer "
+                    f"{self.layers[column]}. Check which micro-batches, ranks and layers looked it up."
+                )
 
     def save(self, path: str | Path) -> None:
         """Write the table to a safetensors file. Needs the extra ``trace``.
 
+        The file has one tensor, ``stored``: (positions of all sequences, layers, top_k), in the form of the module
+        ``entries``. Its metadata ``table`` is JSON: ``num_experts``, ``layers``, and ``sequences``, which are pairs of
+        a name and a number of positions, in the order of the tensor.
+
         Raises:
             TraceError: The file cannot be written, or safetensors is not installed.
         """
-        table_file.save(self, Path(path))
+        head = {
+            "num_experts": self.num_experts,
+            "layers": self.layers,
+            "sequences": [list(pair) for pair in self.lengths.items()],
+        }
+        file.write(Path(path), {"stored": self.stored_NLK.contiguous()}, {"table": json.dumps(head)}, _FILE)
 
     @classmethod
     def load(
@@ -471,10 +597,171 @@ class RoutingTable:
             TraceError: The file is missing, damaged or of another format, lacks a sequence or a layer, or safetensors
                 is not installed.
         """
-        return table_file.load(cls, Path(path), None if sequences is None else list(sequences), layers)
+        with file.opened(Path(path), _FILE) as (opened, metadata):
+            head = json.loads(metadata["table"])
+            lengths: dict[SequenceId, int] = dict(map(tuple, head["sequences"]))
+            names = list(lengths if sequences is None else sequences)
+            numbers = head["layers"] if layers is None else sorted(layers)
+            for noun, wanted, there in (("sequence", names, list(lengths)), ("layer", numbers, head["layers"])):
+                absent = [item for item in wanted if item not in there]
+                if absent or not wanted:
+                    raise TraceError(
+                        f"RoutingTable.load: every {noun} to read must be one of the {len(there)} in {path}, got "
+                        f"{repr(absent[0]) if absent else 'none'}. Read a part that was recorded."
+                    )
+            values = opened.get_slice("stored")
+            starts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
+            sizes = {name: lengths[name] for name in names}
+            table = cls.unknown(sizes, tuple(numbers), values.get_shape()[2], head["num_experts"])
+            columns = torch.tensor([head["layers"].index(number) for number in numbers], device="cpu")
+            low, high = int(columns[0]), int(columns[-1]) + 1
+            for name in names:
+                part = values[starts[name] : starts[name] + lengths[name], low:high]
+                table.stored_NLK[table.rows_of(name)] = part[:, columns - low]
+        return table
 
 
-def _checked(name: SequenceId, entries: Entries, num_experts: int) -> Tensor:
+@final
+class Cut:
+    """The ids of the rows of one micro-batch on one rank. ``RoutingTable.cut`` makes it.
+
+    A lookup names the layer. It changes nothing and may be repeated, so a recomputed forward gets the same ids, in any
+    order of layers and micro-batches.
+
+    Attributes:
+        stored_TLK: The ids as the table stores them, on the device of the cut.
+        layers: Numbers of the MoE layers of the cut, L of them.
+        step: Number of the training step, for ``RoutingTable.check_used``.
+        table: The table that it was cut out of.
+    """
+
+    def __init__(
+        self, table: RoutingTable, stored_TLK: Tensor, layers: tuple[int, ...], rows_T: Tensor, step: int
+    ) -> None:
+        self.stored_TLK = stored_TLK
+        self.layers = layers
+        self.step = step
+        self.table = table
+        self._rows_T = rows_T
+        self._counted: set[int] = set()
+
+    def routing_for(self, layer: int) -> Tensor:
+        """Return the expert ids of this rank's rows in one MoE layer, int64 (T, K), for ``replayed``.
+
+        An id is -1 for a slot that goes nowhere, such as in a row of padding, and -2 for an unknown slot.
+
+        Raises:
+            InputError: The cut does not have this layer.
+
+        Cost: one conversion of (T, K) on the device; no host sync. The first lookup counts the entries as used.
+        """
+        if layer not in self.layers:
+            raise InputError(
+                f"Cut.routing_for: layer {layer} is not in the cut, which has {_span(self.layers)}. "
+                "Count the MoE layers of the whole model from 0, without dense layers."
+            )
+        if layer not in self._counted and not torch.compiler.is_compiling():
+            self._counted.add(layer)
+            self.table._uses.count(self._rows_T, self.table._columns((layer,)), self.step)
+        return ids_of(self.stored_TLK[:, self.layers.index(layer)])
+
+    def check_slots(self) -> None:
+        """Refuse a table in which some entry names experts in some slots only. A model's router needs one for each.
+
+        Raises:
+            InputError: The table has such an entry.
+
+        The error is raised on this rank alone. Cost: one pass over the table, whenever it has changed.
+        """
+        table = self.table
+        if table._slots_checked:
+            return
+        partial_NL = (table.stored_NLK == NOWHERE - UNKNOWN).any(2)
+        for row, column in partial_NL.nonzero()[:1].tolist():
+            name, position = table.key_of(row)
+            raise InputError(
+                f"RoutingReplay: a known entry must name an expert in each of {table.top_k} slots, got "
+                f"{ids_of(table.stored_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
+                f"{table.layers[column]}, and {int(partial_NL.sum())} entries of this kind. Leave these entries "
+                "unknown: -1 in all slots."
+            )
+        table._slots_checked = True
+
+
+@final
+class Recording:
+    """The dispatches of the ``with`` block of ``RoutingTable.record``, each with the names of its sequences."""
+
+    def __init__(self, dispatchers: Mapping[int, Dispatcher], recorders: Sequence[Recorder]) -> None:
+        self._layers: dict[Any, int] = {dispatcher._lease: number for number, dispatcher in dispatchers.items()}
+        self._config = next(iter(dispatchers.values())).config
+        self._recorders = recorders
+        self._batches: list[tuple[tuple[SequenceId | None, ...], list[int]]] = []
+
+    def micro_batch(self, sequences: Sequence[SequenceId | None]) -> None:
+        """Name the sequences of the micro-batch whose forward comes next, in the order of its layout.
+
+        None stands for a sequence that is not recorded, such as dummy tokens.
+        """
+        self._batches.append((tuple(sequences), [len(recorder.notes) for recorder in self._recorders]))
+
+    def table(self) -> RoutingTable:
+        """Return the table of this rank's rows and layers. ``gathered`` joins those of several ranks.
+
+        Raises:
+            StateError: Nothing was recorded, or a forward ran before its sequences were named.
+            InputError: The sequences do not fit a layout, or a token was routed differently in two forwards.
+
+        Cost: waits for the copies to the host.
+        """
+        parts = list(self._named())
+        if not parts:
+            raise StateError(
+                "Recording.table: no dispatch ran in the block. Run the forward there, outside of torch.compile."
+            )
+        for device in {note.device for note, _ in parts if note.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        lengths: dict[SequenceId, int] = {}
+        positions = []
+        for note, names in parts:
+            layout = note.layout()
+            if len(names) != layout.num_sequences(note.shape):
+                raise InputError(
+                    f"Recording.table: micro_batch must name each sequence of the layout, got {len(names)} names and "
+                    f"{layout.num_sequences(note.shape)} sequences of {layout}. Pass one name per sequence."
+                )
+            sequence_T, position_T = layout.positions(note.shape)
+            positions.append((sequence_T, position_T))
+            for index, name in enumerate(names):
+                if name is not None:
+                    longest = int(torch.where(sequence_T == index, position_T + 1, 0).amax()) if len(sequence_T) else 0
+                    lengths[name] = max(longest, lengths.get(name, 0))
+        layers = tuple(sorted({*self._layers.values()}))
+        table = RoutingTable.unknown(lengths, layers, self._config.top_k, self._config.num_experts)
+        for (note, names), (sequence_T, position_T) in zip(parts, positions, strict=True):
+            start_T = table._starts_of(names)[sequence_T]
+            kept = start_T >= 0
+            values_TK = stored(note.ids_TK[kept], self._config.num_experts)
+            table.put((start_T + position_T)[kept], (self._layers[note.owner],), values_TK.unsqueeze(1))
+        return table
+
+    def _named(self) -> Iterator[tuple[Note, tuple[SequenceId | None, ...]]]:
+        """Yield each dispatch of the model with the names of its sequences."""
+        for index, recorder in enumerate(self._recorders):
+            begins = [counts[index] for _, counts in self._batches]
+            for number, note in enumerate(recorder.notes):
+                if note.owner not in self._layers:  # of another model with the same config and group
+                    continue
+                batch = sum(begin <= number for begin in begins) - 1
+                if batch < 0:
+                    raise StateError(
+                        f"Recording.table: a forward ran before the first of {len(begins)} calls of micro_batch. Call "
+                        "micro_batch(sequences) before each forward."
+                    )
+                yield note, self._batches[batch][0]
+
+
+def _checked_ids(name: SequenceId, entries: Entries, num_experts: int) -> Tensor:
     """Return the ids of one sequence, (S, L, K), with -2 for unknown entries, after all checks."""
     several = isinstance(entries, list | tuple)
     ids = torch.cat([torch.as_tensor(part) for part in entries]) if several else torch.as_tensor(entries)
@@ -483,7 +770,8 @@ def _checked(name: SequenceId, entries: Entries, num_experts: int) -> Tensor:
             f"RoutingTable: the ids of a sequence must be integers (positions, layers, top_k), got {ids.dtype} "
             f"{tuple(ids.shape)} for {name!r}. Reshape them."
         )
-    ids = ids.detach().to("cpu", torch.int64)  # int32 could make an expert of an id that is too large
+    # Check before narrowing: an out-of-range id could wrap around in int32 and look valid.
+    ids = ids.detach().to("cpu", torch.int64)
     if len(ids):
         low, high = map(int, torch.aminmax(ids))
         if low < -1 or high >= num_experts:
@@ -494,23 +782,16 @@ def _checked(name: SequenceId, entries: Entries, num_experts: int) -> Tensor:
     return ids.masked_fill((ids < 0).all(2, keepdim=True), UNKNOWN)
 
 
-def _raise(problem: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raise a problem, on all ranks if there is a group."""
+def _raise(problem: Exception | None, group: dist.ProcessGroup | None, facts: Mapping[str, Any] | None = None) -> None:
+    """Raise a problem. With a group, all ranks raise if one of them has a problem, or if the facts differ."""
     if group is not None:
-        raise_alike(Communicator(group), problem, label="replay")
+        raise_alike(Communicator(group), problem, facts=facts, label="replay")
     elif problem is not None:
         raise problem
 
 
-def _check_options(fallback: str, step: int, into: Cut | None, rows_T: Tensor, layers: tuple[int, ...]) -> None:
-    if fallback not in ("router", "error") or step < 0:
-        raise InputError(
-            f'RoutingTable.cut: fallback must be "router" or "error" and step 0 or more, got {fallback!r} and {step}. '
-            "Count training steps from 0."
-        )
-    if into is not None and (len(into.stored_TLK), into.layers) != (len(rows_T), layers):
-        raise InputError(
-            f"RoutingTable.cut: into must have the same rows and layers, got {len(into.stored_TLK)} rows and layers "
-            f"{span(into.layers)} for {len(rows_T)} rows and layers {span(layers)}. Pad every micro-batch of a graph "
-            "to the same number of rows."
-        )
+def _span(numbers: Sequence[int]) -> str:
+    """Write numbers for an error message: "0..3" if they follow each other."""
+    if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ", ".join(map(str, numbers)) or "none"

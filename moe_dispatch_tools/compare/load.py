@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import MoEShape
-from moe_dispatch.balance import SlotWeights
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights
 from moe_dispatch.permutation import count_values, merge_slots
 from moe_dispatch.types import Dispatched
 from moe_dispatch_tools.place import Place

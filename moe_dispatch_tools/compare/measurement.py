@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.volume import Volume
-from moe_dispatch.balance import SlotWeights
 from moe_dispatch.communication import Communicator
-from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights, build_dispatcher
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.types import Dispatched

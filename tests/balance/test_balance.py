@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch.balance import ExpertPlacement, SlotWeights, expected_rows, least_loaded, planners
+from moe_dispatch import BSHD, Dispatched, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.balance import ExpertPlacement, expected_rows, least_loaded, planners
+from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import ConfigError, InputError, PeerError, StateError
 from moe_dispatch_testing import count_collectives
+from tests.balance.test_place import scaled_layer
 from tests.balance.test_slot_weights import expect_dense, experts, gradients, inputs, own_part
 from tests.dispatchers.layer import Group, on_ranks, random_rows, small_config
 
@@ -35,18 +37,6 @@ def zipf_routing(rows: int, seed: int, num_experts: int = 8, top_k: int = 2) -> 
     return Routing(ids, torch.rand(rows, top_k, generator=generator))
 
 
-def _scaled(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> tuple[Tensor, Dispatched]:
-    """Experts that scale a row by different factors, so the same rows give the same bits anywhere."""
-    sent = dispatcher.dispatch(x, routing)
-    assert isinstance(sent, Dispatched)
-    rank, local = dispatcher._channel.communicator.rank, len(sent.tokens_per_expert)
-    held = torch.arange(rank * local, (rank + 1) * local)
-    if sent.placement is not None:
-        held = torch.tensor(sent.placement.slots[rank])
-    factors_R = torch.repeat_interleave(1.3 + held / 7, sent.tokens_per_expert)
-    return dispatcher.combine(torch.tanh(sent.rows * factors_R.to(x.dtype).unsqueeze(1)), sent), sent
-
-
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_results_are_those_without_balance(backend: Any) -> None:
     vendor = isinstance(backend, dict)
@@ -60,7 +50,7 @@ def test_results_are_those_without_balance(backend: Any) -> None:
         for more in ({}, {**BALANCED, "spare_experts_per_rank": 2}):
             dispatcher = build_dispatcher(small_config(backend, **fields, **more), group)
             x = random_rows(40 + rank, dispatcher.config.hidden_size, seed=rank, dtype=dtype).requires_grad_()
-            y, sent = _scaled(dispatcher, x, zipf_routing(40 + rank, rank))
+            y, sent = scaled_layer(dispatcher, x, zipf_routing(40 + rank, rank))
             y.square().sum().backward()
             results.append((y.detach(), x.grad))
         for one, other in zip(*results, strict=True):
@@ -80,7 +70,9 @@ def test_exact_reduction_gives_the_same_bits() -> None:
         rank, results = group.rank(), []
         for more in ({}, BALANCED):
             x = random_rows(33 + rank, seed=rank).requires_grad_()
-            y, _ = _scaled(build_dispatcher(small_config(backend, **more), group), x, zipf_routing(33 + rank, rank))
+            y, _ = scaled_layer(
+                build_dispatcher(small_config(backend, **more), group), x, zipf_routing(33 + rank, rank)
+            )
             y.square().sum().backward()
             results.append([y, x.grad])
         return all(torch.equal(*pair) for pair in zip(*results, strict=True))
@@ -181,53 +173,50 @@ def test_a_refused_call_is_told_to_the_peers() -> None:
     assert first.startswith("PeerError: rank 1 refused: Dispatcher.dispatch: x has 6 tokens but routing has 5")
 
 
-def _outcomes(monkeypatch: pytest.MonkeyPatch, planner: Any) -> tuple[str, str]:
-    """The errors of two ranks whose planner, of another package, is given the rank."""
-    real = planners.load_planner
+def _raises_on_rank_1(rank: int, home: ExpertPlacement) -> ExpertPlacement:
+    if rank:
+        raise ArithmeticError("planted")
+    return home
+
+
+OTHER = ExpertPlacement(8, ((0, 1, 2, 3, 4), (4, 5, 6, 7, -1)))
+RAISED = "Planner 'theirs' must return a placement, but it raised ArithmeticError: planted. Correct the planner."
+NONSENSE = "Planner 'theirs' must return an ExpertPlacement, got int. Correct the planner."
+DISAGREE = "InputError: Ranks disagree on the expert slots of rank 0: rank 0 has [0, 1, 2, 3, -1], rank 1 has"
+
+
+@pytest.mark.parametrize(
+    ("planner", "told"),
+    [
+        (_raises_on_rank_1, (f"PeerError: rank 1 refused: {RAISED} [MD08]", f"ConfigError: {RAISED}")),
+        (
+            lambda rank, home: home if rank else 7,
+            (f"ConfigError: {NONSENSE}", f"PeerError: rank 0 refused: {NONSENSE}"),
+        ),
+        (lambda rank, home: OTHER if rank else home, (DISAGREE, DISAGREE)),
+    ],
+    ids=["raises", "nonsense", "differs"],
+)
+def test_a_planner_that_fails_on_one_rank(monkeypatch: pytest.MonkeyPatch, planner: Any, told: tuple[str, str]) -> None:
+    """The planner is of another package; here it is given the rank."""
+    real, rank_of_thread = planners.load_planner, dict[int, int]()
+
+    def plan(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> Any:
+        return planner(rank_of_thread[threading.get_ident()], home)
+
     monkeypatch.setattr(planners, "known_planners", lambda: ["least_loaded", "theirs"])
+    monkeypatch.setattr(planners, "load_planner", lambda name: plan if name == "theirs" else real(name))
 
     def body(group: Group) -> str:
         assert group is not None
-
-        def plan(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> Any:
-            mine = dispatcher_of_thread[threading.get_ident()]
-            return planner(mine, home)
-
-        monkeypatch.setattr(planners, "load_planner", lambda name: plan if name == "theirs" else real(name))
-        dispatcher_of_thread[threading.get_ident()] = group.rank()
+        rank_of_thread[threading.get_ident()] = group.rank()
         dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1, balance="theirs"), group)
         with pytest.raises((ConfigError, InputError, PeerError)) as caught:
             dispatcher.dispatch(random_rows(5), zipf_routing(5, 0))
         return f"{caught.type.__name__}: {caught.value}"
 
-    dispatcher_of_thread: dict[int, int] = {}
-    first, second = on_ranks(body, 2)
-    return first, second
-
-
-def test_a_planner_that_raises_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def planner(rank: int, home: ExpertPlacement) -> ExpertPlacement:
-        if rank:
-            raise ArithmeticError("planted")
-        return home
-
-    first, second = _outcomes(monkeypatch, planner)
-    told = "Planner 'theirs' must return a placement, but it raised ArithmeticError: planted. Correct the planner."
-    assert second == f"ConfigError: {told}"
-    assert first == f"PeerError: rank 1 refused: {told} [MD08]"
-
-
-def test_a_planner_that_returns_nonsense_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = _outcomes(monkeypatch, lambda rank, home: home if rank else 7)
-    assert first == "ConfigError: Planner 'theirs' must return an ExpertPlacement, got int. Correct the planner."
-    assert second.startswith("PeerError: rank 0 refused: Planner 'theirs' must return an ExpertPlacement, got int")
-
-
-def test_a_planner_that_differs_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = ExpertPlacement(8, ((0, 1, 2, 3, 4), (4, 5, 6, 7, -1)))
-    told = "InputError: Ranks disagree on the expert slots of rank 0: rank 0 has [0, 1, 2, 3, -1], rank 1 has"
-    for text in _outcomes(monkeypatch, lambda rank, home: other if rank else home):
-        assert text.startswith(told)
+    for start, text in zip(told, on_ranks(body, 2), strict=True):
+        assert text.startswith(start), text
 
 
 @pytest.mark.parametrize(

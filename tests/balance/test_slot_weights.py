@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
-from moe_dispatch.balance import ExpertPlacement, SlotWeights
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.balance.movement import movement_of
-from moe_dispatch.balance.slot_weights import _summed
+from moe_dispatch.dispatchers import SlotWeights
+from moe_dispatch.dispatchers.slot_weights import _summed
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing import Scenario
@@ -62,11 +62,6 @@ def own_part(group: Group, dtype: torch.dtype) -> list[Tensor]:
     return [weight.chunk(RANKS)[group.rank()].clone().requires_grad_() for weight in all_weights(dtype)]
 
 
-def three_weights(group: Group) -> list[Tensor]:
-    up, down = own_part(group, torch.float64)
-    return [up.detach(), up.detach().flip(0, 2), down.detach()]
-
-
 def experts(sent: Dispatched, up: Tensor, down: Tensor) -> Tensor:
     return sent.grouped_mm(torch.tanh(sent.grouped_mm(sent.rows, up)), down)
 
@@ -89,12 +84,20 @@ def placed(group: Group, placement: ExpertPlacement = COPIES, **fields: Any) -> 
     return dispatcher
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        (torch.float32, {}),
+        (torch.float64, {}),
+        (torch.float64, {"graph_safe": True, "max_tokens_per_rank": 24, "pad_multiple": 4}),
+    ],
+    ids=["float32", "float64", "graph_safe"],
+)
+def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     def body(group: Group) -> list[Tensor]:
         assert group is not None
         stacked = own_part(group, dtype)
-        dispatcher = placed(group)
+        dispatcher = placed(group, **fields)
         weights = SlotWeights(dispatcher)
         for call in range(3):
             placement = Scenario(name="", spare=1, seed=call).placement(RANKS)
@@ -106,19 +109,6 @@ def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype) -> None:
         return gradients(stacked)
 
     expect_dense(on_ranks(body, RANKS), dtype, 3)
-
-
-def test_graph_safe_gradients_are_those_of_the_dense_layer() -> None:
-    def body(group: Group) -> list[Tensor]:
-        assert group is not None
-        stacked = own_part(group, torch.float64)
-        dispatcher = placed(group, graph_safe=True, max_tokens_per_rank=24, pad_multiple=4)
-        x, routing, upstream = inputs(group.rank(), 0, torch.float64)
-        sent, (up, down) = SlotWeights(dispatcher).fetch(dispatcher.dispatch(x, routing), *stacked)
-        dispatcher.combine(experts(sent, up, down), sent).backward(upstream)
-        return gradients(stacked)
-
-    expect_dense(on_ranks(body, RANKS), torch.float64, 1)
 
 
 def test_weights_are_in_their_slots_and_only_those_of_other_homes_travel() -> None:
@@ -202,7 +192,8 @@ def test_parameters_of_equal_shapes_may_be_fetched_apart() -> None:
         found = []
         for checkpointed in (False, True):
             dispatcher = placed(group)
-            gate, up, down = (nn.Parameter(weight) for weight in three_weights(group))
+            first, last = (weight.detach() for weight in own_part(group, torch.float64))
+            gate, up, down = map(nn.Parameter, (first, first.flip(0, 2), last))
             weights = SlotWeights(dispatcher, recomputed=checkpointed)
 
             def layer(x: Tensor, routing: Routing) -> Tensor:
@@ -304,43 +295,36 @@ def test_without_gradients() -> None:
     on_ranks(body, RANKS)
 
 
-def _refused(call: Callable[[Dispatcher, Dispatched, list[Tensor]], Any], kind: type[Exception], told: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (lambda up, down: [], r"SlotWeights\.fetch: stacked must be tensors \(2, \.\.\.\), .*, got none"),
+        (lambda up, down: [up, torch.ones(3, 2)], r"must be tensors \(2, \.\.\.\), .*, got \(2, 16, 6\), \(3, 2\)"),
+        (
+            lambda up, down: [up, down.double()],
+            r"one dtype and device, got torch\.float32 on cpu, torch\.float64 on cpu",
+        ),
+        (lambda up, down: [torch.ones(2, 3, dtype=torch.int64)], r"must be floating, .*, got torch\.int64 on cpu"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(arguments: Callable[..., list[Tensor]], told: str) -> None:
     def body(group: Group) -> None:
         dispatcher = placed(group)
         sent = dispatcher.dispatch(random_rows(2), random_routing(2))
-        assert isinstance(sent, Dispatched)
-        with pytest.raises(kind, match=told):
-            call(dispatcher, sent, own_part(group, torch.float32))
+        with pytest.raises(InputError, match=told):
+            SlotWeights(dispatcher).fetch(sent, *arguments(*own_part(group, torch.float32)))
 
     on_ranks(body, RANKS)
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
-    refused = partial(_refused, kind=InputError)
-    refused(
-        lambda dispatcher, sent, stacked: SlotWeights(dispatcher).fetch(sent),
-        told=r"SlotWeights\.fetch: stacked must be tensors \(2, \.\.\.\), .*, got none",
-    )
-    refused(
-        lambda dispatcher, sent, stacked: SlotWeights(dispatcher).fetch(sent, stacked[0], torch.ones(3, 2)),
-        told=r"stacked must be tensors \(2, \.\.\.\), .*, got \(2, 16, 6\), \(3, 2\)",
-    )
-    refused(
-        lambda dispatcher, sent, stacked: SlotWeights(dispatcher).fetch(sent, stacked[0], stacked[1].double()),
-        told=r"with one dtype and device, got torch\.float32 on cpu, torch\.float64 on cpu",
-    )
-    refused(
-        lambda dispatcher, sent, stacked: SlotWeights(dispatcher).fetch(sent, torch.ones(2, 3, dtype=torch.int64)),
-        told=r"must be floating, with one dtype and device, got torch\.int64 on cpu",
-    )
-
-
 def test_the_dispatch_of_another_dispatcher_is_refused() -> None:
-    def call(dispatcher: Dispatcher, sent: Dispatched, stacked: list[Tensor]) -> None:
-        other = build_dispatcher(dispatcher.config, dispatcher._channel.communicator.group)
-        SlotWeights(other).fetch(sent, *stacked)
+    def body(group: Group) -> None:
+        dispatcher, other = placed(group), placed(group)
+        sent = dispatcher.dispatch(random_rows(2), random_routing(2))
+        with pytest.raises(StateError, match=r"from the dispatcher of these weights, got the result of another one"):
+            SlotWeights(other).fetch(sent, *own_part(group, torch.float32))
 
-    _refused(call, StateError, r"sent must come from the dispatcher of these weights, got the result of another one")
+    on_ranks(body, RANKS)
 
 
 def test_a_compiled_call_is_refused() -> None:

@@ -99,10 +99,10 @@ def test_a_trainer_without_the_function(
 ) -> None:
     convert_built(trainer, "assemble")
     importlib.import_module(trainer)
-    assert f"{trainer} must have a function assemble, got none. Use a tested version" in caplog.text
+    assert f"{trainer} has no function assemble. Use a tested version" in caplog.text
     del sys.modules[trainer]
     monkeypatch.setenv("MOE_DISPATCH_BACKEND", "alltoall")
-    with pytest.raises(IntegrationError, match=r"must have a function assemble, got none. Use a tested version"):
+    with pytest.raises(IntegrationError, match=r"has no function assemble. Use a tested version"):
         importlib.import_module(trainer)
 
 
@@ -154,9 +154,7 @@ def test_the_entry_point_for_verl_is_declared() -> None:
 
 def test_slime_needs_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOE_DISPATCH_BACKEND", raising=False)
-    with pytest.raises(
-        ConfigError, match=r"MOE_DISPATCH_BACKEND must name a backend, got no such variable. Set it with"
-    ):
+    with pytest.raises(ConfigError, match=r"MOE_DISPATCH_BACKEND is not set, so no backend is named. Set it with"):
         slime.init(Namespace())
 
 

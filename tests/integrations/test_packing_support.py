@@ -77,7 +77,7 @@ def test_packed_input_needs_the_kernels_that_keep_sequences_apart(monkeypatch: p
 
 
 def test_a_padded_batch_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    packing._announce.cache_clear()
+    packing._warn_once.cache_clear()
     versions: Any = {"framework": "transformers", "framework_version": "5.0.0"}
     reasons = [packing_for(name, **versions).reason for name in ("qwen3_5", "qwen3_next", "qwen3_5", "qwen3_moe")]
     assert [record.getMessage() for record in caplog.records] == reasons[:2]
@@ -95,7 +95,7 @@ def test_unusable_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="framework_version must begin with a number, got 'main'"):
         packing_for("qwen3_5", framework="transformers", framework_version="main")
     monkeypatch.setattr("moe_dispatch.integrations.packing.version", missing)
-    with pytest.raises(ConfigError, match="must be given while megatron-core is not installed"):
+    with pytest.raises(ConfigError, match=r"megatron-core is not installed\. Pass the version"):
         packing_for("qwen3_5", framework="megatron-core")
 
 
@@ -105,7 +105,6 @@ def missing(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-def test_the_table_names_each_family_once_and_its_source() -> None:
+def test_the_table_names_each_family_once() -> None:
     pairs = [(rule.framework, name) for rule in PACKING_SUPPORT for name in rule.model_types]
     assert len(set(pairs)) == len(pairs)
-    assert all("read 20" in rule.source for rule in PACKING_SUPPORT)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dispatch.replay import RoutingTable
-from moe_dispatch.replay.encoding import stored
+from moe_dispatch.replay.entries import stored
 from tests.replay.samples import Case
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_dispatch.integrations.versions import check_version
+from moe_dispatch.integrations.checks import check_version
 
 TESTED = ("0.16.1", "0.19.2")
 # This check comes before the imports, which may fail with a less helpful error in an older version.

@@ -62,7 +62,7 @@ class MegatronDispatcher:
         quantised = getattr(config, "fp8", None) or getattr(config, "fp4", None)
         pad_multiple = int(get_align_size_for_quantization(config)) if quantised else 1
         ours = dispatcher_config(config, backend, etp_size=self._etp_size, pad_multiple=pad_multiple, given=given)
-        self._check_places(local_expert_indices, config.num_moe_experts)
+        self._check_ranks(local_expert_indices, config.num_moe_experts)
         self.top_k: int = config.moe_router_topk
         self.dispatcher = build_dispatcher(ours, self.tp_ep_group, control_group=control_group, name=name)
         self.shared_experts: Any = None
@@ -162,7 +162,7 @@ class MegatronDispatcher:
             self.plans[key] = self.dispatcher.plan(layout, like=hidden_states)
         return self.plans[key]
 
-    def _check_places(self, indices: Sequence[int], num_experts: int) -> None:
+    def _check_ranks(self, indices: Sequence[int], num_experts: int) -> None:
         ep_size, ep_rank = self.ep_group.size(), self.ep_group.rank()
         if num_experts % ep_size:
             raise ConfigError(
@@ -175,10 +175,10 @@ class MegatronDispatcher:
                 f"MegatronDispatcher: rank {ep_rank} of {ep_size} must hold {num_experts // ep_size} "
                 f"experts from {first} on, got {list(indices)}. Use Megatron's own placement."
             )
-        place = ep_rank * self._etp_size + self.tp_group.rank()
-        if self.tp_ep_group.size() != ep_size * self._etp_size or self.tp_ep_group.rank() != place:
+        number = ep_rank * self._etp_size + self.tp_group.rank()
+        if self.tp_ep_group.size() != ep_size * self._etp_size or self.tp_ep_group.rank() != number:
             raise ConfigError(
-                f"MegatronDispatcher: this rank must be {place} of {ep_size * self._etp_size} in tp_ep (ranks of "
+                f"MegatronDispatcher: this rank must be {number} of {ep_size * self._etp_size} in tp_ep (ranks of "
                 f"expt_tp are neighbours there), got {self.tp_ep_group.rank()} of {self.tp_ep_group.size()}. Use "
                 "Megatron's own groups."
             )

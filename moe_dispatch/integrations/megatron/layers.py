@@ -60,8 +60,7 @@ def convert(
     if not found and not any(getattr(config, "num_moe_experts", None) for config in configs):
         kinds = ", ".join(type(chunk).__name__ for chunk in chunks) or "nothing"
         raise ConfigError(
-            f"convert: the model must have MoE layers, got {kinds} without one. Set num_moe_experts, or leave the "
-            "model as it is."
+            f"convert: the model ({kinds}) has no MoE layers. Set num_moe_experts, or leave the model as it is."
         )
     for chunk in chunks:
         follow_packed_sequences(chunk)
@@ -267,21 +266,13 @@ def packed_layout(layer: Any, params: Any, hidden: Tensor, *, host: bool = False
     if host:
         cu_seqlens, padded = cu_seqlens.cpu(), padded.cpu()
     kind: ShardKind = getattr(params, "cp_partition_mode", "zigzag")  # releases after 0.19.2 may have "contiguous"
-    whole = _with_tail(cu_seqlens, padded, num_rows * cp_size * tp_size)
+    # Trainers that pad a batch to a multiple put rows after the last sequence. They become a sequence of length 0
+    # with its own padding: lengths 5 and 3 in 8 and 4 rows and 6 more rows give [0, 5, 8, 8] and [0, 8, 12, 18].
+    end = padded[-1:].clamp(min=num_rows * cp_size * tp_size)
+    whole = THD(torch.cat([cu_seqlens, cu_seqlens[-1:]]), torch.cat([padded, end]))
     layout = whole.shard(cp_rank, cp_size, kind).shard(tp_rank, tp_size)
     layout.check(num_rows)
     return layout
-
-
-def _with_tail(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, num_rows: int) -> THD:
-    """Return the layout of packed sequences, in which rows after the last sequence hold no token.
-
-    Trainers that pad a batch to a multiple put rows there. The layout describes these rows as one more sequence, of
-    length 0 and with its own padding. Lengths 5 and 3 in 8 and 4 rows, followed by 6 more rows, give the offsets [0, 5,
-    8, 8] and [0, 8, 12, 18].
-    """
-    end = cu_seqlens_padded[-1:].clamp(min=num_rows)
-    return THD(torch.cat([cu_seqlens, cu_seqlens[-1:]]), torch.cat([cu_seqlens_padded, end]))
 
 
 def _share_plans(block: Any) -> None:

@@ -17,7 +17,7 @@ from moe_dispatch.integrations.megatron.core import MoELayer, TransformerBlock
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
 from moe_dispatch.integrations.megatron.layers import packed_layout
 from moe_dispatch.replay import Cut, RoutingTable, SequenceId, replayed
-from moe_dispatch.replay.encoding import NOWHERE, UNKNOWN
+from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
 
 _NO_TOP_K = ("sinkhorn", "quantile_balancing")  # kinds of load balancing that choose experts without a top-k
 
@@ -47,11 +47,11 @@ class RoutingReplay:
         layers = [layer for block in blocks for layer in block.layers if isinstance(layer.mlp, MoELayer)]
         if not layers:
             raise ConfigError(
-                "RoutingReplay: the model must have MoE layers in a TransformerBlock, got none. Pass the chunks of "
-                "this stage, and make no replay on a stage of dense layers."
+                "RoutingReplay: the model has no MoE layers in a TransformerBlock. Pass the chunks of this stage, and "
+                "make no replay on a stage of dense layers."
             )
         config = layers[0].config
-        _check(config, table)
+        _check_table(config, table)
         self._table = table
         self._readers = [_Reader(layer, _moe_number(layer)) for layer in layers]
         absent = sorted({reader.number for reader in self._readers} - {*table.layers})
@@ -123,8 +123,8 @@ class _Reader:
         named = getattr(params, "moe_dispatch_replay", None)
         if named is None:
             raise StateError(
-                "RoutingReplay: micro_batch must name the sequences of each forward, got a forward without it. Call it "
-                "with the packed_seq_params of the forward, or close the replay."
+                "RoutingReplay: forward() was called without replay.micro_batch(...) before it. Call micro_batch with "
+                "the packed_seq_params of the forward, or call replay.close()."
             )
         self._cut = named.cut(layer, params, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
@@ -150,7 +150,7 @@ class _Reader:
         return routing.topk_weights, routing.topk_ids
 
 
-def _check(config: Any, table: RoutingTable) -> None:
+def _check_table(config: Any, table: RoutingTable) -> None:
     for name, asked, found in (
         ("num_moe_experts", config.num_moe_experts, table.num_experts),
         ("moe_router_topk", config.moe_router_topk, table.top_k),

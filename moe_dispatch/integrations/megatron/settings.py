@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.spare_slots import refuse_spare_slots
+from moe_dispatch.integrations.checks import refuse_spare_slots
 
 # Fields of a DispatcherConfig that come from Megatron, and their source there.
 _DERIVED = {

@@ -55,7 +55,7 @@ class BatchSlice:
         Cost: an all-gather in the backward.
         """
         num_rows = len(x)
-        return self._linear(x, lambda x: self.cut(x).clone(), lambda grad: self._gather(grad, num_rows))
+        return self._linear(x, lambda x: self.cut(x).clone(), lambda grad: self._gather_slices(grad, num_rows))
 
     def put_together(self, y: Tensor, num_rows: int) -> Tensor:
         """Join the slices of all ranks to T rows, with autograd.
@@ -64,7 +64,7 @@ class BatchSlice:
 
         Cost: an all-gather in the forward.
         """
-        return self._linear(y, lambda y: self._gather(y, num_rows), self.cut)
+        return self._linear(y, lambda y: self._gather_slices(y, num_rows), self.cut)
 
     def _linear(self, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
         if self._group.size == 1:
@@ -72,7 +72,7 @@ class BatchSlice:
         y: Tensor = _Linear.apply(x, forward, backward)  # type: ignore[no-untyped-call]
         return y
 
-    def _gather(self, y: Tensor, num_rows: int) -> Tensor:
+    def _gather_slices(self, y: Tensor, num_rows: int) -> Tensor:
         length = -(-num_rows // self._group.size)
         mine = y.new_zeros(length, *y.shape[1:])
         mine[: len(y)] = y

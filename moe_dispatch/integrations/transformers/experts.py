@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.spare_slots import refuse_spare_slots
+from moe_dispatch.integrations.checks import refuse_spare_slots
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.integrations.transformers.forwards import plan_in_force
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said
@@ -35,7 +35,7 @@ class ExpertParallel:
 
     def __init__(self, config: DispatcherConfig, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         refuse_spare_slots("register", config)
-        _check_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
+        _check_held_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
         self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)
         self.slices = BatchSlice(tp_mesh.get_group())
         self.drift: Tensor | None = None  # of the routing that comes next, if it is replayed
@@ -90,7 +90,7 @@ class ExpertsFunction:
         held, total = _held(experts), self.dispatcher.config.num_experts
         if held * self._size == total:
             return experts
-        _check_experts(experts, self.dispatcher.config, self._size, held=held)
+        _check_held_experts(experts, self.dispatcher.config, self._size, held=held)
         return _LocalExperts(experts, self._rank, total // self._size)
 
 
@@ -107,7 +107,7 @@ class _LocalExperts:
         return getattr(self._experts, name)
 
 
-def _check_experts(experts: nn.Module, config: DispatcherConfig, ep_size: int, *, held: int) -> None:
+def _check_held_experts(experts: nn.Module, config: DispatcherConfig, ep_size: int, *, held: int) -> None:
     """Raise ConfigError if ``ep_size`` ranks that hold ``held`` experts together do not fit the config."""
     where = f"register: {type(experts).__name__}"
     if held != config.num_experts:

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, IntegrationError
+from moe_dispatch.integrations.checks import check_version
 from moe_dispatch.integrations.transformers.experts import WIRED, ExpertParallel, ExpertsFunction
 from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, end_plan
-from moe_dispatch.integrations.versions import check_version
 
 TESTED = ("5.7.0", "5.22.2", "5.23.0")
 
@@ -124,9 +124,8 @@ def _wired_experts(model: nn.Module) -> dict[str, ExpertParallel | ExpertsFuncti
             wiring.local(modules[name])  # raises if the experts do not fit the config
     if not wired:
         raise ConfigError(
-            f"attach: the experts must be wired, got {type(model).__name__} with {len(modules)} experts "
-            "modules, none of them wired. Call register first, "
-            'then load with DistributedConfig(ep_size=..., ep_implementation="moe_dispatch").'
+            f"attach: none of the {len(modules)} experts modules of {type(model).__name__} is wired. Call register "
+            'first, then load with DistributedConfig(ep_size=..., ep_implementation="moe_dispatch").'
         )
     return wired
 
@@ -139,9 +138,7 @@ def experts_of(where: str, model: nn.Module) -> dict[str, nn.Module]:
     """
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")}
     if not modules:
-        raise ConfigError(
-            f"{where}: the model must have MoE layers, got {type(model).__name__} without any. Use the model as it is."
-        )
+        raise ConfigError(f"{where}: {type(model).__name__} has no MoE layers. Use the model as it is.")
     return modules
 
 

@@ -19,7 +19,7 @@ from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.transformers.forwards import cut_for_forwards, cut_in_force, keep_in_checkpoints
 from moe_dispatch.integrations.transformers.registration import experts_of, wiring_of
 from moe_dispatch.replay import Cut, replayed
-from moe_dispatch.replay.encoding import NOWHERE, UNKNOWN
+from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
 
 _ROUTERS = ("gate", "router")  # what models call the module beside their experts
 
@@ -83,25 +83,25 @@ class _Layer:
         self._name = f"{path} ({type(router).__name__})"
         self._choice: _Choice | None = None  # while the router runs
         self._hooks = [
-            router.register_forward_pre_hook(self._begin),
-            router.register_forward_hook(self._end, always_call=True),
+            router.register_forward_pre_hook(self._before_router),
+            router.register_forward_hook(self._after_router, always_call=True),
         ]
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _begin(self, router: nn.Module, args: Any) -> None:
+    def _before_router(self, router: nn.Module, args: Any) -> None:
         cut = cut_in_force(self._replay)
         if cut is None:
             raise StateError(
-                f"RoutingReplay: a forward must run in a block of micro_batch, got a forward of {self._name} outside. "
-                "Put the forward into the block, checkpoint layers with transformers' switch, or close the replay."
+                f"RoutingReplay: forward() of {self._name} was called outside `with replay.micro_batch(...)`. Wrap the "
+                "forward in it, checkpoint layers with transformers' switch, or call replay.close()."
             )
         self._choice = _Choice(cut, self._number)
         self._choice.__enter__()  # type: ignore[no-untyped-call]
 
-    def _end(self, router: nn.Module, args: Any, output: Any) -> None:
+    def _after_router(self, router: nn.Module, args: Any, output: Any) -> None:
         """Check that the choice was replaced. This hook also runs if the router or a pre-hook raised."""
         choice, self._choice = self._choice, None
         if choice is None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.balance import SlotWeights
+from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare import measurement
 from moe_dispatch_tools.compare.load import Times, break_even, count_experts, flop_per_byte

@@ -214,7 +214,7 @@ def _replaying(moe: Any, job: Job, rank: int) -> Iterator[None]:
     ids_BLK = given_ids(job.shapes[rank], rank)
     table = RoutingTable(enumerate(ids_BLK.unsqueeze(2)), num_experts=EXPERTS)
     replay = RoutingReplay(moe)
-    with pytest.raises(StateError, match="a forward must run in a block of micro_batch, got a forward outside"):
+    with pytest.raises(StateError, match=r"forward\(\) was called outside `with replay\.micro_batch"):
         moe(draw(job.shapes[rank], rank, job.dtype)[0])
     lengths, like = [ids_BLK.shape[1]] * len(ids_BLK), (*ids_BLK.shape[:2], HIDDEN)
     partly = RoutingTable({0: torch.tensor([[[3] + [-1] * (ids_BLK.shape[2] - 1)]])}, num_experts=EXPERTS)

@@ -1,5 +1,8 @@
 """``SlotWeights``: bring the weights of experts to the expert slots that hold them, and their gradients home.
 
+Copies of an expert get their gradient in ``_Fetch.backward``: each rank computes the gradient of its own copy, sends it
+to the home of the expert, and ``_summed`` adds the gradients there, rank by rank.
+
 S expert slots of this rank, L experts whose home is this rank, N weights that travel, W numbers of one expert.
 """
 
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +18,11 @@ from torch import Tensor, nn
 from moe_dispatch.balance.movement import Movement, movement_of
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.dispatchers.autograd import double_backward, tie
+from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Dispatched, InFlight
-
-if TYPE_CHECKING:
-    from moe_dispatch.dispatchers import Dispatcher
-    from moe_dispatch.dispatchers.channel import Channel, Lease
 
 
 @final
@@ -73,13 +74,13 @@ class SlotWeights:
                 "traced. Fetch them before the region, and pass them in."
             )
         lease = self._dispatcher._lease
-        placement = sent.placement
-        self._check(lease.enter(), stacked)
+        channel, placement = lease.enter(), sent.placement
+        _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
         if placement is None:
             return sent.wait(), stacked
-        movement = movement_of(placement, lease.enter().communicator.rank, stacked[0].device)
+        movement = movement_of(placement, channel.communicator.rank, stacked[0].device)
         with torch.no_grad():
-            arrive = self._start(lease.enter(), placement, movement, stacked)
+            arrive = self._start_fetch(channel, placement, movement, stacked)
         landed = sent.wait()
         if landed.state.lease is not lease:
             raise StateError(
@@ -91,32 +92,14 @@ class SlotWeights:
             return landed, weights
         return dataclasses.replace(landed, weights=tie(landed.weights, weights[0])), weights
 
-    def _check(self, channel: Channel, stacked: Sequence[Tensor]) -> None:
-        config, size = channel.config, channel.communicator.size
-        local = config.num_experts // size
-        shapes = [tuple(weight.shape) for weight in stacked]
-        if not shapes or any(shape[:1] != (local,) for shape in shapes):
-            raise InputError(
-                f"SlotWeights.fetch: stacked must be tensors ({local}, ...), one entry for each expert whose home is "
-                f"this rank (num_experts / ep_size), got {', '.join(map(str, shapes)) or 'none'}. Stack the parameters "
-                "of this rank's experts."
-            )
-        kinds = {(weight.dtype, weight.device) for weight in stacked}
-        if len(kinds) > 1 or not stacked[0].is_floating_point():
-            told = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            raise InputError(
-                f"SlotWeights.fetch: stacked must be floating, with one dtype and device, got {told}. Fetch tensors of "
-                "other dtypes by a SlotWeights of their own."
-            )
-
-    def _start(
+    def _start_fetch(
         self, channel: Channel, placement: ExpertPlacement, movement: Movement, stacked: Sequence[Tensor]
     ) -> Callable[[], Tensor]:
         """Start the exchange. Returns a function that waits for the weights of the received slots, (N, W)."""
         if not movement.moves:
             return lambda: stacked[0].new_empty(0, _width(stacked))
         if not self._recomputed or torch.is_inference_mode_enabled():
-            return _exchange(channel, movement, _side_by_side(stacked, movement.sent))
+            return _exchange_weights(channel, movement, _side_by_side(stacked, movement.sent))
         # Tensors that are made anew in each forward can only be told apart by their shapes.
         key = tuple(id(weight) if isinstance(weight, nn.Parameter) else weight.shape for weight in stacked)
         before, kept = self._kept.get(key, ([], {}))
@@ -126,13 +109,31 @@ class SlotWeights:
         if versions != before:
             kept = {}
             self._kept[key] = versions, kept
-        finish = _exchange(channel, movement, _side_by_side(stacked, movement.sent))
+        finish = _exchange_weights(channel, movement, _side_by_side(stacked, movement.sent))
 
         def keep() -> Tensor:
             kept[placement] = finish()
             return kept[placement]
 
         return keep
+
+
+def _check_stacked(local: int, stacked: Sequence[Tensor]) -> None:
+    """Refuse tensors that are not the parameters of this rank's ``local`` experts."""
+    shapes = [tuple(weight.shape) for weight in stacked]
+    if not shapes or any(shape[:1] != (local,) for shape in shapes):
+        raise InputError(
+            f"SlotWeights.fetch: stacked must be tensors ({local}, ...), one entry for each expert whose home is "
+            f"this rank (num_experts / ep_size), got {', '.join(map(str, shapes)) or 'none'}. Stack the parameters "
+            "of this rank's experts."
+        )
+    kinds = {(weight.dtype, weight.device) for weight in stacked}
+    if len(kinds) > 1 or not stacked[0].is_floating_point():
+        told = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise InputError(
+            f"SlotWeights.fetch: stacked must be floating, with one dtype and device, got {told}. Fetch tensors of "
+            "other dtypes by a SlotWeights of their own."
+        )
 
 
 class _Fetch(torch.autograd.Function):
@@ -146,7 +147,7 @@ class _Fetch(torch.autograd.Function):
         ctx.lease, ctx.movement = lease, movement
         ctx.like = [weight[:0] for weight in stacked]
         slots = []
-        for weight, received in zip(stacked, _cut(received_NW, stacked), strict=True):
+        for weight, received in zip(stacked, _apart(received_NW, stacked), strict=True):
             of_slots = weight.index_select(0, movement.experts_S)  # one pass; other slots follow
             of_slots[movement.empty] = 0
             of_slots[movement.received] = received.view(-1, *weight.shape[1:])
@@ -166,8 +167,8 @@ class _Fetch(torch.autograd.Function):
         home_NW = given[0].new_empty(0, _width(given))
         if movement.moves:
             outgoing = _side_by_side(given, movement.received)
-            home_NW = _exchange(ctx.lease.enter(), movement, outgoing, back=True)()
-        return None, None, None, *(_summed(movement, *pair) for pair in zip(given, _cut(home_NW, given), strict=True))
+            home_NW = _exchange_weights(ctx.lease.enter(), movement, outgoing, back=True)()
+        return None, None, None, *(_summed(movement, *pair) for pair in zip(given, _apart(home_NW, given), strict=True))
 
 
 def _summed(movement: Movement, grad: Tensor, home_NW: Tensor) -> Tensor:
@@ -183,13 +184,13 @@ def _summed(movement: Movement, grad: Tensor, home_NW: Tensor) -> Tensor:
     """
     total = _side_by_side([grad], movement.slots_L)  # one pass; experts that are not only here follow
     sums = total.new_zeros(len(movement.shared_experts), total.shape[1], dtype=accumulation_dtype(grad.dtype))
-    for rank, (share, part) in enumerate(zip(movement.shares, home_NW.split(movement.rows_out), strict=True)):
-        positions, places = share.shared
+    for rank, (held, part) in enumerate(zip(movement.held, home_NW.split(movement.rows_out), strict=True)):
+        positions, numbers = held.shared
         if rank == movement.rank:
-            sums[places] += total[movement.shared_experts[places]]
-        elif share.count:
-            sums[places] += part[positions]  # a rank holds an expert once, so no place occurs twice
-            positions, experts = share.alone
+            sums[numbers] += total[movement.shared_experts[numbers]]
+        elif held.count:
+            sums[numbers] += part[positions]  # a rank holds an expert once, so no number occurs twice
+            positions, experts = held.alone
             total[experts] = part[positions]
     total[movement.shared_experts] = sums.to(grad.dtype)
     return total.view(-1, *grad.shape[1:])
@@ -206,13 +207,15 @@ def _side_by_side(tensors: Sequence[Tensor], numbers_N: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _cut(both_NW: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _apart(both_NW: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Undo ``_side_by_side``: return the part of each tensor."""
     parts: tuple[Tensor, ...] = both_NW.split([tensor[0].numel() for tensor in like], 1)
     return parts
 
 
-def _exchange(channel: Channel, movement: Movement, outgoing: Tensor, *, back: bool = False) -> Callable[[], Tensor]:
+def _exchange_weights(
+    channel: Channel, movement: Movement, outgoing: Tensor, *, back: bool = False
+) -> Callable[[], Tensor]:
     """Start to exchange weights, or gradients on the way back. The returned function waits for what arrives."""
     rows_in, rows_out, label = movement.rows_in, movement.rows_out, "weights"
     if back:

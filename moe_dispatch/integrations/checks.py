@@ -1,4 +1,4 @@
-"""Versions of frameworks: compare them, and check them against the versions that an integration has run with."""
+"""What integrations refuse: frameworks that are missing or too old, and configs with spare expert slots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
-from moe_dispatch.errors import IntegrationError
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.errors import ConfigError, IntegrationError
 
 
 def check_version(package: str, *, tested: tuple[str, ...], lowest: str) -> str:
@@ -24,12 +25,10 @@ def check_version(package: str, *, tested: tuple[str, ...], lowest: str) -> str:
     try:
         found = version(package)
     except PackageNotFoundError as error:
-        raise IntegrationError(
-            f"{package} must be installed, got no installation. {runs} Install {package}."
-        ) from error
+        raise IntegrationError(f"{package} is not installed. {runs} Install {package}.") from error
     numbers, *bounds = (parse_version(text)[0] for text in (found, lowest, tested[0], tested[-1]))
     if numbers < bounds[0]:
-        raise IntegrationError(f"{package} must be {lowest} or later, got {found}. {runs} Upgrade {package}.")
+        raise IntegrationError(f"{package} {found} is older than {lowest}. {runs} Upgrade {package}.")
     if not bounds[1] <= numbers <= bounds[2]:
         warnings.warn(f"moe-dispatch has not run with {package} {found}. {runs}", UserWarning, stacklevel=3)
     return found
@@ -44,3 +43,16 @@ def parse_version(text: str) -> tuple[tuple[int, ...], bool]:
     numbers, rest = re.fullmatch(r"((?:\d+(?:\.\d+)*)?)(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
     trimmed = re.sub(r"(\.0+)+$", "", numbers)
     return tuple(map(int, trimmed.split("."))) if trimmed else (), re.match(r"\.?(a|b|rc|dev)", rest) is None
+
+
+def refuse_spare_slots(where: str, config: DispatcherConfig) -> None:
+    """Refuse spare expert slots. The experts of a framework are those that a rank owns, without copies.
+
+    Raises:
+        ConfigError: The config has spare expert slots.
+    """
+    if config.spare_experts_per_rank:
+        raise ConfigError(
+            f"{where}: spare_experts_per_rank must be 0, because this integration runs the experts that a rank owns, "
+            f"got {config.spare_experts_per_rank}. Leave it and balance out, or call a Dispatcher with SlotWeights."
+        )

@@ -1,0 +1,82 @@
+"""The entries of a routing table: how ids are stored, and how often each entry was used.
+
+The table stores each id plus 2, in the smallest integer type. With 5 experts, experts 0..4 are stored as 2..6, a slot
+that goes nowhere (-1) as 1, and an unknown slot (-2) as 0. So a table of zeros knows nothing, and one formula,
+``stored - 2``, gives the ids for every type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.communication import Communicator
+
+UNKNOWN, NOWHERE = -2, -1
+_TYPES = (torch.uint8, torch.int16, torch.int32)
+_AT_A_TIME = 1 << 20  # entries whose uses are exchanged in one collective
+
+
+def storage_dtype(num_experts: int) -> torch.dtype:
+    """Return the smallest integer type for ids 0 to ``num_experts - 1``, for "nowhere" and for "unknown"."""
+    return next(dtype for dtype in _TYPES if num_experts - 1 - UNKNOWN <= torch.iinfo(dtype).max)
+
+
+def stored(ids: Tensor, num_experts: int) -> Tensor:
+    """Convert ids (-2 to ``num_experts - 1``) to the form in which a table stores them."""
+    return (ids.to(torch.int32) - UNKNOWN).to(storage_dtype(num_experts))
+
+
+def ids_of(values: Tensor) -> Tensor:
+    """Convert stored values back to ids, int64."""
+    return values.to(torch.int64).add_(UNKNOWN)  # stored values are never int64, so this is a copy
+
+
+@final
+class Uses:
+    """The step in which each entry of a table was used.
+
+    A count is 0 for an entry that was never used, ``step + 1`` for one that was used in this step only, and
+    ``SEVERAL`` for one that was used in several steps. The counts are allocated at the first lookup.
+
+    Args:
+        num_rows: Number of rows of the table.
+        num_layers: Number of layers of the table.
+    """
+
+    SEVERAL = -1
+
+    def __init__(self, num_rows: int, num_layers: int) -> None:
+        self._shape = num_rows, num_layers
+        self._steps_NL: Tensor | None = None
+
+    def count(self, rows_T: Tensor, columns: Sequence[int], step: int) -> None:
+        """Count a lookup of rows of the table in some of its columns."""
+        if self._steps_NL is None:
+            self._steps_NL = self._never()
+        for column in columns:
+            steps_N = self._steps_NL[:, column]
+            before = steps_N[rows_T]
+            is_first = (before == 0) | (before == step + 1)
+            steps_N[rows_T] = torch.where(is_first, step + 1, self.SEVERAL).to(torch.int32)
+
+    def take(self, everyone: Communicator | None) -> Tensor:
+        """Return the counts, int32 (rows, layers), of this rank or of all ranks together. Then start to count anew."""
+        steps_NL = self._never() if self._steps_NL is None else self._steps_NL
+        self._steps_NL = None
+        if everyone is None:
+            return steps_NL
+        joined = []
+        for mine in steps_NL.flatten().split(_AT_A_TIME):
+            steps_PN = everyone.gather_tensor(mine, label="replay")
+            latest_N = steps_PN.amax(0)
+            several_N = ((steps_PN != 0) & (steps_PN != latest_N)).any(0)
+            joined.append(torch.where(several_N, self.SEVERAL, latest_N))
+        return torch.cat(joined).view_as(steps_NL)
+
+    def _never(self) -> Tensor:
+        with torch.inference_mode(False):  # training must be able to write to counts that an evaluation made
+            return torch.zeros(self._shape, dtype=torch.int32, device="cpu")
