@@ -13,7 +13,7 @@ MEGATRON_VERSION := 0.16.1
 MEGATRON_VENV := .venv-megatron-0.16
 MEGATRON_PY := $(MEGATRON_VENV)/bin/python
 MEGATRON := $(MEGATRON_VENV)/.installed
-# A CUDA build of torch, on stand-ins for NVIDIA's libraries: docs/simulated-cuda.md. Triton's version is that of constraints.txt.
+# A CUDA build of torch, on stand-ins for NVIDIA's libraries: tests/simulated_cuda/README.md. Triton's version is that of constraints.txt.
 SIMGPU_TORCH := 2.12.1
 # Python of the machine for which make gpu-wheels fetches packages.
 GPU_PYTHON := 3.12

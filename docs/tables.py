@@ -79,7 +79,7 @@ def budget_table() -> str:
     verbs = ("dispatch", "combine", "combine.backward", "dispatch.backward")
     lines = [["backend", "mode", "layout", *(f"`{verb}`" for verb in verbs)]]
     for row in dict.fromkeys(key.rsplit(" ", 1)[0] for key in budget):
-        cells = (" / ".join(map(str, budget[f"{row} {verb}"].values())) for verb in verbs)
+        cells = ("/".join(map(str, budget[f"{row} {verb}"].values())) for verb in verbs)
         backend, mode, layout = row.split()
         lines.append([f"`{backend}`", mode, layout, *cells])
     return _markdown(lines)
@@ -88,9 +88,9 @@ def budget_table() -> str:
 # The tables of each page, by name.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/backends.md": {"backends": backends_table},
-    "docs/precision.md": {"wire": wire_table},
+    "docs/tuning.md": {"wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
-    "docs/simulated-cuda.md": {"budget": budget_table},
+    "docs/hardware.md": {"budget": budget_table},
 }
 
 

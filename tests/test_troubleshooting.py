@@ -106,18 +106,8 @@ PROVOKED: dict[str, list[Call]] = {
 
 def test_each_coded_error_of_the_sources_is_quoted_in_the_section_of_its_code() -> None:
     coded = {title: len(quoted(title)) for title in SECTIONS if title.startswith("MD")}
-    assert Counter(re.findall(r"\[(MD\d\d)\]", SOURCES)) == Counter(coded)
+    assert Counter(re.findall(r"\[(MD\d\d)\]\"", SOURCES)) == Counter(coded)
     assert sorted(coded) == sorted(PROVOKED) == [f"MD{number:02}" for number in range(1, len(coded) + 1)]
-
-
-def test_a_code_ends_its_error() -> None:
-    assert len(re.findall(r"\[MD\d\d\]\"", SOURCES)) == SOURCES.count("[MD")
-
-
-def test_the_table_links_each_section() -> None:
-    assert re.findall(r"^\| \[(MD\d\d)\]\(#(md\d\d)\) \|", PAGE, re.MULTILINE) == [
-        (code, code.lower()) for code in PROVOKED
-    ]
 
 
 @pytest.mark.parametrize("code", PROVOKED)
@@ -144,14 +134,3 @@ def test_a_rank_that_leaves_the_layer_out_shows_as_the_quoted_timeout() -> None:
     (symptom,) = quoted("The job hangs")
     with pytest.raises(RuntimeError, match=symptom):
         run_ranks(body, 2, timeout=datetime.timedelta(seconds=1))
-
-
-def test_zero_rows_take_part() -> None:
-    def body(group: Any) -> torch.Tensor:
-        dispatcher = build_dispatcher(_config(), group)
-        rows = 1 - group.rank()
-        x, ids = torch.ones(rows, 16), torch.zeros(rows, 2, dtype=torch.int64)
-        sent = dispatcher.dispatch(x, Routing(ids, torch.full((rows, 2), 0.5)))
-        return dispatcher.combine(sent.rows, sent)
-
-    assert [len(y) for y in run_ranks(body, 2)] == [1, 0]

@@ -166,7 +166,7 @@ def test_memory_offsets_are_64_bits_wide(kernels: dict[str, tuple[Any, Recorder]
 
 
 def machine_code(kernel: Any, launch: tuple[tuple[Any, ...], dict[str, Any]], capability: int) -> str:
-    """A line of the table in docs/permutation.md, without its name: what ptxas tells of the compiled kernel."""
+    """A line of the table in docs/hardware.md, without its name: what ptxas tells of the compiled kernel."""
     import triton
 
     ptx, warps = compiled(kernel, launch, capability).asm["ptx"], launch[1]["num_warps"]
@@ -188,7 +188,7 @@ def test_the_page_states_the_machine_code(kernels: dict[str, tuple[Any, Recorder
     """Bytes of a load, registers, spills and resident warps at 4096 columns of bfloat16, for each kernel."""
     import triton
 
-    page = (ROOT / "docs" / "permutation.md").read_text()
+    page = (ROOT / "docs" / "hardware.md").read_text()
     if f"Triton {triton.__version__}" not in page:
         pytest.skip(f"the table is not of Triton {triton.__version__}")
     launch_everything(torch.bfloat16, torch.bfloat16, 4096)

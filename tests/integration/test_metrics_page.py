@@ -1,4 +1,4 @@
-"""docs/metrics.md is true: its code runs, TensorBoard has what it writes, Prometheus could read its text."""
+"""The code of docs/tuning.md is true: its code runs, TensorBoard has what it writes, Prometheus could read its text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
 SAMPLE = re.compile(r'moe_dispatch_(\w+)_total\{rank="0",\w+="\w[\w.]*",backend="alltoall"\} (\d+)')
 
 pytestmark = [

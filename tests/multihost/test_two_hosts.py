@@ -21,7 +21,7 @@ from tests.multihost.job import BACKENDS, KIT
 
 ROOT = Path(__file__).parents[2]
 JOB = str(Path(__file__).with_name("job.py"))
-PAGE = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
 # The two ways of the page to start torchrun, each with HOST replaced.
 C10D, STATIC = (line.replace("HOST", "host0") for line in re.findall(r"^torchrun --nnodes 2 .*$", PAGE, re.MULTILINE))
 SLOW = Link(delay_ms=20, loss=0.01)
