@@ -20,10 +20,13 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SECTIONS = [
     "Example",
     "Two commands",
-    "Backends",
-    "Integrations",
-    "Performance",
     "What it does not do",
+    "Backends",
+    "Layouts",
+    "Graph-safe mode",
+    "Integrations",
+    "Writing a backend",
+    "Performance",
     "Development",
 ]
 

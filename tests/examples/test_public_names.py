@@ -10,7 +10,14 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PUBLIC = frozenset(
-    {"moe_dispatch", "moe_dispatch.balance", "moe_dispatch.replay", "moe_dispatch_testing", "moe_dispatch_tools.traces"}
+    {
+        "moe_dispatch",
+        "moe_dispatch.balance",
+        "moe_dispatch.layouts",
+        "moe_dispatch.replay",
+        "moe_dispatch_testing",
+        "moe_dispatch_tools.traces",
+    }
 )
 
 
