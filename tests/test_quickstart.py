@@ -18,7 +18,7 @@ RUNS = re.findall(r"^```sh\n([^`]*?)\n```\n\n```text\n(.*?)\n```$", PAGE, re.MUL
 
 def test_commands_have_their_output() -> None:
     """All but the installation, and the command for several machines."""
-    assert len(RUNS) == 5
+    assert len(RUNS) == 4
     assert PAGE.count("```sh\n") == len(RUNS) + 2
 
 
