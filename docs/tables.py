@@ -54,7 +54,7 @@ def capacity_table() -> str:
     """Return the buffer sizes that capacity factors lead to, for the example sizes and several group sizes."""
     lines = [["ranks", "factor", "rows", "R", "`pair_rows`", "rows given to experts, MB", "sent and received, MB"]]
     for ep_size in (8, 32):
-        for factor in (1.0, 1.25, 2.0, "worst"):
+        for factor in (1.0, 1.25, "worst"):
             sizes: dict[str, Any] = {
                 "ep_size": ep_size,
                 "pad_multiple": 16,

@@ -1,4 +1,4 @@
-"""What the tests of docs/migration/ share: the code of a page by its title, and the experts that it calls."""
+"""What the tests of docs/migration.md share: the code of the page by its title, and the experts that it calls."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).parent.parent / "docs" / "migration"
+PAGE = Path(__file__).parent.parent / "docs" / "migration.md"
 EXPERTS, TOP_K = 8, 2
 
 
-def run_block(page: str, title: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Run the code block of a page with this title; return its names."""
-    path = FOLDER / f"{page}.md"
-    text = path.read_text(encoding="utf-8")
+def run_block(title: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run the code block with this title, such as "After: Megatron"; return its names."""
+    text = PAGE.read_text(encoding="utf-8")
     (code,) = re.findall(rf'^```python title="{title}"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
-    exec(compile(code, f"{path} ({title})", "exec"), names)
+    exec(compile(code, f"{PAGE} ({title})", "exec"), names)
     return names
 
 

@@ -1,6 +1,6 @@
-"""docs/migration/ is true: our side of each page runs on two ranks, and deep_ep's side on its emulation.
+"""docs/migration.md is true: our side of each section runs on two ranks, and deep_ep's side on its emulation.
 
-``tests/integration/test_migration_pages.py`` runs the sides that need megatron-core, torchtitan and transformers.
+``tests/integration/test_migration_pages.py`` runs the sides that need megatron-core and torchtitan.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ RANKS = 2
 TOKENS = (5, 0)
 
 
-def _titled(group: Any, page: str, *, dtype: torch.dtype = torch.float32, title: str = "After") -> dict[str, Any]:
+def _titled(group: Any, title: str, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     layer = Layer(group.rank(), RANKS, hidden=256, dtype=dtype)
-    return run_block(page, title, {**layer.names(), "ep_group": group, "ep_mesh": group})
+    return run_block(title, {**layer.names(), "ep_group": group, "ep_mesh": group})
 
 
 def _expected(rank: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,7 +34,7 @@ def test_our_side_of_megatron() -> None:
         x, ids, weights, expected = _expected(group.rank(), TOKENS[group.rank()])
         routing_map = torch.zeros(len(x), EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
         probs = torch.zeros(len(x), EXPERTS).scatter_(1, ids, weights)
-        y = _titled(group, "from-megatron")["moe"](x.view(-1, 1, 256), routing_map, probs)
+        y = _titled(group, "After: Megatron")["moe"](x.view(-1, 1, 256), routing_map, probs)
         return largest_error(y.view(-1, 256), expected)
 
     assert max(run_ranks(body, RANKS)) < 1e-5
@@ -43,7 +43,7 @@ def test_our_side_of_megatron() -> None:
 def test_our_side_of_torchtitan() -> None:
     def body(group: Any) -> float:
         x, ids, weights, expected = _expected(group.rank(), TOKENS[group.rank()])
-        return largest_error(_titled(group, "from-torchtitan")["moe"](x, weights, ids), expected)
+        return largest_error(_titled(group, "After: torchtitan")["moe"](x, weights, ids), expected)
 
     assert max(run_ranks(body, RANKS)) < 1e-5
 
@@ -51,7 +51,7 @@ def test_our_side_of_torchtitan() -> None:
 def test_both_sides_of_deep_ep_on_the_emulation() -> None:
     def body(group: Any) -> list[float]:
         x, ids, weights, expected = _expected(group.rank(), 6 - group.rank(), torch.bfloat16)
-        sides = [_titled(group, "from-deep-ep", dtype=torch.bfloat16, title=title) for title in ("Before", "After")]
+        sides = [_titled(group, f"{side}: deep_ep", dtype=torch.bfloat16) for side in ("Before", "After")]
         return [largest_error(side["moe"](x, ids, weights), expected) for side in sides]
 
     with imported_as_deep_ep("v1.2.1"):

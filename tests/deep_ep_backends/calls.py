@@ -1,6 +1,6 @@
 """The calls that the backends make to deep_ep, by release, seen while layers run on the emulation.
 
-``python -m tests.deep_ep_backends.calls`` writes docs/deep-ep-calls.md. A test compares the page.
+``python -m tests.deep_ep_backends.calls`` writes calls.md beside this file. A test compares it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from moe_dispatch_testing.emulation.signatures import parsed, recorded
 from tests.deep_ep_backends.vendors import config
 from tests.dispatchers.layer import Group, on_ranks, random_routing
 
-PAGE = Path(__file__).parents[2] / "docs" / "deep-ep-calls.md"
+PAGE = Path(__file__).with_name("calls.md")
 _HEAD = """# Calls to deep_ep
 
-This list has every method of `deep_ep` that the backends `deepep` and `hybridep` call, with every argument that they pass. It was seen while layers ran on the [emulation](deep-ep.md#without-a-gpu-the-emulation) of each release, forward and backward, eager and graph-safe, with every option that changes a call. `python -m tests.deep_ep_backends.calls` writes this page, and a test compares it with the code and with the recorded signatures.
+This list has every method of `deep_ep` that the backends `deepep` and `hybridep` call, with every argument that they pass. It was seen while layers ran on the [emulation](../../docs/deep-ep.md#without-a-gpu-the-emulation) of each release, forward and backward, eager and graph-safe, with every option that changes a call. `python -m tests.deep_ep_backends.calls` writes this page, and a test compares it with the code and with the recorded signatures.
 
 The last column names the line of DeepEP that defines the method, at the commit in the heading. For HybridEP of pull requests 744 and 746 only the file is known, because no checkout of these commits was at hand. The layers ran on two ranks of one node. Between nodes, `deepep` with v1 also calls `Config.get_rdma_buffer_size_hint`, and passes `num_qps_per_rank` to `Buffer`.
 """  # noqa: E501
@@ -111,7 +111,7 @@ def spied(release: str, found: Calls) -> Iterator[None]:
 
 
 def page() -> str:
-    """The text of docs/deep-ep-calls.md."""
+    """The text of calls.md."""
     parts = [_HEAD]
     for release in RELEASES:
         record, lines = recorded(release), recorded(release)["lines"]

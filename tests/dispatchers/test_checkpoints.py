@@ -1,4 +1,4 @@
-"""The recipe of docs/checkpoints.md: saved under one ep_size and backend, loaded under others, on real processes."""
+"""The recipe of docs/training.md: saved under one ep_size and backend, loaded under others, on real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from moe_dispatch import DispatcherConfig
 from moe_dispatch_testing import run_processes
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 TIMEOUT = timedelta(seconds=60)
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 16, 8, 8, 2
 # Each stage loads what the one before saved.

@@ -14,6 +14,7 @@ PUBLIC = frozenset(
         "moe_dispatch",
         "moe_dispatch.balance",
         "moe_dispatch.dispatchers",
+        "moe_dispatch.layouts",
         "moe_dispatch.replay",
         "moe_dispatch_testing",
         "moe_dispatch_tools.traces",

@@ -1,4 +1,4 @@
-"""docs/accelerate-and-ray.md is true: its files, started by its commands, print what it shows."""
+"""docs/accelerate-and-ray.md is true: the examples, started by its commands, print what it shows."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "accelerate-and-ray.md").read_text(encoding="utf-8")
-FILES = dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
 RUNS = re.findall(r"^```sh\n([^`]*?)\n```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.integration
 
 
-def _printed(file: str, folder: Path) -> tuple[list[str], str]:
-    """The lines that the command of a file prints and those that the page shows."""
+def _printed(file: str) -> tuple[list[str], str]:
+    """The lines that the command of an example prints and those that the page shows."""
     ((command, shown),) = [run for run in RUNS if file in run[0]]
-    (folder / file).write_text(FILES[file], encoding="utf-8")
     *settings, program = re.split(r" (?=python|torchrun)", f" {command}")
     search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     environment |= dict(setting.strip().split("=", 1) for setting in settings if setting.strip())
     words = program.replace("torchrun", "-m torch.distributed.run").split()
     started = [sys.executable, *(words[1:] if words[0] == "python" else words)]
-    ran = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(started, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines(), shown
 
 
 def _losses_of_one_process() -> list[float]:
-    """What the steps of train.py come to with all experts and the tokens of both ranks in one place."""
+    """What the steps of accelerate_ranks.py come to with all experts and the tokens of both ranks in one place."""
     torch.manual_seed(1)
     matrices = (torch.randn(8, 16, 16) / 4).requires_grad_()
     router = torch.nn.Linear(16, 8)
@@ -59,13 +57,13 @@ def _losses_of_one_process() -> list[float]:
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: install moe-dispatch[transformers]")
-def test_accelerate(tmp_path: Path) -> None:
-    printed, shown = _printed("train.py", tmp_path)
+def test_accelerate() -> None:
+    printed, shown = _printed("accelerate_ranks.py")
     assert printed == shown.splitlines()
     assert printed == [f"step {step}: loss {loss:.4f}" for step, loss in enumerate(_losses_of_one_process())]
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray, which no extra installs")
-def test_ray(tmp_path: Path) -> None:
-    printed, shown = _printed("ray_ranks.py", tmp_path)
+def test_ray() -> None:
+    printed, shown = _printed("ray_ranks.py")
     assert printed == shown.splitlines()

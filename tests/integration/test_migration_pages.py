@@ -1,10 +1,9 @@
-"""The two sides of each page of docs/migration/ give the same: the framework's own dispatcher before, ours after."""
+"""The two sides of docs/migration.md give the same: the framework's own dispatcher before, ours after."""
 
 from __future__ import annotations
 
 import datetime
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from moe_dispatch_testing import run_processes
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
-from tests.integration.transformers.models import BATCHES, build
 from tests.migration_pages import EXPERTS, TOP_K, Layer, largest_error, run_block
 
 RANKS, HIDDEN, TOKENS = 2, 32, 6
@@ -28,13 +26,12 @@ def _needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
 
 
-def _side(rank: int, page: str, title: str, names: dict[str, Any], *, dense: bool) -> list[Tensor]:
-    """Output and gradients of one side of a page: of the rows, of the weights and of this rank's experts.
+def _side(rank: int, title: str, names: dict[str, Any], *, dense: bool) -> list[Tensor]:
+    """Output and gradients of one side: of the rows, of the weights and of this rank's experts.
 
     Args:
         rank: this rank.
-        page: name of the page.
-        title: "Before" or "After".
+        title: title of the block, such as "Before: Megatron".
         names: what the code uses beside the experts.
         dense: whether the routing is a map and probabilities, both (T, E).
     """
@@ -42,7 +39,7 @@ def _side(rank: int, page: str, title: str, names: dict[str, Any], *, dense: boo
     x, ids, weights = Layer.inputs(rank, TOKENS, hidden=HIDDEN, dtype=torch.float32)
     x.requires_grad_()
     weights.requires_grad_()
-    moe = run_block(page, title, {**layer.names(), "ep_group": dist.group.WORLD, **names})["moe"]
+    moe = run_block(title, {**layer.names(), "ep_group": dist.group.WORLD, **names})["moe"]
     if dense:
         routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
         probs = torch.zeros(TOKENS, EXPERTS).scatter(1, ids, weights)
@@ -55,8 +52,8 @@ def _side(rank: int, page: str, title: str, names: dict[str, Any], *, dense: boo
     return [tensor for tensor in found if tensor is not None]
 
 
-def _difference(rank: int, page: str, names: dict[str, Any], *, dense: bool) -> float:
-    before, after = (_side(rank, page, title, names, dense=dense) for title in ("Before", "After"))
+def _difference(rank: int, framework: str, names: dict[str, Any], *, dense: bool) -> float:
+    before, after = (_side(rank, f"{when}: {framework}", names, dense=dense) for when in ("Before", "After"))
     return max(largest_error(got, want) for got, want in zip(after, before, strict=True))
 
 
@@ -83,7 +80,7 @@ def _megatron(rank: int) -> float:
             gradient_accumulation_fusion=False,
         )
         names = {"transformer_config": config, "pg_collection": groups}
-        return _difference(rank, "from-megatron", names, dense=True)
+        return _difference(rank, "Megatron", names, dense=True)
 
 
 def _torchtitan(rank: int) -> float:
@@ -92,14 +89,7 @@ def _torchtitan(rank: int) -> float:
 
     set_spmd_backend("partial_dtensor")  # torchtitan's default exchanges lists of tensors, which gloo does not take
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-    return _difference(rank, "from-torchtitan", {"ep_mesh": mesh}, dense=False)
-
-
-def _transformers(rank: int, path: str) -> list[float]:
-    batch = BATCHES[rank]
-    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels}
-    sides = [run_block("from-transformers", title, {"path": path, "batch": given}) for title in ("Before", "After")]
-    return [float(side["loss"].detach()) for side in sides]
+    return _difference(rank, "torchtitan", {"ep_mesh": mesh}, dense=False)
 
 
 @_needs("megatron")
@@ -110,11 +100,3 @@ def test_both_sides_of_megatron() -> None:
 @_needs("torchtitan")
 def test_both_sides_of_torchtitan() -> None:
     assert max(run_processes(_torchtitan, RANKS, timeout=TIMEOUT)) < 1e-5
-
-
-@_needs("transformers")
-@_needs("accelerate")
-def test_both_sides_of_transformers(tmp_path: Path) -> None:
-    build("qwen3_moe").save_pretrained(tmp_path)
-    for before, after in run_processes(_transformers, RANKS, str(tmp_path), timeout=TIMEOUT):
-        assert after == pytest.approx(before, rel=1e-5)

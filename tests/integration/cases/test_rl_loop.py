@@ -1,11 +1,13 @@
-"""The loop of docs/integrations/rl-loop.md on 4 ranks: its gradients do not depend on cuts, padding, ranks, backend."""
+"""The loop of examples/rl_loop.py on 4 ranks: its gradients do not depend on cuts, padding, ranks, backend."""
 
 from __future__ import annotations
 
 import functools
 import os
+import runpy
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing import run_processes
-from tests.integration.cases.measuring import flat, relative, run_page
+from tests.integration.cases.measuring import flat, relative
 
 pytestmark = pytest.mark.integration
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "rl_loop.py"
 RANKS = 4
 Dealt = tuple[tuple[int, ...], ...]
 UNEVENLY: Dealt = ((0, 1), (2,), (), (3, 4, 5, 6, 7))  # one rank has nothing at all
@@ -38,7 +41,13 @@ Outcome = tuple[dict[str, Tensor], float, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    return run_page("integrations/rl-loop.md")
+    return names()
+
+
+def names() -> dict[str, Any]:
+    """The names of the example, and its rollouts."""
+    found = runpy.run_path(str(EXAMPLE))
+    return {**found, **dict(zip(("rollouts", "advantages"), found["draw"](), strict=True))}
 
 
 def one_step(page: dict[str, Any], group: dist.ProcessGroup | None, mine: Sequence[int], **budgets: int) -> Outcome:
@@ -54,7 +63,7 @@ def one_step(page: dict[str, Any], group: dist.ProcessGroup | None, mine: Sequen
 
 def rank_body(rank: int) -> list[Outcome]:
     """All cuts, and one of them on each backend, in one start of the processes."""
-    page, found = run_page("integrations/rl-loop.md"), []
+    page, found = names(), []
     for dealt, budgets in CUTS:
         found.append(one_step(page, dist.group.WORLD, dealt[rank], **budgets))
     for variables in BACKENDS.values():
@@ -71,7 +80,7 @@ def results() -> list[list[Outcome]]:
 @functools.cache
 def of_all() -> Outcome:
     """Of one rank that has all rollouts in one micro-batch."""
-    return one_step(run_page("integrations/rl-loop.md"), None, range(8), budget=10**6)
+    return one_step(names(), None, range(8), budget=10**6)
 
 
 def put_together(found: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
