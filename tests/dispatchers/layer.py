@@ -17,6 +17,8 @@ from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch_testing.ranks import TIMEOUT, run_ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 2, 16
+BACKENDS = [("local", 1), ("alltoall", 2), ("allgather", 2)]
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 4}
 
 Group = dist.ProcessGroup | None
 Result = TypeVar("Result")

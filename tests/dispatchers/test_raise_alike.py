@@ -62,13 +62,6 @@ def test_the_rank_with_a_problem_raises_it_and_its_peers_name_it(
         assert (type(peer), str(peer)) == (PeerError, f"rank 1 refused: {told} [MD08]")
 
 
-def test_every_problem_is_told() -> None:
-    results = _entered(3, {"problem": InputError("first.")}, {}, {"problem": InputError("third.")})
-    told = "rank 0 refused: first.; rank 2 refused: third. [MD08]"
-    assert [str(result) for result in results] == ["first.", told, "third."]
-    assert [type(result) for result in results] == [InputError, PeerError, InputError]
-
-
 @pytest.mark.parametrize(
     ("other", "told"),
     [
@@ -91,11 +84,6 @@ def test_a_problem_comes_before_facts_that_differ() -> None:
     results = _entered(2, {"facts": FACTS}, {"facts": {}, "problem": problem})
     raises_everywhere(results[:1], PeerError, "rank 1 refused: x is wrong.")
     assert results[1] is problem
-
-
-def test_equal_facts_may_be_written_differently() -> None:
-    other = {"options": {"factor": 1.0, "name": "alltoall"}, "rows": 64, "dtypes": ("bfloat16",)}
-    assert _entered(2, {"facts": FACTS}, {"facts": other}) == [[]] * 2
 
 
 @pytest.mark.parametrize("group_fails_in", ["max", "gather_json"])

@@ -380,3 +380,28 @@ def test_results_may_be_written_to(backend: str, size: int, graph_safe: bool, hi
         torch.testing.assert_close(x.grad, expected.expand_as(x))
 
     on_ranks(body, size)
+
+
+def test_rows_of_experts_are_kept_only_for_a_gradient_of_the_weights() -> None:
+    """A frozen router needs no dot products; on several ranks they were made, and the rows kept, all the same."""
+
+    def body(group: Group) -> list[int]:
+        dispatcher = build_dispatcher(small_config("alltoall"), group)
+        found = []
+        for frozen in (True, False):
+            routing = random_routing(ROWS)
+            routing.topk_weights.requires_grad_(not frozen)
+            sent = dispatcher.dispatch(random_rows(ROWS).requires_grad_(), routing)
+            saved: list[Tensor] = []
+
+            def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+                saved.append(tensor)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                y = dispatcher.combine(sent.rows * 2, sent)
+            y.sum().backward()
+            found.append(sum(tensor.dim() == 2 for tensor in saved))
+        return found
+
+    assert on_ranks(body, 2) == [[0, 1]] * 2
