@@ -95,14 +95,6 @@ def test_a_finite_capacity_drops_alike_and_growing_compiles_again(backend: str) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_overflow_inside_a_compiled_layer_is_seen(backend: str) -> None:
-    layer = Layer(graph_safe(backend, capacity_factor=0.5, on_overflow="drop"), torch.float32)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    step(compiled, layer, tensors(MAXIMUM, 1, torch.float32))
-    assert layer.dispatcher.check().overflowed
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_operators_do_not_wait_for_the_host(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo does not run under a mode, so the verbs are told to use operators, whose bodies the checker looks into."""
     monkeypatch.setattr(verbs, "uses_operators", lambda lease: True)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends.alltoall import backend as alltoall
 from moe_dispatch.backends.alltoall.two_level import Nodes
-from moe_dispatch.communication import Communicator, Started, read_host
+from moe_dispatch.communication import Communicator, Started
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
@@ -160,24 +159,6 @@ def test_one_level_sends_a_row_to_a_node_more_than_once(monkeypatch: pytest.Monk
     between = sum(number for (one, other), number in seen["dispatch"].items() if one // 4 != other // 4)
     once = sum(pairs_between_nodes(8, 4).values()) * (2 * HIDDEN + 6 * SLOTS)
     assert between > 1.5 * once
-
-
-@pytest.mark.parametrize("reduction", ["fast", "exact"])
-def test_a_dispatch_reads_the_device_once(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-
-    def read(tensor: Tensor) -> list[Any]:
-        reads.append(1)
-        return read_host(tensor)
-
-    monkeypatch.setattr(alltoall, "read_host", read)
-
-    def body(group: Group) -> None:
-        assert group is not None
-        identity_round(build_dispatcher(small_config(two_levels(2, reduction=reduction)), group))
-
-    on_ranks(body, 4)
-    assert len(reads) == 4
 
 
 def test_rows_travel_again_along_both_legs() -> None:

@@ -96,6 +96,7 @@ def right_and_wrong(rank: int) -> list[convert_model.Comparison]:
         return [right, convert_model.compare(*place, "alltoall")]
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_what_differs_on_one_of_them() -> None:
     first, second = run_processes(right_and_wrong, 2, timeout=timedelta(seconds=60))
     for mine, its in zip(first, second, strict=True):
