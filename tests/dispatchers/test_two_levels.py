@@ -161,21 +161,6 @@ def test_one_level_sends_a_row_to_a_node_more_than_once(monkeypatch: pytest.Monk
     assert between > 1.5 * once
 
 
-def test_rows_travel_again_along_both_legs() -> None:
-    def body(group: Group) -> tuple[Tensor, Tensor, int]:
-        assert group is not None
-        dispatcher, way = build_dispatcher(small_config(two_levels(2)), group), random_routing(6, seed=group.rank())
-        sent = dispatcher.dispatch(random_rows(6), way)
-        other = random_rows(6, seed=1 + group.rank())
-        with count_collectives() as seen:
-            again = dispatcher.dispatch(other, again=sent)
-        return again.rows, dispatcher.dispatch(other, way).rows, len(seen.calls)
-
-    for again, anew, calls in on_ranks(body, 4):
-        assert torch.equal(again, anew)
-        assert calls == 2
-
-
 def hosts_of_threads(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
     """Give the rank of each thread a host name of one letter."""
     monkeypatch.setattr(socket, "gethostname", lambda: hosts[int(threading.current_thread().name.split("-")[1])])

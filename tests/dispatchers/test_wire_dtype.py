@@ -150,22 +150,6 @@ def test_one_rank_has_the_numbers_of_the_wire_whichever_backend(wire: str) -> No
     assert all(torch.equal(local[name], one[name]) for name in local)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("alltoall", 2)])
-def test_no_rank_has_a_token(backend: str, size: int, wire: str | None) -> None:
-    sizes = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": HIDDEN}
-
-    def body(group: Group) -> tuple[int, ...]:
-        dispatcher = build_dispatcher(small_config(backend, wire_dtype=wire, **sizes), group)
-        x = torch.empty(0, HIDDEN, requires_grad=True)
-        sent = dispatcher.dispatch(x, random_routing(0, num_experts=EXPERTS, top_k=SLOTS))
-        y = dispatcher.combine(sent.rows, sent)
-        y.sum().backward()
-        return tuple(y.shape)
-
-    assert on_ranks(body, size) == [(0, HIDDEN)] * size
-
-
 def test_exact_reduction_with_a_narrow_wire_has_the_same_bits_on_any_number_of_ranks() -> None:
     def exact(name: str) -> Any:
         return {"name": name, "reduction": "exact"}
