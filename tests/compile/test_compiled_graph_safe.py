@@ -12,15 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import Rows
 from moe_dispatch.dispatchers import Dispatcher, verbs
 from moe_dispatch_testing import HostSyncError, refuse_host_syncs
-from tests.compile.layer import (
-    HIDDEN,
-    Layer,
-    dispatcher_for,
-    expect_same,
-    graphs,
-    step,
-    tensors,
-)
+from tests.compile.layer import HIDDEN, Layer, dispatcher_for, expect_same, graphs, step, tensors
 
 BACKENDS = ["local", "allgather", "alltoall"]
 MAXIMUM = 12

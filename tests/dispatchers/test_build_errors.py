@@ -27,15 +27,7 @@ from moe_dispatch.backends import (
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, PeerError
 from moe_dispatch_testing.ranks import thread_group
-from tests.dispatchers.layer import (
-    SAFE,
-    Group,
-    identity_round,
-    outcomes,
-    outcomes_on,
-    raises_everywhere,
-    small_config,
-)
+from tests.dispatchers.layer import SAFE, Group, identity_round, outcomes, outcomes_on, raises_everywhere, small_config
 
 PAIRS = {"name": "alltoall", "pair_rows": 2}
 ALLGATHER = {"name": "allgather", "pair_rows": 1.5}

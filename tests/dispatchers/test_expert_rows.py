@@ -15,15 +15,7 @@ from moe_dispatch import Dispatched, Routing, build_dispatcher
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch_testing import refuse_host_syncs, trace_static
 from moe_dispatch_testing.rank_context import poison, poison_gradient
-from tests.dispatchers.layer import (
-    NUM_EXPERTS,
-    Group,
-    local_part,
-    on_ranks,
-    random_routing,
-    random_rows,
-    small_config,
-)
+from tests.dispatchers.layer import NUM_EXPERTS, Group, local_part, on_ranks, random_routing, random_rows, small_config
 
 # Rows that start at a multiple of 16 bytes, and some that do not; hidden and inner size.
 WIDTHS = [(16, 32), (5, 7)]

@@ -12,14 +12,7 @@ from torch import Tensor
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch_testing import refuse_host_syncs
-from tests.dispatchers.layer import (
-    Group,
-    by_operators,
-    on_ranks,
-    outcomes,
-    outcomes_on,
-    raises_everywhere,
-)
+from tests.dispatchers.layer import Group, by_operators, on_ranks, outcomes, outcomes_on, raises_everywhere
 
 NUM_EXPERTS, ROWS, HIDDEN = 8, 5, 256
 V2 = {"name": "deepep", "emulate": "v2-2.1.0"}

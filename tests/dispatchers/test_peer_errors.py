@@ -13,15 +13,7 @@ from torch import Tensor
 from moe_dispatch import BSHD, THD, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from tests.dispatchers.layer import (
-    HIDDEN,
-    SAFE,
-    Group,
-    identity_round,
-    outcomes,
-    raises_everywhere,
-    small_config,
-)
+from tests.dispatchers.layer import HIDDEN, SAFE, Group, identity_round, outcomes, raises_everywhere, small_config
 from tests.dispatchers.layer import random_routing as routing
 from tests.dispatchers.layer import random_rows as rows
 

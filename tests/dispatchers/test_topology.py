@@ -11,15 +11,7 @@ from tests.dispatchers.layer import Group, on_ranks, small_config
 
 @pytest.mark.parametrize(
     ("hosts", "expected"),
-    [
-        ("a", 1),
-        ("aaaa", 4),
-        ("aabb", 2),
-        ("aaaabbbbcccc", 4),
-        ("abab", 1),
-        ("aaab", 1),
-        ("aaaabb", 2),
-    ],
+    [("a", 1), ("aaaa", 4), ("aabb", 2), ("aaaabbbbcccc", 4), ("abab", 1), ("aaab", 1), ("aaaabb", 2)],
 )
 def test_consecutive_ranks_of_a_host(hosts: str, expected: int) -> None:
     assert ranks_per_node(hosts) == expected

@@ -178,11 +178,7 @@ def hosts_of_threads(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
     ],
 )
 def test_nodes_are_detected_by_host_name_or_configured(
-    hosts: str,
-    options: dict[str, Any],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    hosts: str, options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts_of_threads(monkeypatch, hosts)
 

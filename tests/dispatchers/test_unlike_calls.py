@@ -37,10 +37,7 @@ EXCHANGES: dict[str, tuple[dict[str, Any], bool]] = {
     "agreement on the largest": ({"backend": HYBRID, "hidden_size": 32, "wire_dtype": "bfloat16"}, False),
     "debug": ({"backend": "alltoall", "debug": True}, False),
     "debug, plan": ({"backend": "allgather", "debug": True}, True),
-    "debug, graph-safe": (
-        {"backend": "alltoall", "debug": True, "graph_safe": True, "max_tokens_per_rank": 4},
-        False,
-    ),
+    "debug, graph-safe": ({"backend": "alltoall", "debug": True, "graph_safe": True, "max_tokens_per_rank": 4}, False),
 }
 
 

@@ -14,16 +14,7 @@ from moe_dispatch import DispatcherConfig
 from moe_dispatch.errors import ConfigError, IntegrationError
 from moe_dispatch.integrations import versions
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
-from tests.integration.transformers.models import (
-    BATCHES,
-    EXPERTS,
-    FAMILIES,
-    HIDDEN,
-    LAYERS,
-    TOP_K,
-    build,
-    config_of,
-)
+from tests.integration.transformers.models import BATCHES, EXPERTS, FAMILIES, HIDDEN, LAYERS, TOP_K, build, config_of
 from tests.integration.transformers.wiring import (
     gradients,
     largest_error,
