@@ -105,9 +105,7 @@ def test_after_growing_the_same_data_fit(backend: str, size: int, headroom: floa
         capacity = dispatcher._channel.capacity
         second = dispatcher.grow(headroom=headroom)
         assert dispatcher._channel.capacity == capacity
-        with pytest.raises(
-            StateError, match=r"the plan must be made for the capacity in force, got one for .*rows=2.* Make the plan"
-        ):
+        with pytest.raises(StateError, match=r"the plan must be made for the capacity in force, got one for .*rows=2"):
             dispatcher.dispatch(random_rows(1), random_routing(1), plan)
         result = run_layer(dispatcher, mine, WEIGHTS, group)
         return result, first.overflowed, second.overflowed, dispatcher.check().overflowed, capacity

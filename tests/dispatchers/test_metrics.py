@@ -33,7 +33,8 @@ def test_tokens_and_padding(backend: str) -> None:
             _step(dispatcher, group.rank())
         return dispatcher.metrics(), dispatcher.metrics(gather=True)
 
-    for rank, (mine, everyone) in enumerate(on_ranks(body, 2)):
+    results = on_ranks(body, 2)
+    for rank, (mine, everyone) in enumerate(results):
         assert mine.backend == everyone.backend == backend
         assert (mine.dispatches, everyone.dispatches) == (2, 4)
         assert mine.real_tokens_per_expert.tolist() == [2 * n for n in TOKENS[4 * rank : 4 * rank + 4]]
@@ -44,6 +45,8 @@ def test_tokens_and_padding(backend: str) -> None:
         by_rank = [2 * 2, 0] if backend == "allgather" else [0, 0]
         assert mine.rows_padded == {"rank": by_rank[rank], "expert": by_expert[rank]}
         assert everyone.rows_padded == {"rank": sum(by_rank), "expert": sum(by_expert)}
+        for name in ("dispatch", "combine"):
+            assert everyone.bytes_sent[name] == sum(one.bytes_sent[name] for one, _ in results)
 
 
 @pytest.mark.parametrize("seen_by_host", [True, False])
@@ -95,19 +98,6 @@ def test_collectives_and_bytes_are_those_that_were_intercepted(backend: str, fie
         made.subtract(before.collectives)
         assert {name: made[name] for name in LABELS[backend]} == dict.fromkeys(LABELS[backend], 1)
         assert {name: sent[name] for name in LABELS[backend]} == dict(zip(LABELS[backend], intercepted, strict=True))
-
-
-def test_gathered_bytes_are_the_sum_over_ranks() -> None:
-    def body(group: Group) -> tuple[Metrics, Metrics]:
-        assert group is not None
-        dispatcher = build_dispatcher(small_config(), group)
-        _step(dispatcher, group.rank())
-        return dispatcher.metrics(), dispatcher.metrics(gather=True)
-
-    results = on_ranks(body, 2)
-    for _, everyone in results:
-        for name in ("dispatch", "combine"):
-            assert everyone.bytes_sent[name] == sum(mine.bytes_sent[name] for mine, _ in results)
 
 
 def test_reading_metrics_exchanges_nothing_unless_asked() -> None:

@@ -174,6 +174,8 @@ def hosts_of_threads(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
         ("aaaa", {}, "levels=2, ranks per node: 4 (detected), ranks: 4, so it works as levels=1."),
         ("aaab", {}, "levels=2, ranks per node: 1 (detected), ranks: 4, so it works as levels=1."),
         ("aaaa", {"ranks_per_node": 2}, "levels=2, ranks per node: 2 (configured), nodes: 2."),
+        ("abab", {}, "levels=2, ranks per node: 1 (detected), ranks: 4, so it works as levels=1."),
+        ("aaaabb", {}, "levels=2, ranks per node: 2 (detected), nodes: 3."),
         ("aa", {"ranks_per_node": 8}, "levels=2, ranks per node: 2 (configured), ranks: 2, so it works as levels=1."),
     ],
 )

@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import Routing
 from tests.dispatchers.layer import (
-    Group,
-    apply_experts,
+    cut_layer,
     expert_weights,
-    local_part,
-    on_ranks,
     random_routing,
     random_rows,
     small_config,
@@ -24,6 +21,7 @@ EXPERTS, SLOTS, HIDDEN, TOKENS = 8, 3, 256, 24
 CUTS = {1: [24], 2: [17, 7], 4: [9, 0, 11, 4]}
 RUNS = [("local", 1), ("alltoall", 1), ("alltoall", 2), ("alltoall", 4)]
 WIRES = [None, "bfloat16", "float8_e4m3fn"]
+
 
 Parts = dict[str, Tensor]
 
@@ -81,29 +79,9 @@ def _reference(wire: str | None, dtype: torch.dtype, size: int) -> Parts:
     }
 
 
-def _layer(backend: str, wire: str | None, dtype: torch.dtype, size: int, **fields: Any) -> Parts:
-    x_all, way, grad_all, parameters = _inputs(dtype)
+def _layer(backend: Any, wire: str | None, dtype: torch.dtype, size: int) -> Parts:
     sizes = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": HIDDEN}
-    config = small_config(backend, wire_dtype=wire, **sizes, **fields)
-
-    def body(group: Group) -> Parts:
-        rank = 0 if group is None else group.rank()
-        dispatcher = build_dispatcher(config, group)
-        x = x_all.split(CUTS[size])[rank].clone().requires_grad_()
-        topk_weights = way.topk_weights.split(CUTS[size])[rank].clone().requires_grad_()
-        sent = dispatcher.dispatch(x, Routing(way.topk_ids.split(CUTS[size])[rank], topk_weights))
-        assert sent.rows.dtype == dtype
-        mine = local_part(parameters, group)
-        y = dispatcher.combine(apply_experts(sent, mine), sent)
-        y.backward(grad_all.split(CUTS[size])[rank])
-        assert y.dtype == dtype
-        assert x.grad is not None
-        assert x.grad.dtype == dtype
-        parts = {"y": y.detach(), "x": x.grad, "weights": topk_weights.grad, "experts": mine.grad}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    results = on_ranks(body, size)
-    return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+    return cut_layer(small_config(backend, wire_dtype=wire, **sizes), CUTS[size], *_inputs(dtype))
 
 
 def _assert_rounded_alike(got: Parts, expected: Parts, dtype: torch.dtype) -> None:

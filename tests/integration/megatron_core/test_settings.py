@@ -210,9 +210,7 @@ def test_experts_in_other_places_are_refused(experts: int, indices: range, found
 def test_a_model_without_moe_layers_is_refused() -> None:
     from moe_dispatch.integrations.megatron import convert
 
-    with pytest.raises(
-        ConfigError, match=r"convert: the model must have MoE layers, got Linear without one. Set num_moe_e"
-    ):
+    with pytest.raises(ConfigError, match=r"convert: the model must have MoE layers, got Linear without one. Set num_"):
         convert(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="got Linear, Linear without one"):
         convert([nn.Linear(2, 2), nn.Linear(2, 2)])
@@ -267,9 +265,7 @@ def test_phases_out_of_order_are_refused() -> None:
     hidden = torch.zeros(4, 1, 64)
     with pytest.raises(StateError, match="token_dispatch: dispatch_preprocess must come before it, got no ids"):
         dispatcher.token_dispatch(hidden, torch.ones(4, 2))
-    with pytest.raises(
-        StateError, match="dispatch_postprocess: token_dispatch must come before it, got nothing in fli"
-    ):
+    with pytest.raises(StateError, match="dispatch_postprocess: token_dispatch must come before it, got nothing in fl"):
         dispatcher.dispatch_postprocess(hidden, torch.ones(4, 2))
     with pytest.raises(StateError, match="token_combine: token_dispatch must come before it, got nothing in flight"):
         dispatcher.token_combine(hidden)
@@ -290,9 +286,7 @@ def test_experts_that_count_on_the_host_cannot_be_graph_safe() -> None:
         config = SimpleNamespace(graph_safe=graph_safe)
         return SimpleNamespace(dispatcher=SimpleNamespace(config=config), close=lambda: closed.append(1))
 
-    with pytest.raises(
-        ConfigError, match=r"graph_safe=True needs experts that leave their counts on the device, got Seq"
-    ):
+    with pytest.raises(ConfigError, match=r"graph_safe=True needs experts that leave their counts on the device, got"):
         _check_experts(SequentialMLP(), dispatcher(graph_safe=True))
     _check_experts(SequentialMLP(), dispatcher(graph_safe=False))
     _check_experts(TEGroupedMLP(), dispatcher(graph_safe=True))
@@ -308,7 +302,5 @@ def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert VERSION in TESTED
     monkeypatch.setattr(versions, "version", lambda package: "0.15.3")
-    with pytest.raises(
-        IntegrationError, match=r"megatron-core must be 0.16.0 or later, got 0.15.3. Tested versions: 0.16.1, 0.19"
-    ):
+    with pytest.raises(IntegrationError, match=r"megatron-core must be 0.16.0 or later, got 0.15.3. Tested versions:"):
         versions.check_version("megatron-core", tested=TESTED, lowest="0.16.0")

@@ -179,18 +179,14 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_a_router_of_other_numbers_is_refused(field: str, value: int) -> None:
     config = moe_config()
     setattr(config.router, field, value)
-    with pytest.raises(
-        ConfigError, match=r"moe: the token dispatcher must have the num_experts and top_k of its router"
-    ):
+    with pytest.raises(ConfigError, match=r"moe: the token dispatcher must have the num_experts and top_k of its rout"):
         use(config)
 
 
 def test_experts_of_another_number_are_refused() -> None:
     config = moe_config()
     config.routed_experts.inner_experts.num_experts = 16
-    with pytest.raises(
-        ConfigError, match=r"the token dispatcher and the experts must have the same num_experts, got 8 and 16"
-    ):
+    with pytest.raises(ConfigError, match=r"the token dispatcher and the experts must have the same num_experts, got"):
         overridden(config, backend="local")
 
 

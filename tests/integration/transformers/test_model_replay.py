@@ -125,9 +125,7 @@ def test_a_closed_replay_leaves_the_model_as_it_was() -> None:
     replay = RoutingReplay(model)
     with replay.micro_batch(cut_of(draw_table(LAYERS), TWO[0])):
         assert loss_of(model, batch, targets(batch)) != wanted
-    with pytest.raises(
-        StateError, match=r"in a block of micro_batch, got a forward of model\.layers\.0\.mlp\.gate \(Qwen3MoeTopKRo"
-    ):
+    with pytest.raises(StateError, match=r"in a block of micro_batch, got a forward of model\.layers\.0\.mlp\.gate"):
         loss_of(model, batch, targets(batch))
     replay.close()
     assert loss_of(model, batch, targets(batch)) == wanted
