@@ -47,6 +47,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"on_overflow": "drop"}, NOT_SAFE.format("on_overflow='drop'")),
     ({**SAFE, "on_overflow": "ignore"}, r"on_overflow: Input should be 'raise', 'drop' or "),
     ({**SAFE, "backend": ALLGATHER, "on_overflow": "drop"}, r"pair_rows: Extra inputs are not permitted"),
+    (
+        {"backend": {"name": "alltoall", "ranks_per_node": 2}},
+        r"ranks_per_node is for levels=2, got ranks_per_node=2 and levels=1\. Set levels=2, or leave",
+    ),
     ({"permutation": "numpy"}, "permutation: Input should be 'auto', 'torch', 'triton' or 'te', got 'numpy'"),
 ]
 
@@ -147,6 +151,7 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fragile]]:
     Fragile.fails_in = ""
 
 
+TWO_LEVELS = {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
 EXACT = {"name": "alltoall", "reduction": "exact"}
 BY_POSITION: dict[str, Any] = {**SAFE, "capacity_factor": 1.5, "on_overflow": "drop_by_position"}
 NO_POSITION = ("it drops rows by weight, got on_overflow='drop_by_position'", '"drop" or "raise"')
@@ -164,6 +169,7 @@ RULES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     ({"constraints": {"hidden_multiple": 64}}, ("'alltoall': hidden_size must be a multiple of 64, got 16",)),
     ({"constraints": {"max_top_k": 1}}, ("top_k must be at most 1, got 2. Lower top_k",)),
+    ({**SAFE, "backend": TWO_LEVELS}, ("levels=2 has no exchange of fixed size; levels=1 would work.",)),
     (WIRE, ("Backend 'allgather': wire_dtype must be one of None, got 'bfloat16'",)),
     (MAX_ROWS, ("Backend 'alltoall': at most 64 rows per rank fit, got 80", "micro-batches of at most 64 tokens")),
     (
@@ -201,10 +207,16 @@ def test_rule_that_needs_the_group(fields: dict[str, Any], texts: tuple[str, ...
     raises_everywhere(outcomes_on(lambda group: build_dispatcher(config, group), size), ConfigError, *texts)
 
 
-def test_local_on_two_ranks() -> None:
-    results = outcomes(lambda group: build_dispatcher(small_config("local"), group), 2)
-    texts = ("Backend 'local': ep_size must be one of 1, got 2", 'Use "alltoall", or pass group=None')
-    raises_everywhere(results, ValueError, *texts)
+@pytest.mark.parametrize(
+    ("backend", "size", "texts"),
+    [
+        ("local", 2, ("'local': ep_size must be one of 1, got 2", 'Use "alltoall", or pass group=None')),
+        (TWO_LEVELS, 3, ("ep_size must be a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2.",)),
+    ],
+)
+def test_backend_of_another_number_of_ranks(backend: Any, size: int, texts: tuple[str, ...]) -> None:
+    config = small_config(backend, num_experts=12)
+    raises_everywhere(outcomes(lambda group: build_dispatcher(config, group), size), ValueError, *texts)
 
 
 def test_the_most_rows_that_offs_counts() -> None:

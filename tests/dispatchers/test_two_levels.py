@@ -16,7 +16,6 @@ from torch import Tensor
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.alltoall.two_level import Nodes
 from moe_dispatch.communication import Communicator, Started
-from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
@@ -197,30 +196,6 @@ def test_nodes_are_detected_by_host_name_or_configured(
         f"backend 'alltoall': {told}"
     ]
     assert used == ["levels=1" not in told] * len(hosts)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"backend": two_levels(3)}, r"ep_size must be a multiple of ranks_per_node, got 4 ranks and ranks_per_node=3\."),
-    (
-        {"backend": two_levels(2), "graph_safe": True, "max_tokens_per_rank": 8},
-        r"graph_safe is not possible: levels=2 has no exchange of fixed size; levels=1 would work\.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "told"), REFUSED)
-def test_all_ranks_refuse(fields: dict[str, Any], told: str) -> None:
-    def body(group: Group) -> None:
-        with pytest.raises(ConfigError, match=told):
-            build_dispatcher(small_config(**fields), group)
-
-    on_ranks(body, 4)
-
-
-def test_ranks_per_node_needs_two_levels() -> None:
-    told = r"ranks_per_node is for levels=2, got ranks_per_node=2 and levels=1\. Set levels=2, or leave"
-    with pytest.raises(ConfigError, match=told):
-        small_config({"name": "alltoall", "ranks_per_node": 2})
 
 
 def test_rows_of_an_expert_are_in_the_order_of_their_senders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import convert_model
 import train_packed_text
 from moe_dispatch import DispatcherConfig
 from moe_dispatch_testing import run_ranks
@@ -135,25 +136,25 @@ def test_backend_comes_from_the_option_the_environment_or_the_file(
     assert backends_of("--all") == ["alltoall", "allgather", "deepep", "hybridep", "local"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
-    [
-        (["--backend", "altoall"], {}, "Unknown backend 'altoall'.*alltoall"),
-        (["--config", "missing.yaml"], {}, "missing.yaml"),
-        ([], {"MOE_DISPATCH_HIDDEN_SIZE": "30"}, "hidden_size must be a multiple of 8, got 30"),
-        (["--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, r"--ranks must be torchrun's WORLD_SIZE \(2\), got 3"),
-    ],
-)
+WORLD = {"RANK": "0", "WORLD_SIZE": "2"}
+REFUSED: list[tuple[Any, list[str], dict[str, str], str]] = [
+    (train_packed_text, ["--backend", "altoall"], {}, "Unknown backend 'altoall'.*alltoall"),
+    (train_packed_text, ["--config", "missing.yaml"], {}, "missing.yaml"),
+    (train_packed_text, [], {"MOE_DISPATCH_HIDDEN_SIZE": "30"}, "hidden_size must be a multiple of 8, got 30"),
+    (train_packed_text, ["--ranks", "3"], WORLD, r"--ranks must be torchrun's WORLD_SIZE \(2\), got 3"),
+    (convert_model, ["--ranks", "0"], {}, r"--ranks must be 1 or more, got 0\. Leave --ranks out"),
+    (convert_model, ["--ranks", "3"], WORLD, r"--ranks must be torchrun's WORLD_SIZE \(2\), got 3"),
+    (convert_model, ["--ranks", "1", "--backend", "altoall"], {}, "Unknown backend 'altoall'.*alltoall"),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "environment", "message"), REFUSED)
 def test_wrong_requests_are_refused(
-    arguments: list[str],
-    environment: dict[str, str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script: Any, arguments: list[str], environment: dict[str, str], message: str, monkeypatch: Any, capsys: Any
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert train_packed_text.main(arguments) == 1
+    assert script.main(arguments) == 1
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
 
 

@@ -56,7 +56,7 @@ def test_a_bad_step_does_not_take_the_next_one_down(monkeypatch: pytest.MonkeyPa
     child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {_WRITES_LATER!r}, sys.argv[1]]).wait()"
     late = tmp_path / "late"
     steps = [
-        Scripted("hangs", child.replace("sys.argv[1]", repr(str(late))), seconds=2),
+        Scripted("hangs", child.replace("sys.argv[1]", repr(str(late))), seconds=1),
         Scripted("dies", "import os; os.abort()"),
         Scripted("fails", "raise SystemExit('it broke')"),
         Scripted("works", "print('{\"speed\": 7}')"),
@@ -72,11 +72,11 @@ def test_a_bad_step_does_not_take_the_next_one_down(monkeypatch: pytest.MonkeyPa
     ]
     assert "it broke" in found["fails"]["output"]
     assert found["works"]["values"] == {"speed": 7}
-    time.sleep(3)
+    time.sleep(2)
     assert not late.exists()  # what the step started was ended too
 
 
-_WRITES_LATER = "import sys, time; time.sleep(4); open(sys.argv[1], 'w').close()"
+_WRITES_LATER = "import sys, time; time.sleep(2.5); open(sys.argv[1], 'w').close()"
 
 
 def test_a_cut_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
