@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_dispatch.communication import Communicator, canonical_json, raise_alike
-from moe_dispatch.errors import InputError, PeerError
+from moe_dispatch.errors import ConfigError, InputError, PeerError
 from tests.dispatchers.layer import Group, outcomes, raises_everywhere
 
 FACTS: dict[str, Any] = {"dtypes": ["bfloat16"], "rows": 64, "options": {"name": "alltoall", "factor": 1}}
@@ -56,6 +56,20 @@ def test_the_rank_with_a_problem_raises_it_and_its_peers_name_it(
     assert not getattr(problem, "__notes__", [])
     for peer in (results[0], results[2]):
         assert (type(peer), str(peer)) == (PeerError, f"rank 1 refused: {told} [MD08]")
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({**FACTS, "rows": 32}, "Ranks disagree on rows: rank 0 has 64, rank 2 has 32. Give every rank the same"),
+        ({}, "Ranks disagree on dtypes: rank 0 has ['bfloat16'], rank 2 has nothing."),
+        ({**FACTS, "newer": None}, "Ranks disagree on newer: rank 0 has nothing, rank 2 has None."),
+    ],
+)
+def test_facts_that_differ_are_named_with_both_values_on_every_rank(other: dict[str, Any], told: str) -> None:
+    results = _entered(3, {"facts": FACTS}, {"facts": FACTS}, {"facts": other})
+    raises_everywhere(results, ConfigError, told)
+    assert len({str(result) for result in results}) == 1
 
 
 def test_a_problem_comes_before_facts_that_differ() -> None:
