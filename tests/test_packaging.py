@@ -60,5 +60,5 @@ def test_commands_name_extras_that_exist_and_no_page_names_an_index() -> None:
     assert used == {"bench", "cli", "trace", "yaml"}
     assert used <= extras
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *sources]
-    told = {path.name for path in pages if re.search(r"install '?moe-dispatch", path.read_text("utf-8"))}
+    told = {path.name for path in pages if re.search(r"pip install '?moe-dispatch", path.read_text("utf-8"))}
     assert told <= {"probing.py", "CHANGELOG.md"}

@@ -18,9 +18,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def implementations() -> dict[str, Permutation]:
-    """By name; one of transformer-engine for each recorded version."""
+    """By name; those of transformer-engine are the oldest and the newest version that is recorded."""
     found: dict[str, Permutation] = {"torch": TorchPermutation()}
-    for version in VERSIONS:
+    for version in (VERSIONS[0], VERSIONS[-1]):
         found[f"te-{version}"] = TransformerEnginePermutation(kernels_of(stand_in(version)[0], version))
     if INTERPRETED:
         _convert_as_hardware_does()

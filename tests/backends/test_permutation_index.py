@@ -67,18 +67,6 @@ def test_values_to_grouped_and_back(table: Table) -> None:
     assert torch.equal(table.index.in_row_order(values_SK), values_SK[~table.has_no_key])
 
 
-def test_example_of_the_docstring() -> None:
-    index = group_slots(torch.tensor([[1, 0], [-1, 1]]), [1, 2], 2)
-    assert index.place_N is not None
-    assert index.padding is not None
-    assert index.source_R.tolist() == [0, 0, 0, 1]
-    assert index.slot_N.tolist() == [1, 0, 3]
-    assert index.place_N.tolist() == [0, 2, 3]
-    assert index.byrow_N.tolist() == [2, 0, 3]
-    assert index.cu_S.tolist() == [0, 2, 3]
-    assert index.padding.tolist() == [1]
-
-
 @FIXED
 @given(tables())
 def test_counts_of_keys(table: Table) -> None:

@@ -95,33 +95,26 @@ def test_entry_point_cannot_take_the_name_of_ours(install: Install) -> None:
     assert known_backends().count("alltoall") == 1
 
 
-def test_entry_point_that_does_not_import(install: Install) -> None:
-    install(absent="no_such_package.at_all:Backend")
-    text = r"Backend 'absent' cannot be used here: its import raised ModuleNotFoundError: No module named 'no_such"
-    with pytest.raises(BackendUnavailableError, match=text):
-        load_backend("absent")
-    with pytest.raises(ImportError, match="choose one of: allgather, alltoall"):
-        DispatcherConfig(backend="absent", num_experts=2, top_k=1, hidden_size=4)
+ENTRY_POINTS: list[tuple[str, type[Exception], str]] = [
+    (
+        "no_such_package.at_all:Backend",
+        BackendUnavailableError,
+        r"Backend 'other' cannot be used here: its import raised ModuleNotFoundError: No module named 'no_such",
+    ),
+    ("no_such_package.at_all:Backend", ImportError, "choose one of: allgather, alltoall"),
+    (f"{__name__}:Missing", BackendUnavailableError, "its import raised AttributeError"),
+    (f"{__name__}:OfTheFuture", ConfigError, r"Backend 'other' speaks protocol 2, this moe-dispatch speaks 1. Install"),
+    (f"{__name__}:NoBackend", ConfigError, r"'other' must be a subclass of moe_dispatch.backends.BackendOptions, got"),
+]
 
 
-def test_entry_point_to_nothing(install: Install) -> None:
-    install(absent=f"{__name__}:Missing")
-    with pytest.raises(BackendUnavailableError, match="its import raised AttributeError"):
-        load_backend("absent")
-
-
-def test_entry_point_of_another_protocol(install: Install) -> None:
-    install(future=f"{__name__}:OfTheFuture")
-    with pytest.raises(ConfigError, match=r"Backend 'future' speaks protocol 2, this moe-dispatch speaks 1. Install"):
-        load_backend("future")
-
-
-def test_entry_point_to_no_backend(install: Install) -> None:
-    install(strange=f"{__name__}:NoBackend")
-    with pytest.raises(
-        ConfigError, match=r"'strange' must be a subclass of moe_dispatch.backends.BackendOptions, got .*NoB"
-    ):
-        load_backend("strange")
+@pytest.mark.parametrize(("value", "kind", "text"), ENTRY_POINTS)
+def test_entry_points_that_cannot_be_used(value: str, kind: type[Exception], text: str, install: Install) -> None:
+    install(other=value)
+    with pytest.raises(kind, match=text):
+        load_backend("other")
+    with pytest.raises(kind, match=text):
+        DispatcherConfig(backend="other", num_experts=2, top_k=1, hidden_size=4)
 
 
 def test_registered_backend_and_a_name_that_is_taken(install: Install) -> None:

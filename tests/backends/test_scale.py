@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -17,12 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.backends.alltoall.backend import rank_members
 from moe_dispatch.backends.base import Sizes
-from moe_dispatch.backends.local import count_experts
 from moe_dispatch.communication import Communicator, Started
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.permutation import group_slots
 
 LOCAL, SLOTS, HIDDEN, ROWS = 2, 4, 16, 32
 
@@ -82,37 +79,6 @@ def _linear(small: Cost, large: Cost, *, times: int) -> None:
     assert large.metadata <= times * small.metadata
     assert large.bytecodes > 0
     assert large.metadata > 0
-
-
-def _grouped_by_rank(ep_size: int) -> Any:
-    rank_TK = _ids(ep_size) // LOCAL
-    return group_slots(rank_TK, torch.bincount(rank_TK.flatten(), minlength=ep_size).tolist(), 4)
-
-
-FUNCTIONS: dict[str, Callable[[int], Any]] = {
-    "rank_members": lambda ep_size: rank_members(_ids(ep_size) // LOCAL + 1, ep_size),
-    "count_experts": lambda ep_size: count_experts(_ids(ep_size), ep_size * LOCAL),
-    "group_slots": _grouped_by_rank,
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_pure_functions_grow_at_most_linearly_up_to_4096_ranks(name: str) -> None:
-    with counted():
-        FUNCTIONS[name](1024)
-    with counted() as small:
-        FUNCTIONS[name](1024)
-    with counted() as large:
-        FUNCTIONS[name](4096)
-    _linear(small, large, times=4)
-
-
-def test_pure_functions_are_right_at_4096_ranks() -> None:
-    ids = _ids(4096)
-    members = rank_members(ids // LOCAL + 1, 4096)
-    assert members.shape == (4096, ROWS)
-    assert members.sum(0).tolist() == [len(set(row)) for row in (ids // LOCAL).tolist()]
-    assert torch.equal(count_experts(ids, 8192), torch.bincount(ids.flatten(), minlength=8192))
 
 
 @contextmanager

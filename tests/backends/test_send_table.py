@@ -84,21 +84,6 @@ def test_where_nothing_can_overflow_nothing_is_sorted_and_all_travels(case: tupl
         assert torch.equal(getattr(sorted_, name), getattr(plain, name))
 
 
-@pytest.mark.slow
-def test_ten_thousand_routings() -> None:
-    generator = torch.Generator().manual_seed(0)
-    ranks = torch.randint(-1, SIZE, (10_000, 4, 2), generator=generator)
-    weights, pair_rows = torch.rand(4, 2, generator=generator), 2
-    rows = torch.stack([(ranks == there).any(2).sum(1) for there in range(SIZE)], 1)
-    overflows = 0
-    for rank_TK, of_pairs in zip(ranks, rows.tolist(), strict=True):
-        got = table(rank_TK, weights, pair_rows)
-        assert int(got.busiest) == max(of_pairs)
-        assert int((~got.is_empty_S).sum()) == sum(min(count, pair_rows) for count in of_pairs)
-        overflows += max(of_pairs) > pair_rows
-    assert 2_000 < overflows < 9_900
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_of_equal_rows_the_last_stay_behind(first: bool) -> None:
     """Enough rows that a sort which is not stable would show: 600 of equal weight go to one rank, 200 of them fit."""

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.permutation import SlotIndex, front, group_statically
+from moe_dispatch.permutation import SlotIndex, front
 from moe_dispatch.permutation.index import heaviest
 from tests.backends.tables import Table, static_index, tables
 
@@ -120,18 +120,3 @@ def test_front(pairs: list[tuple[int, bool]]) -> None:
     values, kept = (torch.tensor(column) for column in zip(*pairs, strict=True))
     wanted = [value for value, keep in pairs if keep]
     assert front(values, kept).tolist() == wanted + [0] * (len(pairs) - len(wanted))
-
-
-@pytest.mark.slow
-def test_ten_thousand_routings() -> None:
-    """Needed is what a count says, and pairs are dropped exactly where that is more than there is room for."""
-    generator = torch.Generator().manual_seed(0)
-    keys, weights = torch.randint(-3, 6, (10_000, 3, 2), generator=generator), torch.rand(3, 2, generator=generator)
-    wanted = ((keys >= 0) & (keys < 4)).flatten(1).sum(1).tolist()
-    overflows = 0
-    for keys_SK, count in zip(keys, wanted, strict=True):
-        index = group_statically(keys_SK, 4, rows=3, buffer_rows=3, pad_multiple=1, weights_SK=weights)
-        assert needed(index) == count
-        assert int(index.tokens_per_key(index.cu_S.device)[0].sum()) == min(count, 3)
-        overflows += count > 3
-    assert 2_000 < overflows < 8_000

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from moe_dispatch import build_dispatcher
 from moe_dispatch.permutation import Permutation, TorchPermutation
-from moe_dispatch.permutation import rows as bags
 from moe_dispatch.permutation.rows import bag, in_bfloat16_parts
 from moe_dispatch_testing.rank_context import padding_rows
 from tests.backends.permutations import INTERPRETED, implementations
@@ -82,19 +81,6 @@ def test_reduce(permutation: Permutation, dtype: torch.dtype, weighted: bool, ta
     rows, weights = (padded_with_nan(values, table, index.num_grouped) for values in (rows_R, weights_R))
     got = reduced(permutation, rows, index, weights if weighted else None)
     torch.testing.assert_close(got, wanted)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("weighted", [True, False])
-def test_blocks_change_no_bit(dtype: torch.dtype, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table([[1, 0, 3], [-1, -1, -1], [2, -1, 3], [0, 1, 2], [3, -1, 1]] * 5, 3, 4, 4)
-    index = static_index(table, slack=SLACK)
-    rows = padded_with_nan(rows_of(len(table.grouped()), dtype=dtype), table, index.num_grouped)
-    weights = rows_of(index.num_grouped, 1, torch.promote_types(dtype, torch.float32), seed=1).squeeze(1)
-    wanted = reduced(STATIC["torch"], rows, index, weights if weighted else None)
-    for nbytes in (1, 7 * 6 * 4):  # one row in a block, and seven: the last block is short
-        monkeypatch.setattr(bags, "CPU_BLOCK_BYTES", nbytes)
-        assert torch.equal(reduced(STATIC["torch"], rows, index, weights if weighted else None), wanted)
 
 
 def bags_of(counts: list[int], seed: int) -> tuple[Tensor, Tensor]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends.workspace import Workspace
-from moe_dispatch.permutation import TorchPermutation, group_slots
 
 CPU = torch.device("cpu")
 MEGABYTE = 1 << 20
@@ -31,12 +28,6 @@ def test_a_buffer_given_back_is_used_again() -> None:
     space.give(first.view(-1, 16))
     again = space.take(2 * MEGABYTE - 16, CPU)
     assert (_address(again), again.numel(), again.dtype) == (address, 2 * MEGABYTE - 16, torch.uint8)
-
-
-def test_two_buffers_in_use_are_two() -> None:
-    space = Workspace()
-    one, two = space.take(MEGABYTE, CPU), space.take(MEGABYTE, CPU)
-    assert _address(one) != _address(two)
 
 
 def test_the_smallest_that_fits_is_taken() -> None:
@@ -57,26 +48,6 @@ def test_growing_sizes_do_not_pile_up_buffers() -> None:
     assert space._free[0].nbytes() < 50 * MEGABYTE
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 3), (4, 2)])
-def test_the_largest_is_replaced_where_none_of_several_fits(sizes: tuple[int, int]) -> None:
-    space = Workspace()
-    for buffer in [space.take(size * MEGABYTE, CPU) for size in sizes]:
-        space.give(buffer)
-    buffer = space.take(9 * MEGABYTE, CPU)
-    assert buffer.numel() == 9 * MEGABYTE
-    space.give(buffer)
-    assert sorted(free.nbytes() // MEGABYTE for free in space._free) == [min(sizes), 9]
-
-
-def test_small_buffers_are_left_to_the_allocator() -> None:
-    space = Workspace()
-    for size in (MEGABYTE - 1, 0):
-        buffer = space.take(size, CPU)
-        assert buffer.numel() == size
-        space.give(buffer)
-    assert not space._free
-
-
 def test_threads_never_share_a_buffer() -> None:
     space, clashes = Workspace(), []
 
@@ -94,26 +65,6 @@ def test_threads_never_share_a_buffer() -> None:
     for thread in threads:
         thread.join()
     assert not clashes
-
-
-def test_evaluation_and_training_share_buffers() -> None:
-    """Under inference_mode views know no base, and tensors made there cannot be written elsewhere."""
-    config = DispatcherConfig(backend="alltoall", num_experts=4, top_k=2, hidden_size=256)
-    dispatcher = build_dispatcher(config)
-    ids = torch.tensor([[0, 1], [2, 3]]).repeat(1024, 1)
-
-    def layer(rows: int) -> torch.Tensor:
-        x = torch.ones(rows, 256, requires_grad=not torch.is_inference_mode_enabled())
-        sent = dispatcher.dispatch(x, Routing(ids[:rows], torch.ones(rows, 2)))
-        return dispatcher.combine(sent.rows, sent)
-
-    for rows in (2048, 1500):
-        with torch.inference_mode():
-            assert torch.equal(layer(rows), torch.full((rows, 256), 2.0))
-        y = layer(rows)
-        y.sum().backward()
-        assert torch.equal(y, torch.full((rows, 256), 2.0))
-    dispatcher.close()
 
 
 @pytest.fixture
@@ -159,14 +110,6 @@ def test_what_somebody_holds_is_not_lent_again(holder: str) -> None:
 
 
 @pytest.mark.usefixtures("unfilled")
-def test_a_small_result_does_not_take_the_place_of_a_large_one() -> None:
-    space = Workspace()
-    address = _address(space.lend(9 * MEGABYTE, dtype=torch.uint8, device=CPU))
-    assert _address(space.lend(4 * MEGABYTE, dtype=torch.uint8, device=CPU)) != address
-    assert _address(space.lend(8 * MEGABYTE, dtype=torch.uint8, device=CPU)) == address
-
-
-@pytest.mark.usefixtures("unfilled")
 def test_lent_memory_is_as_large_as_what_is_held_at_once() -> None:
     """Growing sizes replace what has become too small."""
     space = Workspace()
@@ -204,34 +147,6 @@ def test_grouped_rows_and_results_are_lent_in_turn() -> None:
     assert not {_address(each) for each in kept} & {_address(each) for each in others}
     assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
     dispatcher.close()
-
-
-class _Allocations(TorchDispatchMode):
-    """The sizes in bytes of large tensors that operators allocate."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.large: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if "empty" in func.name() and result.nbytes >= MEGABYTE:
-            self.large.append(result.nbytes)
-        return result
-
-
-@pytest.mark.usefixtures("unfilled")
-def test_the_scratch_of_a_backward_is_lent() -> None:
-    """The C allocator may give scratch of this size back to the system after each call."""
-    permutation, keys_SK = TorchPermutation(Workspace().lend), torch.arange(512).view(512, 1) % 4
-    index = group_slots(keys_SK, [128] * 4)
-    grads_SD, partners_RD = torch.randn(512, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
-    found = []
-    for _ in range(2):
-        with _Allocations() as allocations:
-            permutation.expand_weighted(grads_SD, index, torch.rand(512), partners_RD, torch.bfloat16)
-        found.append(allocations.large)
-    assert found == [[], []]
 
 
 def _train() -> list[torch.Tensor]:

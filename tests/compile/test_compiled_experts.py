@@ -91,7 +91,7 @@ def test_grouped_mm_with_inductor(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_grouped_mm(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     leaves = matrices(dtype)
     layer = layer_of(dispatcher_for("alltoall", **fields), grouped(*leaves))

@@ -12,17 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import Rows
 from moe_dispatch.dispatchers import Dispatcher, operators
 from moe_dispatch_testing import HostSyncError, refuse_host_syncs
-from tests.compile.layer import (
-    HIDDEN,
-    Layer,
-    dispatcher_for,
-    expect_same,
-    graphs,
-    needs_compiler,
-    no_recompilation,
-    step,
-    tensors,
-)
+from tests.compile.layer import HIDDEN, Layer, dispatcher_for, expect_same, graphs, step, tensors
 
 BACKENDS = ["local", "allgather", "alltoall"]
 MAXIMUM = 12
@@ -30,38 +20,6 @@ MAXIMUM = 12
 
 def graph_safe(backend: Any, **fields: Any) -> Dispatcher:
     return dispatcher_for(backend, graph_safe=True, max_tokens_per_rank=MAXIMUM, **fields)
-
-
-@needs_compiler
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str) -> None:
-    layer = Layer(graph_safe(backend, pad_multiple=8), torch.bfloat16)
-    compiled = torch.compile(layer, fullgraph=True)
-    expect_same(compiled, layer, tensors(MAXIMUM, 0, torch.bfloat16))
-    with no_recompilation():
-        for seed in range(1, 20):
-            expect_same(compiled, layer, tensors(MAXIMUM, seed, torch.bfloat16))
-    assert graphs() == 1
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_unbacked_rows_never_compile_again(backend: str) -> None:
-    layer = Layer(graph_safe(backend), torch.float32)
-    compiled = torch.compile(layer, fullgraph=True)
-    for rows in (6, 1, 0, 2, MAXIMUM, 0):
-        expect_same(compiled, layer, tensors(rows, rows, torch.float32), unbacked=True)
-    assert graphs() == 1
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_changing_rows_compile_once_more_and_for_0_and_1(backend: str) -> None:
-    layer = Layer(graph_safe(backend), torch.float32)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for rows, so_far in ((6, 1), (8, 2), (MAXIMUM, 2), (0, 3), (1, 4), (7, 4), (1, 4), (0, 4)):
-        expect_same(compiled, layer, tensors(rows, rows, torch.float32))
-        assert graphs() == so_far, f"{rows} rows"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -92,14 +50,6 @@ def test_a_finite_capacity_drops_alike_and_growing_compiles_again(backend: str) 
     expect_same(compiled, layer, inputs)
     assert not torch.equal(step(compiled, layer, inputs)[0], dropped)
     assert graphs() == 2
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_overflow_inside_a_compiled_layer_is_seen(backend: str) -> None:
-    layer = Layer(graph_safe(backend, capacity_factor=0.5, on_overflow="drop"), torch.float32)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    step(compiled, layer, tensors(MAXIMUM, 1, torch.float32))
-    assert layer.dispatcher.check().overflowed
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -25,12 +25,18 @@ from tests.compile.layer import (
 )
 
 BACKENDS = ["local", "allgather", "alltoall"]
+MODES: list[Any] = [
+    pytest.param({}, id="eager"),
+    pytest.param({"graph_safe": True, "max_tokens_per_rank": 16}, id="graph-safe"),
+]
 
 
+@pytest.mark.slow
 @needs_compiler
+@pytest.mark.parametrize("fields", MODES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str) -> None:
-    layer = Layer(dispatcher_for(backend, pad_multiple=8), torch.bfloat16)
+def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str, fields: dict[str, Any]) -> None:
+    layer = Layer(dispatcher_for(backend, pad_multiple=8, **fields), torch.bfloat16)
     compiled = torch.compile(layer, fullgraph=True)
     expect_same(compiled, layer, tensors(10, 0, torch.bfloat16))
     with no_recompilation():
@@ -39,7 +45,7 @@ def test_inductor_gives_what_eager_gives_without_compiling_again(backend: str) -
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("fields", [{}, {"graph_safe": True, "max_tokens_per_rank": 16}], ids=["eager", "graph-safe"])
+@pytest.mark.parametrize("fields", MODES)
 def test_a_new_placement_is_used_without_compiling_again(fields: dict[str, Any]) -> None:
     dispatcher = dispatcher_for("alltoall", spare_experts_per_rank=1, **fields)
     layer = Layer(dispatcher, torch.float32)
@@ -56,19 +62,21 @@ def test_a_new_placement_is_used_without_compiling_again(fields: dict[str, Any])
 
 @pytest.mark.slow
 @needs_compiler
-def test_unbacked_rows_never_compile_again() -> None:
-    layer = Layer(dispatcher_for("alltoall"), torch.float32)
+@pytest.mark.parametrize("fields", MODES)
+def test_unbacked_rows_never_compile_again(fields: dict[str, Any]) -> None:
+    layer = Layer(dispatcher_for("alltoall", **fields), torch.float32)
     compiled = torch.compile(layer, fullgraph=True)
-    for rows in (6, 1, 0, 2, 33, 0):
+    for rows in (6, 1, 0, 2, 16, 0):
         expect_same(compiled, layer, tensors(rows, rows, torch.float32), unbacked=True)
     assert graphs() == 1
 
 
+@pytest.mark.parametrize("fields", MODES)
 @pytest.mark.parametrize("backend", ["allgather", "alltoall"])
-def test_changing_rows_compile_once_more_and_for_0_and_1(backend: str) -> None:
-    layer = Layer(dispatcher_for(backend), torch.float32)
+def test_changing_rows_compile_once_more_and_for_0_and_1(backend: str, fields: dict[str, Any]) -> None:
+    layer = Layer(dispatcher_for(backend, **fields), torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for rows, so_far in ((6, 1), (8, 2), (33, 2), (0, 3), (1, 4), (7, 4), (1, 4), (0, 4)):
+    for rows, so_far in ((6, 1), (8, 2), (16, 2), (0, 3), (1, 4), (7, 4), (1, 4), (0, 4)):
         expect_same(compiled, layer, tensors(rows, rows, torch.float32))
         assert graphs() == so_far, f"{rows} rows"
 
@@ -106,8 +114,7 @@ LAYOUTS: dict[str, tuple[Callable[[int], Layout], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("name", "planned"), [*((name, False) for name in LAYOUTS), ("lengths", True), ("gaps", True)])
 def test_layouts_and_plans_from_outside(name: str, planned: bool) -> None:
     make, shape = LAYOUTS[name]
     layer = Layer(dispatcher_for("allgather"), torch.float32)  # the one whose plans hold sizes

@@ -50,16 +50,6 @@ def test_other_routings_and_row_counts_compile_nothing_again() -> None:
             expect_same(run, layer, _mapped(*tensors(rows, turn, torch.float32)))
 
 
-def test_routing_alone_equals_eager() -> None:
-    def route(routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        routing = Routing.from_map(routing_map, probs, top_k=TOP_K)
-        return routing.topk_ids, routing.topk_weights
-
-    _, routing_map, probs = _mapped(*tensors(10, 3, torch.float32))
-    for got, wanted in zip(compiled(route)(routing_map, probs), route(routing_map, probs), strict=True):
-        assert torch.equal(got, wanted)
-
-
 def test_a_map_that_cannot_fit_is_refused_while_it_is_traced() -> None:
     _, routing_map, probs = (tensor.detach() for tensor in _mapped(*tensors(10, 0, torch.float32)))
     for given, text in (((routing_map.int(), probs), "must be bool"), ((routing_map, probs[:5]), "the same shape")):

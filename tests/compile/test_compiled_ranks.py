@@ -59,7 +59,7 @@ def _refuse(rank: int, backend: str) -> str:
     return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+@pytest.mark.parametrize("backend", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)])
 def test_peers_of_a_refused_call_hear_of_it(backend: str) -> None:
     told = run_processes(_refuse, RANKS, backend, timeout=TIMEOUT)
     kind, why = told[1].split(": ", 1)

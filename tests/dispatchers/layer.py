@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch_testing.ranks import TIMEOUT, run_ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 2, 16
+BACKENDS = [("local", 1), ("alltoall", 2), ("allgather", 2)]
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 4}
 
 Group = dist.ProcessGroup | None
 Result = TypeVar("Result")
@@ -57,6 +59,31 @@ def local_part(weights_EDD: Tensor, group: Group) -> Tensor:
     """This rank's experts, a leaf of its own."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     return weights_EDD.chunk(size)[rank].clone().requires_grad_()
+
+
+def cut_layer(
+    config: DispatcherConfig, cut: list[int], x_TD: Tensor, way: Routing, grad_TD: Tensor, weights_EDD: Tensor
+) -> dict[str, Tensor]:
+    """Output and gradients of all tokens and experts, in global order, where rank r has ``cut[r]`` of the tokens."""
+
+    def body(group: Group) -> dict[str, Tensor]:
+        rank = 0 if group is None else group.rank()
+        dispatcher, mine = build_dispatcher(config, group), local_part(weights_EDD, group)
+        x = x_TD.split(cut)[rank].clone().requires_grad_()
+        topk_weights = way.topk_weights.split(cut)[rank].clone().requires_grad_()
+        sent = dispatcher.dispatch(x, Routing(way.topk_ids.split(cut)[rank], topk_weights))
+        outputs = apply_experts(sent, mine)
+        if config.weights == "experts":
+            outputs = (outputs.float() * sent.weights.unsqueeze(1)).to(x.dtype)
+        y = dispatcher.combine(outputs, sent)
+        y.backward(grad_TD.split(cut)[rank])
+        assert x.grad is not None
+        assert sent.rows.dtype == y.dtype == x.grad.dtype == x.dtype
+        parts = {"y": y.detach(), "x": x.grad, "weights": topk_weights.grad, "experts": mine.grad}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    results = on_ranks(body, len(cut))
+    return {name: torch.cat([result[name] for result in results]) for name in results[0]}
 
 
 def by_operators(call: Callable[[Tensor], Result], x: Tensor) -> Result:

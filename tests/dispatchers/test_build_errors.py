@@ -1,4 +1,4 @@
-"""Building a dispatcher that cannot work: every rank raises, and says which rule, which field, which ranks."""
+"""Configs and dispatchers that cannot work: every rank raises, and says which rule, which field, which ranks."""
 
 from __future__ import annotations
 
@@ -26,104 +26,83 @@ from moe_dispatch.backends import (
 )
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, PeerError
-from moe_dispatch.permutation import TorchPermutation
 from moe_dispatch_testing.ranks import thread_group
-from tests.dispatchers.layer import Group, identity_round, outcomes, outcomes_on, raises_everywhere, small_config
+from tests.dispatchers.layer import SAFE, Group, identity_round, outcomes, outcomes_on, raises_everywhere, small_config
 
-NO_CONFIGS: dict[str, tuple[Any, str]] = {
-    "dict": ({"num_experts": 8}, r"got dict\. Pass DispatcherConfig\(\*\*your_dict\)"),
-    "path": ("moe.yaml", r"got str\. Pass DispatcherConfig\.load\(path\)"),
-}
+PAIRS = {"name": "alltoall", "pair_rows": 2}
+ALLGATHER = {"name": "allgather", "pair_rows": 1.5}
+ON_OVERFLOW = r"on_overflow must be chosen with a finite capacity, got None with {}\. Set on_overflow to \"raise\" or"
+NOT_SAFE = r"{} must come with graph_safe=True, got graph_safe=False, where every buffer .* or leave (it|them) out"
+STATIC = r"graph_safe needs row_counts \"static\", got {}"
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"graph_safe": True}, r"graph_safe needs max_tokens_per_rank, got None\. Set it to the largest row count"),
+    ({**SAFE, "row_counts": "agree"}, STATIC.format(r"'agree', which syncs with the host\. Leave row_counts out")),
+    ({**SAFE, "row_counts": "check"}, STATIC.format("'check'")),
+    ({**SAFE, "row_counts": "assume"}, STATIC.format("'assume'")),
+    ({**SAFE, "capacity_factor": 1.25}, ON_OVERFLOW.format("capacity_factor=1.25")),
+    ({**SAFE, "backend": PAIRS}, ON_OVERFLOW.format(r"pair_rows=2\.0")),
+    ({**SAFE, "backend": PAIRS, "capacity_factor": 2}, ON_OVERFLOW.format(r"capacity_factor=2\.0, pair_rows=2\.0")),
+    ({"capacity_factor": 1.5}, NOT_SAFE.format("capacity_factor=1.5")),
+    ({"backend": PAIRS}, NOT_SAFE.format("pair_rows=2.0")),
+    ({"on_overflow": "drop"}, NOT_SAFE.format("on_overflow='drop'")),
+    ({**SAFE, "on_overflow": "ignore"}, r"on_overflow: Input should be 'raise', 'drop' or "),
+    ({**SAFE, "backend": ALLGATHER, "on_overflow": "drop"}, r"pair_rows: Extra inputs are not permitted"),
+    (
+        {"backend": {"name": "alltoall", "ranks_per_node": 2}},
+        r"ranks_per_node is for levels=2, got ranks_per_node=2 and levels=1\. Set levels=2, or leave",
+    ),
+    ({"permutation": "numpy"}, "permutation: Input should be 'auto', 'torch', 'triton' or 'te', got 'numpy'"),
+]
 
 
-@pytest.mark.parametrize("kind", NO_CONFIGS)
-def test_what_is_no_config_is_not_taken_for_one(kind: str) -> None:
-    config, text = NO_CONFIGS[kind]
+@pytest.mark.parametrize(("fields", "text"), FIELDS)
+def test_fields_that_do_not_fit(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        small_config(**fields)
+
+
+ABSURD: list[tuple[Any, str]] = [
+    (0, "greater than 0, got 0"),
+    (float("nan"), "a finite number, got nan"),
+    (1e6, "less than or equal to 1024, got 1000000.0"),
+    (True, "a valid number, got True"),
+    ("1.25", "a valid number, got '1.25'"),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), ABSURD)
+def test_absurd_capacities(value: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"capacity_factor: Input should be 'worst'; or Input should be {text}"):
+        small_config(**SAFE, capacity_factor=value, on_overflow="drop")
+    with pytest.raises(ConfigError, match=rf"pair_rows: Input should be 'worst'; or Input should be {text}"):
+        small_config({"name": "alltoall", "pair_rows": value}, **SAFE, on_overflow="drop")
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"num_experts": 8}, r"got dict\. Pass DispatcherConfig\(\*\*your_dict\)"),
+        ("moe.yaml", r"got str\. Pass DispatcherConfig\.load\(path\)"),
+    ],
+)
+def test_what_is_no_config_is_not_taken_for_one(config: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=rf"Dispatcher: config must be a DispatcherConfig, {text}"):
         build_dispatcher(config)
 
 
-RULES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
-    "experts over ranks": (
-        {"num_experts": 9},
-        2,
-        ("num_experts (9) must be divisible by ep_size (2)", "Use 10 experts or ep_size 1"),
-    ),
-    "local on two ranks": (
-        {"backend": "local"},
-        2,
-        ("Backend 'local': ep_size must be one of 1, got 2", 'Use "alltoall", or pass group=None'),
-    ),
-    "experts per rank": (
-        {"constraints": {"local_experts_multiple": 3}},
-        2,
-        ("experts per rank must be a multiple of 3, got 4 (8 experts over 2 ranks)",),
-    ),
-    "hidden size": (
-        {"constraints": {"hidden_multiple": 64}},
-        1,
-        ("Backend 'alltoall': hidden_size must be a multiple of 64, got 16",),
-    ),
-    "top_k": ({"constraints": {"max_top_k": 1}}, 1, ("top_k must be at most 1, got 2. Lower top_k",)),
-    "wire on allgather": (
-        {"backend": "allgather", "wire_dtype": "bfloat16"},
-        2,
-        ("Backend 'allgather': wire_dtype must be one of None, got 'bfloat16'",),
-    ),
-    "graph-safe": (
-        {"graph_safe": True, "max_tokens_per_rank": 8, "backend": {"name": "alltoall", "reduction": "exact"}},
-        2,
-        ("Backend 'alltoall': graph_safe is not possible: ", 'reduction="fast" would work', "Set graph_safe=False"),
-    ),
-    "rows": (
-        {"max_tokens_per_rank": 80, "constraints": {"max_rows": 100, "row_multiple": 64}},
-        2,
-        ("Backend 'alltoall': at most 64 rows per rank fit, got 80", "micro-batches of at most 64 tokens"),
-    ),
-}
+class Eager(BackendOptions):
+    """A backend without a static path."""
+
+    name = "eager"
+
+    def constraints(self, shape: MoEShape) -> Constraints:
+        return Constraints()
+
+    def open(self, context: BackendContext) -> Backend:
+        raise AssertionError("refused before")
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_rule_that_needs_the_group(name: str) -> None:
-    fields, size, texts = RULES[name]
-    raises_everywhere(
-        outcomes_on(lambda group: build_dispatcher(small_config(**fields), group), size), ValueError, *texts
-    )
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "told"),
-    [
-        ("top_k", 1, "rank 0 has 2, rank 3 has 1"),
-        ("pad_multiple", "fp8", "rank 0 has 1, rank 3 has 16"),
-        (
-            "backend",
-            "allgather",
-            "rank 0 has {'name': 'alltoall', 'reduction': 'fast', 'pair_rows': 'worst', 'levels': 1, "
-            "'ranks_per_node': None}, rank 3 has {'name': 'allgather'}",
-        ),
-        ("debug", True, "rank 0 has False, rank 3 has True"),
-    ],
-)
-def test_ranks_that_disagree(field: str, value: Any, told: str) -> None:
-    def body(group: Group) -> None:
-        assert group is not None
-        build_dispatcher(small_config(**({field: value} if group.rank() == 3 else {})), group)
-
-    raises_everywhere(outcomes(body, 4), ConfigError, f"Ranks disagree on {field}: {told}", "the same config")
-
-
-def test_a_group_whose_ranks_disagreed_can_still_be_used() -> None:
-    def body(group: Group) -> None:
-        assert group is not None
-        with pytest.raises(ConfigError):
-            build_dispatcher(small_config(top_k=1 + group.rank()), group)
-        identity_round(build_dispatcher(small_config(), group))
-
-    assert outcomes(body, 2) == [None, None]
-
-
-class Fragile(BackendOptions):
+class Fragile(Eager):
     """Fails in one of its methods, on rank 1, as a missing library or too small a GPU would."""
 
     name = "fragile"
@@ -166,16 +145,100 @@ def _rank() -> int:
 @pytest.fixture
 def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fragile]]:
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    register_backend(Eager)
     register_backend(Fragile)
     yield Fragile
     Fragile.fails_in = ""
+
+
+TWO_LEVELS = {"name": "alltoall", "levels": 2, "ranks_per_node": 2}
+EXACT = {"name": "alltoall", "reduction": "exact"}
+BY_POSITION: dict[str, Any] = {**SAFE, "capacity_factor": 1.5, "on_overflow": "drop_by_position"}
+NO_POSITION = ("it drops rows by weight, got on_overflow='drop_by_position'", '"drop" or "raise"')
+WIRE: dict[str, Any] = {"backend": "allgather", "wire_dtype": "bfloat16"}
+MAX_ROWS: dict[str, Any] = {"max_tokens_per_rank": 80, "constraints": {"max_rows": 100, "row_multiple": 64}}
+# Fields, and what is said; on one rank if the backend is local or none is named, else on two.
+RULES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (
+        {"backend": "alltoall", "num_experts": 9},
+        ("num_experts (9) must be divisible by ep_size (2)", "Use 10 experts or ep_size 1"),
+    ),
+    (
+        {"backend": "alltoall", "constraints": {"local_experts_multiple": 3}},
+        ("experts per rank must be a multiple of 3, got 4 (8 experts over 2 ranks)",),
+    ),
+    ({"constraints": {"hidden_multiple": 64}}, ("'alltoall': hidden_size must be a multiple of 64, got 16",)),
+    ({"constraints": {"max_top_k": 1}}, ("top_k must be at most 1, got 2. Lower top_k",)),
+    ({**SAFE, "backend": TWO_LEVELS}, ("levels=2 has no exchange of fixed size; levels=1 would work.",)),
+    (WIRE, ("Backend 'allgather': wire_dtype must be one of None, got 'bfloat16'",)),
+    (MAX_ROWS, ("Backend 'alltoall': at most 64 rows per rank fit, got 80", "micro-batches of at most 64 tokens")),
+    (
+        {**SAFE, "backend": "eager"},
+        ("Backend 'eager': graph_safe is not possible: it has no static path. Set graph_safe=False",),
+    ),
+    (
+        {**SAFE, "backend": EXACT},
+        ('graph_safe is not possible: reduction="exact" brings back', '"fast" would work', "Set graph_safe=False"),
+    ),
+    ({**BY_POSITION, "backend": "local"}, ("Backend 'local': ", *NO_POSITION)),
+    ({**BY_POSITION, "backend": "allgather"}, ("Backend 'allgather': ", *NO_POSITION)),
+    ({**BY_POSITION, "backend": "alltoall"}, ("Backend 'alltoall': ", *NO_POSITION)),
+    (
+        {**SAFE, "backend": "alltoall", "permutation": "te"},
+        ('permutation must be "auto", "torch" or "triton" with graph_safe=True', "not yet used", "got 'te'. Leave"),
+    ),
+    (
+        {**SAFE, "backend": "allgather", "max_tokens_per_rank": 1 << 30},
+        ("a graph-safe buffer must have at most 2147483647 rows, because offs is int32, got ", "Lower max_tokens_per"),
+    ),
+    (
+        {**SAFE, "backend": "local", "max_tokens_per_rank": 1 << 30},
+        ("got 2147483648. Lower max_tokens_per_rank or capacity_factor",),
+    ),
+    ({**SAFE, "backend": "local", "max_tokens_per_rank": (1 << 30) - 1, "pad_multiple": 16}, ("2147483647 rows",)),
+]
+
+
+@pytest.mark.usefixtures("fragile")
+@pytest.mark.parametrize(("fields", "texts"), RULES)
+def test_rule_that_needs_the_group(fields: dict[str, Any], texts: tuple[str, ...]) -> None:
+    size = 1 if fields.get("backend", "local") == "local" else 2
+    config = small_config(**fields)
+    raises_everywhere(outcomes_on(lambda group: build_dispatcher(config, group), size), ConfigError, *texts)
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "texts"),
+    [
+        ("local", 2, ("'local': ep_size must be one of 1, got 2", 'Use "alltoall", or pass group=None')),
+        (TWO_LEVELS, 3, ("ep_size must be a multiple of ranks_per_node, got 3 ranks and ranks_per_node=2.",)),
+    ],
+)
+def test_backend_of_another_number_of_ranks(backend: Any, size: int, texts: tuple[str, ...]) -> None:
+    config = small_config(backend, num_experts=12)
+    raises_everywhere(outcomes(lambda group: build_dispatcher(config, group), size), ValueError, *texts)
+
+
+def test_the_most_rows_that_offs_counts() -> None:
+    """Nothing is allocated when a dispatcher is built."""
+    build_dispatcher(small_config("local", graph_safe=True, max_tokens_per_rank=(1 << 30) - 1))
+
+
+def test_a_group_whose_ranks_disagreed_can_still_be_used() -> None:
+    def body(group: Group) -> None:
+        assert group is not None
+        with pytest.raises(ConfigError):
+            build_dispatcher(small_config(top_k=1 + group.rank()), group)
+        identity_round(build_dispatcher(small_config(), group))
+
+    assert outcomes(body, 2) == [None, None]
 
 
 def test_backend_that_cannot_run_on_one_rank(fragile: type[Fragile]) -> None:
     fragile.fails_in = "probe"
     results = outcomes(lambda group: build_dispatcher(small_config("fragile", num_experts=9), group), 3)
     told = "Backend 'fragile' cannot be used here: no GPU is in sight"
-    raises_everywhere([results[1]], BackendUnavailableError, told, "choose one of: allgather, alltoall, local")
+    raises_everywhere([results[1]], BackendUnavailableError, told, "choose one of: allgather, alltoall, ")
     raises_everywhere([results[0], results[2]], PeerError, f"rank 1 refused: {told}")
 
 
@@ -197,44 +260,21 @@ def test_a_broken_plug_in_does_not_hinder_auto(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_permutation_that_cannot_be_used_is_refused_when_built() -> None:
-    config = small_config(permutation="te")
-    results = outcomes(lambda group: build_dispatcher(config, group), 2)
+    results = outcomes(lambda group: build_dispatcher(small_config(permutation="te"), group), 2)
     told = ("Permutation 'te' cannot be used here: ", "choose one of: auto, torch")
     raises_everywhere(results, BackendUnavailableError, *told)
 
 
-def test_a_permutation_that_can_be_used_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-    original = TorchPermutation.reduce
-
-    def reduce(*args: Any) -> None:
-        taken.append("torch")
-        original(*args)
-
-    monkeypatch.setattr(TorchPermutation, "reduce", reduce)
-    identity_round(build_dispatcher(small_config("local", permutation="torch")))
-    assert taken == ["torch"]
-    with pytest.raises(
-        ConfigError, match="permutation: Input should be 'auto', 'torch', 'triton' or 'te', got 'numpy'"
-    ):
-        small_config(permutation="numpy")
-
-
 def test_control_group_of_other_ranks() -> None:
     reverse, store = HashStore(), HashStore()
-    groups: dict[str, Any] = {
-        "reversed": lambda rank: thread_group(reverse, 1 - rank, 2),
-        "smaller": lambda rank: thread_group(HashStore(), 0, 1),
-        "right": lambda rank: thread_group(store, rank, 2),
-    }
 
     def body(group: Group) -> list[Exception | None]:
         assert group is not None
-        told: list[Exception | None] = []
-        for make in groups.values():
+        rank, told = group.rank(), list[Exception | None]()
+        reversed_, smaller = thread_group(reverse, 1 - rank, 2), thread_group(HashStore(), 0, 1)
+        for control in (reversed_, smaller, thread_group(store, rank, 2)):
             try:
-                dispatcher = build_dispatcher(small_config(), group, control_group=make(group.rank()))
-                identity_round(dispatcher)
+                identity_round(build_dispatcher(small_config(), group, control_group=control))
                 told.append(None)
             except MoEDispatchError as error:
                 told.append(error)

@@ -1,23 +1,26 @@
-"""What a call with bad input gets: the same clear error on every rank that made it, before anything is exchanged."""
+"""What a wrong call gets: the same clear error on every rank that made it, before anything is exchanged."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import BSHD, THD, Dispatcher, Routing, Rows, build_dispatcher
-from moe_dispatch.errors import InputError, LayoutError, StateError
+from moe_dispatch import BSHD, THD, Dispatched, Dispatcher, Plan, Routing, Rows, build_dispatcher
+from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError
+from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import (
+    BACKENDS,
     HIDDEN,
-    NUM_EXPERTS,
-    TOP_K,
+    SAFE,
     Group,
+    by_operators,
     identity_round,
+    outcomes,
     outcomes_on,
     raises_everywhere,
     small_config,
@@ -25,162 +28,102 @@ from tests.dispatchers.layer import (
 from tests.dispatchers.layer import random_routing as routing
 from tests.dispatchers.layer import random_rows as rows
 
-BACKENDS = [("local", 1), ("alltoall", 2), ("allgather", 2)]
+X, WAY = rows(6), routing(6)
+IDS, WEIGHTS = WAY.topk_ids, WAY.topk_weights
 
 Call = Callable[[Dispatcher], Any]
-
-
-def _x(count: int = 6) -> Tensor:
-    return rows(count)
-
-
-def _with_ids(change: Callable[[Tensor], Tensor]) -> Routing:
-    return replace(routing(6), topk_ids=change(routing(6).topk_ids))
-
-
-def _with_weights(change: Callable[[Tensor], Tensor]) -> Routing:
-    return replace(routing(6), topk_weights=change(routing(6).topk_weights))
-
-
-CALLS: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
-    "token counts": (
-        lambda d: d.dispatch(_x(6), routing(5)),
-        InputError,
-        ("Dispatcher.dispatch: x has 6 tokens but routing has 5", "id -1 for those to skip"),
+# A wrong call, and parts of what is said.
+DISPATCH: list[tuple[Call, *tuple[str, ...]]] = [
+    (lambda d: d.dispatch(X, routing(5)), "x has 6 tokens but routing has 5", "id -1 for those to skip"),
+    (lambda d: d.dispatch(X, routing(6, top_k=3)), "must be (T, top_k=2)", "(6, 3)"),
+    (lambda d: d.dispatch(X, Routing(IDS, WEIGHTS[:, :1])), "must be (T, top_k=2)", "(6, 1)"),
+    (lambda d: d.dispatch(X, Routing(IDS.int(), WEIGHTS)), "must be torch.int64, got torch.int32", "topk_ids.long()"),
+    (
+        lambda d: d.dispatch(X, Routing(WEIGHTS, IDS)),
+        "topk_ids must be torch.int64 and topk_weights floating, got torch.float32 and torch.int64",
+        "Were the arguments swapped? torch.topk returns weights first; pass Routing(topk_ids, topk_weights)",
     ),
-    "K": (
-        lambda d: d.dispatch(_x(), routing(6, top_k=3)),
-        InputError,
-        (f"must be (T, top_k={TOP_K})", "(6, 3)"),
+    (lambda d: d.dispatch(X, Routing(IDS, WEIGHTS.long())), "topk_weights must be a floating dtype, got torch.int64"),
+    (
+        lambda d: d.dispatch(X.long(), WAY),
+        "x must be torch.bfloat16, torch.float16, torch.float32, torch.float64, got torch.int64. Convert x",
     ),
-    "weights of another shape": (
-        lambda d: d.dispatch(_x(), Routing(routing(6).topk_ids, routing(6, top_k=1).topk_weights)),
-        InputError,
-        (f"must be (T, top_k={TOP_K})", "(6, 1)"),
+    (lambda d: d.dispatch(X.to(torch.float8_e4m3fn), WAY), "got torch.float8_e4m3fn. Convert x"),
+    (lambda d: d.dispatch(rows(6, HIDDEN + 1), WAY), f"x has hidden size {HIDDEN + 1}, hidden_size is {HIDDEN}"),
+    (
+        lambda d: d.dispatch(X, Routing(IDS.to("meta"), WEIGHTS)),
+        "x, topk_ids and topk_weights must share a device",
+        "cpu, meta, cpu",
     ),
-    "dtype of ids": (
-        lambda d: d.dispatch(_x(), _with_ids(Tensor.int)),
-        InputError,
-        ("topk_ids must be torch.int64, got torch.int32", "topk_ids.long()"),
+    (lambda d: d.dispatch(X), "routing must be a Routing, got NoneType", "again=sent"),
+    (
+        lambda d: d.dispatch(X, WAY, torch.tensor([0, 6])),
+        "plan must be a Plan, a Layout or None, got Tensor",
+        "dispatcher.plan(layout)",
     ),
-    "weights before ids": (
-        lambda d: d.dispatch(_x(), Routing(routing(6).topk_weights, routing(6).topk_ids)),
-        InputError,
-        (
-            "topk_ids must be torch.int64 and topk_weights floating, got torch.float32 and torch.int64",
-            "Were the arguments swapped? torch.topk returns weights first; pass Routing(topk_ids, topk_weights)",
-        ),
+    (lambda d: d.dispatch(rows(5), again=d.dispatch(X, WAY)), "again=sent was made with floating (6, 16) on cpu"),
+    (lambda d: d.dispatch(X.long(), again=d.dispatch(X, WAY)), "floating (6, 16)", "got torch.int64 (6, 16)"),
+    (lambda d: d.dispatch(X, WAY, again=d.dispatch(X, WAY)), "again=sent already has routing and plan"),
+]
+PLAN: list[tuple[Call, *tuple[str, ...]]] = [
+    (lambda d: d.dispatch(X, WAY, THD([1, 6])), "THD: cu_seqlens must start at 0, got [1, 6]"),
+    (lambda d: d.dispatch(X, WAY, THD([0, 4, 3, 6])), "THD: cu_seqlens must not decrease, got [0, 4, 3, 6]"),
+    (lambda d: d.dispatch(X, WAY, THD([0, 7])), "must end at the number of rows, got 7 and 6 rows", "shard(...)"),
+    (lambda d: d.plan(THD([0, 7]), like=X), "THD: cu_seqlens must end at the number of rows, got 7 and 6 rows"),
+    (lambda d: d.dispatch(X, WAY, THD([0, 4, 8]).shard(0, 2)), "at the number of rows, got 8 and 12 rows"),
+    (lambda d: d.dispatch(X.view(2, 3, -1), WAY, BSHD([3, 4])), "BSHD: lengths must lie in 0..3 (S), got 4"),
+    (lambda d: d.dispatch(X.view(2, 3, -1), WAY, d.plan(BSHD([3, 4]))), "lengths must lie in 0..3 (S), got 4"),
+    (
+        lambda d: d.dispatch(rows(5), routing(5), d.plan(Rows(), like=X)),
+        "the plan is for 6 tokens, got x with 5",
+        "Make a plan per micro-batch",
     ),
-    "dtype of weights": (
-        lambda d: d.dispatch(_x(), _with_weights(Tensor.long)),
-        InputError,
-        ("topk_weights must be a floating dtype, got torch.int64",),
+]
+COMBINE: list[tuple[Call, *tuple[str, ...]]] = [
+    (
+        lambda d: d.combine(torch.zeros(1, HIDDEN), d.dispatch(X, WAY)),
+        "Dispatcher.combine: rows must be floating",
+        "got torch.float32 (1, 16) on cpu",
+        "one output row per row",
     ),
-    "dtype of x": (
-        lambda d: d.dispatch(_x().long(), routing(6)),
-        InputError,
-        ("x must be torch.bfloat16, torch.float16, torch.float32, torch.float64, got torch.int64. Convert x",),
+    (lambda d: d.combine((s := d.dispatch(X, WAY)).rows.long(), s), "combine: rows must be floating", "torch.int64"),
+    (
+        lambda d: d.combine(X, d.dispatch(X, WAY, async_op=True)),
+        "Dispatcher.combine: sent must be a Dispatched, got InFlight",
+        "after wait() where async_op=True",
     ),
-    "x in float8": (
-        lambda d: d.dispatch(_x().to(torch.float8_e4m3fn), routing(6)),
-        InputError,
-        ("got torch.float8_e4m3fn. Convert x",),
+    (lambda d: d.plan(), "Dispatcher.plan: a layout or like=x is needed, got neither"),
+]
+NAN = float("nan")
+# Under debug=True.
+VALUES: list[tuple[Call, *tuple[str, ...]]] = [
+    (
+        lambda d: d.dispatch(X, Routing(IDS + 8 - IDS.max(), WEIGHTS)),
+        "must lie in -1..7, got ",
+        "..8. Check the router",
     ),
-    "hidden size": (
-        lambda d: d.dispatch(rows(6, HIDDEN + 1), routing(6)),
-        InputError,
-        (f"x has hidden size {HIDDEN + 1}, hidden_size is {HIDDEN}",),
+    (lambda d: d.dispatch(X, Routing(IDS.clamp(max=-2), WEIGHTS)), "topk_ids must lie in -1..7, got -2.."),
+    (
+        lambda d: d.dispatch(X, Routing(IDS, WEIGHTS.index_fill(0, torch.tensor([1]), NAN))),
+        "topk_weights must be finite, got 2 that are not",
+        "router's logits",
     ),
-    "device of the routing": (
-        lambda d: d.dispatch(_x(), _with_ids(lambda ids: ids.to("meta"))),
-        InputError,
-        ("x, topk_ids and topk_weights must share a device", "cpu, meta, cpu"),
-    ),
-    "no routing": (
-        lambda d: d.dispatch(_x()),
-        InputError,
-        ("routing must be a Routing, got NoneType", "again=sent"),
-    ),
-    "no plan": (
-        lambda d: d.dispatch(_x(), routing(6), torch.tensor([0, 6])),  # type: ignore[call-overload]
-        InputError,
-        ("plan must be a Plan, a Layout or None, got Tensor", "dispatcher.plan(layout)"),
-    ),
-    "cu_seqlens not from 0": (
-        lambda d: d.dispatch(_x(), routing(6), THD([1, 6])),
-        LayoutError,
-        ("THD: cu_seqlens must start at 0, got [1, 6]",),
-    ),
-    "cu_seqlens decreasing": (
-        lambda d: d.dispatch(_x(), routing(6), THD([0, 4, 3, 6])),
-        LayoutError,
-        ("THD: cu_seqlens must not decrease, got [0, 4, 3, 6]",),
-    ),
-    "cu_seqlens ending elsewhere": (
-        lambda d: d.dispatch(_x(), routing(6), THD([0, 4, 7])),
-        LayoutError,
-        ("THD: cu_seqlens must end at the number of rows, got 7 and 6 rows", "shard(...)"),
-    ),
-    "cu_seqlens of a shard ending elsewhere": (
-        lambda d: d.dispatch(_x(), routing(6), THD([0, 4, 8]).shard(0, 2)),
-        LayoutError,
-        ("THD: cu_seqlens must end at the number of rows, got 8 and 12 rows",),
-    ),
-    "lengths above S": (
-        lambda d: d.dispatch(_x().view(2, 3, -1), routing(6), BSHD([3, 4])),
-        LayoutError,
-        ("BSHD: lengths must lie in 0..3 (S), got 4",),
-    ),
-    "rows for combine": (
-        lambda d: d.combine(torch.zeros(1, HIDDEN), d.dispatch(_x(), routing(6))),
-        InputError,
-        ("Dispatcher.combine: rows must be floating", "got torch.float32 (1, 16) on cpu", "one output row per row"),
-    ),
-    "integer rows for combine": (
-        lambda d: d.combine((sent := d.dispatch(_x(), routing(6))).rows.long(), sent),
-        InputError,
-        ("Dispatcher.combine: rows must be floating", "got torch.int64"),
-    ),
-    "again with other tokens": (
-        lambda d: d.dispatch(_x(5), again=d.dispatch(_x(), routing(6))),
-        InputError,
-        ("again=sent was made with floating (6, 16) on cpu", "got torch.float32 (5, 16)"),
-    ),
-    "again with integers": (
-        lambda d: d.dispatch(_x().long(), again=d.dispatch(_x(), routing(6))),
-        InputError,
-        ("again=sent was made with floating (6, 16)", "got torch.int64 (6, 16)"),
-    ),
-    "again with routing": (
-        lambda d: d.dispatch(_x(), routing(6), again=d.dispatch(_x(), routing(6))),
-        InputError,
-        ("again=sent already has routing and plan",),
-    ),
-    "plan for other tokens": (
-        lambda d: d.dispatch(_x(5), routing(5), d.plan(Rows(), like=_x(6))),
-        LayoutError,
-        ("the plan is for 6 tokens, got x with 5", "Make a plan per micro-batch"),
-    ),
-    "combine before wait": (
-        lambda d: d.combine(_x(), d.dispatch(_x(), routing(6), async_op=True)),  # type: ignore[arg-type]
-        InputError,
-        ("Dispatcher.combine: sent must be a Dispatched, got InFlight", "after wait() where async_op=True"),
-    ),
-    "plan of nothing": (
-        lambda d: d.plan(),
-        InputError,
-        ("Dispatcher.plan: a layout or like=x is needed, got neither",),
-    ),
-}
+]
+CALLS: list[tuple[bool, type[Exception], Call, *tuple[str, ...]]] = [
+    *((False, InputError, *row) for row in DISPATCH + COMBINE),
+    *((False, LayoutError, *row) for row in PLAN),
+    *((True, InputError, *row) for row in VALUES),
+    (True, LayoutError, *PLAN[3]),
+]
 
 
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
-@pytest.mark.parametrize("name", CALLS)
-def test_wrong_call_is_refused_and_a_right_one_still_works(name: str, backend: str, size: int) -> None:
-    call, kind, texts = CALLS[name]
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: case[3])
+def test_wrong_call_is_refused_and_a_right_one_still_works(case: Any, backend: str, size: int) -> None:
+    debug, kind, call, *texts = case
 
     def body(group: Group) -> Exception | None:
-        dispatcher = build_dispatcher(small_config(backend), group)
+        dispatcher = build_dispatcher(small_config(backend, debug=debug), group)
         try:
             call(dispatcher)
         except Exception as error:
@@ -191,78 +134,50 @@ def test_wrong_call_is_refused_and_a_right_one_still_works(name: str, backend: s
     raises_everywhere(outcomes_on(body, size), kind, *texts)
 
 
-VALUES: dict[str, tuple[Call, tuple[str, ...]]] = {
-    "id too large": (
-        lambda d: d.dispatch(_x(), _with_ids(lambda ids: ids + 1 + (NUM_EXPERTS - 1 - ids.max()))),
-        (f"topk_ids must lie in -1..{NUM_EXPERTS - 1}, got ", f"..{NUM_EXPERTS}. Check the router"),
-    ),
-    "id below -1": (
-        lambda d: d.dispatch(_x(), _with_ids(lambda ids: ids.index_fill(0, torch.tensor([2]), -2))),
-        (f"topk_ids must lie in -1..{NUM_EXPERTS - 1}, got -2..",),
-    ),
-    "NaN weight": (
-        lambda d: d.dispatch(_x(), _with_weights(lambda w: w.index_fill(0, torch.tensor([1]), float("nan")))),
-        (f"topk_weights must be finite, got {TOP_K} that are not", "router's logits"),
-    ),
-}
-
-
-@pytest.mark.parametrize(("backend", "size"), BACKENDS)
-@pytest.mark.parametrize("name", VALUES)
-def test_wrong_values_are_refused_under_debug(name: str, backend: str, size: int) -> None:
-    call, texts = VALUES[name]
-
-    def body(group: Group) -> Exception | None:
-        dispatcher = build_dispatcher(small_config(backend, debug=True), group)
-        try:
-            call(dispatcher)
-        except Exception as error:
-            identity_round(dispatcher)
-            return error
-        return None
-
-    raises_everywhere(outcomes_on(body, size), InputError, *texts)
-
-
 def test_nan_weight_of_a_skipped_slot_is_no_error() -> None:
-    dispatcher = build_dispatcher(small_config("local", debug=True))
-    right = routing(6)
-    ids = right.topk_ids.index_fill(1, torch.tensor([0]), -1)
-    weights = right.topk_weights.index_fill(1, torch.tensor([0]), float("nan"))
-    sent = dispatcher.dispatch(_x(), Routing(ids, weights))
-    torch.testing.assert_close(dispatcher.combine(sent.rows, sent), _x() * weights[:, 1:])
+    dispatcher, first = build_dispatcher(small_config("local", debug=True)), torch.tensor([0])
+    sent = dispatcher.dispatch(X, Routing(IDS.index_fill(1, first, -1), WEIGHTS.index_fill(1, first, NAN)))
+    torch.testing.assert_close(dispatcher.combine(sent.rows, sent), X * WEIGHTS[:, 1:])
 
 
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
 def test_tensors_on_another_device_than_configured(backend: str, size: int) -> None:
     def body(group: Group) -> None:
-        build_dispatcher(small_config(backend, device="cuda"), group).dispatch(_x(), routing(6))
+        build_dispatcher(small_config(backend, device="cuda"), group).dispatch(X, WAY)
 
     raises_everywhere(outcomes_on(body, size), InputError, "x must be on cuda, got cpu", "change config.device")
 
 
-@pytest.mark.parametrize("backend", ["local", "alltoall"])
-def test_lengths_above_s_are_refused_though_the_plan_did_not_know_s(backend: str) -> None:
-    dispatcher = build_dispatcher(small_config(backend))
-    plan = dispatcher.plan(BSHD([3, 4]))
-    with pytest.raises(LayoutError, match=r"lengths must lie in 0\.\.3 \(S\), got 4"):
-        dispatcher.dispatch(_x().view(2, 3, -1), routing(6), plan)
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_more_tokens_than_the_maximum_are_refused_before_anything_travels(
+    backend: str, size: int, planned: bool
+) -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(backend, **SAFE), group)
+        for count in (0, 1, 4):
+            sent = dispatcher.dispatch(rows(count), routing(count))
+            assert torch.equal(sent.offs, sent.tokens_per_expert.cumsum(0))
+            assert dispatcher.combine(sent.rows, sent).shape[0] == count
+        plan = dispatcher.plan(Rows()) if planned else None
+        with count_collectives() as seen, pytest.raises(InputError) as caught:
+            dispatcher.dispatch(rows(5), routing(5), plan)
+        assert seen.calls == []
+        identity_round(dispatcher)
+        raise caught.value
+
+    texts = ("at most max_tokens_per_rank (4) rows per rank, got 5", "Raise max_tokens_per_rank")
+    raises_everywhere(outcomes_on(body, size), InputError, *texts)
 
 
-@pytest.mark.parametrize("debug", [False, True])
-def test_a_plan_that_ends_elsewhere_is_refused_when_it_is_made(debug: bool) -> None:
-    dispatcher = build_dispatcher(small_config("local", debug=debug))
-    with pytest.raises(LayoutError, match="must end at the number of rows, got 7 and 6 rows"):
-        dispatcher.plan(THD([0, 7]), like=_x())
-
-
+@pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("verb", ["dispatch", "combine"])
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
-def test_double_backward_is_refused(backend: str, size: int, verb: str) -> None:
+def test_double_backward_is_refused(backend: str, size: int, verb: str, cut: bool) -> None:
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(small_config(backend), group)
-        x = _x().requires_grad_()
-        sent = dispatcher.dispatch(x, routing(6))
+        x = rows(6).requires_grad_()
+        sent = dispatcher.dispatch(x, WAY, Rows(4) if cut else None)
         # Of combine alone: a leaf in the place of what the experts return.
         y = sent.rows if verb == "dispatch" else dispatcher.combine(sent.rows.detach().requires_grad_(), sent)
         torch.autograd.grad(y.square().sum(), x, create_graph=True, allow_unused=True)
@@ -271,10 +186,167 @@ def test_double_backward_is_refused(backend: str, size: int, verb: str) -> None:
     raises_everywhere(outcomes_on(body, size), StateError, *texts)
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_double_backward_is_refused_where_rows_are_cut(skip: bool) -> None:
-    dispatcher = build_dispatcher(small_config("local"))
-    x = _x().requires_grad_()
-    sent = dispatcher.dispatch(x, routing(6), Rows(4 if skip else None))
-    with pytest.raises(StateError, match="double backward is not supported"):
-        torch.autograd.grad(dispatcher.combine(sent.rows, sent).square().sum(), x, create_graph=True)
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("shape", [(3, HIDDEN), (7, HIDDEN), (6, HIDDEN * 2)], ids=["fewer", "more", "wider"])
+def test_rows_sent_again_must_be_as_many(operators: bool, shape: tuple[int, int]) -> None:
+    """Operators cropped or padded them without a word, and took a layout of 100 real rows for x with 6."""
+    dispatcher, x = build_dispatcher(small_config("local")), rows(6).requires_grad_()
+
+    def layer(x: Tensor) -> Tensor:
+        return dispatcher.dispatch(torch.zeros(shape), again=dispatcher.dispatch(x, WAY)).rows
+
+    def cut(x: Tensor) -> Tensor:
+        return dispatcher.dispatch(x, WAY, Rows(100)).rows
+
+    with pytest.raises((InputError, LayoutError), match="again=sent was made with floating"):
+        by_operators(layer, x) if operators else layer(x)
+    with pytest.raises(LayoutError, match="100"):
+        by_operators(cut, x) if operators else cut(x)
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 4])
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_state_and_plan_of_another_dispatcher(backend: str, size: int, pad_multiple: int) -> None:
+    """Of a dispatcher of the same config, which shares its channel, or of another one."""
+
+    def body(group: Group) -> list[Any]:
+        mine = build_dispatcher(small_config(backend), group)
+        other = build_dispatcher(small_config(backend, pad_multiple=pad_multiple), group)
+        sent, plan = other.dispatch(X, WAY), other.plan(Rows(), like=X)
+        calls: list[Callable[[], object]] = [
+            lambda: mine.combine(sent.rows, sent),
+            lambda: mine.dispatch(X, again=sent),
+            lambda: mine.dispatch(X, WAY, plan),
+        ]
+        told: list[Any] = []
+        for call in calls:
+            try:
+                told.append(call())
+            except StateError as error:
+                told.append(error)
+            identity_round(mine)
+        return told
+
+    for combine, again, plan in outcomes_on(body, size):
+        texts = ("sent must come from this dispatcher", "the dispatcher that dispatched")
+        raises_everywhere([combine], StateError, "Dispatcher.combine: ", *texts)
+        raises_everywhere([again], StateError, "Dispatcher.dispatch: ", *texts)
+        if pad_multiple == 1:
+            assert isinstance(plan, Dispatched)
+        else:
+            texts = ("the plan must be made by a dispatcher of the same config and group", "this dispatcher's plan()")
+            raises_everywhere([plan], StateError, *texts)
+
+
+CLOSED: dict[str, Callable[[Dispatcher, Dispatched], Any]] = {
+    "plan": lambda d, sent: d.plan(Rows(), like=X),
+    "dispatch": lambda d, sent: d.dispatch(X, WAY),
+    "combine": lambda d, sent: d.combine(sent.rows, sent),
+    "metrics": lambda d, sent: d.metrics(),
+    "self_test": lambda d, sent: d.self_test(),
+    "backend_name": lambda d, sent: d.backend_name,
+}
+
+
+@pytest.mark.parametrize("call", CLOSED)
+@pytest.mark.parametrize(("backend", "size"), BACKENDS)
+def test_closed_dispatcher(backend: str, size: int, call: str) -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(backend), group)
+        sent = dispatcher.dispatch(X, WAY)
+        dispatcher.close()
+        dispatcher.close()
+        CLOSED[call](dispatcher, sent)
+
+    texts = ("Dispatcher: the dispatcher must be open", f"a closed one of backend {backend!r}", "build_dispatcher")
+    raises_everywhere(outcomes_on(body, size), StateError, *texts)
+
+
+@pytest.mark.parametrize("name", ["dispatch", "combine", "plan"])
+def test_final_methods_cannot_be_overridden(name: str) -> None:
+    text = rf"Wrong overrides Dispatcher\.{name}, which is final.*run_experts or layout_of"
+    with pytest.raises(TypeError, match=text):
+        type("Wrong", (Dispatcher,), {"__qualname__": "Wrong", name: lambda self: None})
+
+
+def test_forward_without_experts() -> None:
+    class Forgetful(Dispatcher):
+        pass
+
+    with pytest.raises(StateError, match=r"Forgetful.forward: run_experts\(sent\) must be defined.*Subclass Dispatche"):
+        Forgetful(small_config("local"), None)(X, WAY)
+
+
+@pytest.mark.parametrize("backend", ["local", "alltoall"])
+def test_waiting_twice_neither_repeats_the_dispatch_nor_lends_its_buffers_twice(backend: str) -> None:
+    """Rows of over a megabyte, so that buffers are kept for the next calls; these must not share one."""
+    hidden, count = 512, 800
+    dispatcher = build_dispatcher(small_config(backend, hidden_size=hidden))
+    x, way = rows(count, hidden), routing(count)
+    flight = dispatcher.dispatch(x, way, async_op=True)
+    first = flight.wait()
+    with contextlib.suppress(StateError):  # refusing is as good as giving the same again
+        assert flight.wait() is first
+    assert isinstance(first, Dispatched)
+    calls = [dispatcher.dispatch(x * (i + 1), way, async_op=True) for i in range(3)]
+    for i, call in enumerate(calls):
+        sent = call.wait()
+        expected = x * (i + 1) * way.topk_weights.sum(1, keepdim=True)
+        torch.testing.assert_close(dispatcher.combine(sent.rows, sent), expected)
+
+
+NAME = "stage 2, layers.7.mlp"
+NAMED: dict[str, Call] = {
+    "plan": lambda d: d.plan(THD([0, 5]), like=X),
+    "dispatch": lambda d: d.dispatch(X, routing(4)),
+    "again": lambda d: d.dispatch(rows(5), again=d.dispatch(X, WAY)),
+    "combine": lambda d: d.combine((sent := d.dispatch(X, WAY)).rows[:-1], sent),
+}
+
+
+@pytest.mark.parametrize("verb", NAMED)
+def test_errors_of_every_verb_say_the_name(verb: str) -> None:
+    with pytest.raises(InputError) as caught:
+        NAMED[verb](build_dispatcher(small_config("local"), name=NAME))
+    assert caught.value.__notes__ == [f"In the dispatcher {NAME!r}."]
+    with pytest.raises(InputError) as caught:
+        NAMED[verb](build_dispatcher(small_config("local")))
+    assert not hasattr(caught.value, "__notes__")
+
+
+class Packed(Dispatcher):
+    def layout_of(self, x: Tensor) -> BSHD:
+        raise AssertionError("asked for a layout")
+
+
+@pytest.mark.parametrize("verb", ["plan", "dispatch"])
+def test_a_call_without_a_layout_is_refused_where_none_is_inferred(verb: str) -> None:
+    dispatcher, x = Packed(small_config("local", infer_layout=False), name=NAME), X.view(1, 6, HIDDEN)
+    with pytest.raises(LayoutError, match=rf"Dispatcher\.{verb}: a plan or a layout must be given.*got None") as caught:
+        dispatcher.plan(like=x) if verb == "plan" else dispatcher.dispatch(x, WAY)
+    assert NAME in caught.value.__notes__[0]
+    with pytest.raises(LayoutError, match="infer_layout=False"):
+        dispatcher.plan()
+
+
+def test_a_layout_or_a_plan_is_taken_where_none_is_inferred() -> None:
+    dispatcher, layout = build_dispatcher(small_config("local", infer_layout=False)), THD([0, 2], [0, 6])
+    plans: list[Plan | THD] = [layout, dispatcher.plan(layout)]
+    for plan in plans:
+        assert int(dispatcher.dispatch(X, WAY, plan).real_tokens_per_expert.sum()) == 4
+    dispatcher.self_test()
+
+
+def test_peers_hear_of_the_rank_that_got_no_layout() -> None:
+    """On alltoall the exchange of counts carries the refusal."""
+
+    def body(group: Group) -> None:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(infer_layout=False), group, name=f"rank {group.rank()}")
+        dispatcher.dispatch(X, WAY, None if group.rank() else Rows())
+
+    told = outcomes(body, 2)
+    text = "Dispatcher.dispatch: a plan or a layout must be given"
+    raises_everywhere(told[:1], PeerError, f"rank 1 refused: {text}")
+    raises_everywhere(told[1:], LayoutError, text)
+    assert told[1].__notes__ == ["In the dispatcher 'rank 1'."]

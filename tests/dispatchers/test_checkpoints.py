@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch_testing import run_processes
+from tests.integration.cases.measuring import run_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 TIMEOUT = timedelta(seconds=60)
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 16, 8, 8, 2
 # Each stage loads what the one before saved.
@@ -30,10 +30,7 @@ EMULATED: tuple[Any, ...] = ({"name": "deepep", "emulate": True}, {"name": "hybr
 
 def recipe() -> Any:
     """What the page's code defines."""
-    namespace: dict[str, Any] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        exec(compile(code, str(PAGE), "exec"), namespace)
-    return SimpleNamespace(**namespace)
+    return SimpleNamespace(**run_page("checkpoints.md"))
 
 
 def config(backend: Any, **fields: Any) -> DispatcherConfig:

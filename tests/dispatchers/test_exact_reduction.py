@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import Routing
 from tests.dispatchers.layer import (
-    Group,
-    apply_experts,
+    cut_layer,
     expert_weights,
-    local_part,
-    on_ranks,
     random_routing,
     random_rows,
     small_config,
@@ -26,28 +23,9 @@ CUTS = {1: [40], 2: [33, 7], 4: [9, 0, 27, 4], 8: [3, 9, 0, 7, 11, 1, 5, 4]}
 
 
 def _layer(backend: dict[str, Any], dtype: torch.dtype, size: int, weights: str = "combine") -> dict[str, Tensor]:
-    """Output and gradients of all tokens and experts, in global order."""
-    x_all, way = random_rows(TOKENS, HIDDEN, dtype=dtype), _routing()
-    grad_all, parameters = random_rows(TOKENS, HIDDEN, seed=5, dtype=dtype), expert_weights(EXPERTS, HIDDEN, dtype)
-    fields = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": HIDDEN, "weights": weights}
-
-    def body(group: Group) -> dict[str, Tensor]:
-        rank = 0 if group is None else group.rank()
-        dispatcher = build_dispatcher(small_config(backend, **fields), group)
-        mine = local_part(parameters, group)
-        x = x_all.split(CUTS[size])[rank].clone().requires_grad_()
-        topk_weights = way.topk_weights.split(CUTS[size])[rank].clone().requires_grad_()
-        sent = dispatcher.dispatch(x, Routing(way.topk_ids.split(CUTS[size])[rank], topk_weights))
-        outputs = apply_experts(sent, mine)
-        if weights == "experts":
-            outputs = (outputs.float() * sent.weights.unsqueeze(1)).to(dtype)
-        y = dispatcher.combine(outputs, sent)
-        y.backward(grad_all.split(CUTS[size])[rank])
-        parts = {"y": y.detach(), "x": x.grad, "weights": topk_weights.grad, "experts": mine.grad}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    results = on_ranks(body, size)
-    return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+    x_TD, grad_TD = random_rows(TOKENS, HIDDEN, dtype=dtype), random_rows(TOKENS, HIDDEN, seed=5, dtype=dtype)
+    config = small_config(backend, num_experts=EXPERTS, top_k=SLOTS, hidden_size=HIDDEN, weights=weights)
+    return cut_layer(config, CUTS[size], x_TD, _routing(), grad_TD, expert_weights(EXPERTS, HIDDEN, dtype))
 
 
 def _routing() -> Routing:

@@ -42,17 +42,6 @@ def loads(size: int, kind: str = "skewed") -> Load:
     return load(TOKENS[:size], kind)
 
 
-@pytest.mark.parametrize(("backend", "size"), BACKENDS)
-def test_nothing_is_required_before_the_first_dispatch(backend: str, size: int) -> None:
-    def body(group: Group) -> Any:
-        return build_dispatcher(small_room(backend, size), group).required_capacity()
-
-    for required in on_ranks(body, size):
-        assert (required.rows, required.pair_rows, required.overflowed) == (0, 0, False)
-        assert math.ceil(required.capacity_factor * 16) == 1
-        assert (required.pair_factor > 0) == (backend == "alltoall")
-
-
 @pytest.mark.parametrize("kind", ["skewed", "holes"])
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
 def test_required_factors_are_enough_as_a_config(backend: str, size: int, kind: str) -> None:
@@ -116,9 +105,7 @@ def test_after_growing_the_same_data_fit(backend: str, size: int, headroom: floa
         capacity = dispatcher._channel.capacity
         second = dispatcher.grow(headroom=headroom)
         assert dispatcher._channel.capacity == capacity
-        with pytest.raises(
-            StateError, match=r"the plan must be made for the capacity in force, got one for .*rows=2.* Make the plan"
-        ):
+        with pytest.raises(StateError, match=r"the plan must be made for the capacity in force, got one for .*rows=2"):
             dispatcher.dispatch(random_rows(1), random_routing(1), plan)
         result = run_layer(dispatcher, mine, WEIGHTS, group)
         return result, first.overflowed, second.overflowed, dispatcher.check().overflowed, capacity
@@ -131,21 +118,6 @@ def test_after_growing_the_same_data_fit(backend: str, size: int, headroom: floa
         assert capacity.rows == min(math.ceil(rows * headroom), size * 8 * 2)
         wanted = min(math.ceil(pair_rows * headroom), 8) if backend == "alltoall" else None
         assert capacity.pair_rows == wanted
-
-
-def test_only_what_was_short_grows() -> None:
-    mine = loads(4)
-    rows, pair_rows = mine.demand()
-    config = safe_config("alltoall", size=4, rows=rows + 3, pair_rows=pair_rows - 1)
-
-    def body(group: Group) -> Any:
-        dispatcher = build_dispatcher(config, group)
-        run_layer(dispatcher, mine, WEIGHTS, group)
-        dispatcher.grow(headroom=1)
-        return dispatcher._channel.capacity
-
-    for capacity in on_ranks(body, 4):
-        assert (capacity.rows, capacity.pair_rows) == (rows + 3, pair_rows)
 
 
 def test_without_an_overflow_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:

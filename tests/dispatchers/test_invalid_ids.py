@@ -11,16 +11,8 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, PeerError
-from moe_dispatch_testing import count_host_syncs, refuse_host_syncs
-from tests.dispatchers.layer import (
-    Group,
-    by_operators,
-    identity_round,
-    on_ranks,
-    outcomes,
-    outcomes_on,
-    raises_everywhere,
-)
+from moe_dispatch_testing import refuse_host_syncs
+from tests.dispatchers.layer import Group, by_operators, on_ranks, outcomes, outcomes_on, raises_everywhere
 
 NUM_EXPERTS, ROWS, HIDDEN = 8, 5, 256
 V2 = {"name": "deepep", "emulate": "v2-2.1.0"}
@@ -69,56 +61,56 @@ def is_last(group: Group) -> bool:
     return group is None or group.rank() == group.size() - 1
 
 
-@pytest.mark.parametrize("invalid", INVALID)
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("async_op", [False, True])
-def test_it_raises_in_its_dispatch(name: str, invalid: int, async_op: bool) -> None:
+def test_it_raises_in_its_dispatch(name: str) -> None:
     size = BACKENDS[name][1]
+    calls = [*((invalid, False) for invalid in INVALID), (NUM_EXPERTS, True)]
 
-    def body(group: Group) -> Any:
-        dispatcher = build_dispatcher(config(name), group)
+    def body(group: Group) -> list[Any]:
+        dispatcher, found = build_dispatcher(config(name), group), list[Any]()
         with torch.no_grad():
-            try:
+            for invalid, async_op in calls:
                 way = routing(invalid if is_last(group) else None)
-                sent = dispatcher.dispatch(rows(), way, async_op=async_op).wait()
-                result: Any = sent.real_tokens_per_expert
-            except Exception as error:
-                result = error
-            # The group is in step: every rank has left the dispatch.
-            assert torch.equal(layer(dispatcher, routing()), layer(dispatcher, routing()))
-        return result
+                try:
+                    found.append(dispatcher.dispatch(rows(), way, async_op=async_op).wait().real_tokens_per_expert)
+                except Exception as error:
+                    found.append(error)
+                # The group is in step: every rank has left the dispatch.
+                assert torch.equal(layer(dispatcher, routing()), layer(dispatcher, routing()))
+        return found
 
-    *peers, wrong = outcomes_on(body, size)
-    low, high = min(invalid, 0), max(invalid, NUM_EXPERTS - 1)
-    text = f"Dispatcher.dispatch: topk_ids must lie in -1..{NUM_EXPERTS - 1}, got {low}..{high}. Check the router."
-    raises_everywhere([wrong], InputError, text)
-    if name.startswith(EXCHANGE_COUNTS):
-        raises_everywhere(peers, PeerError, f"rank {size - 1} refused: {text}")
-        return
-    # Nothing is exchanged before rows travel, so peers get the dispatch of a slot that goes nowhere.
     ids = routing().topk_ids
-    for rank, counts in enumerate(peers):
-        of_rank = torch.bincount(ids[ids >= 0], minlength=NUM_EXPERTS).chunk(size)[rank]
-        assert torch.equal(counts, size * of_rank)
+    for (invalid, _), (*peers, wrong) in zip(calls, zip(*outcomes_on(body, size), strict=True), strict=True):
+        low, high = min(invalid, 0), max(invalid, NUM_EXPERTS - 1)
+        text = f"Dispatcher.dispatch: topk_ids must lie in -1..{NUM_EXPERTS - 1}, got {low}..{high}. Check the router."
+        raises_everywhere([wrong], InputError, text)
+        if name.startswith(EXCHANGE_COUNTS):
+            raises_everywhere(peers, PeerError, f"rank {size - 1} refused: {text}")
+            continue
+        # Nothing is exchanged before rows travel, so peers get the dispatch of a slot that goes nowhere.
+        for rank, counts in enumerate(peers):
+            of_rank = torch.bincount(ids[ids >= 0], minlength=NUM_EXPERTS).chunk(size)[rank]
+            assert torch.equal(counts, size * of_rank)
 
 
-@pytest.mark.parametrize("invalid", INVALID)
 @pytest.mark.parametrize("name", GRAPH_SAFE)
-def test_graph_safe_it_goes_nowhere_and_check_reports_it_once(name: str, invalid: int) -> None:
-    def body(group: Group) -> Any:
-        dispatcher = build_dispatcher(config(name, graph_safe=True, max_tokens_per_rank=ROWS), group)
-        with torch.no_grad():
-            right = layer(dispatcher, routing())
-            assert dispatcher.check().invalid_ids == 0
-            assert torch.equal(layer(dispatcher, routing(invalid if is_last(group) else None)), right)
-        assert dispatcher.required_capacity().invalid_ids == 1
-        with pytest.raises(InputError) as caught:
-            dispatcher.check()
-        assert dispatcher.check().invalid_ids == 0
-        return caught.value
-
+def test_graph_safe_it_goes_nowhere_and_check_reports_it_once(name: str) -> None:
     texts = ("check: topk_ids must lie in -1..7, got up to 1 invalid ids in one dispatch of one rank.", "nowhere")
-    raises_everywhere(outcomes_on(body, BACKENDS[name][1]), InputError, *texts)
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(name, graph_safe=True, max_tokens_per_rank=ROWS), group)
+        for invalid in INVALID:
+            with torch.no_grad():
+                right = layer(dispatcher, routing())
+                assert dispatcher.check().invalid_ids == 0
+                assert torch.equal(layer(dispatcher, routing(invalid if is_last(group) else None)), right)
+            assert dispatcher.required_capacity().invalid_ids == 1
+            with pytest.raises(InputError) as caught:
+                dispatcher.check()
+            raises_everywhere([caught.value], InputError, *texts)
+            assert dispatcher.check().invalid_ids == 0
+
+    on_ranks(body, BACKENDS[name][1])
 
 
 def test_invalid_ids_are_counted_where_a_row_names_one_twice() -> None:
@@ -189,21 +181,3 @@ def test_retry_on_overflow_reports_it() -> None:
     dispatcher = build_dispatcher(graph_safe)
     with pytest.raises(InputError, match=text):
         dispatcher.retry_on_overflow(partial(layer, dispatcher, routing(99)))
-
-
-def test_looking_for_it_reads_no_more() -> None:
-    """One read, of the counts. ``test_counting.py`` has the other backends."""
-    dispatcher = build_dispatcher(config("local", top_k=1))  # with more, the CPU looks for duplicates
-    with count_host_syncs() as reads:
-        dispatcher.dispatch(rows(), Routing(torch.zeros(ROWS, 1, dtype=torch.int64), torch.ones(ROWS, 1)))
-    assert [read.method for read in reads] == ["tolist"]
-
-
-def test_the_group_is_good_for_the_next_call() -> None:
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(config("alltoall"), group)
-        with pytest.raises((InputError, PeerError)):
-            dispatcher.dispatch(rows(), routing(NUM_EXPERTS))
-        identity_round(dispatcher)
-
-    on_ranks(body, 2)

@@ -2,132 +2,114 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import BSHD, THD, Dispatcher, Rows, build_dispatcher
+from moe_dispatch import BSHD, THD, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from tests.dispatchers.layer import HIDDEN, Group, identity_round, outcomes, raises_everywhere, small_config
+from tests.dispatchers.layer import HIDDEN, SAFE, Group, identity_round, outcomes, raises_everywhere, small_config
 from tests.dispatchers.layer import random_routing as routing
 from tests.dispatchers.layer import random_rows as rows
 
 WRONG = 3
 
-# Where ranks exchange something anyway, or always (debug): the fields, and whether a plan may be given beforehand.
-EXCHANGES: dict[str, tuple[dict[str, Any], bool]] = {
-    "counts": ({"backend": "alltoall"}, True),
-    "counts, two levels": ({"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, True),
-    "agreement": ({"backend": "allgather"}, False),
-    "check": ({"backend": "allgather", "row_counts": "check"}, False),
-    "debug, counts": ({"backend": "alltoall", "debug": True}, True),
-    "debug, agreement": ({"backend": "allgather", "debug": True}, True),
-    "debug, assume": ({"backend": "allgather", "row_counts": "assume", "debug": True}, True),
-    "debug, static": ({"backend": "allgather", "row_counts": "static", "max_tokens_per_rank": 8, "debug": True}, True),
-}
-
 
 class Fickle(Dispatcher):
-    """Its layout is wrong when asked to be."""
-
-    broken: bool
+    """It has no layout for rows of 5 tokens."""
 
     def layout_of(self, x: Tensor) -> Layout:
-        if self.broken:
+        if len(x) == 5:
             raise RuntimeError("no layout today")
-        return BSHD() if x.dim() == 3 else Rows()
+        return Rows()
 
 
-Call = Callable[[Fickle, Any], Any]
-FAULTS: dict[str, tuple[Call, type[Exception], str]] = {
-    "tensors": (
-        lambda d, plan: d.dispatch(rows(4), routing(5), plan),
-        InputError,
-        "Dispatcher.dispatch: x has 4 tokens but routing has 5.",
-    ),
-    "hidden size": (
-        lambda d, plan: d.dispatch(rows(4, HIDDEN * 2), routing(4), plan),
-        InputError,
-        f"Dispatcher.dispatch: x has hidden size {HIDDEN * 2}, hidden_size is {HIDDEN}.",
-    ),
-    "no tensor": (
-        lambda d, plan: d.dispatch(cast(Any, None), routing(4), plan),
-        InputError,
-        "Dispatcher.dispatch: x must be a Tensor, got NoneType.",
-    ),
-    "layout": (
-        lambda d, plan: d.dispatch(rows(4), routing(4), THD([0, 2, 1, 4])),
-        LayoutError,
-        "THD: cu_seqlens must not decrease, got [0, 2, 1, 4].",
-    ),
-    "anything else": (
-        lambda d, plan: d.dispatch(rows(4), routing(4)),
-        RuntimeError,
-        "no layout today",
-    ),
-}
+# Where ranks exchange something anyway, or always (debug): the fields, and whether a plan may be given beforehand.
+EXCHANGES: list[tuple[dict[str, Any], bool]] = [
+    ({"backend": "alltoall"}, True),
+    ({"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}}, True),
+    ({"backend": "allgather"}, False),
+    ({"backend": "allgather", "row_counts": "check"}, False),
+    ({"backend": "alltoall", "debug": True}, True),
+    ({"backend": "allgather", "debug": True}, True),
+    ({"backend": "allgather", "row_counts": "assume", "debug": True}, True),
+    ({"backend": "allgather", "row_counts": "static", "max_tokens_per_rank": 8, "debug": True}, True),
+]
+# A dispatcher, 1 on the rank whose call is wrong, and a plan or None.
+Call = Callable[[Fickle, int, Any], Any]
 
 
-# The last two are faults of calls that bring no plan.
-WITH_PLAN = ("tensors", "hidden size", "no tensor")
-CASES = [
-    (name, fault, planned)
-    for name, (_, may_plan) in EXCHANGES.items()
-    for fault in FAULTS
-    for planned in ([False, True] if may_plan and fault in WITH_PLAN else [False])
+def _counts(d: Fickle, wrong: int, plan: Any) -> Any:
+    return d.dispatch(rows(4), routing(4 + wrong), plan)
+
+
+def _layout(d: Fickle, wrong: int, plan: Any) -> Any:
+    return d.dispatch(rows(4), routing(4), THD([0, 2, 1, 4]) if wrong else plan)
+
+
+def _rows(d: Fickle, wrong: int, plan: Any) -> Any:
+    return d.dispatch(rows(4 + wrong), routing(4 + wrong), plan)
+
+
+def _too_many(d: Fickle, wrong: int, plan: Any) -> Any:
+    return d.dispatch(rows(4 + wrong), routing(4 + wrong), Rows())
+
+
+def _planned_too_many(d: Fickle, wrong: int, plan: Any) -> Any:
+    return d.dispatch(rows(4 + wrong), routing(4 + wrong), d.plan(Rows()))
+
+
+def _weights(d: Fickle, wrong: int, plan: Any) -> Any:
+    return d.dispatch(rows(4), Routing(routing(4).topk_ids, torch.tensor([[1.0, float("inf") if wrong else 1]] * 4)))
+
+
+def _plan(d: Fickle, wrong: int, plan: Any) -> Any:
+    return d.plan(THD([0, 2, 1, 4] if wrong else [0, 2, 4]), like=rows(4))
+
+
+COUNTS = (_counts, InputError, "Dispatcher.dispatch: x has 4 tokens but routing has 5.")
+THD_TEXT = "THD: cu_seqlens must not decrease, got [0, 2, 1, 4]."
+MAXIMUM = (InputError, "at most max_tokens_per_rank (4) rows per rank, got 5")
+FIT = (InputError, "at most 4 rows per rank fit, got 5")
+STATIC: dict[str, Any] = {"row_counts": "static", "max_tokens_per_rank": 4}
+Case = tuple[dict[str, Any], bool, Call, type[Exception], str]
+CASES: list[Case] = [
+    *((fields, False, *COUNTS) for fields, _ in EXCHANGES),
+    *((fields, True, *COUNTS) for fields, may_plan in EXCHANGES if may_plan),
+    *((fields, False, _layout, LayoutError, THD_TEXT) for fields, _ in EXCHANGES),
+    *((fields, False, _rows, RuntimeError, "no layout today") for fields, _ in EXCHANGES),
+    *((EXCHANGES[at][0], False, _plan, LayoutError, THD_TEXT) for at in (4, 6, 7)),  # nothing is agreed on in a plan
+    ({"debug": True}, False, _weights, InputError, "topk_weights must be finite, got 4 that are not"),
+    *(({**STATIC, "debug": debug}, False, _too_many, *MAXIMUM) for debug in (False, True)),
+    *(({"constraints": {"max_rows": 4}, "debug": debug}, False, _too_many, *FIT) for debug in (False, True)),
+    ({**SAFE, "backend": "alltoall", "debug": True}, False, _too_many, *MAXIMUM),
+    ({**SAFE, "backend": "allgather", "debug": True}, False, _planned_too_many, *MAXIMUM),
 ]
 
 
-@pytest.mark.parametrize(("name", "fault", "planned"), CASES)
-def test_peers_of_a_refusing_rank_are_told(name: str, fault: str, planned: bool) -> None:
-    call, kind, reason = FAULTS[fault]
-
+@pytest.mark.parametrize(("fields", "planned", "call", "kind", "reason"), CASES)
+def test_peers_of_a_refusing_rank_are_told(
+    fields: dict[str, Any], planned: bool, call: Call, kind: type[Exception], reason: str
+) -> None:
     def body(group: Group) -> Exception:
         assert group is not None
-        dispatcher = Fickle(small_config(**EXCHANGES[name][0]), group)
-        dispatcher.broken = False
+        dispatcher = Fickle(small_config(**fields), group)
         plan = dispatcher.plan(Rows(), like=rows(4)) if planned else None
-        dispatcher.broken = group.rank() == WRONG and fault == "anything else"
         with pytest.raises(Exception) as caught:  # noqa: PT011 - told apart below
-            call(dispatcher, plan) if group.rank() == WRONG else dispatcher.dispatch(rows(4), routing(4), plan)
-        dispatcher.broken = False
+            call(dispatcher, int(group.rank() == WRONG), plan)
         identity_round(dispatcher)
         return caught.value
 
     results = outcomes(body, 4)
     raises_everywhere(results[WRONG:], kind, reason)
     told = f"RuntimeError: {reason}" if kind is RuntimeError else str(results[WRONG])
-    told = f"rank {WRONG} refused: {told} [MD08]"
-    assert [str(result) for result in results[:WRONG]] == [told] * WRONG
+    assert [str(result) for result in results[:WRONG]] == [f"rank {WRONG} refused: {told} [MD08]"] * WRONG
     raises_everywhere(results[:WRONG], PeerError)
-
-
-@pytest.mark.parametrize("name", ["debug, counts", "debug, assume", "debug, static"])
-def test_a_wrong_plan_is_told_under_debug(name: str) -> None:
-    """Also where a plan has nothing to agree on."""
-
-    def body(group: Group) -> Exception:
-        assert group is not None
-        dispatcher = build_dispatcher(small_config(**EXCHANGES[name][0]), group)
-        with pytest.raises((LayoutError, PeerError)) as caught:
-            dispatcher.plan(THD([0, 2, 1, 4] if group.rank() == WRONG else [0, 2, 4]), like=rows(4))
-        dispatcher.plan(THD([0, 2, 4]), like=rows(4))
-        identity_round(dispatcher)
-        return caught.value
-
-    results = outcomes(body, 4)
-    raises_everywhere(results[WRONG:], LayoutError)
-    raises_everywhere(results[:WRONG], PeerError, f"rank {WRONG} refused: {results[WRONG]}")
-
-
-def test_too_many_rows_under_assume_raise_before_anything_is_exchanged() -> None:
-    config = small_config("allgather", row_counts="assume", constraints={"max_rows": 8})
-    results = outcomes(lambda group: build_dispatcher(config, group).plan(like=rows(9)), 2)
-    raises_everywhere(results, InputError, "Dispatcher.plan: at most 8 rows per rank fit, got 9")
 
 
 def test_two_refusing_ranks_are_both_named_where_counts_are_exchanged() -> None:
@@ -143,31 +125,13 @@ def test_two_refusing_ranks_are_both_named_where_counts_are_exchanged() -> None:
     assert isinstance(results[2], LayoutError)
 
 
-def test_values_wrong_on_one_rank_under_debug() -> None:
-    def body(group: Group) -> Exception:
-        assert group is not None
-        dispatcher = build_dispatcher(small_config(debug=True), group)
-        right = routing(4)
-        if group.rank() == WRONG:
-            right.topk_weights[0, 0] = float("inf")
-        with pytest.raises((InputError, PeerError)) as caught:
-            dispatcher.dispatch(rows(4), right)
-        identity_round(dispatcher)
-        return caught.value
-
-    results = outcomes(body, 4)
-    raises_everywhere(results[WRONG:], InputError, "topk_weights must be finite, got 1 that are not")
-    raises_everywhere(results[:WRONG], PeerError, f"rank 3 refused: {results[WRONG]}")
-
-
 @pytest.mark.parametrize("debug", [False, True])
 def test_plan_of_another_dispatcher_on_one_rank(debug: bool) -> None:
     def body(group: Group) -> Exception:
         assert group is not None
         mine = build_dispatcher(small_config(debug=debug), group)
         other = build_dispatcher(small_config(debug=debug, pad_multiple=4), group)
-        maker = other if group.rank() == WRONG else mine
-        plan = maker.plan(Rows(), like=rows(4))
+        plan = (other if group.rank() == WRONG else mine).plan(Rows(), like=rows(4))
         with pytest.raises((StateError, PeerError)) as caught:
             mine.dispatch(rows(4), routing(4), plan)
         identity_round(mine)
@@ -192,51 +156,15 @@ def test_plan_that_is_wrong_on_one_rank(policy: str) -> None:
     results = outcomes(body, 4)
     raises_everywhere(results[:1], InputError, "a layout or like=x is needed")
     raises_everywhere(results[1:2], LayoutError, "must start at 0")
-    told = f"rank 0 refused: {results[0]}; rank 1 refused: {results[1]}"
-    raises_everywhere(results[2:], PeerError, told)
-
-
-@pytest.mark.parametrize(("backend", "extra"), [("alltoall", {}), ("alltoall", {"debug": True})])
-def test_more_rows_than_max_tokens_per_rank_on_one_rank(backend: str, extra: dict[str, Any]) -> None:
-    def body(group: Group) -> Exception:
-        assert group is not None
-        config = small_config(backend, row_counts="static", max_tokens_per_rank=4, **extra)
-        dispatcher = build_dispatcher(config, group)
-        count = 5 if group.rank() == WRONG else 4
-        with pytest.raises((InputError, PeerError)) as caught:
-            dispatcher.dispatch(rows(count), routing(count))
-        identity_round(dispatcher)
-        return caught.value
-
-    results = outcomes(body, 4)
-    raises_everywhere(results[WRONG:], InputError, "at most max_tokens_per_rank (4) rows per rank, got 5")
-    raises_everywhere(results[:WRONG], PeerError, f"rank 3 refused: {results[WRONG]}")
-
-
-@pytest.mark.parametrize("extra", [{}, {"debug": True}])
-def test_more_rows_than_the_backend_takes_on_one_rank(extra: dict[str, Any]) -> None:
-    def body(group: Group) -> Exception:
-        assert group is not None
-        dispatcher = build_dispatcher(small_config(constraints={"max_rows": 4}, **extra), group)
-        count = 5 if group.rank() == WRONG else 4
-        with pytest.raises((InputError, PeerError)) as caught:
-            dispatcher.dispatch(rows(count), routing(count))
-        identity_round(dispatcher)
-        return caught.value
-
-    results = outcomes(body, 4)
-    raises_everywhere(results[WRONG:], InputError, "at most 4 rows per rank fit, got 5")
-    raises_everywhere(results[:WRONG], PeerError, f"rank 3 refused: {results[WRONG]}")
+    raises_everywhere(results[2:], PeerError, f"rank 0 refused: {results[0]}; rank 1 refused: {results[1]}")
 
 
 def test_check_names_both_numbers_and_ranks_everywhere() -> None:
-    counts = [4, 4, 7, 3]
-
     def body(group: Group) -> Exception:
         assert group is not None
         dispatcher = build_dispatcher(small_config("allgather", row_counts="check"), group)
         with pytest.raises(InputError) as caught:
-            dispatcher.plan(Rows(), like=torch.empty(counts[group.rank()], HIDDEN))
+            dispatcher.plan(Rows(), like=torch.empty([4, 4, 7, 3][group.rank()], HIDDEN))
         identity_round(dispatcher)
         return caught.value
 
@@ -244,14 +172,41 @@ def test_check_names_both_numbers_and_ranks_everywhere() -> None:
     raises_everywhere(outcomes(body, 4), InputError, *texts)
 
 
-@pytest.mark.parametrize("policy", ["agree", "assume"])
-def test_a_plan_of_unknown_rows_where_they_are_needed(policy: str) -> None:
-    dispatcher = build_dispatcher(small_config("allgather", row_counts=policy))
-    with pytest.raises(InputError, match=r"backend 'allgather' needs row counts, and BSHD does not know.*like=x"):
-        dispatcher.plan(BSHD())
+UNKNOWN = r"backend 'allgather' needs row counts, and BSHD does not know.*like=x"
+PLANS: list[tuple[dict[str, Any], Callable[[Dispatcher], Any], str]] = [
+    ({"row_counts": "agree"}, lambda d: d.plan(BSHD()), UNKNOWN),
+    ({"row_counts": "assume"}, lambda d: d.plan(BSHD()), UNKNOWN),
+    (STATIC, lambda d: d.plan(Rows(), like=rows(5)), r"at most max_tokens_per_rank \(4\) rows per rank, got 5"),
+    (
+        {"row_counts": "assume", "constraints": {"max_rows": 8}},
+        lambda d: d.plan(like=rows(9)),
+        "Dispatcher.plan: at most 8 rows per rank fit, got 9",
+    ),
+]
 
 
-def test_more_rows_than_max_tokens_per_rank_in_a_plan() -> None:
-    dispatcher = build_dispatcher(small_config("allgather", row_counts="static", max_tokens_per_rank=4))
-    with pytest.raises(InputError, match=r"at most max_tokens_per_rank \(4\) rows per rank, got 5"):
-        dispatcher.plan(Rows(), like=rows(5))
+@pytest.mark.parametrize(("fields", "call", "text"), PLANS)
+def test_plans_that_raise_before_anything_is_exchanged(
+    fields: dict[str, Any], call: Callable[[Dispatcher], Any], text: str
+) -> None:
+    with pytest.raises(InputError, match=text):
+        call(build_dispatcher(small_config("allgather", **fields)))
+
+
+@pytest.mark.parametrize("backend", ["allgather", "alltoall"])
+def test_peers_wait_no_longer_than_the_group_without_debug(backend: str) -> None:
+    """Nothing is exchanged but rows of fixed size, so nobody can tell them: that would be a host sync."""
+    seconds = 1.0
+
+    def body(group: Group) -> float:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(backend, **SAFE), group)
+        count = 5 if group.rank() == WRONG else 4
+        begin = time.monotonic()
+        with pytest.raises(InputError if group.rank() == WRONG else RuntimeError):
+            dispatcher.dispatch(rows(count), routing(count))
+        return time.monotonic() - begin
+
+    waited = outcomes(body, 4, seconds=seconds)
+    assert waited[WRONG] < seconds / 2
+    assert all(isinstance(one, float) and one < 4 * seconds for one in waited), waited

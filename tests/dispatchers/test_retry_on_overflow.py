@@ -11,13 +11,7 @@ from torch import Tensor
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch_testing import run_processes
 from tests.dispatchers.dropping import apply_poisoned, safe_config
-from tests.dispatchers.layer import (
-    Group,
-    expert_weights,
-    local_part,
-    on_ranks,
-    random_rows,
-)
+from tests.dispatchers.layer import Group, expert_weights, local_part, on_ranks, random_rows
 
 TOKENS = 8
 SEED = 3

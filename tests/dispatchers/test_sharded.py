@@ -18,10 +18,7 @@ TIMEOUT = datetime.timedelta(seconds=60)  # eight processes start slowly on two 
 
 GRID = Grid(tp=2, cp=2, dp=2)
 # Padded to multiples of 2 * cp * tp, and not all to the next one.
-HALVES = (
-    Packed(lengths=(5, 8, 1), padded=(8, 8, 16), seed=0),
-    Packed(lengths=(13, 0, 7), padded=(16, 8, 8), seed=1),
-)
+HALVES = (Packed(lengths=(5, 8, 1), padded=(8, 8, 16), seed=0), Packed(lengths=(13, 0, 7), padded=(16, 8, 8), seed=1))
 
 
 def test_gradients_of_eight_ranks_are_those_of_one() -> None:

@@ -40,12 +40,6 @@ class Layer(nn.Module):
         self.dispatcher = build_dispatcher(small_config("local", **fields))
 
 
-def test_same_config_and_group_share_a_channel() -> None:
-    one, two, other = (build_dispatcher(small_config("local", pad_multiple=n)) for n in (1, 1, 2))
-    assert one._channel is two._channel
-    assert one._channel is not other._channel
-
-
 def test_groups_do_not_share() -> None:
     def body(group: Group) -> str:
         return build_dispatcher(small_config(), group)._channel.name
@@ -159,13 +153,6 @@ def test_deepcopy_shares_the_channel_and_has_its_own_life(closed: list[Any]) -> 
     del twin
     gc.collect()
     assert closed == [backend]
-
-
-def test_deepcopy_on_ranks() -> None:
-    def body(group: Group) -> None:
-        identity_round(copy.deepcopy(build_dispatcher(small_config(), group)))
-
-    on_ranks(body, 2)
 
 
 def test_no_state_dict_keys_parameters_or_buffers() -> None:

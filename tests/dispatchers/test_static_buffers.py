@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch import BSHD, Dispatched, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import StateError
 from moe_dispatch_testing import run_ranks
-from tests.dispatchers.layer import Group
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 16, 12
-BACKENDS = [("local", 1), ("allgather", 2), ("alltoall", 2)]
 
 
 def config(backend: str, *, graph_safe: bool = True, **fields: Any) -> DispatcherConfig:
@@ -34,64 +31,6 @@ def inputs(rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=generator)
     ids[:3, 0] = -1
     return x, ids, torch.rand(TOKENS, TOP_K, generator=generator).requires_grad_()
-
-
-# Expert outputs, and through them gradients, whose rows are not one after another in memory.
-STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
-    "column-major": lambda rows: (2 * rows.t()).contiguous().t(),
-    "every second": lambda rows: torch.stack([rows, rows], -1)[..., 0],
-    "one column": lambda rows: rows[:, :1].expand(-1, HIDDEN),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("strided", STRIDED)
-@pytest.mark.parametrize(("backend", "size"), BACKENDS)
-def test_strided_outputs_and_gradients(backend: str, size: int, strided: str, dtype: torch.dtype) -> None:
-    def body(group: Group, *, graph_safe: bool) -> list[Tensor]:
-        x, ids, weights = inputs(0 if group is None else group.rank(), dtype)
-        dispatcher = build_dispatcher(config(backend, graph_safe=graph_safe), group)
-        sent = dispatcher.dispatch(x, Routing(ids, weights))
-        y = dispatcher.combine(STRIDED[strided](sent.rows), sent)
-        real = sent.rows[: int(sent.real_tokens_per_expert.sum())]
-        (y.sum() + real.sum()).backward()  # the gradient of a sum has strides of 0
-        assert x.grad is not None
-        assert weights.grad is not None
-        return [y.detach(), x.grad, weights.grad]
-
-    eager = run_ranks(lambda group: body(group, graph_safe=False), size)
-    for rank, static in enumerate(run_ranks(lambda group: body(group, graph_safe=True), size)):
-        for one, other in zip(static, eager[rank], strict=True):
-            torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("pad_multiple", [1, 8])
-@pytest.mark.parametrize("backend", ["local", "allgather", "alltoall"])
-def test_what_experts_are_given_may_be_written_to(backend: str, pad_multiple: int) -> None:
-    """An expert that begins with an in-place activation is ordinary code."""
-
-    def layer(graph_safe: bool) -> Tensor:
-        x, ids, weights = inputs(0)
-        dispatcher = build_dispatcher(config(backend, graph_safe=graph_safe, pad_multiple=pad_multiple))
-        sent = dispatcher.dispatch(x, Routing(ids, weights))
-        rows = torch.relu_(sent.rows) * sent.weights.mul_(2).unsqueeze(1)
-        dispatcher.combine(rows, sent).sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    torch.testing.assert_close(layer(graph_safe=True), layer(graph_safe=False))
-
-
-def test_lengths_on_the_host_are_put_on_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy from the host could not be captured."""
-    dispatcher = build_dispatcher(config("local"))
-    x, ids, weights = inputs(0)
-    layout = BSHD(lengths=[5, 2])
-    plan = dispatcher.plan(layout, like=x.view(2, 6, HIDDEN))
-    monkeypatch.setattr(BSHD, "mask", lambda *_: pytest.fail("asked again"))
-    sent = dispatcher.dispatch(x.view(2, 6, HIDDEN), Routing(ids, weights), plan)
-    taken = torch.tensor([0, 1, 2, 3, 4, 6, 7])
-    assert int(sent.real_tokens_per_expert.sum()) == int((ids[taken] >= 0).sum())
 
 
 def test_a_step_of_two_expert_parallel_groups_is_rerun_by_both() -> None:
@@ -159,12 +98,3 @@ def test_counters_stay_where_they_are() -> None:
     assert (meter.tokens(), meter.masked, meter.needs()) == (([1, 2], 1), 1, [4, 1, 2])
     meter.forget_invalid_ids()
     assert before[3].tolist() == meter.needs() == [4, 1, 0]
-
-
-def test_sent_is_what_it_says() -> None:
-    x, ids, weights = inputs(0)
-    sent = build_dispatcher(config("local")).dispatch(x, Routing(ids, weights))
-    assert isinstance(sent, Dispatched)
-    assert sent.rows.shape == (TOKENS * TOP_K, HIDDEN)
-    assert sent.rows._base is None
-    assert sent.weights._base is None

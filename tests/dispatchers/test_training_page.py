@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch_testing import run_processes
+from tests.integration.cases.measuring import relative, run_page
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 4, 16, 8, 8, 2, 2
 MESHES = [(2, 2), (1, 4)]
 CONFIG = DispatcherConfig(backend="alltoall", num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN)
@@ -31,10 +30,7 @@ CONFIG = DispatcherConfig(backend="alltoall", num_experts=EXPERTS, top_k=TOP_K, 
 
 def page() -> Any:
     """What the page's code defines."""
-    namespace: dict[str, Any] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        exec(compile(code, str(PAGE), "exec"), namespace)
-    return SimpleNamespace(**namespace)
+    return SimpleNamespace(**run_page("training.md"))
 
 
 def tokens(rank: int) -> Tensor:
@@ -97,11 +93,6 @@ def differences(rank: int, copies: int, ep_size: int, under: Callable[..., Any])
     sum(dense(tokens(other), weights).square().mean() / RANKS for other in range(RANKS)).backward()  # type: ignore[union-attr]
     grads = gathered(lambda p: p.grad if p.grad is not None else torch.full_like(p, torch.nan))
     return {name: relative(grad, weights[name].grad) for name, grad in grads.items()}
-
-
-def relative(got: Tensor, want: Tensor | None) -> float:
-    assert want is not None
-    return float((got - want).norm() / want.norm())
 
 
 def with_all_parameters(rank: int, ep_size: int) -> dict[str, Any]:

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends.alltoall import backend as alltoall
 from moe_dispatch.backends.alltoall.two_level import Nodes
-from moe_dispatch.communication import Communicator, Started, read_host
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.communication import Communicator, Started
 from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
@@ -162,39 +160,6 @@ def test_one_level_sends_a_row_to_a_node_more_than_once(monkeypatch: pytest.Monk
     assert between > 1.5 * once
 
 
-@pytest.mark.parametrize("reduction", ["fast", "exact"])
-def test_a_dispatch_reads_the_device_once(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-
-    def read(tensor: Tensor) -> list[Any]:
-        reads.append(1)
-        return read_host(tensor)
-
-    monkeypatch.setattr(alltoall, "read_host", read)
-
-    def body(group: Group) -> None:
-        assert group is not None
-        identity_round(build_dispatcher(small_config(two_levels(2, reduction=reduction)), group))
-
-    on_ranks(body, 4)
-    assert len(reads) == 4
-
-
-def test_rows_travel_again_along_both_legs() -> None:
-    def body(group: Group) -> tuple[Tensor, Tensor, int]:
-        assert group is not None
-        dispatcher, way = build_dispatcher(small_config(two_levels(2)), group), random_routing(6, seed=group.rank())
-        sent = dispatcher.dispatch(random_rows(6), way)
-        other = random_rows(6, seed=1 + group.rank())
-        with count_collectives() as seen:
-            again = dispatcher.dispatch(other, again=sent)
-        return again.rows, dispatcher.dispatch(other, way).rows, len(seen.calls)
-
-    for again, anew, calls in on_ranks(body, 4):
-        assert torch.equal(again, anew)
-        assert calls == 2
-
-
 def hosts_of_threads(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
     """Give the rank of each thread a host name of one letter."""
     monkeypatch.setattr(socket, "gethostname", lambda: hosts[int(threading.current_thread().name.split("-")[1])])
@@ -208,15 +173,13 @@ def hosts_of_threads(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
         ("aaaa", {}, "levels=2, ranks per node: 4 (detected), ranks: 4, so it works as levels=1."),
         ("aaab", {}, "levels=2, ranks per node: 1 (detected), ranks: 4, so it works as levels=1."),
         ("aaaa", {"ranks_per_node": 2}, "levels=2, ranks per node: 2 (configured), nodes: 2."),
+        ("abab", {}, "levels=2, ranks per node: 1 (detected), ranks: 4, so it works as levels=1."),
+        ("aaaabb", {}, "levels=2, ranks per node: 2 (detected), nodes: 3."),
         ("aa", {"ranks_per_node": 8}, "levels=2, ranks per node: 2 (configured), ranks: 2, so it works as levels=1."),
     ],
 )
 def test_nodes_are_detected_by_host_name_or_configured(
-    hosts: str,
-    options: dict[str, Any],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    hosts: str, options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts_of_threads(monkeypatch, hosts)
 
@@ -233,30 +196,6 @@ def test_nodes_are_detected_by_host_name_or_configured(
         f"backend 'alltoall': {told}"
     ]
     assert used == ["levels=1" not in told] * len(hosts)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"backend": two_levels(3)}, r"ep_size must be a multiple of ranks_per_node, got 4 ranks and ranks_per_node=3\."),
-    (
-        {"backend": two_levels(2), "graph_safe": True, "max_tokens_per_rank": 8},
-        r"graph_safe is not possible: levels=2 has no exchange of fixed size; levels=1 would work\.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "told"), REFUSED)
-def test_all_ranks_refuse(fields: dict[str, Any], told: str) -> None:
-    def body(group: Group) -> None:
-        with pytest.raises(ConfigError, match=told):
-            build_dispatcher(small_config(**fields), group)
-
-    on_ranks(body, 4)
-
-
-def test_ranks_per_node_needs_two_levels() -> None:
-    told = r"ranks_per_node is for levels=2, got ranks_per_node=2 and levels=1\. Set levels=2, or leave"
-    with pytest.raises(ConfigError, match=told):
-        small_config({"name": "alltoall", "ranks_per_node": 2})
 
 
 def test_rows_of_an_expert_are_in_the_order_of_their_senders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch import Routing
 from tests.dispatchers.layer import (
-    Group,
-    apply_experts,
+    cut_layer,
     expert_weights,
-    local_part,
-    on_ranks,
     random_routing,
     random_rows,
     small_config,
@@ -24,6 +21,7 @@ EXPERTS, SLOTS, HIDDEN, TOKENS = 8, 3, 256, 24
 CUTS = {1: [24], 2: [17, 7], 4: [9, 0, 11, 4]}
 RUNS = [("local", 1), ("alltoall", 1), ("alltoall", 2), ("alltoall", 4)]
 WIRES = [None, "bfloat16", "float8_e4m3fn"]
+
 
 Parts = dict[str, Tensor]
 
@@ -81,29 +79,9 @@ def _reference(wire: str | None, dtype: torch.dtype, size: int) -> Parts:
     }
 
 
-def _layer(backend: str, wire: str | None, dtype: torch.dtype, size: int, **fields: Any) -> Parts:
-    x_all, way, grad_all, parameters = _inputs(dtype)
+def _layer(backend: Any, wire: str | None, dtype: torch.dtype, size: int) -> Parts:
     sizes = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": HIDDEN}
-    config = small_config(backend, wire_dtype=wire, **sizes, **fields)
-
-    def body(group: Group) -> Parts:
-        rank = 0 if group is None else group.rank()
-        dispatcher = build_dispatcher(config, group)
-        x = x_all.split(CUTS[size])[rank].clone().requires_grad_()
-        topk_weights = way.topk_weights.split(CUTS[size])[rank].clone().requires_grad_()
-        sent = dispatcher.dispatch(x, Routing(way.topk_ids.split(CUTS[size])[rank], topk_weights))
-        assert sent.rows.dtype == dtype
-        mine = local_part(parameters, group)
-        y = dispatcher.combine(apply_experts(sent, mine), sent)
-        y.backward(grad_all.split(CUTS[size])[rank])
-        assert y.dtype == dtype
-        assert x.grad is not None
-        assert x.grad.dtype == dtype
-        parts = {"y": y.detach(), "x": x.grad, "weights": topk_weights.grad, "experts": mine.grad}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    results = on_ranks(body, size)
-    return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+    return cut_layer(small_config(backend, wire_dtype=wire, **sizes), CUTS[size], *_inputs(dtype))
 
 
 def _assert_rounded_alike(got: Parts, expected: Parts, dtype: torch.dtype) -> None:
@@ -148,22 +126,6 @@ def test_the_comparison_tells_wires_apart(dtype: torch.dtype, wire: str | None, 
 def test_one_rank_has_the_numbers_of_the_wire_whichever_backend(wire: str) -> None:
     local, one = (_layer(backend, wire, torch.float32, 1) for backend in ("local", "alltoall"))
     assert all(torch.equal(local[name], one[name]) for name in local)
-
-
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("alltoall", 2)])
-def test_no_rank_has_a_token(backend: str, size: int, wire: str | None) -> None:
-    sizes = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": HIDDEN}
-
-    def body(group: Group) -> tuple[int, ...]:
-        dispatcher = build_dispatcher(small_config(backend, wire_dtype=wire, **sizes), group)
-        x = torch.empty(0, HIDDEN, requires_grad=True)
-        sent = dispatcher.dispatch(x, random_routing(0, num_experts=EXPERTS, top_k=SLOTS))
-        y = dispatcher.combine(sent.rows, sent)
-        y.sum().backward()
-        return tuple(y.shape)
-
-    assert on_ranks(body, size) == [(0, HIDDEN)] * size
 
 
 def test_exact_reduction_with_a_narrow_wire_has_the_same_bits_on_any_number_of_ranks() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.first_hour import __main__ as first_hour
-from tests.gpu.first_hour.steps import STEPS, Device, Step
+from tests.gpu.first_hour.steps import STEPS, Device
 
 
 class Scripted:
@@ -57,7 +56,7 @@ def test_a_bad_step_does_not_take_the_next_one_down(monkeypatch: pytest.MonkeyPa
     child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {_WRITES_LATER!r}, sys.argv[1]]).wait()"
     late = tmp_path / "late"
     steps = [
-        Scripted("hangs", child.replace("sys.argv[1]", repr(str(late))), seconds=2),
+        Scripted("hangs", child.replace("sys.argv[1]", repr(str(late))), seconds=1),
         Scripted("dies", "import os; os.abort()"),
         Scripted("fails", "raise SystemExit('it broke')"),
         Scripted("works", "print('{\"speed\": 7}')"),
@@ -73,11 +72,11 @@ def test_a_bad_step_does_not_take_the_next_one_down(monkeypatch: pytest.MonkeyPa
     ]
     assert "it broke" in found["fails"]["output"]
     assert found["works"]["values"] == {"speed": 7}
-    time.sleep(3)
+    time.sleep(2)
     assert not late.exists()  # what the step started was ended too
 
 
-_WRITES_LATER = "import sys, time; time.sleep(4); open(sys.argv[1], 'w').close()"
+_WRITES_LATER = "import sys, time; time.sleep(2.5); open(sys.argv[1], 'w').close()"
 
 
 def test_a_cut_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,34 +91,3 @@ def test_a_cut_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(first_hour, "_commit", lambda: "another")
     run(monkeypatch, tmp_path, steps=[first])
     assert ran.read_text() == "xxxx"  # a report of another commit is not continued
-
-
-def test_no_time_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    report = run(monkeypatch, tmp_path, "--minutes", "0", steps=[Scripted("late", "print('{}')")])
-    assert report["steps"]["late"] == {
-        "shows": "nothing",
-        "status": "not run",
-        "reason": "no time was left",
-    }
-    assert run(monkeypatch, tmp_path, steps=[Scripted("late", "print('{}')")])["steps"]["late"]["status"] == "passed"
-
-
-def test_the_closing_line_of_pytest() -> None:
-    assert first_hour._closing_line("..\n3 passed, 1 skipped in 2.1s\n") == "3 passed, 1 skipped in 2.1s"
-    assert first_hour._closing_line("== 2 skipped in 0.5s ==") == "2 skipped in 0.5s"
-    assert first_hour._closing_line("") == "no tests ran"
-
-
-def test_missing_packages_are_named() -> None:
-    """The machine may have no network, so the error says what to bring."""
-    asked = [sys.executable, "-c", "import sys; sys.modules['pydantic'] = None; import runpy; "
-             "runpy.run_module('tests.gpu.first_hour', run_name='__main__')"]  # fmt: skip
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "pip install pydantic pytest, or make gpu-wheels" in done.stderr
-
-
-def test_all_steps_fit_into_the_limits() -> None:
-    """Each step has its own limit, and ``--minutes`` ends the run. Most steps must fit beside each other."""
-    assert all(isinstance(step, Step) and 60 <= step.seconds <= 300 for step in STEPS)
-    assert len({step.name for step in STEPS}) == len(STEPS)

@@ -124,20 +124,12 @@ def test_an_invalid_id_is_found_without_another_wait(backend: str, nccl: dist.Pr
     dispatcher.dispatch(x, Routing(ids, weights))
 
 
-def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:
-    dispatcher = dispatcher_of("local", nccl, num_experts=16)
-    x, ids, weights = inputs_of(0)
-    with (
-        pytest.raises(StateError, match="must have run once before a CUDA graph captures it"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        dispatcher.dispatch(x, Routing(ids, weights))
-
-
-def test_a_placed_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("placed", [False, True])
+def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup, placed: bool) -> None:
     """A placement makes one counter, and the first call all others."""
-    dispatcher = dispatcher_of("local", nccl, num_experts=32)
-    dispatcher.place(ExpertPlacement(32, (tuple(reversed(range(32))),)), device="cuda")
+    dispatcher = dispatcher_of("local", nccl, num_experts=16 if placed else 32)
+    if placed:
+        dispatcher.place(ExpertPlacement(16, (tuple(reversed(range(16))),)), device="cuda")
     x, ids, weights = inputs_of(0)
     with (
         pytest.raises(StateError, match="must have run once before a CUDA graph captures it"),

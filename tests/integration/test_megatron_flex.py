@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.deep_ep_users.dense import TOLERANCE, TRAINING, Case
+from tests.integration.deep_ep_users.dense import TRAINING, Case
 from tests.integration.deep_ep_users.megatron_layer import MegatronRunning
-from tests.integration.deep_ep_users.rank import Job, Results, run_jobs
+from tests.integration.deep_ep_users.rank import Job, Results, require_dense, run_jobs
 
 pytestmark = [
     pytest.mark.integration,
@@ -72,19 +72,15 @@ def results(release: str, ep_size: int) -> list[Results]:
     return run_jobs(MegatronRunning, release, jobs, ep_size)
 
 
-def require_dense(release: str, ep_size: int, name: str) -> None:
-    for rank, by_name in enumerate(results(release, ep_size)):
-        found = by_name[name]
-        assert not isinstance(found, str), f"rank {rank}:\n{found}"
-        for errors in found:
-            assert tuple(errors) == TRAINING
-            assert all(error <= TOLERANCE for error in errors.values()), f"rank {rank}: {errors}"
+def require(release: str, ep_size: int, name: str) -> None:
+    jobs = deepep_jobs(ep_size) if release == NORMAL else hybridep_jobs(ep_size)
+    require_dense(results(release, ep_size), name, *[TRAINING] * len(jobs[name]))
 
 
 @pytest.mark.parametrize("name", deepep_jobs(2))
 @pytest.mark.parametrize("ep_size", EP_SIZES)
 def test_deepep_is_the_dense_layer(ep_size: int, name: str) -> None:
-    require_dense(NORMAL, ep_size, name)
+    require(NORMAL, ep_size, name)
 
 
 @pytest.mark.parametrize("ep_size", EP_SIZES)
@@ -98,7 +94,7 @@ def test_deepep_is_the_dense_layer(ep_size: int, name: str) -> None:
     ],
 )
 def test_hybridep_is_the_dense_layer(release: str, ep_size: int, name: str) -> None:
-    require_dense(release, ep_size, name)
+    require(release, ep_size, name)
 
 
 @pytest.mark.parametrize("ep_size", EP_SIZES)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing import run_processes
+from tests.integration.megatron_core.layer import ON_CPU
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 from tests.migration_pages import EXPERTS, TOP_K, Layer, largest_error, run_block
 
@@ -74,10 +75,7 @@ def _megatron(rank: int) -> float:
             moe_router_topk=TOP_K,
             moe_token_dispatcher_type="alltoall",
             expert_model_parallel_size=RANKS,
-            add_bias_linear=False,
-            use_cpu_initialization=True,
-            bias_activation_fusion=False,
-            gradient_accumulation_fusion=False,
+            **ON_CPU,
         )
         names = {"transformer_config": config, "pg_collection": groups}
         return _difference(rank, "Megatron", names, dense=True)

@@ -35,12 +35,10 @@ OUT = ROOT / "out" / "matrix"
 LEFT_OUT_FILES = (
     *("dispatchers/test_watchdog.py", "dispatchers/test_dead_rank.py"),  # ends processes, and waits
     *("dispatchers/test_peer_errors.py", "dispatchers/test_retry_on_overflow.py"),  # plain Python, in many combinations
-    "dispatchers/test_random_overflows.py",  # thousands of random routings
     "compile/test_compile_page.py",  # compiles again what other tests of the folder compile
 )
 LEFT_OUT_NAMES = (
     *("te-2.", "deepep", "hybridep"),  # stand-ins and emulations of other libraries
-    "ten_thousand",  # random routings
     *("bytes", "raises_in_its_dispatch"),  # arithmetic and texts of our own, in many combinations
     "(test_compiled_ranks and allgather)",  # starts processes that compile; alltoall is enough
     "(test_scenarios and (ring or strict))",  # written for tests and examples

@@ -89,19 +89,9 @@ def test_exit_status(which: str, status: bool, out: Path, monkeypatch: pytest.Mo
     assert ("; pytest's exit status is 5 |" in (out / "table.md").read_text()) is status
 
 
-def test_fails_if_no_cell_can_run(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert end_of(monkeypatch, [run.Cell("nowhere", "3.99", ("torch==9",))]) is True
-    assert "no --python has this version" in (out / "table.md").read_text()
-
-
 def test_a_name_that_no_cell_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert end_of(monkeypatch, list(run.CELLS), "--only", "torch-1.0") == 2
     assert "--only torch-1.0 must be part of a name: torch-2.10.0-py3.11, torch-" in capsys.readouterr().err
-
-
-def test_an_interpreter_that_is_no_file() -> None:
-    with pytest.raises(run.NotRun, match=r"^/nowhere cannot be started: No such file or directory$"):
-        run.find_python("3.12", ["/nowhere"])
 
 
 def test_what_takes_too_long_is_killed(tmp_path: Path) -> None:

@@ -18,16 +18,13 @@ from tests.multihost.hosts import Job, Link, make_hosts, missing
 REASON = missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-# host0 sends back the first byte of a connection, then counts the bytes; host1 measures and sends.
-STREAM = """
-import socket, sys, time
+
+# host1 asks host0 for a byte, and tells how many ms that takes.
+PING = """
+import socket, time
 if socket.gethostname() == "host0":
     connection, _ = socket.create_server(("host0", 5000)).accept()
     connection.sendall(connection.recv(1))
-    begin, count = time.perf_counter(), 0
-    while received := connection.recv(1 << 16):
-        count += len(received)
-    print(8e-6 * count / (time.perf_counter() - begin))
 else:
     for attempt in range(100):
         try:
@@ -39,39 +36,14 @@ else:
     connection.sendall(b"x")
     connection.recv(1)
     print(1e3 * (time.perf_counter() - begin))
-    connection.sendall(bytes(int(sys.argv[1])))
-    connection.close()
-"""
-
-# host1 sends 2000 numbered datagrams, and host0 counts those that came.
-DATAGRAMS = """
-import socket, time
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
-    if socket.gethostname() == "host0":
-        connection.bind(("host0", 5000))
-        connection.settimeout(3)
-        count = 0
-        try:
-            while connection.recv(8) != b"end":
-                count += 1
-        except TimeoutError:
-            pass
-        print(count)
-    else:
-        time.sleep(1)
-        for number in range(2000):
-            connection.sendto(number.to_bytes(8, "big"), ("host0", 5000))
-            time.sleep(0.0002)
-        for _ in range(10):
-            connection.sendto(b"end", ("host0", 5000))
 """
 
 
-def measure(link: Link, directory: Path, *command: str) -> tuple[float, float]:
-    with make_hosts(2, link) as hosts:
-        first, second = Job(hosts, [sys.executable, "-c", *command], directory).results(30)
+def test_link_has_the_delay(tmp_path: Path) -> None:
+    with make_hosts(2, Link(delay_ms=20)) as hosts:
+        first, second = Job(hosts, [sys.executable, "-c", PING], tmp_path).results(30)
     assert (first.status, second.status) == (0, 0), first.output + second.output
-    return float(first.output), float(second.output or "nan")
+    assert 40 <= float(second.output) < 80
 
 
 def test_hosts_have_names_and_addresses(tmp_path: Path) -> None:
@@ -81,21 +53,6 @@ def test_hosts_have_names_and_addresses(tmp_path: Path) -> None:
     assert [result.output.split() for result in results] == [
         [name, "10.77.0.1", "10.77.0.2", "10.77.0.3"] for name in ("host0", "host1", "host2")
     ]
-
-
-def test_link_has_the_delay(tmp_path: Path) -> None:
-    _, round_trip_ms = measure(Link(delay_ms=20), tmp_path, STREAM, "0")
-    assert 40 <= round_trip_ms < 80
-
-
-def test_link_has_the_rate(tmp_path: Path) -> None:
-    megabits, _ = measure(Link(megabits=20), tmp_path, STREAM, "4000000")
-    assert 10 < megabits < 20
-
-
-def test_link_loses_packets(tmp_path: Path) -> None:
-    arrived, _ = measure(Link(loss=0.2), tmp_path, DATAGRAMS)
-    assert 1500 < arrived < 1700
 
 
 def test_cut_link_carries_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import torch
 # Before the first call of CUDA: the number of devices, and where Triton finds the driver that it links.
 LIBRARIES = Path(torch.__file__).parents[1] / "nvidia" / "cu13" / "lib"
 _PACKAGE = Path(__file__).parents[2] / "moe_dispatch"
-_NOT_SHOWN = str(_PACKAGE / "testing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +137,7 @@ def placed(operator: str) -> Iterator[None]:
 
 
 def caller(most: int = 3) -> str:
-    """Return the innermost lines of moe_dispatch on the stack of this thread, without its package ``testing``."""
+    """Return the innermost lines of moe_dispatch on the stack of this thread."""
     lines: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None and len(lines) < most:
@@ -151,10 +150,9 @@ def caller(most: int = 3) -> str:
 
 @cache
 def _name_in_package(path: str) -> str | None:
-    """Return a file's path inside moe_dispatch, None for other files and for the package ``testing``."""
-    if path.startswith(str(_PACKAGE)) and not path.startswith(_NOT_SHOWN):
-        return str(Path(path).relative_to(_PACKAGE))
-    return None
+    """Return a file's path inside moe_dispatch, None for other files."""
+    file = Path(path)
+    return str(file.relative_to(_PACKAGE)) if file.is_relative_to(_PACKAGE) else None
 
 
 def note_sync(what: str) -> None:

@@ -33,8 +33,8 @@ def python_of(page: str) -> str:
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
 
 
-def run_page(page: str) -> dict[str, Any]:
-    """Run it; what it defined."""
-    namespace: dict[str, Any] = {"__name__": page}
+def run_page(page: str, **names: Any) -> dict[str, Any]:
+    """Run the Python of a page, which may use some names; return all names that it knows at its end."""
+    namespace: dict[str, Any] = {"__name__": page, **names}
     exec(compile(python_of(page), page, "exec"), namespace)
     return namespace

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from moe_dispatch_testing.ranks import thread_group
 from tests.deep_ep_backends.vendors import pool_of
 from tests.dispatchers.layer import outcomes
 from tests.integration.cases import thd_grid, thd_layer
+from tests.integration.cases.measuring import run_page
 from tests.integration.cases.thd_by_hand import elastic_by_hand, hybridep_by_hand
 from tests.integration.cases.thd_grid import GRID, PLACEMENTS, SIZES, STEP, allowed_ranks, reason_to_skip
 from tests.integration.deep_ep_users.dense import TOLERANCE, worst_row
@@ -70,12 +69,14 @@ def results(release: str) -> list[list[thd_layer.Result]]:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_counts_that_vary_by_rank_and_step_are_the_dense_layer(release: str) -> None:
-    by_rank = results(release)
+    require_dense(results(release))
+
+
+def require_dense(by_rank: list[list[thd_layer.Result]], *, forced: bool = False) -> None:
     for number, step in enumerate(thd_layer.STEPS):
-        for rank, want in enumerate(thd_layer.dense(step)):
-            got = by_rank[rank][number]
+        for rank, want in enumerate(thd_layer.dense(step, forced=forced)):
             for name in ("y_TD", "grad_x_TD", "grad_weights_TK", "grad_up_LDF", "grad_down_LFD"):
-                error = worst_row(getattr(got, name), getattr(want, name))
+                error = worst_row(getattr(by_rank[rank][number], name), getattr(want, name))
                 assert error <= TOLERANCE, f"{name} of rank {rank} in step {number}: {error}"
 
 
@@ -95,12 +96,7 @@ def test_a_replayed_routing_is_the_dense_layer_whose_router_is_forced(release: s
         return found, drift
 
     by_rank = run_ranks(body, RANKS)
-    for number, step in enumerate(thd_layer.STEPS):
-        for rank, want in enumerate(thd_layer.dense(step, forced=True)):
-            got = by_rank[rank][0][number]
-            for name in ("y_TD", "grad_x_TD", "grad_weights_TK", "grad_up_LDF", "grad_down_LFD"):
-                error = worst_row(getattr(got, name), getattr(want, name))
-                assert error <= TOLERANCE, f"{name} of rank {rank} in step {number}: {error}"
+    require_dense([found for found, _ in by_rank], forced=True)
     assert all(drift > 0.3 for _, drift in by_rank)
 
 
@@ -118,21 +114,6 @@ def test_counts_per_expert_are_exact_and_padding_is_trimmed(release: str) -> Non
             assert got.y_TD.shape == (batch.num_rows, thd_layer.HIDDEN)
             for tensor in (got.y_TD, got.grad_x_TD, got.grad_weights_TK):
                 assert bool((tensor[~batch.real_T] == 0).all())
-
-
-def test_one_release_needs_equal_rows_and_one_does_not() -> None:
-    def body(group: dist.ProcessGroup) -> dict[str, tuple[bool, int]]:
-        needs = {}
-        for release in RELEASES:
-            dispatcher = build_dispatcher(config(release), group)
-            found = dispatcher._channel.needs
-            needs[release] = found.equal_rows, found.row_multiple
-            dispatcher.close()
-        return needs
-
-    needs = run_ranks(body, RANKS)[0]
-    assert {release for release, (equal, _) in needs.items() if equal} == {OLD_RULES, EQUAL_ROWS}
-    assert needs[OLD_RULES][1] == 64
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -308,15 +289,6 @@ def test_ranks_of_a_group_bring_different_counts(placement: str) -> None:
     assert max(max(counts) for counts in by_group) <= thd_grid.MOST_ROWS
 
 
-@pytest.mark.parametrize(("allowed", "runs"), [(1, False), (8, False), (15, False), (16, True), (17, True), (24, True)])
-def test_sixteen_ranks_are_skipped_where_fewer_are_allowed(allowed: int, runs: bool) -> None:
-    """Review of #4816: not where their number is no multiple of eight."""
-    assert allowed_ranks({"TEST_MAX_RANKS": str(allowed)}) == allowed
-    reason = reason_to_skip(allowed)
-    assert (reason is None) == runs
-    assert runs or f"needs 16 ranks, fewer than 16 are allowed here: {allowed}" in str(reason)
-
-
 @pytest.mark.integration
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]")
 def test_ranks_stand_where_megatron_puts_them() -> None:
@@ -340,10 +312,7 @@ def as_tuples(groups: list[list[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def test_code_of_the_page_runs() -> None:
-    page = Path(__file__).parents[3] / "docs" / "cases" / "2-thd-deepep-hybridep.md"
-    namespace: dict[str, Any] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        exec(compile(code, str(page), "exec"), namespace)
+    namespace = run_page("cases/2-thd-deepep-hybridep.md")
     assert namespace["mine"].num_rows(None) == 4  # the blocks ran to the end
     for layer in namespace["layers"]:
         layer.close()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.errors import ConfigError
 from moe_dispatch.integrations.packing import packing_for
 from moe_dispatch_testing import run_processes
 from tests.integration.cases.measuring import flat, relative, run_page
@@ -74,20 +73,6 @@ def test_the_fallback_is_announced_once_on_each_rank() -> None:
     assert "packed input needs the kernels of fla" in reason
     assert [found["announced"] for found in results()] == [[reason]] * RANKS
     assert len(CUTS) > 1, "models were made more than once"
-
-
-def test_the_layout_follows_from_the_model_and_its_versions() -> None:
-    assert packing_for("qwen3_moe", framework="transformers").packed
-    assert not packing_for("qwen3_5_moe", framework="transformers").packed
-    assert packing_for("qwen3_5_moe", framework="transformers", kernels=True).packed
-    assert not packing_for("qwen3_5_moe", framework="megatron-core", framework_version="0.17.1").packed
-    assert packing_for("qwen3_5_moe", framework="megatron-core", framework_version="0.18.2").packed
-
-
-def test_context_parallelism_is_refused() -> None:
-    text = "cp must be 1 for qwen3_5_moe in transformers .*, because it needs a padded batch, which cannot be divided"
-    with pytest.raises(ConfigError, match=text):
-        packing_for("qwen3_5_moe", framework="transformers", cp=2)
 
 
 def test_the_code_of_the_page_runs() -> None:

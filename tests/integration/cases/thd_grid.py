@@ -34,10 +34,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "alltoall": {"backend": "alltoall"},
     "deepep v1": {"backend": {"name": "deepep", "emulate": "v1.2.1"}, "wire_dtype": "bfloat16"},
     "deepep v2": {"backend": {"name": "deepep", "emulate": "v2-2.1.0"}, "wire_dtype": "bfloat16"},
-    "hybridep, equal rows": {
-        "backend": {"name": "hybridep", "emulate": "hybridep-94a9f8f"},
-        "wire_dtype": "bfloat16",
-    },
+    "hybridep, equal rows": {"backend": {"name": "hybridep", "emulate": "hybridep-94a9f8f"}, "wire_dtype": "bfloat16"},
     "hybridep, any rows": {"backend": {"name": "hybridep", "emulate": "hybridep-744"}, "wire_dtype": "bfloat16"},
 }
 AGREEING = ("deepep v2", "hybridep, equal rows", "hybridep, any rows")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.integration.deep_ep_users.dense import Case, Given, Outcome, draw, draw_weights, gradient
 from tests.integration.deep_ep_users.rank import Job
+from tests.integration.megatron_core.layer import ON_CPU
 
 
 @final
@@ -101,13 +102,7 @@ def _config(job: Job) -> Any:
         bf16=True,
         params_dtype=torch.bfloat16,
         moe_token_dispatcher_type="flex",
-        # Without CUDA, transformer-engine and Apex.
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        moe_grouped_gemm=False,
-        moe_permute_fusion=False,
+        **ON_CPU,
         **job.options,
     )
 

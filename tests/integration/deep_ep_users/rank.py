@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moe_dispatch_testing import run_processes
 from moe_dispatch_testing.emulation import imported_as_deep_ep
 from tests.integration.deep_ep_users.cpu import cpu_for_cuda
-from tests.integration.deep_ep_users.dense import Case, Outcome, dense_outcomes, errors
+from tests.integration.deep_ep_users.dense import TOLERANCE, Case, Outcome, dense_outcomes, errors
 
 # Ranks import the vendor's package before they meet, on machines that others use too.
 TIMEOUT = timedelta(seconds=180)
@@ -46,6 +46,16 @@ def run_jobs(forward: Forward, release: str, jobs: Jobs, ep_size: int) -> list[R
     The jobs under one name are in flight together: all go forward, then all backward, in the same order.
     """
     return run_processes(_on_rank, ep_size, forward, release, jobs, timeout=TIMEOUT)
+
+
+def require_dense(results: list[Results], name: str, *names: tuple[str, ...]) -> None:
+    """Fail where the jobs under one name are not the dense layer; ``names`` are the tensors that each job must have."""
+    for rank, by_name in enumerate(results):
+        found = by_name[name]
+        assert not isinstance(found, str), f"rank {rank}:\n{found}"
+        for errors_of_job, wanted in zip(found, names, strict=True):
+            assert tuple(errors_of_job) == wanted
+            assert all(error <= TOLERANCE for error in errors_of_job.values()), f"rank {rank}: {errors_of_job}"
 
 
 def _on_rank(rank: int, forward: Forward, release: str, jobs: Jobs) -> Results:

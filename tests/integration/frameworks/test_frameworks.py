@@ -12,7 +12,7 @@ import pytest
 
 from moe_dispatch_testing import run_processes
 from tests.integration.frameworks import automodel, training
-from tests.integration.frameworks.sources import FOLDER, VERSIONS, function_in, needs
+from tests.integration.frameworks.sources import FOLDER, function_in, needs
 
 pytestmark = [
     pytest.mark.integration,
@@ -71,10 +71,3 @@ def test_automodel_has_the_class_that_is_replaced() -> None:
     theirs = function_in("nemo_automodel/components/moe/megatron/token_dispatcher.py", "MoEFlexTokenDispatcher")
     methods = {node.name for node in theirs.body if isinstance(node, ast.FunctionDef)}
     assert {"token_permutation2", "token_unpermutation", "get_pipeline_runtime_initializers"} <= methods
-
-
-def test_pages_name_the_versions() -> None:
-    table = (FOLDER.parent / "docs/integrations.md").read_text()
-    for text in VERSIONS.values():
-        if text[-1].isdigit():
-            assert text.split()[1] in table

@@ -17,40 +17,24 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.integration.frameworks.sources import import_real
+from tests.integration.megatron_core import layer
 from tests.integration.megatron_core.layer import difference
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 
 RANKS = 2
 VOCABULARY, LENGTH, BATCH = 32, 8, 2
 BACKEND = "allgather"  # not the one that is used without a word
-FIELDS: dict[str, Any] = {
-    "num_layers": 2,
+FIELDS: dict[str, Any] = layer.FIELDS | {
     "hidden_size": 16,
     "num_attention_heads": 2,
     "ffn_hidden_size": 24,
     "moe_ffn_hidden_size": 24,
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
     "num_moe_experts": 4,
     "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 1e-2,
-    "moe_router_dtype": "fp32",
-    "moe_token_dispatcher_type": "alltoall",
     "expert_model_parallel_size": RANKS,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "bias_dropout_fusion": False,
-    "use_cpu_initialization": True,
-    "add_bias_linear": False,
-    "bias_activation_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "moe_grouped_gemm": False,
-    "moe_permute_fusion": False,
 }
 
 

@@ -52,24 +52,41 @@ class Case:
         return torch.randn(shape, generator=generator).to(self.dtype)
 
 
+# Without CUDA, transformer-engine and Apex.
+ON_CPU: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "add_bias_linear": False,
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+}
+# Of a TransformerConfig of a small model without dropout.
+FIELDS: dict[str, Any] = ON_CPU | {
+    "num_layers": 2,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": INNER,
+    "moe_ffn_hidden_size": INNER,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": TOP_K,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "bias_dropout_fusion": False,
+}
+
+
 def transformer_config(case: Case) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel = case.parallel
-    fields = {
-        "num_layers": 2,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": INNER,
-        "moe_ffn_hidden_size": INNER,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "num_moe_experts": EXPERTS,
-        "moe_router_topk": TOP_K,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 1e-2,
-        "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
+    fields = FIELDS | {
         "tensor_model_parallel_size": parallel.tp,
         "sequence_parallel": parallel.tp > 1,
         "context_parallel_size": parallel.cp,
@@ -77,16 +94,6 @@ def transformer_config(case: Case) -> Any:
         "expert_tensor_parallel_size": parallel.etp,
         "params_dtype": case.dtype,
         "bf16": case.dtype == torch.bfloat16,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bias_dropout_fusion": False,
-        # Without CUDA, transformer-engine and Apex.
-        "use_cpu_initialization": True,
-        "add_bias_linear": False,
-        "bias_activation_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "moe_grouped_gemm": False,
-        "moe_permute_fusion": False,
     }
     config = TransformerConfig(**(fields | case.config))
     for name, value in case.unchecked.items():

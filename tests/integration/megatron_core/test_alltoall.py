@@ -45,10 +45,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "shared experts, overlap, gate": (Case(config=OVERLAP | {"moe_shared_expert_gate": True}, seed=14), {}),
     "shared experts, overlap, tp 2": (Case(parallel=TP, config=OVERLAP, seed=15), {}),
     "weights on the input": (Case(config=TOP_1, seed=16), {}),
-    "etp 2, weights on the input": (
-        Case(parallel=ETP, config=TOP_1, seed=17),
-        {},
-    ),
+    "etp 2, weights on the input": (Case(parallel=ETP, config=TOP_1, seed=17), {}),
     "dropped by the router": (Case(config={"moe_expert_capacity_factor": 0.5}, seed=18), {}),
     "a type that is not alltoall": (Case(config={"moe_token_dispatcher_type": "allgather"}, seed=19), {}),
 }

@@ -130,25 +130,15 @@ def with_tail(rank: int, parallel: Parallel) -> tuple[float, bool]:
     return difference(got, want), sent == sum(REAL[:-1]) * copies * TOP_K * LAYERS
 
 
-def tail_behind_cu_seqlens(rank: int) -> float:
-    """Without padded offsets nothing says that these rows are padding, so both compute them."""
+def without_padded_offsets(rank: int, lengths: tuple[int, ...]) -> float:
+    """No gaps, or rows behind the last sequence: nothing says that these are padding, so both compute them."""
     from moe_dispatch.integrations.megatron import convert
 
     block = moe_block(case_of(ALONE))
     hidden, real_T = drawn(rank, ALONE)[0], torch.ones(sum(PADDED), dtype=torch.bool)
-    want = called(block, hidden, real_T, packed_seq_params=params(PADDED[:-1], None))
+    want = called(block, hidden, real_T, packed_seq_params=params(lengths, None))
     convert(block)
-    return difference(called(block, hidden, real_T, packed_seq_params=params(PADDED[:-1], None)), want)
-
-
-def without_gaps(rank: int) -> float:
-    from moe_dispatch.integrations.megatron import convert
-
-    block = moe_block(case_of(ALONE))
-    hidden, real_T = drawn(rank, ALONE)[0], torch.ones(sum(PADDED), dtype=torch.bool)
-    want = called(block, hidden, real_T, packed_seq_params=params(PADDED, None))
-    convert(block)
-    return difference(called(block, hidden, real_T, packed_seq_params=params(PADDED, None)), want)
+    return difference(called(block, hidden, real_T, packed_seq_params=params(lengths, None)), want)
 
 
 def agreements(rank: int, how: str) -> int:
@@ -201,7 +191,11 @@ AGREEMENTS = {"converted": 1, "spec": 1, "twice": 2}
 @functools.cache
 def results() -> dict[str, list[Any]]:
     counts = {how: functools.partial(agreements, how=how) for how in AGREEMENTS}
-    rest = {"without gaps": without_gaps, "tail": tail_behind_cu_seqlens, "wrong length": wrong_length}
+    rest: dict[str, Check] = {
+        "without gaps": functools.partial(without_padded_offsets, lengths=PADDED),
+        "tail": functools.partial(without_padded_offsets, lengths=PADDED[:-1]),
+        "wrong length": wrong_length,
+    }
     return run_checks(CHECKS | counts | rest)
 
 

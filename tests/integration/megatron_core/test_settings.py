@@ -265,9 +265,7 @@ def test_phases_out_of_order_are_refused() -> None:
     hidden = torch.zeros(4, 1, 64)
     with pytest.raises(StateError, match="token_dispatch: dispatch_preprocess must come before it, got no ids"):
         dispatcher.token_dispatch(hidden, torch.ones(4, 2))
-    with pytest.raises(
-        StateError, match="dispatch_postprocess: token_dispatch must come before it, got nothing in fli"
-    ):
+    with pytest.raises(StateError, match="dispatch_postprocess: token_dispatch must come before it, got nothing in fl"):
         dispatcher.dispatch_postprocess(hidden, torch.ones(4, 2))
     with pytest.raises(StateError, match="token_combine: token_dispatch must come before it, got nothing in flight"):
         dispatcher.token_combine(hidden)
@@ -288,9 +286,7 @@ def test_experts_that_count_on_the_host_cannot_be_graph_safe() -> None:
         config = SimpleNamespace(graph_safe=graph_safe)
         return SimpleNamespace(dispatcher=SimpleNamespace(config=config), close=lambda: closed.append(1))
 
-    with pytest.raises(
-        ConfigError, match=r"graph_safe=True needs experts that leave their counts on the device, got Seq"
-    ):
+    with pytest.raises(ConfigError, match=r"graph_safe=True needs experts that leave their counts on the device, got"):
         _check_experts(SequentialMLP(), dispatcher(graph_safe=True))
     _check_experts(SequentialMLP(), dispatcher(graph_safe=False))
     _check_experts(TEGroupedMLP(), dispatcher(graph_safe=True))

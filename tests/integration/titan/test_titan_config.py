@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError, InputError, IntegrationError
 from moe_dispatch.integrations import checks
+from tests.integration.cases.measuring import run_page
 from tests.integration.titan.moe import EXPERTS, HIDDEN, TOP_K, built, moe_config
 
 pytestmark = [
@@ -29,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
 
-PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "torchtitan.md"
 MODULE = "moe_dispatch.integrations.torchtitan"
 OVERRIDE = f"{MODULE}.moe_dispatch_override"
 
@@ -181,18 +179,14 @@ def test_a_model_without_experts_is_refused() -> None:
 def test_a_router_of_other_numbers_is_refused(field: str, value: int) -> None:
     config = moe_config()
     setattr(config.router, field, value)
-    with pytest.raises(
-        ConfigError, match=r"moe: the token dispatcher must have the num_experts and top_k of its router"
-    ):
+    with pytest.raises(ConfigError, match=r"moe: the token dispatcher must have the num_experts and top_k of its rout"):
         use(config)
 
 
 def test_experts_of_another_number_are_refused() -> None:
     config = moe_config()
     config.routed_experts.inner_experts.num_experts = 16
-    with pytest.raises(
-        ConfigError, match=r"the token dispatcher and the experts must have the same num_experts, got 8 and 16"
-    ):
+    with pytest.raises(ConfigError, match=r"the token dispatcher and the experts must have the same num_experts, got"):
         overridden(config, backend="local")
 
 
@@ -224,9 +218,7 @@ def test_a_call_with_another_number_of_experts_or_slots_is_refused() -> None:
 def test_code_of_the_page_runs_in_order() -> None:
     from torchtitan.config.override import apply_overrides
 
-    namespace: dict[str, Any] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        exec(compile(code, str(PAGE), "exec"), namespace)
+    namespace = run_page("integrations/torchtitan.md")
     assert namespace["layers"][0] == "layers.0.moe"
     config = moe_config()
     apply_overrides(namespace["override"], config)

@@ -125,9 +125,7 @@ def draw_batch(seed: int, lengths: list[int], width: int, side: Literal["left", 
     # A label behind padding would be predicted from a row that is none.
     predicted = real & torch.nn.functional.pad(real[:, :-1], (1, 0))
     return Batch(
-        input_ids=torch.where(real, ids, 0),
-        attention_mask=real.long(),
-        labels=torch.where(predicted, ids, -100),
+        input_ids=torch.where(real, ids, 0), attention_mask=real.long(), labels=torch.where(predicted, ids, -100)
     )
 
 

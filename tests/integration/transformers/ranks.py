@@ -13,14 +13,7 @@ import torch.distributed as dist
 
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
 from tests.integration.transformers.models import BATCHES, PROMPTS, Batch, build
-from tests.integration.transformers.wiring import (
-    Gradients,
-    gradients,
-    largest_error,
-    loss_of,
-    targets,
-    unsharded,
-)
+from tests.integration.transformers.wiring import Gradients, gradients, largest_error, loss_of, targets, unsharded
 
 OURS, THEIRS = "moe_dispatch", "all_to_all"
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from moe_dispatch_testing.ranks import run_processes
+from tests.integration.cases.measuring import run_page
 from tests.integration.transformers.models import BATCHES, LAYERS, build
 from tests.integration.transformers.replaying import draw_table
-
-PAGE = Path(__file__).parents[3] / "docs" / "integrations" / "transformers.md"
 
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="from_pretrained needs accelerate to shard")
 
@@ -23,18 +20,15 @@ pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="from_pr
 def run_blocks(rank: int, path: str) -> list[dict[str, int]]:
     """What the dispatchers of the first block skipped. The last block replays a table."""
     batch = BATCHES[rank]
-    namespace: dict[str, Any] = {
-        "path": path,
-        "ep_group": dist.group.WORLD,
-        "table": draw_table(LAYERS),
-        "names": [f"{rank}.{row}" for row in range(len(batch.labels))],
-        "step": 0,
-        "batch": {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels},
-    }
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
-    for code in blocks:
-        exec(compile(code, str(PAGE), "exec"), namespace)
+    namespace = run_page(
+        "integrations/transformers.md",
+        path=path,
+        ep_group=dist.group.WORLD,
+        table=draw_table(LAYERS),
+        names=[f"{rank}.{row}" for row in range(len(batch.labels))],
+        step=0,
+        batch={"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "labels": batch.labels},
+    )
     namespace["table"].check_used(namespace["names"])
     namespace["model"](**namespace["batch"]).loss.backward()
     return list(namespace["skipped"].values())

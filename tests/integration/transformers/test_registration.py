@@ -14,16 +14,7 @@ from moe_dispatch import DispatcherConfig
 from moe_dispatch.errors import ConfigError, IntegrationError
 from moe_dispatch.integrations import checks
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
-from tests.integration.transformers.models import (
-    BATCHES,
-    EXPERTS,
-    FAMILIES,
-    HIDDEN,
-    LAYERS,
-    TOP_K,
-    build,
-    config_of,
-)
+from tests.integration.transformers.models import BATCHES, EXPERTS, FAMILIES, HIDDEN, LAYERS, TOP_K, build, config_of
 from tests.integration.transformers.wiring import (
     gradients,
     largest_error,
@@ -64,9 +55,7 @@ def test_config_that_disagrees_with_the_models() -> None:
 def test_config_of_a_model_without_experts() -> None:
     from transformers import LlamaConfig
 
-    with pytest.raises(
-        ConfigError, match=r"LlamaConfig must have num_experts, top_k, got none of num_experts, num_loc"
-    ):
+    with pytest.raises(ConfigError, match=r"LlamaConfig must have num_experts, top_k, got none of num_experts, num_lo"):
         config_for(LlamaConfig())
     given = config_for(LlamaConfig(hidden_size=HIDDEN), backend="local", num_experts=EXPERTS, top_k=TOP_K)
     assert given == config()
@@ -75,9 +64,7 @@ def test_config_of_a_model_without_experts() -> None:
 def test_a_name_stands_for_one_config() -> None:
     register(config(), name="twice")
     register(config(), name="twice")
-    with pytest.raises(
-        ConfigError, match=r"'twice' must stand for one config, got pad_multiple=16 after 1\. Pass another name="
-    ):
+    with pytest.raises(ConfigError, match=r"'twice' must stand for one config, got pad_multiple=16 after 1\. Pass ano"):
         register(config(pad_multiple=16), name="twice")
     register(config(pad_multiple=16), name="second")
     with pytest.raises(ConfigError, match=r"'all_to_all' must be a free name, got .*AllToAllEP.* of transformers"):
@@ -130,9 +117,7 @@ def test_attach_refuses_experts_that_are_not_wired(mesh: DeviceMesh) -> None:
 
 def test_attach_refuses_a_part_of_a_model_that_is_given_no_mask(mesh: DeviceMesh) -> None:
     model = wire(build(FAMILY), mesh, registered(config_of(FAMILY), name="part"))
-    with pytest.raises(
-        ConfigError, match=r"must take attention_mask and inputs_embeds, got ModuleList without such a module"
-    ):
+    with pytest.raises(ConfigError, match=r"must take attention_mask and inputs_embeds, got ModuleList without such a"):
         attach(model.model.layers)
 
 
