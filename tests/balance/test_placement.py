@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,57 +53,57 @@ def test_file(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("num_experts", "slots", "told"),
-    [
-        (4, ((0, 1), (2, -1)), r"every expert must have a slot, got none for 3 of 4 experts"),
-        (24, (tuple(range(12)), (*range(1, 12), -1)), r"got none for 12, 13, .*, 19 and 4 more of 24 experts"),
-        (3, ((0, 1, 1), (2, -1, -1)), r"a rank must hold an expert once, got expert 1 in slots 1 and 2 of rank 0"),
-        (5, ((0, 1), (2, 3)), r"num_experts must lie in 1\.\.4, the number of slots \(2 ranks x 2\), got 5"),
-        (0, ((-1,),), r"num_experts must lie in 1\.\.1.*got 0"),
-        (4, ((0, 1, 2), (3,)), r"same number of slots, got 3 on rank 0 and 1 on rank 1"),
-        (2, ((0, 1), (2, -1)), r"ids in -1\.\.1, got 2 in slot 0 of rank 1"),
-        (2, ((0, 1), (-2, -1)), r"ids in -1\.\.1, got -2 in slot 0 of rank 1"),
-        (2, (), r"at least one rank with one slot, got \(\)"),
-        (2, ((), ()), r"at least one rank with one slot, got \(\(\), \(\)\)"),
-        (2, (0, 1), r"slots must be a list of ids for each rank, got \(0, 1\)"),
-        (2, (("a",),), r"slots must be a list of ids for each rank"),
-    ],
-)
-def test_placements_that_cannot_work_are_refused(num_experts: int, slots: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        ExpertPlacement(num_experts, slots)
-
-
-def test_numbers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_experts \(6\) must be divisible by num_ranks \(4\)"):
-        ExpertPlacement.contiguous(6, 4)
-    with pytest.raises(ConfigError, match="spare must be at least 0, got -1"):
-        ExpertPlacement.contiguous(4, 2, spare=-1)
-    with pytest.raises(ConfigError, match=r"the number of slots \(3\) must be divisible by num_ranks \(2\)"):
-        ExpertPlacement.from_slots([0, 1, 2], num_experts=3, num_ranks=2)
+FILES = {
+    "p0.json": "{",
+    "p1.json": "[1]",
+    "p2.json": '{"num_experts": 2}',
+    "p3.json": '{"moe_dispatch_placement": 2, "num_experts": 1, "slots": [[0]]}',
+    "p4.json": '{"moe_dispatch_placement": 1, "num_experts": "1", "slots": [[0]]}',
+    "p5.json": '{"moe_dispatch_placement": 1, "num_experts": 2, "slots": [[0]]}',
+}
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("call", "arguments", "told"),
     [
-        ("{", r"p\.json: the file must be JSON"),
-        ("[1]", r"p\.json: the file must hold .* with moe_dispatch_placement 1, got list"),
-        ('{"num_experts": 2}', r"got \['num_experts'\]"),
-        ('{"moe_dispatch_placement": 2, "num_experts": 1, "slots": [[0]]}', r"with moe_dispatch_placement 1"),
-        ('{"moe_dispatch_placement": 1, "num_experts": "1", "slots": [[0]]}', r"must be an integer, got '1'"),
-        ('{"moe_dispatch_placement": 1, "num_experts": 2, "slots": [[0]]}', r"p\.json: ExpertPlacement: num_experts"),
+        (ExpertPlacement, (4, ((0, 1), (2, -1))), r"every expert must have a slot, got none for 3 of 4 experts"),
+        (ExpertPlacement, (24, (range(12), (*range(1, 12), -1))), r"for 12, 13, .*, 19 and 4 more of 24 experts"),
+        (
+            ExpertPlacement,
+            (3, ((0, 1, 1), (2, -1, -1))),
+            r"hold an expert once, got expert 1 in slots 1 and 2 of rank 0",
+        ),
+        (ExpertPlacement, (5, ((0, 1), (2, 3))), r"lie in 1\.\.4, the number of slots \(2 ranks x 2\), got 5"),
+        (ExpertPlacement, (0, ((-1,),)), r"num_experts must lie in 1\.\.1.*got 0"),
+        (ExpertPlacement, (4, ((0, 1, 2), (3,))), r"same number of slots, got 3 on rank 0 and 1 on rank 1"),
+        (ExpertPlacement, (2, ((0, 1), (2, -1))), r"ids in -1\.\.1, got 2 in slot 0 of rank 1"),
+        (ExpertPlacement, (2, ((0, 1), (-2, -1))), r"ids in -1\.\.1, got -2 in slot 0 of rank 1"),
+        (ExpertPlacement, (2, ()), r"at least one rank with one slot, got \(\)"),
+        (ExpertPlacement, (2, ((), ())), r"at least one rank with one slot, got \(\(\), \(\)\)"),
+        (ExpertPlacement, (2, (0, 1)), r"slots must be a list of ids for each rank, got \(0, 1\)"),
+        (ExpertPlacement, (2, (("a",),)), r"slots must be a list of ids for each rank"),
+        (ExpertPlacement.contiguous, (6, 4), r"num_experts \(6\) must be divisible by num_ranks \(4\)"),
+        (partial(ExpertPlacement.contiguous, spare=-1), (4, 2), r"spare must be at least 0, got -1"),
+        (
+            partial(ExpertPlacement.from_slots, num_experts=3, num_ranks=2),
+            ([0, 1, 2],),
+            r"the number of slots \(3\) must be divisible by num_ranks \(2\)",
+        ),
+        (ExpertPlacement.load, ("p0.json",), r"p0\.json: the file must be JSON"),
+        (ExpertPlacement.load, ("p1.json",), r"p1\.json: .* must hold .* with moe_dispatch_placement 1, got list"),
+        (ExpertPlacement.load, ("p2.json",), r"got \['num_experts'\]"),
+        (ExpertPlacement.load, ("p3.json",), r"with moe_dispatch_placement 1"),
+        (ExpertPlacement.load, ("p4.json",), r"must be an integer, got '1'"),
+        (ExpertPlacement.load, ("p5.json",), r"p5\.json: ExpertPlacement: num_experts"),
+        (ExpertPlacement.load, ("missing.json",), r"cannot read .*missing\.json: No such file"),
+        (COPIES.save, ("missing/p.json",), r"cannot write"),
     ],
 )
-def test_malformed_files_are_refused(tmp_path: Path, text: str, told: str) -> None:
-    path = tmp_path / "p.json"
-    path.write_text(text)
+def test_placements_and_files_that_cannot_work_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any], arguments: Any, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
     with pytest.raises(ConfigError, match=told):
-        ExpertPlacement.load(path)
-
-
-def test_paths_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*missing\.json: No such file"):
-        ExpertPlacement.load(tmp_path / "missing.json")
-    with pytest.raises(ConfigError, match="cannot write"):
-        COPIES.save(tmp_path / "missing" / "p.json")
+        call(*arguments)

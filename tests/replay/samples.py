@@ -25,44 +25,6 @@ def small_table(lengths: dict[str, int] | None = None, *, layers: int = 3, top_k
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One random table, and one way to cut it: layout, parallelism and micro-batches."""
-
-    seed: int
-
-    def draw(self) -> Drawn:
-        draw = random.Random(self.seed)
-        cp, tp, pp = draw.randint(1, 2), draw.randint(1, 2), draw.randint(1, 3)
-        form = draw.choice(["BSHD", "SBHD", "THD", "Masked"])
-        kind: ShardKind = "zigzag" if draw.randint(0, 1) else "contiguous"
-        if form == "Masked":
-            cp, tp, kind = 1, 1, "contiguous"  # a part of its rows does not tell the sequences apart
-        num_experts, top_k = draw.choice([4, 254, 255, 40_000]), draw.randint(1, 3)
-        count, layers = draw.randint(1, 4), draw.randint(pp, pp + 2)
-        multiple = 2 * cp * tp
-        owned = [draw.randint(1, 3) * multiple for _ in range(count)]
-        if form != "THD":
-            owned = [max(owned)] * count
-        lengths = [draw.randint(1, rows) for rows in owned]
-        generator = torch.Generator().manual_seed(self.seed)
-        ids = [torch.randint(-1, num_experts, (size, layers, top_k), generator=generator) for size in lengths]
-        names = draw.sample([*range(10), *"abcdefghij"], count)
-        bounds = sorted(draw.sample(range(1, count), draw.randint(0, count - 1))) if count > 1 else []
-        return Drawn(
-            names=names,
-            ids=ids,
-            owned=owned,
-            num_experts=num_experts,
-            form=form,
-            kind=kind,
-            cp=cp,
-            tp=tp,
-            stages=[part.tolist() for part in torch.arange(layers).tensor_split(pp)],
-            micro_batches=[range(a, b) for a, b in zip([0, *bounds], [*bounds, count], strict=True)],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Drawn:
     names: list[int | str]
     ids: list[Tensor]
@@ -114,3 +76,36 @@ def _part(form: str, x: Tensor, index: int, size: int) -> Tensor:
 
 def _sums(lengths: list[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def draw_case(seed: int) -> Drawn:
+    """Draw a random table, and one way to cut it: layout, parallelism and micro-batches."""
+    draw = random.Random(seed)
+    cp, tp, pp = draw.randint(1, 2), draw.randint(1, 2), draw.randint(1, 3)
+    form = draw.choice(["BSHD", "SBHD", "THD", "Masked"])
+    kind: ShardKind = "zigzag" if draw.randint(0, 1) else "contiguous"
+    if form == "Masked":
+        cp, tp, kind = 1, 1, "contiguous"  # a part of its rows does not tell the sequences apart
+    num_experts, top_k = draw.choice([4, 254, 255, 40_000]), draw.randint(1, 3)
+    count, layers = draw.randint(1, 4), draw.randint(pp, pp + 2)
+    multiple = 2 * cp * tp
+    owned = [draw.randint(1, 3) * multiple for _ in range(count)]
+    if form != "THD":
+        owned = [max(owned)] * count
+    lengths = [draw.randint(1, rows) for rows in owned]
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(-1, num_experts, (size, layers, top_k), generator=generator) for size in lengths]
+    names = draw.sample([*range(10), *"abcdefghij"], count)
+    bounds = sorted(draw.sample(range(1, count), draw.randint(0, count - 1))) if count > 1 else []
+    return Drawn(
+        names=names,
+        ids=ids,
+        owned=owned,
+        num_experts=num_experts,
+        form=form,
+        kind=kind,
+        cp=cp,
+        tp=tp,
+        stages=[part.tolist() for part in torch.arange(layers).tensor_split(pp)],
+        micro_batches=[range(a, b) for a, b in zip([0, *bounds], [*bounds, count], strict=True)],
+    )

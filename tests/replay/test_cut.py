@@ -1,4 +1,4 @@
-"""Cuts of a table for the rows of one rank: what other trainers got wrong, policies, and refusals."""
+"""Cuts of a table for the rows of one rank: what other trainers got wrong, and policies."""
 
 from __future__ import annotations
 
@@ -13,62 +13,46 @@ from moe_dispatch.replay import Cut, RoutingTable, replayed
 from moe_dispatch_testing import run_ranks
 from tests.replay.samples import random_ids, small_table
 
-
-def test_rows_of_padding_get_no_stale_ids() -> None:
-    """sgl-project/sglang#36404: rows of padding came back with the ids of an earlier forward."""
-    table = small_table()
-    ids = table.routing_for(1, BSHD([5, 3]), ["a", "b"], like=(2, 6, 16)).view(2, 6, 2)
-    assert (ids[0, 5:] == -1).all()
-    assert (ids[1, 3:] == -1).all()
-    assert torch.equal(ids[0, :5], table.entries("a")[:, 1])
+TABLE = small_table()
+ONE_TOKEN = small_table({"a": 1, "b": 6})
+ZIGZAG = THD([0, 1, 7], [0, 4, 12])  # of ONE_TOKEN, on two ranks of context parallelism
+LEFT = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]]).bool().flatten()
 
 
-def test_padding_of_the_trainer_need_not_be_recorded() -> None:
-    """radixark/miles#465, THUDM/slime#1052: the trainer padded a pack to a multiple, and the rows did not fit."""
-    table = small_table()
-    layout = THD([0, 5, 8], [0, 8, 16])
-    ids = table.routing_for(0, layout, ["a", "b"])
-    assert ids.shape == (16, 2)
-    assert (ids[[5, 6, 7, 11, 15]] == -1).all()
+def rows(name: str, start: int, stop: int) -> list[tuple[str, int] | int]:
+    return [(name, position) for position in range(start, stop)]
 
 
-def test_dummy_sequence_behind_a_pack() -> None:
-    """A trainer that pads a pack with one more sequence: nobody recorded it, so the router chooses."""
-    ids = small_table().routing_for(0, THD([0, 5, 8]), ["a", None])
-    assert (ids[5:] == -2).all()
-
-
-def test_sequence_shorter_than_the_chunks_of_context_parallelism() -> None:
-    """verl-project/verl#7261 and #7449: a sequence of one token on the ranks of zigzag context parallelism."""
-    table = small_table({"a": 1, "b": 6})
-    layout = THD([0, 1, 7], [0, 4, 12])
-    first = table.routing_for(2, layout.shard(0, 2, "zigzag"), ["a", "b"])
-    second = table.routing_for(2, layout.shard(1, 2, "zigzag"), ["a", "b"])
-    a, b = table.entries("a")[:, 2], table.entries("b")[:, 2]
-    nothing = torch.full((1, 2), -1)
-    assert torch.equal(first, torch.cat([a, nothing, b[:2], nothing, nothing]))
-    assert torch.equal(second, torch.cat([nothing, nothing, b[2:6]]))
-
-
-def test_gaps_between_packed_sequences_do_not_shift_later_ones() -> None:
-    table = small_table()
-    ids = table.routing_for(0, THD([0, 5, 8, 16], [0, 6, 10, 20]), ["a", "b", "c"])
-    assert torch.equal(ids[10:18], table.entries("c")[:, 0])
-
-
-def test_left_padding_of_prompts() -> None:
-    table = small_table()
-    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]]).bool()
-    ids = table.routing_for(0, Masked(mask.flatten()), ["a", "b"], like=(2, 6, 1)).view(2, 6, 2)
-    assert torch.equal(ids[0, 1:], table.entries("a")[:, 0])
-    assert torch.equal(ids[1, 3:], table.entries("b")[:, 0])
-
-
-def test_order_of_sequences_is_that_of_the_micro_batch() -> None:
-    table = small_table()
-    ids = table.routing_for(0, SBHD([3, 5]), ["b", "a"], like=torch.zeros(5, 2, 16)).view(5, 2, 2)
-    assert torch.equal(ids[:3, 0], table.entries("b")[:, 0])
-    assert torch.equal(ids[:, 1], table.entries("a")[:, 0])
+@pytest.mark.parametrize(
+    ("table", "layout", "names", "like", "wanted"),
+    [
+        # Each row is a token (sequence, position), padding (-1), or takes the router's choice (-2).
+        # sgl-project/sglang#36404: rows of padding came back with the ids of an earlier forward.
+        (TABLE, BSHD([5, 3]), ["a", "b"], (2, 6, 16), [*rows("a", 0, 5), -1, *rows("b", 0, 3), -1, -1, -1]),
+        # radixark/miles#465, THUDM/slime#1052: the trainer padded a pack to a multiple, and the rows did not fit.
+        (TABLE, THD([0, 5, 8], [0, 8, 12]), ["a", "b"], None, [*rows("a", 0, 5), -1, -1, -1, *rows("b", 0, 3), -1]),
+        # A trainer that pads a pack with one more sequence: nobody recorded it, so the router chooses.
+        (TABLE, THD([0, 5, 8]), ["a", None], None, [*rows("a", 0, 5), -2, -2, -2]),
+        # verl-project/verl#7261 and #7449: a sequence of one token on the ranks of zigzag context parallelism.
+        (ONE_TOKEN, ZIGZAG.shard(0, 2, "zigzag"), ["a", "b"], None, [("a", 0), -1, *rows("b", 0, 2), -1, -1]),
+        (ONE_TOKEN, ZIGZAG.shard(1, 2, "zigzag"), ["a", "b"], None, [-1, -1, *rows("b", 2, 6)]),
+        # Left padding of prompts.
+        (TABLE, Masked(LEFT), ["a", "b"], (2, 6, 1), [-1, *rows("a", 0, 5), -1, -1, -1, *rows("b", 0, 3)]),
+        # The order of the sequences is that of the micro-batch.
+        (TABLE, SBHD([1, 2]), ["b", "a"], (2, 2, 16), [("b", 0), ("a", 0), -1, ("a", 1)]),
+        (TABLE, Rows(), ["a"], (5, 16), rows("a", 0, 5)),
+        (TABLE, THD([0, 2]), ["c"], None, rows("c", 0, 2)),  # a trainer may cut a sequence short
+        (TABLE, THD([0, 0]), ["a"], None, []),
+        (TABLE, THD([0]), [], None, []),
+    ],
+)
+def test_each_row_gets_the_ids_of_its_token(
+    table: RoutingTable, layout: Any, names: Any, like: Any, wanted: list[tuple[str, int] | int]
+) -> None:
+    for layer in table.layers:
+        ids = table.routing_for(layer, layout, names, like=like).tolist()
+        expected = [[row] * 2 if isinstance(row, int) else table.entries(row[0])[row[1], layer] for row in wanted]
+        assert ids == [torch.as_tensor(row).tolist() for row in expected]
 
 
 def test_layers_of_a_later_pipeline_stage() -> None:
@@ -87,25 +71,6 @@ def test_lookups_in_any_order_are_the_same() -> None:
         for name, cut in (("b", second), ("a", first)):
             assert torch.equal(cut.routing_for(n), forward[name, n])
             assert torch.equal(cut.routing_for(n), table.entries(name)[:, n])
-
-
-def test_rows_without_a_layout() -> None:
-    table = small_table()
-    assert torch.equal(table.routing_for(0, Rows(), ["a"], like=(5, 16)), table.entries("a")[:, 0])
-
-
-def test_shorter_than_recorded() -> None:
-    """A trainer may cut a sequence short."""
-    table = small_table()
-    assert torch.equal(table.routing_for(0, THD([0, 2]), ["c"]), table.entries("c")[:2, 0])
-
-
-def test_batch_without_rows() -> None:
-    assert small_table().routing_for(0, THD([0, 0]), ["a"]).shape == (0, 2)
-    assert small_table().routing_for(0, THD([0]), []).shape == (0, 2)
-
-
-TABLE = small_table()
 
 
 def test_all_ranks_raise_if_one_has_to() -> None:

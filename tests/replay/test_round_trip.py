@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from moe_dispatch.replay import RoutingTable
 from moe_dispatch.replay.entries import stored
-from tests.replay.samples import Case
+from tests.replay.samples import draw_case
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_cut_and_back(seed: int) -> None:
-    drawn = Case(seed=seed).draw()
+    drawn = draw_case(seed)
     table = drawn.table()
     back = RoutingTable.unknown(table.lengths, table.layers, table.top_k, table.num_experts)
     met_NL = torch.zeros(len(back.stored_NLK), len(table.layers), dtype=torch.int64)

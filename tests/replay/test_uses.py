@@ -109,23 +109,21 @@ def test_ranks_share_a_pass(fault: str | None) -> None:
     assert told[fault] in first
 
 
-def test_ranks_with_different_tables() -> None:
-    def body(group: Any) -> None:
-        with pytest.raises(ConfigError, match=r"Ranks disagree on the table: rank 0 has .*5.*, rank 1 has .*6"):
-            small_table({"a": 5 + group.rank()}).check_used(group=group)
+def test_ranks_that_do_not_agree_on_the_pass() -> None:
+    """With different tables, and with a sequence that the table of one rank lacks."""
 
-    run_ranks(body, 2)
-
-
-def test_a_pass_over_an_unknown_sequence_on_one_rank() -> None:
     def body(group: Any) -> str:
+        rank = group.rank()
+        with pytest.raises(ConfigError, match=r"Ranks disagree on the table: rank 0 has .*5.*, rank 1 has .*6"):
+            small_table({"a": 5 + rank}).check_used(group=group)
         with pytest.raises((InputError, PeerError)) as caught:
-            small_table().check_used(["az"[group.rank()]], group=group)
+            small_table().check_used(["az"[rank]], group=group)
         return str(caught.value)
 
+    told = "RoutingTable.check_used: sequence 'z' is not in the table"
     first, second = run_ranks(body, 2)
-    assert first.startswith("rank 1 refused: RoutingTable.check_used: sequence 'z' is not in the table")
-    assert second.startswith("RoutingTable.check_used: sequence 'z' is not in the table")
+    assert first.startswith(f"rank 1 refused: {told}")
+    assert second.startswith(told)
 
 
 def test_a_group_without_a_cpu_backend(monkeypatch: pytest.MonkeyPatch) -> None:
