@@ -120,8 +120,7 @@ class Layout(ABC):
             return None
         if not self.on_host:
             raise LayoutError(
-                f"{self}.real_rows: lengths must be known on the host, got them on {self.metadata[0].device}. "
-                "Use valid_T."
+                f"{self}.real_rows: lengths must be known on the host, got them on {self.device}. Use valid_T."
             )
         rows = self.mask(num_rows).nonzero().squeeze(1)
         return None if len(rows) == num_rows else rows
@@ -283,8 +282,8 @@ class Shard(Layout):
             )
         if self.size < 1 or not 0 <= self.index < self.size:
             raise ConfigError(
-                f"shard: index must lie in 0..size-1, got index {self.index} and size {self.size}. Pass group.rank() "
-                "and group.size()."
+                f"shard: index must lie in 0..size-1, got index {self.index} and size {self.size}. "
+                "Pass group.rank() and group.size()."
             )
 
     @property
@@ -301,8 +300,7 @@ class Shard(Layout):
         length = shape[self.sequence_dim(shape)]
         if self.kind == "zigzag" and length % 2:
             raise LayoutError(
-                f"{self}: this rank's part must be two equal chunks, got {length} positions. Pad sequences to a "
-                f"multiple of {2 * self.size}."
+                f"{self}: x must be two equal chunks, got {length} positions. Pad to a multiple of {2 * self.size}."
             )
         return rows
 
@@ -395,7 +393,6 @@ def integer_tensor(where: str, value: Tensor | Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if value.dtype not in INTEGER_DTYPES or value.dim() != 1:
         raise LayoutError(
-            f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}. Convert or "
-            "reshape it."
+            f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}. Convert it."
         )
     return value

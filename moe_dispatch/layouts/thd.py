@@ -78,8 +78,7 @@ class THD(Layout):
     def rows_of(self, shape: Sequence[int]) -> int:
         if len(shape) != 2 and not (len(shape) == 3 and 1 in shape[:2]):
             raise LayoutError(
-                f"THD: x must be [T, D], [1, T, D] or [T, 1, D], got shape {tuple(shape)}. Use BSHD or SBHD for "
-                "padded sequences."
+                f"THD: x must be [T, D], [1, T, D] or [T, 1, D], got shape {tuple(shape)}. Use BSHD or SBHD."
             )
         return prod(shape[:-1])
 
@@ -111,13 +110,9 @@ class THD(Layout):
         names = ("cu_seqlens", "cu_seqlens_padded")[: len(self.metadata)]
         for name, cu in zip(names, self.metadata, strict=True):
             if int(cu[0]) != 0:
-                raise LayoutError(
-                    f"THD: {name} must start at 0, got {_describe(cu)}. Put a 0 before the running sums of lengths."
-                )
+                raise LayoutError(f"THD: {name} must start at 0, got {_describe(cu)}. Put a 0 before the running sums.")
             if bool((cu[1:] < cu[:-1]).any()):  # a difference could overflow
-                raise LayoutError(
-                    f"THD: {name} must not decrease, got {_describe(cu)}. Pass running sums of sequence lengths."
-                )
+                raise LayoutError(f"THD: {name} must not decrease, got {_describe(cu)}. Pass running sums of lengths.")
         if (end := int(self.owned[-1])) != num_rows:
             way_out = "Pass cu_seqlens_padded if sequences are padded, or" if self.all_real else "Use"
             raise LayoutError(
