@@ -1,6 +1,21 @@
 """All torch.distributed collectives of moe_dispatch, and ``raise_alike``, with which ranks raise together.
 
-Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other ways.
+Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other ways. These functions talk to other ranks:
+
+======================  ===========================================================================================
+dispatch on alltoall    ``AllToAll.start`` (counts) and ``send`` (rows) in ``backends/alltoall/backend.py``
+its combine             ``Leg.bring_back``; also the backward of dispatch
+backward of combine     ``exchange``; also ``dispatch(again=...)``
+the other forms         ``FixedAllToAll.start``; ``TwoLevelAllToAll.start`` and ``finish``
+allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``
+sizes of a call         ``agreement.settle``; ``agreement.tell_peers`` if this rank refuses the call
+a refusal among counts  ``autograd.start``
+expert weights          ``SlotWeights.fetch`` and its backward
+a plan of experts       ``balancing.plan_balance``; ``balancing.place``
+a dispatcher is built   ``lease_channel``
+between steps           ``overflow`` (check, grow, retry), ``read_metrics``, ``run_self_test``
+data, not rows          ``broadcast_layout``, ``RoutingTable.gathered``, ``Trace.record``
+======================  ===========================================================================================
 """
 
 from __future__ import annotations
