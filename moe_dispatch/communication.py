@@ -4,7 +4,7 @@ Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other wa
 
 ======================  ===========================================================================================
 dispatch on alltoall    ``AllToAll.start`` (counts) and ``send`` (rows) in ``backends/alltoall/backend.py``
-its combine             ``Leg.bring_back``; also the backward of dispatch
+its combine             ``Leg.start_return``; also the backward of dispatch
 backward of combine     ``exchange``; also ``dispatch(again=...)``
 the other forms         ``FixedAllToAll.start``; ``TwoLevelAllToAll.start`` and ``finish``
 allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``

@@ -283,7 +283,8 @@ class Combine(torch.autograd.Function):
         state.lease.tell_watchdog()
         weights_R = weights_R if ctx.channel.config.weights == "combine" else None
         with profiler_range("combine.backward"):
-            grad_TD = pad(grad_TD, state.real_rows, state.padded)
+            if state.real_rows is not None or state.padded != state.num_rows:
+                grad_TD = pad(grad_TD, state.real_rows, state.padded)
             return *state.route.combine_backward(grad_TD, rows_RD, weights_R), None, None
 
 

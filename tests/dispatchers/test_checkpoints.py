@@ -30,7 +30,7 @@ EMULATED: tuple[Any, ...] = ({"name": "deepep", "emulate": True}, {"name": "hybr
 
 def recipe() -> Any:
     """What the page's code defines."""
-    return SimpleNamespace(**run_page("checkpoints.md"))
+    return SimpleNamespace(**run_page("training.md"))
 
 
 def config(backend: Any, **fields: Any) -> DispatcherConfig:

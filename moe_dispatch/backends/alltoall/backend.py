@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -54,20 +54,36 @@ class Leg:
     member_S: Tensor
     cu_T: Tensor
 
-    def bring_back(self, packets: Tensor, form: Packet, label: str, out: Tensor, values: Tensor | None) -> None:
-        """Return one packet for each row that arrived, and sum the packets that come back by row.
+    def start_return(self, packets: Tensor, label: str) -> tuple[Tensor, Started | None]:
+        """Start to return one packet for each row that arrived.
+
+        Returns:
+            Memory of the workspace for the packets that come back, in the order of ``source_S``; and the exchange.
+        """
+        received = self.context.workspace.take((self.source_S.shape[0], packets.shape[1]), packets.device)
+        label += self.suffix
+        work = self.context.communicator.all_to_all(received, packets, self.rows_out, self.rows_in, label=label)
+        return received, work
+
+    def add_up(
+        self,
+        came_back: tuple[Tensor, Started | None],
+        packets: Tensor,
+        form: Packet,
+        out: Tensor,
+        values: Tensor | None,
+    ) -> None:
+        """Wait for the packets that come back, and sum them by row.
 
         Args:
-            packets: Memory of the workspace, (rows that arrived, stride). It is given back.
+            came_back: Result of ``start_return``. Its memory is given back.
+            packets: The packets that were returned, in memory of the workspace. It is given back.
             form: Format of the packets.
-            label: Name of the collective, without the suffix.
             out: (T, D), gets the sums of the rows.
             values: (T, K), gets the sums of the weights; None if the packets have none.
         """
-        space, permutation = self.context.workspace, self.context.permutations[type(packets), packets.device.type]
-        received = space.take((self.source_S.shape[0], form.stride), packets.device)
-        label += self.suffix
-        work = self.context.communicator.all_to_all(received, packets, self.rows_out, self.rows_in, label=label)
+        (received, work), space = came_back, self.context.workspace
+        permutation = self.context.permutations[type(received), received.device.type]
         if work is not None:
             work.wait()
         space.give(packets)
@@ -104,10 +120,11 @@ class AllToAllRoute(RankMajorRoute):
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
         form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
-        num_rows = self.leg.cu_T.shape[0] - 1
+        came_back, num_rows = self.leg.start_return(packets, label), self.leg.cu_T.shape[0] - 1
+        # The results are allocated while the rows travel.
         out = self.context.workspace.lend(num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         values = None if values_R is None else values_R.new_empty(num_rows, form.top_k)
-        self.leg.bring_back(packets, form, label, out, values)
+        self.leg.add_up(came_back, packets, form, out, values)
         return out, values
 
     def tensors(self) -> list[Tensor]:
@@ -136,6 +153,7 @@ class Underway:
         host: The same counts on the host, as ``read_counts`` returns them.
         owner_TK: 1 + the rank of each slot's expert, 0 for none.
         weights_TK: Weights of the slots.
+        way: The way back of the slots, with ``reduction="exact"``.
     """
 
     leg: Leg
@@ -148,6 +166,7 @@ class Underway:
     host: list[int]
     owner_TK: Tensor
     weights_TK: Tensor
+    way: Any = None
 
 
 class AllToAll(Backend):
@@ -162,7 +181,8 @@ class AllToAll(Backend):
 
     Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
 
-    The one extension point is ``route``, with the two methods that turn routes into tensors and back.
+    ``ExactAllToAll`` replaces ``route``, adds to ``start``, and replaces the methods that turn routes into tensors and
+    back.
     """
 
     def __init__(self, context: BackendContext) -> None:
@@ -170,7 +190,6 @@ class AllToAll(Backend):
         self.width = 1 + context.shape.num_local_experts
         self.first_expert = context.communicator.rank * context.shape.num_local_experts
 
-    @final
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Underway:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -22,7 +22,7 @@ from moe_dispatch.backends.alltoall.backend import (
     exchange,
     restored_leg,
 )
-from moe_dispatch.backends.base import BackendContext, Route, WireDtype
+from moe_dispatch.backends.base import BackendContext, Route, Sizes, WireDtype
 from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.rank_major import RankMajorRoute, back_wire
 from moe_dispatch.backends.wire import packet, row_format
@@ -133,11 +133,18 @@ class ExactRoute(RankMajorRoute):
 class ExactAllToAll(AllToAll):
     """``alltoall`` with one level and ``reduction="exact"``."""
 
-    def route(self, started: Underway, index: SlotIndex) -> RankMajorRoute:
+    def start(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
+    ) -> Underway:
+        """Start the dispatch as in the fast form, and group the slots for the way home while the rows travel."""
+        started = super().start(rows_TD, ids_TK, weights_TK, sizes, mark)
         width, size, host = self.width, self.context.shape.ep_size, started.host
-        by_rank = [sum(host[start : start + width - 1]) for start in range(width, len(host), width)]
+        by_rank = [sum(host[begin : begin + width - 1]) for begin in range(width, len(host), width)]
         way = SlotWay.make(started.leg, by_rank[:size], by_rank[size:], started.owner_TK, range(size))
-        return ExactRoute(context=self.context, ways=(way,), index=index, weights_TK=started.weights_TK)
+        return replace(started, way=way)
+
+    def route(self, started: Underway, index: SlotIndex) -> RankMajorRoute:
+        return ExactRoute(context=self.context, ways=(started.way,), index=index, weights_TK=started.weights_TK)
 
     def restore(self, tensors: Sequence[Tensor]) -> Route:
         return restored_route(self.context, tensors, ("",))

@@ -217,12 +217,14 @@ class TwoLevelRoute(RankMajorRoute):
     ) -> tuple[Tensor, Tensor | None]:
         (outer, inner), space = self.legs, self.context.workspace
         form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
+        came_back = inner.start_return(packets, label)
         relayed = space.take((inner.cu_T.shape[0] - 1, form.stride), rows_RD.device)
         values = None if values_R is None else form.weights(relayed)
-        inner.bring_back(packets, form, label, form.read(relayed), values)
+        inner.add_up(came_back, packets, form, form.read(relayed), values)
+        came_back = outer.start_return(relayed, label)
         out = space.lend(self.num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         values = None if values_R is None else values_R.new_empty(self.num_rows, form.top_k)
-        outer.bring_back(relayed, form, label, out, values)
+        outer.add_up(came_back, relayed, form, out, values)
         return out, values
 
     def tensors(self) -> list[Tensor]:
