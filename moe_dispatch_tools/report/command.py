@@ -8,7 +8,7 @@ from moe_dispatch.errors import TraceError
 from moe_dispatch_tools.report.run_page import run_page
 from moe_dispatch_tools.report.trace_page import trace_page
 from moe_dispatch_tools.traces import RunLog, Trace
-from moe_dispatch_tools.traces.run_reading import run_files
+from moe_dispatch_tools.traces.run_log import run_files
 
 
 def write_report(source: str | Path, out: str | Path) -> Path:
