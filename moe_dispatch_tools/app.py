@@ -205,26 +205,28 @@ def plan_command(
     moe-dispatch plan experiment.yaml --tokens 64 --set spare_experts_per_rank=1
     """  # noqa: D301
     from moe_dispatch_tools.plan import command as plan
-    from moe_dispatch_tools.plan.sequences import Batch, Parallelism
+    from moe_dispatch_tools.plan.forecast import MicroBatch
 
-    request = plan.Request(
-        file=config,
+    batch_of_rank = MicroBatch(
+        tokens=tokens, batch_size=batch, seq_length=seq, tp=tp, cp=cp, sequence_parallel=sequence_parallel
+    )
+    return plan.run(
+        config,
+        batch_of_rank,
         ep_size=ep,
         nodes=nodes,
-        parallelism=Parallelism(tp=tp, cp=cp, sequence_parallel=sequence_parallel),
-        batch=Batch(tokens=tokens, batch_size=batch, seq_length=seq),
         layers=layers,
         dtype=dtype,
         routing=routing,
         seed=seed,
         backends=backends,
-        factors=capacity_factor or (),
+        factors=capacity_factor,
         graph_safe=graph_safe,
-        changes=changes or (),
+        changes=changes,
         balance=balance,
         flop_per_byte=flop_per_byte,
+        as_json=as_json,
     )
-    return plan.run(plan.make_forecast(request), as_json=as_json)
 
 
 @app.command("compare")
