@@ -127,7 +127,7 @@ class MicroBatch:
             rows = self.tokens or recorded or config.max_tokens_per_rank or 0
         if rows < 1:
             raise ConfigError(
-                f"plan: the rows of a rank must be 1 or more, got {recorded}. Give --tokens, or --batch and --seq, or "
+                "plan: the rows of a rank must be 1 or more, got none. Give --tokens, or --batch and --seq, or "
                 "set max_tokens_per_rank."
             )
         return {
