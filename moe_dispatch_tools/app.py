@@ -118,19 +118,16 @@ def doctor_command(
     torchrun --nproc-per-node 8 --no-python moe-dispatch doctor --json
     """  # noqa: D301
     from moe_dispatch_tools.doctor import command as doctor
-    from moe_dispatch_tools.doctor.diagnosis import Request
 
-    request = Request(
+    return doctor.run(
+        {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden},
         backend=backend,
         emulated=emulated,
         ranks=ranks,
         ep_size=ep,
         ranks_per_node=ranks_per_node,
-        num_experts=num_experts,
-        top_k=top_k,
-        hidden_size=hidden,
+        as_json=as_json,
     )
-    return doctor.run(request, as_json=as_json)
 
 
 @app.command("check")
