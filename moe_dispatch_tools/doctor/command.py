@@ -25,42 +25,36 @@ Finding = dict[str, Any]
 
 
 def run(
-    model: dict[str, int],
+    config: DispatcherConfig,
     *,
     backend: str | None,
     emulated: bool,
     ranks: int,
-    ep_size: int | None,
-    ranks_per_node: int | None,
     as_json: bool,
 ) -> int:
     """Run the self-tests and print the findings.
 
     Args:
-        model: Number of experts, top_k and hidden size, as in a config.
+        config: Config with the sizes of the model.
         backend: Name of the backend to test; None for all backends and permutations.
         emulated: Whether emulations of missing libraries are also tested.
         ranks: Number of processes to start for self-tests. Under torchrun, torchrun's number of ranks is used.
-        ep_size: Number of ranks for which constraints are shown; None for the number of tested ranks.
-        ranks_per_node: Ranks per node for which constraints are shown; None for the detected number.
         as_json: Whether to print JSON.
 
     Returns:
         The exit status: 0 if the named backend works or, without a name, if no self-test fails. Otherwise 1.
 
     Raises:
-        ConfigError: The backend does not exist, or the sizes of the model are wrong.
+        ConfigError: The backend does not exist.
     """
     first = this_rank() == 0
     with console.progress("self-tests", visible=first) as show:
         found = diagnose(
-            DispatcherConfig(**model),
+            config,
             [backend] if backend else known_backends(),
             permutations=backend is None,
             emulated=emulated,
             ranks=num_ranks(ranks),
-            ep_size=ep_size,
-            ranks_per_node=ranks_per_node,
             on_done=show,
         )
     if not first:  # only rank 0 has the results
@@ -83,8 +77,6 @@ def diagnose(
     permutations: bool,
     emulated: bool,
     ranks: int,
-    ep_size: int | None,
-    ranks_per_node: int | None,
     on_done: Callable[[int, int], None],
 ) -> Finding:
     """Probe and test backends, and read their constraints. Starts processes. Under torchrun the call is collective.
@@ -115,11 +107,11 @@ def diagnose(
     backends = []
     for name, release in wanted:
         verdict, test = _probe(name, release), results.get(f"{name} {release}")
-        size = ep_size or (topology["ranks"] if test is None else test["ranks"])
+        size = topology["ranks"] if test is None else test["ranks"]
         needs, refused = None, None
         if isinstance(verdict, Usable):
             nodes = topology["ranks_per_node"] if size == topology["ranks"] else None
-            needs, refused = _refusal(config, name, release, size, ranks_per_node or nodes)
+            needs, refused = _refusal(config, name, release, size, nodes)
         backends.append(
             {
                 "name": name,

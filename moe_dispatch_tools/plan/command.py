@@ -54,6 +54,7 @@ def run(
     if graph_safe:
         later = {name: fields.pop(name) for name in _GRAPH_SAFE_FIELDS if name in fields}
     model = read_model(file, layers=layers, dtype=dtype, changes=fields)
+    routing = str(file) if routing == "uniform" and file.suffix == ".safetensors" else routing
     if routing.endswith(".safetensors"):
         cut = not (graph_safe or model.config.graph_safe)
         source, ranks = traced_routing(Path(routing), model.config, ep_size=ep_size, cut=cut)

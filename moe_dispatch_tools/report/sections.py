@@ -5,42 +5,35 @@ A section is plain data for the template. Dimensions are those of ``loads``; ``S
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import known_backends, load_backend
-from moe_dispatch.backends.capacity import balanced_rows, worst_rows
+from moe_dispatch.backends import load_backend
+from moe_dispatch.backends.capacity import balanced_rows
 from moe_dispatch.backends.requirements import shape_of
-from moe_dispatch.config import PAD_MULTIPLES, DispatcherConfig
+from moe_dispatch.config import DispatcherConfig
 from moe_dispatch_tools.loads import Traffic, count_traffic, padded_rows
-from moe_dispatch_tools.names import NamedBackend
 from moe_dispatch_tools.pictures import curves, load_map, rank_matrix
-from moe_dispatch_tools.placements import MOST_DISPATCHES, ExpertCost, choices_for, placement_plans
-from moe_dispatch_tools.plan.forecast import (
-    FACTORS,
-    Dispatches,
-    PlannedBackend,
-    capacity_plans,
-    needed_factor,
-    planned_backends,
-)
+from moe_dispatch_tools.plan.forecast import Dispatches
 from moe_dispatch_tools.traces import RunLog, Trace
 
 _MOST_COLUMNS = 400  # of a picture; a column then stands for several steps
 _MAPPED_LAYERS = 8
-_MATRIX_RANKS = 16
 _CAUSES = {"masked": "masked", "rank": "for ranks", "expert": "for experts"}
 _PADDING = (
     "Masked rows are padding rows of a layout that are kept, but go to no expert. Rows for ranks make the row counts "
     "of ranks equal or aligned. Rows for experts round the rows of each expert up to pad_multiple."
 )
 _BANDS = "A line is the mean, and the band around it goes from the smallest to the largest value."
+
+_PLAN = (
+    "moe-dispatch plan {name} counts what other backends, capacities, values of pad_multiple and placements would do "
+    "with this routing."
+)
 
 Section = dict[str, Any]
 
@@ -166,7 +159,7 @@ def trace_content(name: str, trace: Trace) -> dict[str, Any]:
     Raises:
         TraceError: Some ranks are missing, or an expert id is out of range.
     """
-    found = dispatches_of(trace)
+    found, rank_padding, traffic = counts_of(trace)
     timeline = Timeline(
         names=trace.layers,
         layer_C=torch.tensor([call.layer for call in trace.calls]),
@@ -176,21 +169,22 @@ def trace_content(name: str, trace: Trace) -> dict[str, Any]:
     )
     return {
         "title": f"Routing of {name}",
-        "intro": [_summary(timeline)],
+        "intro": [_summary(timeline), _PLAN.format(name=name)],
         "settings": _settings(trace, {"dispatchers": len(trace.layers), "steps": trace.steps}),
         "sections": [
             load_section(timeline),
             imbalance_section(timeline),
-            *([_placement_section(found, timeline)] if trace.ep_size > 1 else []),
-            _trace_padding(trace, found),
-            _traffic_section(trace, found),
-            _capacity_section(found),
+            _trace_padding(trace, found, rank_padding),
+            _trace_bytes(trace, traffic),
         ],
     }
 
 
-def dispatches_of(trace: Trace) -> Dispatches:
-    """Count the dispatches of a trace. Planners are pure, so a config with ``balance`` gives the placements again.
+def counts_of(trace: Trace) -> tuple[Dispatches, int, Traffic | None]:
+    """Count the dispatches of a trace, the padding rows for ranks, and the bytes of the recorded backend if it says.
+
+    The backend has the needs of the recorded run. Planners are pure, so a config with ``balance`` gives the placements
+    of the run again.
 
     Raises:
         TraceError: Some ranks are missing, or an expert id is out of range.
@@ -198,24 +192,12 @@ def dispatches_of(trace: Trace) -> Dispatches:
     trace.require_whole("report")
     trace.check_ids("report")
     shape = shape_of(trace.config, trace.ep_size, trace.ranks_per_node)
-    shape = dataclasses.replace(shape, max_tokens_per_rank=shape.max_tokens_per_rank or max(trace.max_rows, 1))
     sent = ([part.sent_ids(cut=trace.cuts(part)) for part in call.parts] for call in trace.calls)
-    return Dispatches.count(trace.config, shape, sent, [call.parts[0].dtype for call in trace.calls])
-
-
-def recorded_backend(trace: Trace) -> PlannedBackend:
-    """Return the recorded backend, with the needs that it had in the recorded run."""
+    found = Dispatches.count(trace.config, shape, sent, [call.parts[0].dtype for call in trace.calls])
     options = trace.config.backend_options or load_backend(trace.backend_name)()
-    return PlannedBackend(label=trace.backend_name, rules="recorded", options=options, needs=trace.needs)
-
-
-def traffic_of(found: Dispatches, backend: PlannedBackend) -> tuple[int, Traffic | None]:
-    """Count the padding rows that a backend needs for ranks, and its bytes; None if it cannot say."""
-    assert backend.needs is not None
-    assert backend.options is not None
-    padded_CP = padded_rows(found.loads.rows_CP, backend.needs, found.config)
-    padding = int((padded_CP - found.loads.rows_CP).sum())
-    return padding, count_traffic(backend.options, found.shape, found.loads, padded_CP, found.dtypes)
+    padded_CP = padded_rows(found.loads.rows_CP, trace.needs, trace.config)
+    traffic = count_traffic(options, shape, found.loads, padded_CP, found.dtypes)
+    return found, int((padded_CP - found.loads.rows_CP).sum()), traffic
 
 
 def _summary(timeline: Timeline) -> str:
@@ -238,128 +220,42 @@ def _settings(of: Trace | RunLog, more: dict[str, Any]) -> dict[str, Any]:
     return {"backend": of.backend_name, "ranks": of.ep_size, **named, **more, **versions}
 
 
-def _placement_section(found: Dispatches, timeline: Timeline) -> Section:
-    """Show the busiest rank if busy experts had copies on other ranks."""
-    choices = choices_for(found.config, others=True)
-    plans = []
-    for layer in range(len(timeline.names)):
-        experts_CPE = found.experts_CPE[timeline.layer_C == layer]
-        some_CPE = experts_CPE[:: -(-len(experts_CPE) // MOST_DISPATCHES)]
-        plans.append(list(placement_plans(some_CPE, found.home_shape, choices, ExpertCost(itemsize=1))))
-    rows = [
-        (
-            f"{choice.planner}, {choice.spare} spare{', once' * choice.once}",
-            mean(plan.imbalance for plan in of_layers),
-            max(plan.worst_imbalance for plan in of_layers),
-            int(max(plan.peak_rows for plan in of_layers)),
-            mean(plan.copied_experts for plan in of_layers),
-        )
-        for choice, of_layers in zip(choices, zip(*plans, strict=True), strict=True)
-    ]
-    return _section(
-        "Placements",
-        [
-            "The rows of the busiest rank if busy experts had copies on other ranks, in spare expert slots. Each "
-            "dispatcher has its own placements: one for all steps (once), or one for each dispatch. At most "
-            f"{MOST_DISPATCHES} dispatches of each are planned, spread over the steps. A copied expert sends its "
-            "weights in each forward, and gets gradients back.",
-        ],
-        tables=[
-            _table(
-                "Busiest rank by placement, mean of all dispatchers",
-                ("placement", "of the mean", "worst", "peak rows", "copied experts"),
-                rows,
-            )
-        ],
-    )
-
-
-def _trace_padding(trace: Trace, found: Dispatches) -> Section:
+def _trace_padding(trace: Trace, found: Dispatches, rank_padding: int) -> Section:
     idle = {True: 0, False: 0}
     for part in (part for call in trace.calls for part in call.parts):
         real = part.layout.num_real(part.num_rows)
         idle[trace.cuts(part)] += 0 if real is None else part.num_rows - real
-    real, own = int(found.loads.tokens_CE.sum()), found.config.pad_multiple_rows
-    labels, rows = {value: name for name, value in PAD_MULTIPLES.items()}, []
-    for value in sorted({own, *labels}):
-        padding = int(found.loads.expert_padding_CP(value).sum())
-        told = ", ".join(filter(None, [str(value), labels.get(value, ""), "recorded" * (value == own)]))
-        rows.append((told, padding, 100 * padding / max(real + padding, 1)))
-    return _section(
-        "Padding",
-        [
-            f"The backend got {int(found.loads.rows_CP.sum())} rows, {idle[False]} of them masked, and the experts got "
-            f"{real} rows. The dispatchers left out {idle[True]} padding rows of the layout, which cost nothing.",
-            _PADDING,
-        ],
-        tables=[_table("Padding for experts, by pad_multiple", ("pad_multiple", "rows", "% of rows at experts"), rows)],
+    real, padding = int(found.loads.tokens_CE.sum()), int(found.loads.expert_padding_CP(found.shape.pad_multiple).sum())
+    rows = [("left out", idle[True]), ("masked", idle[False]), ("for ranks", rank_padding), ("for experts", padding)]
+    return _section("Padding", [_padded(real, padding), _PADDING], tables=[_table("Padding", ("cause", "rows"), rows)])
+
+
+def _padded(real: int, padding: int) -> str:
+    share = 100 * padding / max(real + padding, 1)
+    return f"The experts got {real} rows. Padding for experts is {share:.1f} % of all rows."
+
+
+def _trace_bytes(trace: Trace, traffic: Traffic | None) -> Section:
+    heading = "Bytes between ranks"
+    if traffic is None or trace.ep_size == 1:
+        return _section(heading, ["No bytes between ranks are known."])
+    scale = trace.steps * 1e6
+    text = (
+        f"Bytes that {trace.backend_name} sends in a step, forward and backward. Rows travel in {traffic.row_dtypes}."
     )
+    note = " Only rows are counted. The library sends more beside them." * traffic.payload_only
+    matrix_PP = traffic.pairs_PP / scale
+    alt = f"Matrix of MB per step from each rank to each other rank, at most {float(matrix_PP.max()):.3g}."
+    sent = {label: of_CP.sum(0) / scale for label, of_CP in traffic.sent_CP.items()}
+    return _section(heading, [text + note], [rank_matrix(matrix_PP, unit="MB per step", alt=alt)], [_bytes_table(sent)])
 
 
-def _traffic_section(trace: Trace, found: Dispatches) -> Section:
-    """Show padding for ranks and bytes of all backends, and bytes by pair of ranks of the recorded backend."""
-    backends = [recorded_backend(trace)]
-    for name in known_backends():
-        if name != trace.backend_name:
-            backends += planned_backends(NamedBackend(label=name, where=name), found)
-    usable = {one.label: traffic_of(found, one) for one in backends if one.refused is None}
-    labels = dict.fromkeys(label for _, traffic in usable.values() if traffic for label in traffic.sent_CP)
-    scale, rows = trace.steps * 1e6, []
-    for name, (padding, traffic) in usable.items():
-        cells: list[Any] = [name, padding]
-        if traffic is None:
-            cells += ["unknown", *[None] * (len(labels) + 1)]
-        else:
-            sent = {label: float(of.sum()) / scale for label, of in traffic.sent_CP.items()}
-            dtypes = traffic.row_dtypes + ", only rows are counted" * traffic.payload_only
-            cells += [dtypes, *(sent.get(label, 0.0) for label in labels), sum(sent.values())]
-        rows.append(cells)
-    heads = ("backend", "padding rows for ranks", "rows in", *labels, "total")
-    tables = [_table("Backends: padding of all steps, and MB per step to other ranks", heads, rows)]
-    if refused := [(one.label, one.refused) for one in backends if one.refused is not None]:
-        tables.append(_table("Backends that refuse this run", ("backend", "why"), refused))
-    text = [
-        "Bytes that ranks send to each other in a step, forward and backward. The first backend was recorded. Its "
-        "numbers follow the rules that it had in the recorded run. The other backends were not run. Their numbers "
-        "follow their rules on this machine."
-    ]
-    recorded, pictures = usable[trace.backend_name][1], []
-    if recorded is not None and trace.ep_size > 1:
-        matrix_PP = recorded.pairs_PP / scale
-        alt = f"Matrix of MB per step from each rank to each other rank, at most {float(matrix_PP.max()):.3g}."
-        pictures = [rank_matrix(matrix_PP, unit="MB per step", alt=alt)]
-        totals = [(str(rank), float(of.sum()), float(matrix_PP[:, rank].sum())) for rank, of in enumerate(matrix_PP)]
-        if trace.ep_size <= _MATRIX_RANKS:
-            totals = [(*row, *of.tolist()) for row, of in zip(totals, matrix_PP, strict=True)]
-        to = [f"to {rank}" for rank in range(len(totals[0]) - 3)]
-        tables.append(_table("MB per step of each rank", ("rank", "sent", "received", *to), totals, folded=True))
-    return _section("Bytes between ranks", text, pictures, tables)
-
-
-def _capacity_section(found: Dispatches) -> Section:
-    if found.config.balance is not None:
-        return _section("Overflow", ["Graph-safe mode, which has capacities, refuses balance."])
-    shape = found.capacity_shape
-    return _section(
-        "Overflow",
-        [
-            "A graph-safe buffer holds capacity_factor times the balanced load of a rank, which is "
-            f"{balanced_rows(shape)} rows here. A factor of {needed_factor(found):.3f} would have been enough for all "
-            f"recorded steps. The worst possible routing needs {worst_rows(shape) / balanced_rows(shape):.3g}.",
-            "A dispatch overflows if some rank needs more rows than its buffer holds. The other rows are dropped, and "
-            "shown as a share of all rows at experts.",
-        ],
-        tables=[
-            _table(
-                "Overflow by capacity",
-                ("capacity_factor", "rows of a rank", "% of dispatches that overflow", "% of rows dropped"),
-                [
-                    (str(one["factor"]), one["rows"], 100 * one["overflow"], 100 * one["dropped"])
-                    for one in capacity_plans(found, (*FACTORS, 3.0, 4.0))
-                ],
-            )
-        ],
-    )
+def _bytes_table(sent_P: Mapping[str, Tensor]) -> Any:
+    """Make a table of the MB per step that each rank sends, by collective."""
+    columns = [*sent_P.values(), torch.stack([*sent_P.values()]).sum(0)]
+    rows = [(str(rank), *(float(of[rank]) for of in columns)) for rank in range(len(columns[0]))]
+    rows.append(("all", *(float(of.sum()) for of in columns)))
+    return _table("MB per step to other ranks", ("rank", *sent_P, "total"), rows)
 
 
 def run_content(name: str, run: RunLog) -> dict[str, Any]:
@@ -408,9 +304,7 @@ def _run_padding(run: RunLog, timeline: Timeline) -> Section:
     return _section(
         "Padding",
         [
-            f"The experts got {real} rows. Rows for experts are {100 * padding / max(real + padding, 1):.1f} % of all "
-            f"rows at experts. The dispatchers left out {sum(columns[0])} padding rows of the layout, which cost "
-            "nothing.",
+            _padded(real, padding),
             _PADDING,
         ],
         [curves(timeline.lines(rows_SP), alt=alt, stride=timeline.stride, ylabel="rows of a rank")],
@@ -425,12 +319,8 @@ def _run_bytes(run: RunLog) -> Section:
     )
     if not run.sent:
         return _section("Bytes between ranks", ["No bytes between ranks were counted.", note])
-    sent_LP = torch.stack([of.sum(0) for of in run.sent.values()]).double() / run.steps / 1e6
-    columns_PL = torch.cat([sent_LP, sent_LP.sum(0, keepdim=True)]).t()
-    rows = [(str(rank), *of.tolist()) for rank, of in enumerate(columns_PL)]
-    caption = "MB per step to other ranks, forward and backward"
-    table = _table(caption, ("rank", *run.sent, "total"), [*rows, ("all", *columns_PL.sum(0).tolist())])
-    return _section("Bytes between ranks", [note], tables=[table])
+    sent_P = {label: of_SP.sum(0) / run.steps / 1e6 for label, of_SP in run.sent.items()}
+    return _section("Bytes between ranks", [note], tables=[_bytes_table(sent_P)])
 
 
 def _run_overflow(run: RunLog, timeline: Timeline) -> Section:

@@ -123,6 +123,9 @@ def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Pa
     assert found["routing"] == "run.safetensors: 1 dispatches of 1 layers in 1 steps"
     sent = found["backends"][0]["sent"]["dispatch"]
     assert (sent["low"], sent["high"], 4 * sent["expected"]) == (min(measured), max(measured), sum(measured))
+    own = asked(command, str(path), "-b", "alltoall,allgather")  # with the config of the trace
+    assert (own["routing"], own["received"], own["model"]["name"]) == (found["routing"], found["received"], path.name)
+    assert (own["model"]["layers"], own["model"]["dtype"]) == (1, "bfloat16")
     answer = command("plan", model, "--routing", str(path), "--ep", "8")
     assert answer.status == 2
     assert answer.error.startswith("Error: Trace.check: ep_size must be 4, as in the trace, got 8.")
