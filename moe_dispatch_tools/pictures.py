@@ -37,6 +37,7 @@ _WIDTH = 4.7  # inches, so that text on a phone has about this size
 _WIDEST_SHARE = 8.0
 
 
+@mpl.rc_context(_STYLE)
 def load_map(tokens_SE: Tensor, *, title: str, alt: str, stride: int = 1) -> str:
     """Draw a heat map of the rows of each expert in each step, divided by the mean of the step.
 
@@ -65,6 +66,7 @@ def load_map(tokens_SE: Tensor, *, title: str, alt: str, stride: int = 1) -> str
     return _image(figure, alt)
 
 
+@mpl.rc_context(_STYLE)
 def curves(
     lines: Mapping[str, Sequence[Tensor]], *, alt: str, stride: int = 1, bottom: float = 0.0, ylabel: str
 ) -> str:
@@ -93,6 +95,7 @@ def curves(
     return _image(figure, alt)
 
 
+@mpl.rc_context(_STYLE)
 def rank_matrix(values_PP: Tensor, *, unit: str, alt: str) -> str:
     """Draw a matrix of the bytes from each rank (row) to each rank (column)."""
     figure, axes = _figure(3.4)
@@ -104,14 +107,13 @@ def rank_matrix(values_PP: Tensor, *, unit: str, alt: str) -> str:
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        return figure, figure.subplots()
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def _image(figure: Figure, alt: str) -> str:
     """Return a picture as an HTML element that holds its data."""
-    with mpl.rc_context(_STYLE), io.BytesIO() as file:
+    with io.BytesIO() as file:
         figure.savefig(file, format="svg", metadata={"Date": None})
         data = base64.b64encode(file.getvalue()).decode()
     return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}">'

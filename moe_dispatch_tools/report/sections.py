@@ -1,6 +1,6 @@
 """The sections of a report: the load of experts and ranks over steps, padding, bytes, capacities, placements, replay.
 
-A section is plain data for the template. Dimensions are those of ``loads``; ``S``: steps of a run.
+A section is plain data for the template, which explains it. Dimensions are those of ``loads``; ``S``: steps of a run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,6 @@ from moe_dispatch_tools.traces import RunLog, Trace
 _MOST_COLUMNS = 400  # of a picture; a column then stands for several steps
 _MAPPED_LAYERS = 8
 _CAUSES = {"masked": "masked", "rank": "for ranks", "expert": "for experts"}
-_PADDING = (
-    "Masked rows are padding rows of a layout that are kept, but go to no expert. Rows for ranks make the row counts "
-    "of ranks equal or aligned. Rows for experts round the rows of each expert up to pad_multiple."
-)
-_BANDS = "A line is the mean, and the band around it goes from the smallest to the largest value."
-
-_PLAN = (
-    "moe-dispatch plan {name} counts what other backends, capacities, values of pad_multiple and placements would do "
-    "with this routing."
-)
 
 Section = dict[str, Any]
 
@@ -96,10 +86,7 @@ class Timeline:
 def load_section(timeline: Timeline) -> Section:
     """Show the rows per expert: a map for each of the first dispatchers, and a table for each dispatcher."""
     names, pictures, tables = timeline.names, [], []
-    text = [
-        "Rows that went to each expert, divided by the mean of all experts in the step. Red experts got more than the "
-        "mean, blue experts got less."
-    ]
+    text = []
     if len(names) > _MAPPED_LAYERS:
         text.append(f"The pictures show the first {_MAPPED_LAYERS} of {len(names)} dispatchers, the tables all.")
     if timeline.stride > 1:
@@ -125,11 +112,7 @@ def load_section(timeline: Timeline) -> Section:
 def imbalance_section(timeline: Timeline) -> Section:
     """Show the load of the busiest expert and of the busiest rank, relative to the mean."""
     kinds = timeline.imbalances
-    text = [
-        "Rows of the busiest expert and of the busiest rank, divided by the mean of all. 1 is balanced. The busiest "
-        "rank decides the time of a step, because the other ranks wait for it in combine.",
-        _BANDS,
-    ]
+    text = []
     if "busiest rank without placements" in kinds:
         placed, home = kinds["busiest rank"].mean(), kinds["busiest rank without placements"].mean()
         text.append(
@@ -169,7 +152,8 @@ def trace_content(name: str, trace: Trace) -> dict[str, Any]:
     )
     return {
         "title": f"Routing of {name}",
-        "intro": [_summary(timeline), _PLAN.format(name=name)],
+        "trace": name,
+        "intro": [_summary(timeline)],
         "settings": _settings(trace, {"dispatchers": len(trace.layers), "steps": trace.steps}),
         "sections": [
             load_section(timeline),
@@ -227,7 +211,7 @@ def _trace_padding(trace: Trace, found: Dispatches, rank_padding: int) -> Sectio
         idle[trace.cuts(part)] += 0 if real is None else part.num_rows - real
     real, padding = int(found.loads.tokens_CE.sum()), int(found.loads.expert_padding_CP(found.shape.pad_multiple).sum())
     rows = [("left out", idle[True]), ("masked", idle[False]), ("for ranks", rank_padding), ("for experts", padding)]
-    return _section("Padding", [_padded(real, padding), _PADDING], tables=[_table("Padding", ("cause", "rows"), rows)])
+    return _section("Padding", [_padded(real, padding)], tables=[_table("Padding", ("cause", "rows"), rows)])
 
 
 def _padded(real: int, padding: int) -> str:
@@ -267,11 +251,7 @@ def run_content(name: str, run: RunLog) -> dict[str, Any]:
         tokens_CE=run.tokens_SE,
         received_CP=run.received_SP,
     )
-    intro = [
-        _summary(timeline),
-        "The numbers are sums over all dispatchers of one config and group. A step is the time between two calls of "
-        "step().",
-    ]
+    intro = [_summary(timeline)]
     if len(set(run.written)) > 1:
         intro.append(
             f"Ranks ended after different numbers of steps, from {min(run.written)} to {max(run.written)}. This page "
@@ -280,6 +260,7 @@ def run_content(name: str, run: RunLog) -> dict[str, Any]:
     more = {"steps": run.steps, "dispatches of a rank": int(run.dispatches_SP[:, 0].sum())}
     return {
         "title": f"Run {name}",
+        "trace": None,
         "intro": intro,
         "settings": {**({"dispatcher": run.name} if run.name else {}), **_settings(run, more)},
         "sections": [
@@ -287,7 +268,7 @@ def run_content(name: str, run: RunLog) -> dict[str, Any]:
             imbalance_section(timeline),
             _run_padding(run, timeline),
             _run_bytes(run),
-            _run_overflow(run, timeline),
+            *_run_overflow(run, timeline),
             *([_replay_section(run, timeline)] if run.slots_replayed else []),
         ],
     }
@@ -303,30 +284,22 @@ def _run_padding(run: RunLog, timeline: Timeline) -> Section:
     rows = [(str(rank), *cells) for rank, cells in enumerate(zip(*columns, strict=True))]
     return _section(
         "Padding",
-        [
-            _padded(real, padding),
-            _PADDING,
-        ],
+        [_padded(real, padding)],
         [curves(timeline.lines(rows_SP), alt=alt, stride=timeline.stride, ylabel="rows of a rank")],
         [_table("Padding rows by rank", ("rank", "left out", *rows_SP), [*rows, ("all", *map(sum, columns))])],
     )
 
 
 def _run_bytes(run: RunLog) -> Section:
-    note = (
-        "Bytes by pair of ranks, and the bytes of other backends, need a trace: record some steps with Trace.record. "
-        "Bytes that another library such as deep_ep sends are not counted."
-    )
     if not run.sent:
-        return _section("Bytes between ranks", ["No bytes between ranks were counted.", note])
+        return _section("Bytes between ranks", ["No bytes between ranks were counted."])
     sent_P = {label: of_SP.sum(0) / run.steps / 1e6 for label, of_SP in run.sent.items()}
-    return _section("Bytes between ranks", [note], tables=[_bytes_table(sent_P)])
+    return _section("Bytes between ranks", [], tables=[_bytes_table(sent_P)])
 
 
-def _run_overflow(run: RunLog, timeline: Timeline) -> Section:
-    if run.needed_SP is None or run.room_S is None:
-        text = "Nothing can overflow in eager mode, because buffers grow with the routing. A report about a trace shows"
-        return _section("Overflow", [f"{text} the overflow of each capacity_factor."])
+def _run_overflow(run: RunLog, timeline: Timeline) -> list[Section]:
+    if run.needed_SP is None or run.room_S is None:  # nothing can overflow in eager mode
+        return []
     kinds = [("rows of a rank's experts", run.needed_SP, run.room_S)]
     if run.pairs_needed_SP is not None and run.pairs_room_S is not None:
         kinds.append(("rows from a rank to a rank", run.pairs_needed_SP, run.pairs_room_S))
@@ -346,16 +319,12 @@ def _run_overflow(run: RunLog, timeline: Timeline) -> Section:
     alt = (
         f"Lines over steps: the rows that a rank has needed so far at most, {rows[0][1]} at the end, and its capacity."
     )
-    return _section(
-        "Overflow",
-        [
-            "The largest number of rows that the experts of a rank have needed in any dispatch so far, and the "
-            f"capacity. {fate if overflowed else 'No rows were dropped.'} A capacity_factor of {enough:.3f} would have "
-            "been enough. If a line is level, later dispatches needed the same number or fewer.",
-        ],
-        [curves(timeline.lines(lines), alt=alt, stride=timeline.stride, ylabel="rows")],
-        [_table("Largest need of a dispatch", ("need", "rows", "on rank", "capacity", "first overflow in step"), rows)],
+    told = (
+        f"{fate if overflowed else 'No rows were dropped.'} A capacity_factor of {enough:.3f} would have been enough."
     )
+    picture = curves(timeline.lines(lines), alt=alt, stride=timeline.stride, ylabel="rows")
+    heads = ("need", "rows", "on rank", "capacity", "first overflow in step")
+    return [_section("Overflow", [told], [picture], [_table("Largest need of a dispatch", heads, rows)])]
 
 
 def _replay_section(run: RunLog, timeline: Timeline) -> Section:
@@ -368,11 +337,7 @@ def _replay_section(run: RunLog, timeline: Timeline) -> Section:
     alt = f"Line over steps: percent of replayed slots that drifted, at most {float(share_SL.max()):.4g}."
     return _section(
         "Routing replay",
-        [
-            "The share of replayed slots in which the router would not have chosen the replayed expert. If it grows "
-            "from step to step, the model moves away from the pass that was recorded.",
-            _BANDS,
-        ],
+        [],
         [curves(timeline.lines({"drift": share_SL}), alt=alt, stride=timeline.stride, ylabel="% of slots")],
         [
             _table(

@@ -13,7 +13,6 @@ from moe_dispatch_testing import RankFailed
 from moe_dispatch_tools.doctor import self_tests
 from tests.cli.conftest import Command, on_threads
 from tests.cli.planted import Absent, Halved, Raising
-from tests.cli.test_command import start
 
 SMALL = ("--num-experts", "8", "--top-k", "2", "--hidden", "512")
 # Frozen: scripts read it.
@@ -185,12 +184,3 @@ def test_topology_is_that_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: next(hosts))
     _, topology = self_tests.run_self_tests({}, 4, lambda done, of: None)
     assert (topology["ranks"], topology["nodes"], topology["transport"]) == (4, 2, "gloo")
-
-
-@pytest.mark.slow
-def test_command_prints_json_and_nothing_else() -> None:
-    process = start("doctor", *SMALL, "--ranks", "1", "--backend", "alltoall", "--json")
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error
-    assert json.loads(out)["backends"][0]["self_test"]["passed"] is True
-    assert error == ""
