@@ -152,7 +152,9 @@ def test_missing_packages_are_named(missing: str) -> None:
         timeout=300,
         check=False,
     )
-    told = rf"Error: moe-dispatch needs {missing}.*, got none. In {ROOT}, run: pip install -e '\.\[cli\]'.\n"
+    told = (
+        rf"Error: moe-dispatch needs {missing}.*, which is not installed. In {ROOT}, run: pip install -e '\.\[cli\]'.\n"
+    )
     assert (finished.returncode, finished.stdout) == (2, "")
     assert re.fullmatch(told, finished.stderr), finished.stderr
 
