@@ -6,7 +6,7 @@ import sys
 
 from moe_dispatch.probing import how_to_install
 
-EXTRA = ("typer", "rich", "matplotlib")
+EXTRA = ("typer", "rich", "matplotlib", "jinja2")
 
 
 def main() -> int:
@@ -18,5 +18,5 @@ def main() -> int:
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA:
             raise
-        sys.stderr.write(f"Error: moe-dispatch needs {error.name}, got none. {how_to_install('cli')}\n")
+        sys.stderr.write(f"Error: moe-dispatch needs {error.name}, which is not installed. {how_to_install('cli')}\n")
         return 2

@@ -98,8 +98,6 @@ def doctor_command(
     backend: Annotated[str | None, option("Test this backend only.", "--backend", "-b", backends=True)] = None,
     emulated: Annotated[bool, flag("--emulated", "Also test the emulations of deep_ep.")] = False,
     ranks: Annotated[int, count("Processes to start; ignored under torchrun.")] = 2,
-    ep: Annotated[int | None, count("Ranks to show constraints for.", default="as tested")] = None,
-    ranks_per_node: Annotated[int | None, count("Ranks per node.", default="detected")] = None,
     num_experts: Annotated[int, count("Experts in the whole group, E.")] = 64,
     top_k: Annotated[int, count("Experts per token, K.")] = 8,
     hidden: Annotated[int, count("Hidden size, D.")] = 4096,
@@ -114,23 +112,19 @@ def doctor_command(
     \b
     moe-dispatch doctor
     moe-dispatch doctor --emulated
-    moe-dispatch doctor -b hybridep --ep 64 --num-experts 256 --hidden 7168
+    moe-dispatch doctor -b hybridep --num-experts 256 --hidden 7168
     torchrun --nproc-per-node 8 --no-python moe-dispatch doctor --json
     """  # noqa: D301
+    from moe_dispatch.config import DispatcherConfig
     from moe_dispatch_tools.doctor import command as doctor
-    from moe_dispatch_tools.doctor.diagnosis import Request
 
-    request = Request(
+    return doctor.run(
+        DispatcherConfig(num_experts=num_experts, top_k=top_k, hidden_size=hidden),
         backend=backend,
         emulated=emulated,
         ranks=ranks,
-        ep_size=ep,
-        ranks_per_node=ranks_per_node,
-        num_experts=num_experts,
-        top_k=top_k,
-        hidden_size=hidden,
+        as_json=as_json,
     )
-    return doctor.run(request, as_json=as_json)
 
 
 @app.command("check")
@@ -162,7 +156,9 @@ def check_command(
 @app.command("plan")
 @answering
 def plan_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="DispatcherConfig or transformers config.json.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="DispatcherConfig, transformers config.json, or trace.")
+    ],
     ep: Annotated[int | None, count("Ranks in the group.", default="8, or the trace's")] = None,
     nodes: Annotated[int | None, count("Nodes in the group.", default="8 ranks per node")] = None,
     tokens: Annotated[int | None, count("Rows per rank and dispatch.")] = None,
@@ -201,30 +197,33 @@ def plan_command(
     moe-dispatch plan experiment.yaml --batch 2 --seq 4000 --set pad_multiple=fp8
     moe-dispatch plan config.json --tokens 4096 --routing zipf:0.5 --graph-safe
     moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall --json
+    moe-dispatch plan run.safetensors --balance
     moe-dispatch plan config.json --tokens 4096 --routing zipf --balance
     moe-dispatch plan experiment.yaml --tokens 64 --set spare_experts_per_rank=1
     """  # noqa: D301
     from moe_dispatch_tools.plan import command as plan
-    from moe_dispatch_tools.plan.sequences import Batch, Parallelism
+    from moe_dispatch_tools.plan.forecast import MicroBatch
 
-    request = plan.Request(
-        file=config,
+    batch_of_rank = MicroBatch(
+        tokens=tokens, batch_size=batch, seq_length=seq, tp=tp, cp=cp, sequence_parallel=sequence_parallel
+    )
+    return plan.run(
+        config,
+        batch_of_rank,
         ep_size=ep,
         nodes=nodes,
-        parallelism=Parallelism(tp=tp, cp=cp, sequence_parallel=sequence_parallel),
-        batch=Batch(tokens=tokens, batch_size=batch, seq_length=seq),
         layers=layers,
         dtype=dtype,
         routing=routing,
         seed=seed,
         backends=backends,
-        factors=capacity_factor or (),
+        factors=capacity_factor,
         graph_safe=graph_safe,
-        changes=changes or (),
+        changes=changes,
         balance=balance,
         flop_per_byte=flop_per_byte,
+        as_json=as_json,
     )
-    return plan.run(plan.make_forecast(request), as_json=as_json)
 
 
 @app.command("compare")
@@ -352,9 +351,8 @@ def report_command(
 ) -> int:
     """Write a page about a trace or a run.
 
-    The page is one HTML file that needs no network, no scripts and no other file. For a trace it shows what the
-    recorded backend did, what other backends would do with the same routing, and which capacity_factor would have been
-    enough. For a run it shows what the dispatchers counted, step by step.
+    The page is one HTML file that needs no network, no scripts and no other file. It shows the load of experts and
+    ranks over steps, padding and bytes. "moe-dispatch plan TRACE" shows what other backends and capacities would do.
 
     \b
     moe-dispatch report run.safetensors

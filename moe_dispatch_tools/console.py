@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,15 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 _COLOURS = {"ok": "green", "failed": "red", "-": "yellow"}
 _MARK_WIDTH = max(map(len, _COLOURS)) + 1
+_UNLIMITED = 10_000  # columns
 
 
 def line(text: str = "", *, mark: str = "", indent: int = 0) -> None:
@@ -30,8 +28,7 @@ def line(text: str = "", *, mark: str = "", indent: int = 0) -> None:
         mark: "ok", "failed" or "-", printed in front in a colour.
         indent: Spaces before the mark.
     """
-    console = _stdout()
-    margin = indent + (_MARK_WIDTH if mark else 0)
+    console, margin = Console(), indent + (_MARK_WIDTH if mark else 0)
     if sys.stdout.isatty():
         text = "\n".join(_wrapped(part, console.width - margin, " " * margin) for part in text.split("\n"))
     shown = f"[{_COLOURS[mark]}]{mark}[/]{' ' * (_MARK_WIDTH - len(mark))}" if mark else ""
@@ -39,10 +36,7 @@ def line(text: str = "", *, mark: str = "", indent: int = 0) -> None:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "", text_columns: int = 1) -> None:
-    """Print a table without breaking its cells.
-
-    A table that is too wide for the terminal gets smaller gaps between its columns. One that is still too wide is
-    printed in parts, one below the other. Each part repeats the text columns.
+    """Print a table without breaking its cells; a terminal breaks the lines of a table that is too wide for it.
 
     Args:
         headings: Heading of each column.
@@ -50,27 +44,12 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: st
         caption: Text below the table.
         text_columns: Number of leading columns with text, aligned to the left. The others are numbers.
     """
-    console = _stdout()
-    columns = zip(headings, *rows, strict=True)
-    widths = [max(cell_len(part) for cell in column for part in cell.split("\n")) for column in columns]
-    texts = range(text_columns)
-    gap = 2 if 1 + sum(width + 2 for width in widths) <= console.width else 1
-    parts: list[list[int]] = [[*texts]]
-    for index in range(text_columns, len(headings)):
-        if len(parts[-1]) > text_columns and 1 + sum(widths[i] + gap for i in (*parts[-1], index)) > console.width:
-            parts.append([*texts])
-        parts[-1].append(index)
-    widest = max(1 + sum(widths[index] + gap for index in part) for part in parts)
-    console.width = max(console.width, widest)  # Rich would shorten the cells of a table that does not fit
-    for part in parts:
-        shown = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0))
-        for index in part:
-            shown.add_column(headings[index], justify="left" if index in texts else "right", no_wrap=True)
-        for row in rows:
-            shown.add_row(*(escape(row[index]) for index in part))
-        console.print(shown, highlight=False, soft_wrap=True)
-    if caption:
-        console.print(Text(caption, style="table.caption"), width=widest)
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=escape(caption) or None, caption_justify="left")
+    for index, heading in enumerate(headings):
+        shown.add_column(heading, justify="left" if index < text_columns else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    Console(width=_UNLIMITED).print(shown, highlight=False, soft_wrap=True)
 
 
 def document(value: Mapping[str, Any]) -> None:
@@ -94,11 +73,6 @@ def progress(label: str, *, visible: bool = True) -> Iterator[Callable[[int, int
     with Progress(*columns, console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)
-
-
-def _stdout() -> Console:
-    """Make a console for the present ``sys.stdout``; the width is 120 if it is a file and COLUMNS is not set."""
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 
 def _wrapped(text: str, width: int, margin: str) -> str:

@@ -1,11 +1,10 @@
-"""Count the rows of dispatches by expert, rank and node, from the expert ids of all ranks.
+"""Count the rows of dispatches by expert, rank and node, and the bytes that a backend sends for them.
 
 Dimensions: ``C`` dispatches, ``N`` nodes; others as in ``moe_dispatch.types``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -13,7 +12,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
+from moe_dispatch.backends.volume import Volume
 from moe_dispatch.config import DispatcherConfig
 
 
@@ -94,34 +94,106 @@ def _count_blocks(sorted_TK: Tensor, sender_T1: Tensor, shape: MoEShape, num_blo
     return torch.bincount(cell_TK.flatten(), minlength=cells + 1)[:cells].view(shape.ep_size, num_blocks)
 
 
-def rows_between_nodes(table_CPN: Tensor) -> Tensor:
-    """Return the rows, or slots, that senders send to relays on other nodes, by sender and relay, (C, P, P).
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Traffic:
+    """The bytes that a backend sends to other ranks in some dispatches, forward and backward.
 
-    The relay of a node has the same place on its node as the sender has on its own.
+    Attributes:
+        sent_CP: Bytes that each rank sends in each dispatch, float64, by collective.
+        pairs_PP: Bytes of all dispatches and collectives, float64, by sender and receiver.
+        between_nodes: Bytes that a rank sends to other nodes in a dispatch, on average.
+        payload_only: Whether only rows are counted.
+        row_dtypes: Names of the dtypes of the rows on the wire, dispatch first.
+    """
+
+    sent_CP: dict[str, Tensor]
+    pairs_PP: Tensor
+    between_nodes: float
+    payload_only: bool
+    row_dtypes: str
+
+
+def count_traffic(
+    options: BackendOptions, shape: MoEShape, loads: Loads, padded_CP: Tensor, dtypes: Sequence[torch.dtype]
+) -> Traffic | None:
+    """Count the bytes that a backend sends; None if it cannot say.
 
     Args:
-        table_CPN: Rows, or slots, of each sender for each node.
+        options: Options of the backend.
+        shape: Sizes of the group.
+        loads: Counts of the dispatches.
+        padded_CP: Rows that each rank brings, with padding.
+        dtypes: Dtype of the rows of each dispatch.
     """
-    nodes = table_CPN.shape[2]
-    table = table_CPN.unflatten(1, (nodes, -1)) * ~torch.eye(nodes, dtype=torch.bool).unsqueeze(1)
-    same_GG = torch.eye(table.shape[2], dtype=torch.bool)
-    sent: Tensor = table.unsqueeze(4) * same_GG.unsqueeze(1)
-    return sent.flatten(3).flatten(1, 2)
+    node_P = torch.arange(shape.ep_size) // (shape.ranks_per_node or shape.ep_size)
+    away_PP = node_P.unsqueeze(1) != node_P
+    sent_CP, pairs_PP, between_nodes = dict[str, Tensor](), torch.zeros(away_PP.shape, dtype=torch.float64), 0.0
+    row_dtypes: dict[torch.dtype, None] = {}
+    payload_only = False
+    for number, dtype in enumerate(dtypes):
+        volume = _volume(loads, number, padded_CP[number])
+        wire = options.wire_bytes(shape, volume, dtype)
+        if wire is None:
+            return None
+        payload_only |= wire.payload_only
+        row_dtypes |= dict.fromkeys(wire.row_dtypes)
+        total_PP = torch.zeros_like(pairs_PP)
+        for label, nbytes_PP in wire.sent.items():
+            total_PP += nbytes_PP
+            sent_CP.setdefault(label, torch.zeros_like(padded_CP, dtype=torch.float64))[number] = nbytes_PP.sum(1)
+        pairs_PP += total_PP
+        across = options.wire_bytes(shape, volume.legs[0], dtype) if wire.once_per_node and volume.legs else None
+        crossing = [total_PP * away_PP] if across is None else across.sent.values()
+        between_nodes += sum(float(nbytes_PP.sum()) for nbytes_PP in crossing)
+    return Traffic(
+        sent_CP=sent_CP,
+        pairs_PP=pairs_PP,
+        between_nodes=between_nodes / padded_CP.numel(),
+        payload_only=payload_only,
+        row_dtypes=dtype_names(row_dtypes),
+    )
 
 
-def rows_within_nodes(table_CPP: Tensor, num_nodes: int) -> Tensor:
-    """Return the rows, or slots, that relays send on to other ranks of their node, by relay and receiver, (C, P, P).
+def _volume(loads: Loads, number: int, padded_P: Tensor) -> Volume:
+    """Count what each rank sends to each other rank in one dispatch. Bytes are linear in it, so they are by pair too.
 
-    Args:
-        table_CPP: Rows, or slots, of each sender for each receiver.
-        num_nodes: Number of nodes.
+    With several nodes of several ranks there are two legs: from a rank to its relay on each other node, which has the
+    same place on its node, and from relays to the other ranks of their node.
     """
-    same_NN = torch.eye(num_nodes, dtype=torch.bool)
-    # The dimensions are C, the place of the relay, the node, and the place of the receiver.
-    table = table_CPP.unflatten(1, (num_nodes, -1)).sum(1).unflatten(2, (num_nodes, -1))
-    table = table * ~torch.eye(table.shape[1], dtype=torch.bool).unsqueeze(1)
-    sent: Tensor = table.transpose(1, 2).unsqueeze(3) * same_NN[:, None, :, None]
-    return sent.flatten(3).flatten(1, 2)
+    size, nodes = len(padded_P), loads.nodes_CPN.shape[2]
+    rank_P = torch.arange(size)
+    node_P, place_P = rank_P // (size // nodes), rank_P % (size // nodes)
+    other_PP = rank_P.unsqueeze(1) != rank_P
+    same_node_PP, same_place_PP = node_P.unsqueeze(1) == node_P, place_P.unsqueeze(1) == place_P
+    pairs_PP, slots_PP, to_nodes_PN = (
+        table[number].double() for table in (loads.pairs_CPP, loads.slots_CPP, loads.nodes_CPN)
+    )
+
+    def exchanged(
+        mask_PP: Tensor, pairs_PP: Tensor, slots_PP: Tensor, legs: tuple[Volume, Volume] | None = None
+    ) -> Volume:
+        return Volume(
+            rows=padded_P.double().unsqueeze(1) * mask_PP,
+            others=mask_PP.double(),
+            pairs_out=pairs_PP * mask_PP,
+            pairs_in=(pairs_PP * mask_PP).t(),
+            slots_out=slots_PP * mask_PP,
+            slots_in=(slots_PP * mask_PP).t(),
+            legs=legs,
+        )
+
+    legs = None
+    if 1 < nodes < size:
+        slots_PN = slots_PP.unflatten(1, (nodes, -1)).sum(2)
+        pairs_across = to_nodes_PN.repeat_interleave(size // nodes, 1)
+        slots_across = slots_PN.repeat_interleave(size // nodes, 1)
+        pairs_within, slots_within = (same_place_PP.double() @ table_PP for table_PP in (pairs_PP, slots_PP))
+        legs = (
+            exchanged(same_place_PP & ~same_node_PP, pairs_across, slots_across),
+            exchanged(same_node_PP & other_PP, pairs_within, slots_within),
+        )
+    return exchanged(other_PP, pairs_PP, slots_PP, legs)
 
 
 def padded_rows(rows_CP: Tensor, needs: Constraints, config: DispatcherConfig) -> Tensor:
@@ -132,28 +204,6 @@ def padded_rows(rows_CP: Tensor, needs: Constraints, config: DispatcherConfig) -
     if (config.graph_safe or config.row_counts == "static") and config.max_tokens_per_rank is not None:
         most_C = torch.full_like(most_C, config.max_tokens_per_rank)
     return most_C.apply_(needs.padded).unsqueeze(1).expand_as(rows_CP)
-
-
-def overflow_bounds(rows_CPP: Tensor, limit: int, *, summed: bool) -> tuple[float, float]:
-    """Return two bounds of the chance that some receiver gets more than ``limit`` rows.
-
-    The numbers are assumed to be normal, with the mean and the variance of the simulated rows. For the bounds, the mean
-    is two standard errors lower and two standard errors higher.
-
-    Args:
-        rows_CPP: Rows of each sender and receiver in simulated dispatches. All senders have the same distribution.
-        limit: Largest number of rows of a receiver.
-        summed: Whether the limit applies to the rows of all senders together; otherwise to the rows of each sender.
-    """
-    rows_CPP, (dispatches, size, _) = rows_CPP.double(), rows_CPP.shape
-    terms = size if summed else 1  # means and variances of independent terms add up
-    mean_P, variance_P = terms * rows_CPP.mean((0, 1)), terms * rows_CPP.var((0, 1))
-    room_P = (limit + 0.5 - mean_P) / variance_P.sqrt()
-    doubt = 2 * math.sqrt(terms / (dispatches * size))
-    low, high = (
-        float(torch.expm1(torch.special.log_ndtr(room_P + side * doubt).sum() * size / terms).abs()) for side in (1, -1)
-    )
-    return low, high
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:

@@ -1,13 +1,10 @@
-"""Draw pictures: as inline SVG, which takes its colours from the page around it, and as files.
-
-The one module that imports matplotlib.
-"""
+"""Draw pictures: as images inside a page, and as files. The one module that imports matplotlib."""
 
 from __future__ import annotations
 
+import base64
 import io
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -19,29 +16,11 @@ from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
-# Placeholders for colours of the page: text, faint lines and series. The page defines them as custom properties.
-_INK, _FAINT = "#0a0b0c", "#0a0b0d"
-SERIES = ("#0a0b11", "#0a0b12", "#0a0b13")
-_PAGE_COLOURS = {
-    _INK: "currentColor",
-    _FAINT: "var(--faint)",
-    **{colour: f"var(--series-{index})" for index, colour in enumerate(SERIES)},
-}
+# Pictures have a white background. Colour-blind readers can distinguish the colours.
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # keep text as text, in the font of the page
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
-    "grid.color": _FAINT,
-}
-# The style of files, which have a white background. Colour-blind readers can distinguish the colours.
-_FILE_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # keep text as text
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.spines.top": False,
@@ -51,145 +30,98 @@ _FILE_STYLE: dict[Any, Any] = {
     "grid.color": "#dddddd",
     "savefig.facecolor": "white",
 }
-_FILE_SERIES = ("#4477aa", "#ddaa33", "#994455")
+_SERIES = ("#4477aa", "#ddaa33", "#994455")
 _COLUMNS, _PANEL_WIDTH = 2, 5.2
 _ROOM_FOR_NOTES = 1.22  # of the longest bar, so that the text right of it fits
 _WIDTH = 4.7  # inches, so that text on a phone has about this size
 _WIDEST_SHARE = 8.0
-_NUMBERED_RANKS = 4
 
 
-def load_map(tokens_SE: Sequence[Sequence[float]], *, name: str, title: str, alt: str, stride: int = 1) -> str:
+@mpl.rc_context(_STYLE)
+def load_map(tokens_SE: Tensor, *, title: str, alt: str, stride: int = 1) -> str:
     """Draw a heat map of the rows of each expert in each step, divided by the mean of the step.
 
     Args:
-        tokens_SE: Rows as [step][expert].
-        name: Name, unique on the page.
+        tokens_SE: Rows.
         title: Title above the map.
         alt: Description for readers who cannot see the picture.
         stride: Number of steps in a column.
     """
-
-    def draw(axes: Axes) -> None:
-        means = [sum(row) / max(len(row), 1) or 1.0 for row in tokens_SE]
-        low, high = 1 / _WIDEST_SHARE, _WIDEST_SHARE
-        shares = [
-            [min(max(count / mean, low), high) for count in row] for row, mean in zip(tokens_SE, means, strict=True)
-        ]
-        experts, steps = len(tokens_SE[0]), len(tokens_SE)
-        image = axes.imshow(
-            [list(column) for column in zip(*shares, strict=True)],
-            norm=LogNorm(low, high),
-            cmap="RdBu_r",
-            aspect="auto",
-            interpolation="none",
-            extent=(-0.5, steps * stride - 0.5, experts - 0.5, -0.5),
-        )
-        axes.set(title=title, xlabel="step", ylabel="expert")
-        axes.spines[:].set_visible(False)
-        _count_in_whole_numbers(axes.xaxis, axes.yaxis)
-        bar = axes.figure.colorbar(image, ax=axes, ticks=[1 / 8, 1 / 2, 1, 2, 8], pad=0.02)
-        bar.ax.set_yticklabels(["≤ 1/8", "1/2", "even", "2", "≥ 8"])
-        bar.ax.minorticks_off()
-        bar.outline.set_visible(False)
-
-    return _svg(draw, name=name, alt=alt, height=3.0)
+    figure, axes = _figure(3.0)
+    steps, experts = tokens_SE.shape
+    shares_SE = tokens_SE / tokens_SE.double().mean(1, keepdim=True).clamp(min=1e-9)
+    image = axes.imshow(
+        shares_SE.clamp(1 / _WIDEST_SHARE, _WIDEST_SHARE).t().numpy(),
+        norm=LogNorm(1 / _WIDEST_SHARE, _WIDEST_SHARE),
+        cmap="RdBu_r",
+        aspect="auto",
+        interpolation="none",
+        extent=(-0.5, steps * stride - 0.5, experts - 0.5, -0.5),
+    )
+    axes.set(title=title, xlabel="step", ylabel="expert")
+    _count_in_whole_numbers(axes.xaxis, axes.yaxis)
+    bar = figure.colorbar(image, ax=axes, ticks=[1 / 8, 1 / 2, 1, 2, 8], pad=0.02)
+    bar.ax.set_yticklabels(["≤ 1/8", "1/2", "even", "2", "≥ 8"])
+    bar.ax.minorticks_off()
+    return _image(figure, alt)
 
 
+@mpl.rc_context(_STYLE)
 def curves(
-    lines: Sequence[tuple[str, Sequence[float], Sequence[float], Sequence[float]]],
-    *,
-    name: str,
-    alt: str,
-    stride: int = 1,
-    bottom: float = 1.0,
-    **labels: Any,
+    lines: Mapping[str, Sequence[Tensor]], *, alt: str, stride: int = 1, bottom: float = 0.0, ylabel: str
 ) -> str:
-    """Draw lines over steps, each with a band around it.
+    """Draw lines over steps: the mean of the values at each point, with a band from the smallest to the largest.
 
     Args:
-        lines: For each line: label, values, lower edge and upper edge of the band.
-        name: Name, unique on the page.
+        lines: Values at each point, by label.
         alt: Description for readers who cannot see the picture.
         stride: Number of steps between two points.
         bottom: Lower end of the axis, unless a line goes below it.
-        **labels: Labels of the axes: title, ylabel.
+        ylabel: Label of the axis.
     """
-
-    def draw(axes: Axes) -> None:
-        for (label, middle, low, high), colour in zip(lines, SERIES, strict=False):
-            steps = range(0, len(middle) * stride, stride)
-            axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
-            axes.plot(steps, middle, color=colour, label=label, marker="o" if len(middle) == 1 else "", linewidth=1.6)
-        axes.set(xlabel="step", **labels)
-        axes.set_ylim(bottom=min(bottom, *(min(low, default=bottom) for _, _, low, _ in lines)))
-        _count_in_whole_numbers(axes.xaxis)
-        axes.grid(visible=True)
-        axes.figure.legend(loc="outside upper center", ncols=len(lines))  # inside it would hide what is drawn
-
-    return _svg(draw, name=name, alt=alt, height=2.9)
-
-
-def stacked_bars(
-    bars: Sequence[tuple[str, Sequence[float]]], causes: Sequence[str], *, name: str, alt: str, xlabel: str
-) -> str:
-    """Draw a horizontal bar for each label, with one part per cause."""
-
-    def draw(axes: Axes) -> None:
-        left = [0.0] * len(bars)
-        for index, cause in enumerate(causes):
-            parts = [values[index] for _, values in bars]
-            axes.barh(range(len(bars)), parts, left=left, color=SERIES[index], label=cause, height=0.6)
-            left = [start + part for start, part in zip(left, parts, strict=True)]
-        axes.set_yticks(range(len(bars)), [label for label, _ in bars])
-        axes.invert_yaxis()
-        axes.set(xlabel=xlabel, xlim=(0, max(left) * 1.05 or 1))
-        axes.grid(visible=True, axis="x")
-        axes.figure.legend(loc="outside upper center", ncols=len(causes))
-
-    return _svg(draw, name=name, alt=alt, height=1.3 + 0.32 * len(bars))
+    figure, axes = _figure(2.9)
+    for (label, points), colour in zip(lines.items(), _SERIES, strict=False):
+        steps = range(0, len(points) * stride, stride)
+        low, high = [float(values.min()) for values in points], [float(values.max()) for values in points]
+        middle, marker = [float(values.double().mean()) for values in points], "o" if len(points) == 1 else ""
+        axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(steps, middle, color=colour, label=label, marker=marker, linewidth=1.6)
+        bottom = min(bottom, *low)
+    axes.set(xlabel="step", ylabel=ylabel)
+    axes.set_ylim(bottom=bottom)
+    _count_in_whole_numbers(axes.xaxis)
+    axes.grid(visible=True, axis="y")
+    figure.legend(loc="outside upper center", ncols=len(lines))  # inside it would hide what is drawn
+    return _image(figure, alt)
 
 
-def rank_matrix(values_PP: Sequence[Sequence[float]], *, name: str, unit: str, alt: str) -> str:
+@mpl.rc_context(_STYLE)
+def rank_matrix(values_PP: Tensor, *, unit: str, alt: str) -> str:
     """Draw a matrix of the bytes from each rank (row) to each rank (column)."""
-
-    def draw(axes: Axes) -> None:
-        size = len(values_PP)
-        largest = max(max(row) for row in values_PP) or 1.0
-        image = axes.imshow(values_PP, cmap="viridis", interpolation="none", vmin=0, vmax=largest)
-        axes.set(xlabel="to rank", ylabel="from rank")
-        axes.spines[:].set_visible(False)
-        _count_in_whole_numbers(axes.xaxis, axes.yaxis)
-        if size <= _NUMBERED_RANKS:
-            for row, values in enumerate(values_PP):
-                for column, value in enumerate(values):
-                    colour = "black" if value > 0.6 * largest else "white"
-                    text = "-" if row == column else f"{value:.3g}"
-                    axes.text(column, row, text, ha="center", va="center", color=colour)
-        bar = axes.figure.colorbar(image, ax=axes, pad=0.02, label=unit)
-        bar.outline.set_visible(False)
-
-    return _svg(draw, name=name, alt=alt, height=3.4)
+    figure, axes = _figure(3.4)
+    image = axes.imshow(values_PP.numpy(), cmap="viridis", interpolation="none", vmin=0)
+    axes.set(xlabel="to rank", ylabel="from rank")
+    _count_in_whole_numbers(axes.xaxis, axes.yaxis)
+    figure.colorbar(image, ax=axes, pad=0.02, label=unit)
+    return _image(figure, alt)
 
 
-def shares_over(
-    lines: Sequence[tuple[str, Sequence[float], Sequence[float]]], *, mark: float, name: str, alt: str, xlabel: str
-) -> str:
-    """Draw shares from 0 to 100 % over a factor, with a vertical line at ``mark``."""
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
 
-    def draw(axes: Axes) -> None:
-        for (label, x, y), colour in zip(lines, SERIES, strict=False):
-            axes.plot(x, [100 * value for value in y], color=colour, label=label, linewidth=1.8)
-        axes.axvline(mark, color=_INK, linewidth=1, linestyle=(0, (3, 3)))
-        axes.annotate(
-            f"enough: {mark:.2f}", (mark, 60), xytext=(4, 0), textcoords="offset points", ha="left", va="center"
-        )
-        axes.set(xlabel=xlabel, ylabel="%", ylim=(-2, 102))
-        axes.margins(x=0.12)
-        axes.grid(visible=True)
-        axes.figure.legend(loc="outside upper center", ncols=len(lines))
 
-    return _svg(draw, name=name, alt=alt, height=2.7)
+def _image(figure: Figure, alt: str) -> str:
+    """Return a picture as an HTML element that holds its data."""
+    with io.BytesIO() as file:
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        data = base64.b64encode(file.getvalue()).decode()
+    return f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}">'
+
+
+def _count_in_whole_numbers(*axes: Axis) -> None:
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
 
 
 @final
@@ -235,7 +167,7 @@ def save_panels(panels: Sequence[Panel], causes: Sequence[str], path: Path, *, x
     rows = -(-len(panels) // columns)
     tallest = max(len(panel.bars) for panel in panels)
     longest = max(max(bar.high, sum(bar.parts)) for panel in panels for bar in panel.bars) or 1.0
-    with mpl.rc_context(_FILE_STYLE):
+    with mpl.rc_context(_STYLE):
         size = (_PANEL_WIDTH * columns, 1.0 + rows * (0.9 + 0.3 * tallest))
         figure = Figure(figsize=size, dpi=120, layout="constrained")
         grid = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -255,7 +187,7 @@ def _draw_panel(axes: Axes, panel: Panel, causes: Sequence[str]) -> None:
     left = [0.0] * len(panel.bars)
     for index, cause in enumerate(causes):
         parts = [bar.parts[index] for bar in panel.bars]
-        axes.barh(places, parts, left=left, color=_FILE_SERIES[index], label=cause, height=0.62)
+        axes.barh(places, parts, left=left, color=_SERIES[index], label=cause, height=0.62)
         left = [start + part for start, part in zip(left, parts, strict=True)]
     for place, bar, end in zip(places, panel.bars, left, strict=True):
         axes.plot([bar.low, bar.high], [place, place], color="black", linewidth=1.2, marker="|", markersize=7)
@@ -265,36 +197,3 @@ def _draw_panel(axes: Axes, panel: Panel, causes: Sequence[str]) -> None:
     axes.invert_yaxis()
     axes.set_title(panel.title, fontsize=9)
     axes.grid(visible=True, axis="x")
-
-
-def _count_in_whole_numbers(*axes: Axis) -> None:
-    for axis in axes:
-        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-
-
-def _svg(draw: Callable[[Axes], None], *, name: str, alt: str, height: float) -> str:
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(figure.subplots())
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(text.getvalue(), name, alt)
-
-
-def _inline(svg: str, name: str, alt: str) -> str:
-    """Make an SVG part of a page: its size and colours follow the page, and its ids are unique on the page."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', svg)
-    svg = re.sub(r'href="#', f'href="#{name}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
-    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
-    for colour, own in _PAGE_COLOURS.items():
-        svg = svg.replace(colour, own)
-    return re.sub(
-        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>',
-        rf'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" \1 role="img" '
-        rf'aria-label="{escape(alt)}">',
-        svg,
-        count=1,
-    )

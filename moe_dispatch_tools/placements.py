@@ -46,6 +46,14 @@ class Choice:
 CHOICES = (Choice(), Choice("eplb", 1, once=True), Choice("least_loaded", 1), Choice("least_loaded", 2))
 
 
+def choices_for(config: DispatcherConfig, *, others: bool) -> list[Choice]:
+    """Return no placement and that of the config, if it has spare expert slots, and other placements if ``others``."""
+    if not (others or config.spare_experts_per_rank):
+        return []
+    own = Choice(config.balance or UNPLACED, config.spare_experts_per_rank)
+    return list(dict.fromkeys([*(CHOICES if others else CHOICES[:1]), own]))
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertCost:

@@ -1,118 +1,276 @@
-"""Run ``doctor`` and print its findings."""
+"""Run ``doctor``: find out which backends and permutations work on this machine, and print it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, get_args, get_origin
 
+import torch
+
+from moe_dispatch.backends import BackendOptions, Constraints, known_backends, load_backend
+from moe_dispatch.backends.base import listed_sizes
+from moe_dispatch.backends.registry import probe_backend
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import check_group, shape_of
+from moe_dispatch.errors import MoEDispatchError
+from moe_dispatch.permutation import known_permutations, probe_permutation
+from moe_dispatch.probing import Rejected, Usable
 from moe_dispatch_tools import console
-from moe_dispatch_tools.doctor.diagnosis import BackendFinding, Diagnosis, PermutationFinding, Request, diagnose
-from moe_dispatch_tools.doctor.self_tests import SelfTest, Topology
-from moe_dispatch_tools.machine import Machine
-from moe_dispatch_tools.ranks import this_rank
+from moe_dispatch_tools.doctor.self_tests import Testee, run_self_tests
+from moe_dispatch_tools.machine import this_machine
+from moe_dispatch_tools.ranks import num_ranks, this_rank
+
+Finding = dict[str, Any]
 
 
-def run(request: Request, *, as_json: bool) -> int:
+def run(
+    config: DispatcherConfig,
+    *,
+    backend: str | None,
+    emulated: bool,
+    ranks: int,
+    as_json: bool,
+) -> int:
     """Run the self-tests and print the findings.
+
+    Args:
+        config: Config with the sizes of the model.
+        backend: Name of the backend to test; None for all backends and permutations.
+        emulated: Whether emulations of missing libraries are also tested.
+        ranks: Number of processes to start for self-tests. Under torchrun, torchrun's number of ranks is used.
+        as_json: Whether to print JSON.
 
     Returns:
         The exit status: 0 if the named backend works or, without a name, if no self-test fails. Otherwise 1.
+
+    Raises:
+        ConfigError: The backend does not exist.
     """
     first = this_rank() == 0
     with console.progress("self-tests", visible=first) as show:
-        diagnosis = diagnose(request, show)
+        found = diagnose(
+            config,
+            [backend] if backend else known_backends(),
+            permutations=backend is None,
+            emulated=emulated,
+            ranks=num_ranks(ranks),
+            on_done=show,
+        )
     if not first:  # only rank 0 has the results
         return 0
     if as_json:
-        console.document(dataclasses.asdict(diagnosis))
+        console.document(found)
     else:
-        _show(diagnosis)
-    answer = diagnosis.self_tests_pass if request.backend is None else diagnosis.backends[0].works
-    return 0 if answer else 1
+        _show(found)
+    if backend is None:
+        tests = [one["self_test"] for one in (*found["backends"], *found["permutations"]) if one["self_test"]]
+        return int(any(test["passed"] is False for test in tests))
+    (one, *_) = found["backends"]
+    return int(not (one["usable"] and one["refused"] is None and one["self_test"] and one["self_test"]["passed"]))
 
 
-def _show(diagnosis: Diagnosis) -> None:
-    _show_machine(diagnosis.machine, diagnosis.topology)
-    model = diagnosis.model
-    console.line()
+def diagnose(
+    config: DispatcherConfig,
+    names: list[str],
+    *,
+    permutations: bool,
+    emulated: bool,
+    ranks: int,
+    on_done: Callable[[int, int], None],
+) -> Finding:
+    """Probe and test backends, and read their constraints. Starts processes. Under torchrun the call is collective.
+
+    A finding about a backend has ``emulates`` if it is about the emulation of a release, the ``reason`` why the backend
+    is not usable, the ``constraints`` that restrict something, why it ``refused`` the model on ``ep_size`` ranks, the
+    ``emulations`` that can be tested instead, and the result of the ``self_test``.
+    """
+    for name in names:
+        if name not in known_backends():
+            load_backend(name)  # raises an error with a hint
+    wanted = [(name, release) for name in names for release in (None, *(_emulations(name) if emulated else ()))]
+    testees: dict[str, Testee] = {}
+    for name, release in wanted:
+        if isinstance(_probe(name, release), Usable):
+            spec = name if release is None else {"name": name, "emulate": release}
+            alone = _is_for_one_rank(config, name, release, ranks)
+            testees[f"{name} {release}"] = Testee(
+                config=config.replace(backend=spec), alone=alone, on_cpu=release is not None
+            )
+    places = [(name, device) for name in known_permutations() for device in ("cpu", "cuda") if permutations]
+    verdicts = {(name, device): _probe_permutation(name, device) for name, device in places}
+    for (name, device), verdict in verdicts.items():
+        if isinstance(verdict, Usable):
+            local = config.replace(backend="local", permutation=name, device=device)
+            testees[f"permutation {name} {device}"] = Testee(config=local, alone=True, on_cpu=device == "cpu")
+    results, topology = run_self_tests(testees, ranks, on_done)
+    backends = []
+    for name, release in wanted:
+        verdict, test = _probe(name, release), results.get(f"{name} {release}")
+        size = topology["ranks"] if test is None else test["ranks"]
+        needs, refused = None, None
+        if isinstance(verdict, Usable):
+            nodes = topology["ranks_per_node"] if size == topology["ranks"] else None
+            needs, refused = _refusal(config, name, release, size, nodes)
+        backends.append(
+            {
+                "name": name,
+                "emulates": release,
+                "package": _package(name),
+                **_described(verdict),
+                "ep_size": size,
+                "constraints": {} if needs is None else _restrictions(needs),
+                "refused": refused,
+                "emulations": _emulations(name) if isinstance(verdict, Rejected) else (),
+                "self_test": test,
+            }
+        )
+    return {
+        "machine": dataclasses.asdict(this_machine()),
+        "topology": topology,
+        "model": {field: getattr(config, field) for field in ("num_experts", "top_k", "hidden_size")},
+        "backends": backends,
+        "permutations": [
+            {
+                "name": name,
+                "device": device,
+                **_described(verdict),
+                "self_test": results.get(f"permutation {name} {device}"),
+            }
+            for (name, device), verdict in verdicts.items()
+        ],
+    }
+
+
+def _described(verdict: Usable | Rejected) -> Finding:
+    if isinstance(verdict, Rejected):
+        return {"usable": False, "reason": verdict.reason, "version": None, "features": ()}
+    return {"usable": True, "reason": None, "version": verdict.version, "features": verdict.features}
+
+
+def _probe(name: str, release: str | None) -> Usable | Rejected:
+    return probe_backend(name) if release is None else _options(name, release).probe()
+
+
+def _probe_permutation(name: str, device: str) -> Usable | Rejected:
+    present = device == "cpu" or torch.cuda.is_available()
+    return probe_permutation(name, device) if present else Rejected("torch sees no CUDA device")
+
+
+def _options(name: str, release: str | None) -> BackendOptions:
+    return load_backend(name).model_validate({} if release is None else {"emulate": release})
+
+
+def _is_for_one_rank(config: DispatcherConfig, name: str, release: str | None, ranks: int) -> bool:
+    """Return whether the backend accepts a group of one rank, but not a group of ``ranks``."""
+    try:
+        sizes = _options(name, release).constraints(shape_of(config, 1)).group_sizes
+    except Exception:  # a third-party backend may raise any error; its self-test will show it
+        return False
+    return sizes is not None and 1 in sizes and ranks not in sizes
+
+
+def _refusal(
+    config: DispatcherConfig, name: str, release: str | None, ep_size: int, ranks_per_node: int | None
+) -> tuple[Constraints | None, str | None]:
+    """Return the constraints for the model on ``ep_size`` ranks, and why the backend refuses the model."""
+    needs = None
+    try:
+        shape = shape_of(config, ep_size, ranks_per_node)
+        needs = _options(name, release).constraints(shape)
+        check_group(config, name, shape, needs)
+    except MoEDispatchError as error:
+        return needs, str(error)
+    except Exception as error:  # a third-party backend may raise any error
+        return needs, f"constraints() raised {type(error).__name__}: {error}"
+    return needs, None
+
+
+def _restrictions(needs: Constraints) -> Finding:
+    """Return the fields that differ from the defaults, which stand for no needs and no features, in types of JSON."""
+    anything, found = Constraints(), {}
+    for field in dataclasses.fields(needs):
+        value = getattr(needs, field.name)
+        if value == getattr(anything, field.name) or field.name in ("graph_safe_reason", "group_sizes_hint"):
+            continue
+        if isinstance(value, frozenset):
+            numbers = all(isinstance(item, int) for item in value)
+            value = listed_sizes(value) if numbers else sorted(str(item).removeprefix("torch.") for item in value)
+        found[field.name] = value
+    return found
+
+
+def _package(name: str) -> str | None:
+    """Return the package of a backend; None if it cannot be imported."""
+    try:
+        return load_backend(name).__module__.partition(".")[0]
+    except MoEDispatchError:
+        return None
+
+
+def _emulations(name: str) -> tuple[str, ...]:
+    """Return the releases that the backend's option ``emulate`` accepts; empty without that option."""
+    try:
+        option = load_backend(name).model_fields.get("emulate")
+    except MoEDispatchError:
+        return ()
+    choices = get_args(option.annotation) if option is not None else ()
+    return tuple(value for choice in choices if get_origin(choice) is Literal for value in get_args(choice))
+
+
+def _show(found: Finding) -> None:
+    machine, topology, model = found["machine"], found["topology"], found["model"]
+    console.line(f"moe-dispatch {machine['moe_dispatch']}, Python {machine['python']}, torch {machine['torch']}")
+    versions = [
+        f"{name} {machine[key]}" if machine[key] else f"no {name}" for name, key in (("CUDA", "cuda"), ("NCCL", "nccl"))
+    ]
+    console.line(f"torch has {', '.join(versions)}, {'gloo' if machine['gloo'] else 'no gloo'}")
+    console.line(f"CPU: {machine['cpu_cores']} cores")
+    for gpu in machine["gpus"] or ("none",):
+        console.line(f"GPU: {gpu}")
+    started = "started by torchrun" if topology["launcher"] == "torchrun" else "started here"
     console.line(
-        f"backends, for {model['num_experts']} experts, top-{model['top_k']}, hidden size {model['hidden_size']}"
+        f"ranks: {topology['ranks']} {started}, over {topology['transport']}; {topology['ranks_per_node']} per node, "
+        f"{topology['nodes']} node{'s' * (topology['nodes'] > 1)}"
     )
-    for backend in diagnosis.backends:
-        _show_backend(backend)
-    if diagnosis.permutations:
+    console.line()
+    sizes = f"{model['num_experts']} experts, top-{model['top_k']}, hidden size {model['hidden_size']}"
+    console.line(f"backends, for {sizes}")
+    for one in found["backends"]:
+        _show_finding(one, one["name"] if one["emulates"] is None else f"{one['name']}, emulated {one['emulates']}")
+        if one["constraints"]:
+            listed = "; ".join(f"{name} {_value(value)}".rstrip() for name, value in one["constraints"].items())
+            console.line(f"on {_ranks(one['ep_size'])}: {listed}", indent=11)
+        if one["refused"] is not None:
+            console.line(f"refused: {one['refused']}", indent=11)
+        if one["emulations"]:
+            console.line(f"can be emulated (--emulated): {', '.join(one['emulations'])}", indent=11)
+    if found["permutations"]:
         console.line()
         console.line("permutations")
-    for permutation in diagnosis.permutations:
-        _show_finding(permutation, f"{permutation.name} on {permutation.device}")
+    for one in found["permutations"]:
+        _show_finding(one, f"{one['name']} on {one['device']}")
 
 
-def _show_machine(machine: Machine, topology: Topology) -> None:
-    console.line(f"moe-dispatch {machine.moe_dispatch}, Python {machine.python}, torch {machine.torch}")
-    gloo = "gloo" if machine.gloo else "no gloo"
-    console.line(f"torch has {_or_no('CUDA', machine.cuda)}, {_or_no('NCCL', machine.nccl)}, {gloo}")
-    console.line(f"CPU: {machine.cpu_cores} cores")
-    for gpu in machine.gpus or ("none",):
-        console.line(f"GPU: {gpu}")
-    started = "started by torchrun" if topology.launcher == "torchrun" else "started here"
-    console.line(
-        f"ranks: {topology.ranks} {started}, over {topology.transport}; {topology.ranks_per_node} per node, "
-        f"{topology.nodes} {'node' if topology.nodes == 1 else 'nodes'}"
-    )
-
-
-def _or_no(name: str, version: str | None) -> str:
-    return f"no {name}" if version is None else f"{name} {version}"
-
-
-def _show_backend(found: BackendFinding) -> None:
-    _show_finding(found, found.name if found.emulates is None else f"{found.name}, emulated {found.emulates}")
-    if found.constraints:
-        console.line(f"on {_ranks(found.ep_size)}: {_listed(found.constraints)}", indent=11)
-    if found.refused is not None:
-        console.line(f"refused: {found.refused}", indent=11)
-    if found.emulations:
-        console.line(f"can be emulated (--emulated): {', '.join(found.emulations)}", indent=11)
-
-
-def _show_finding(found: BackendFinding | PermutationFinding, name: str) -> None:
-    console.line(f"{name}: {_verdict(found)}", mark=_mark(found), indent=2)
-    if found.self_test is not None and found.self_test.passed is False:
-        console.line(found.self_test.error or "", indent=11)
-
-
-def _mark(found: BackendFinding | PermutationFinding) -> str:
-    if not found.usable or found.self_test is None or found.self_test.passed is None:
-        return "-"
-    return "ok" if found.self_test.passed else "failed"
-
-
-def _verdict(found: BackendFinding | PermutationFinding) -> str:
-    if not found.usable:
-        return f"not usable: {found.reason}"
-    version = ", ".join([f"version {found.version}", *found.features])
-    return version if found.self_test is None else f"{version}; {_outcome(found.self_test)}"
-
-
-def _outcome(test: SelfTest) -> str:
-    where = f"on {_ranks(test.ranks)}, {test.device}"
-    if test.passed is None:
-        return f"self-test not possible {where}: {test.error}"
-    return f"self-test {'passed' if test.passed else 'FAILED'} {where}"
+def _show_finding(found: Finding, name: str) -> None:
+    test, mark = found["self_test"], "-"
+    told = f"not usable: {found['reason']}"
+    if found["usable"]:
+        told = ", ".join([f"version {found['version']}", *found["features"]])
+    if test is not None:
+        mark = {None: "-", True: "ok", False: "failed"}[test["passed"]]
+        outcome = {None: "not possible", True: "passed", False: "FAILED"}[test["passed"]]
+        told += f"; self-test {outcome} on {_ranks(test['ranks'])}, {test['device']}"
+    console.line(f"{name}: {told}", mark=mark, indent=2)
+    if test is not None and test["error"] is not None:
+        console.line(test["error"], indent=11)
 
 
 def _ranks(number: int) -> str:
     return f"{number} ranks" if number > 1 else "one rank"
 
 
-def _listed(constraints: Mapping[str, Any]) -> str:
-    return "; ".join(f"{name} {_value(value)}".rstrip() for name, value in constraints.items())
-
-
 def _value(value: Any) -> str:
-    if value is True:
-        return ""
-    if value is False:
-        return "no"
+    if isinstance(value, bool):
+        return "" if value else "no"
     return ", ".join(value) if isinstance(value, list) else str(value)

@@ -1,85 +1,269 @@
 """Forecast the dispatches of a model on a cluster that need not exist: rows, bytes, buffers and overflows.
 
-The figures are counted over dispatches of a recorded routing, or over simulated dispatches of a random routing.
-Dimensions are those of ``moe_dispatch_tools.loads``.
+The figures are counted over dispatches of a recorded routing, or over simulated dispatches of a random routing. A
+forecast is plain data. Dimensions are those of ``moe_dispatch_tools.loads``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import MoEShape
-from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
-from moe_dispatch.backends.volume import Volume
+from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
+from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capacity_of
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.errors import ConfigError
-from moe_dispatch_tools.loads import (
-    Loads,
-    dtype_names,
-    overflow_bounds,
-    padded_rows,
-    rows_between_nodes,
-    rows_within_nodes,
-)
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows, shape_of
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
+from moe_dispatch.layouts import padded_length, sequence_multiple
+from moe_dispatch.probing import Usable
+from moe_dispatch_tools.loads import Loads, count_loads, count_traffic, padded_rows
 from moe_dispatch_tools.names import NamedBackend
 from moe_dispatch_tools.placements import (
-    CHOICES,
     MOST_DISPATCHES,
-    UNPLACED,
-    Choice,
     ExpertCost,
-    PlacementPlan,
+    choices_for,
+    in_slots,
     placement_plans,
+    rows_of_experts,
 )
-from moe_dispatch_tools.plan.candidates import Candidate, candidates
-from moe_dispatch_tools.plan.figures import BackendPlan, CapacityPlan, Figure
-from moe_dispatch_tools.plan.job import Cluster, Job, make_job, without_slots
 from moe_dispatch_tools.plan.models import Model
-from moe_dispatch_tools.plan.routing import Source
-from moe_dispatch_tools.plan.sequences import Sequences
+from moe_dispatch_tools.plan.routing import Dispatch, RoutingSource
 
 # Collectives of the forward. All other collectives belong to the backward.
 FORWARD = ("balance", "counts", "dispatch", "dispatch.within_node", "combine", "combine.within_node")
 FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
+# Releases to plan if deep_ep is not installed. This package emulates them, so it knows their rules.
+_RELEASES = {"deepep": ("v1.2.1", "v2.5.0"), "hybridep": ("hybridep-746",)}
+_AGREED_INTEGERS = 7  # int64 with which dispatchers agree on row counts
+_RANKS_PER_NODE = 8  # if the number of nodes is not given
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
-    """A whole plan. All rows and bytes belong to one rank and one micro-batch.
-
-    With spare expert slots, rows are counted by slot: those of a copy belong to the rank of the copy.
+class Cluster:
+    """The ranks of one expert-parallel group, and their nodes. Consecutive ranks share a node.
 
     Attributes:
-        dispatches: Number of dispatches that the figures are counted over.
-        simulated: Whether the dispatches are drawn at random.
-        placements: Plans of placements; empty if they were not asked for, and the config has no spare expert slots.
+        flop_per_byte: As in ``ExpertCost``.
     """
 
-    model: dict[str, Any]
-    cluster: Cluster
-    sequences: Sequences
-    routing: str
-    dispatches: int
-    simulated: bool
-    received: Figure
-    busiest_rank: Figure
-    expert_padding: Figure
-    busiest_expert: Figure
-    backends: tuple[BackendPlan, ...]
-    capacities: tuple[CapacityPlan, ...]
-    placements: tuple[PlacementPlan, ...] = ()
+    ep_size: int
+    nodes: int
+    ranks_per_node: int
+    flop_per_byte: float | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Convert to plain data."""
-        return dataclasses.asdict(self)
+    @classmethod
+    def of(cls, ep_size: int, nodes: int | None = None, flop_per_byte: float | None = None) -> Cluster:
+        """Describe a cluster, by default with 8 ranks per node.
+
+        Raises:
+            ConfigError: The ranks cannot be divided among the nodes, or ``flop_per_byte`` is not a number above 0.
+        """
+        nodes = ep_size // math.gcd(ep_size, _RANKS_PER_NODE) if nodes is None else nodes
+        if ep_size % nodes:
+            raise ConfigError(
+                f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the number of nodes of one group."
+            )
+        if flop_per_byte is not None and not 0 < flop_per_byte < math.inf:
+            raise ConfigError(
+                f"plan: flop-per-byte must be a number above 0, got {flop_per_byte:g}. Divide the FLOP per second of a "
+                "device by the bytes per second that it sends to other ranks."
+            )
+        return cls(ep_size=ep_size, nodes=nodes, ranks_per_node=ep_size // nodes, flop_per_byte=flop_per_byte)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """The rows of a rank, or the sequences of its micro-batch and the parallelism that divides them."""
+
+    tokens: int | None = None
+    batch_size: int = 1
+    seq_length: int | None = None
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+
+    def multiple(self, config: DispatcherConfig, row_multiple: int = 1) -> int:
+        """Return the multiple of the sequence length that makes the rows of a rank a multiple of ``row_multiple``."""
+        return sequence_multiple(
+            batch_size=self.batch_size,
+            tp=self.tp,
+            cp=self.cp,
+            sequence_parallel=self.sequence_parallel,
+            fp8=config.pad_multiple in ("fp8", "mxfp8", "nvfp4"),
+            row_multiple=row_multiple,
+        )
+
+    def rows(self, config: DispatcherConfig, recorded: int | None = None) -> dict[str, Any]:
+        """Compute the padding of a sequence, and the rows of a rank.
+
+        Args:
+            config: Config. Its ``max_tokens_per_rank`` is the number of rows if nothing else gives it.
+            recorded: Rows of a recorded routing. The micro-batch must then give no number.
+
+        Raises:
+            ConfigError: No number of rows is given, or more than one.
+        """
+        given = {"--tokens": self.tokens, "--seq": self.seq_length, "the recorded routing": recorded}
+        told = [name for name, number in given.items() if number is not None]
+        if len(told) > 1:
+            raise ConfigError(
+                f"plan: only one of {', '.join(given)} must give the number of rows, got {' and '.join(told)}. Leave "
+                "out the others."
+            )
+        multiple, length = self.multiple(config), self.seq_length
+        padded = None if length is None else padded_length(length, multiple)
+        if padded is not None:
+            rows = self.batch_size * padded // (self.cp * (self.tp if self.sequence_parallel else 1))
+        else:
+            rows = self.tokens or recorded or config.max_tokens_per_rank or 0
+        if rows < 1:
+            raise ConfigError(
+                "plan: the rows of a rank must be 1 or more, got none. Give --tokens, or --batch and --seq, or "
+                "set max_tokens_per_rank."
+            )
+        return {
+            "multiple": multiple,
+            "length": length,
+            "padded_length": padded,
+            "padding": None if padded is None or length is None else padded - length,
+            "rows_per_rank": rows,
+            "batch_size": self.batch_size,
+        }
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Dispatches:
+    """Counted dispatches of a config on a group.
+
+    Attributes:
+        config: Config of the dispatcher.
+        shape: Sizes of the group. Its experts are the expert slots.
+        loads: Counts of the dispatches by expert slot. The rows of a copy belong to the rank of the copy.
+        experts_CPE: Rows of each rank for each expert.
+        dtypes: Dtype of the rows of each dispatch.
+    """
+
+    config: DispatcherConfig
+    shape: MoEShape
+    loads: Loads
+    experts_CPE: Tensor
+    dtypes: Sequence[torch.dtype]
+
+    @classmethod
+    def count(
+        cls, config: DispatcherConfig, shape: MoEShape, dispatches: Iterable[Dispatch], dtypes: Sequence[torch.dtype]
+    ) -> Dispatches:
+        """Count dispatches. With spare slots and ``balance``, the planner of the config places the experts of each.
+
+        Args:
+            config: Config.
+            shape: Sizes of the group with this config.
+            dispatches: Expert ids of each rank in each dispatch.
+            dtypes: Dtype of the rows of each dispatch, or one dtype of all.
+        """
+        used: list[ExpertPlacement] = []
+        if config.spare_experts_per_rank:
+            dispatches = in_slots(dispatches, config, shape, used)
+        loads = count_loads(dispatches, shape)
+        experts_CPE = rows_of_experts(loads.experts_CPE, used) if used else loads.experts_CPE
+        dtypes = [*dtypes] * len(loads.rows_CP) if len(dtypes) == 1 else dtypes
+        return cls(config=config, shape=shape, loads=loads, experts_CPE=experts_CPE, dtypes=dtypes)
+
+    @property
+    def home_shape(self) -> MoEShape:
+        """Sizes of the group without spare expert slots."""
+        return dataclasses.replace(self.shape, num_experts=self.config.num_experts)
+
+    @property
+    def capacity_shape(self) -> MoEShape:
+        """Sizes for capacities: with the row limit of the config, or else the largest number of rows of a rank."""
+        most = self.shape.max_tokens_per_rank or max(int(self.loads.rows_CP.max()), 1)
+        return dataclasses.replace(self.shape, max_tokens_per_rank=most)
+
+
+def figure(values_CP: Tensor) -> dict[str, float]:
+    """Summarise a number that each rank has in each dispatch: its mean, and the extremes of all."""
+    values_CP = values_CP.double()
+    return {"expected": float(values_CP.mean()), "low": float(values_CP.min()), "high": float(values_CP.max())}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedBackend:
+    """A backend with options, or a release of its library.
+
+    Attributes:
+        label: Name of the backend, with the release if its library is not installed.
+        rules: Source of its rules: an installed version, or a release.
+        options: Options of the backend; None if it cannot be imported.
+        needs: Constraints of the backend, with the overrides of the config; None if the backend raised an error.
+        refused: Why the backend cannot run this config on this group; None if it can.
+    """
+
+    label: str
+    rules: str = ""
+    options: BackendOptions | None = None
+    needs: Constraints | None = None
+    refused: str | None = None
+
+
+def planned_backends(named: NamedBackend, found: Dispatches) -> list[PlannedBackend]:
+    """Return a backend if its library is installed, and else the known releases of its library.
+
+    Raises:
+        ConfigError: There is no such backend or option.
+    """
+    try:
+        cls = named.load()
+    except BackendUnavailableError as error:  # the package of a third party
+        return [PlannedBackend(label=named.label, refused=str(error))]
+    spec, options = named.spec(), cls.model_validate(named.options)
+    try:
+        config = found.config.replace(backend=spec)
+    except ConfigError as error:  # an option that does not fit the config
+        return [PlannedBackend(label=named.label, options=options, refused=str(error))]
+    verdict = options.probe()
+    if isinstance(verdict, Usable):
+        return [_checked(PlannedBackend(label=named.label, rules=verdict.version, options=options), config, found)]
+    absent = f"not usable here: {verdict.reason}"
+    releases = [
+        PlannedBackend(
+            label=f"{named.label} {release.removeprefix(cls.name + '-')}",
+            rules=f"rules of {release}; {absent}",
+            options=options.model_copy(update={"emulate": release}),
+        )
+        for release in _RELEASES.get(cls.name, ())
+    ]
+    return [_checked(release, config, found, devices=frozenset({"cuda"})) for release in releases] or [
+        PlannedBackend(label=named.label, options=options, refused=absent)
+    ]
+
+
+def _checked(
+    backend: PlannedBackend, config: DispatcherConfig, found: Dispatches, **needed: frozenset[str]
+) -> PlannedBackend:
+    """Add the constraints of a backend. Add the error if the config does not meet them."""
+    options, needs, refused = backend.options, None, None
+    assert options is not None
+    try:
+        needs = dataclasses.replace(options.constraints(found.shape), **{**config.constraints.given(), **needed})
+        check_group(config, options.name, found.shape, needs)
+        if config.graph_safe:
+            check_buffers(options.name, options.capacity(found.shape))
+        check_max_rows(f"Backend {options.name!r}", needs.padded(int(found.loads.rows_CP.max())), needs)
+    except MoEDispatchError as error:
+        refused = str(error)
+    return dataclasses.replace(backend, needs=needs, refused=refused)
 
 
 def graph_safe_config(config: DispatcherConfig, tokens: int, fields: Mapping[str, Any]) -> DispatcherConfig:
@@ -97,225 +281,182 @@ def graph_safe_config(config: DispatcherConfig, tokens: int, fields: Mapping[str
 def forecast(
     model: Model,
     cluster: Cluster,
-    sequences: Sequences,
-    source: Source,
+    batch: MicroBatch,
+    source: RoutingSource,
     *,
     backends: Sequence[NamedBackend],
     factors: Sequence[float] = FACTORS,
     balance: bool = False,
-) -> Forecast:
+) -> dict[str, Any]:
     """Make a plan. It starts no ranks and allocates no buffers.
 
     Args:
         model: Sizes and config.
         cluster: Ranks and nodes.
-        sequences: Rows that a rank brings.
+        batch: Rows that a rank brings.
         source: Routing.
         backends: Backends to plan.
         factors: Capacity factors to plan.
         balance: Whether to plan placements of experts beside that of the config.
 
+    Returns:
+        Plain data. All rows and bytes belong to one rank and one micro-batch. With spare expert slots, rows are counted
+        by slot: those of a copy belong to the rank of the copy.
+
     Raises:
         ConfigError: Two numbers do not fit each other, for any backend.
     """
-    config, tokens = model.config, sequences.rows_per_rank
+    config, sequences = model.config, batch.rows(model.config, source.tokens)
+    tokens = sequences["rows_per_rank"]
     if config.max_tokens_per_rank is not None and tokens > config.max_tokens_per_rank:
         raise ConfigError(
             f"plan: a rank must bring at most max_tokens_per_rank ({config.max_tokens_per_rank}) rows, got {tokens}. "
             "Raise max_tokens_per_rank, or plan fewer tokens."
         )
-    job = make_job(model, cluster, source, tokens)
-    shape, loads = job.shape, job.loads
-    return Forecast(
-        model=_described(model),
-        cluster=cluster,
-        sequences=sequences,
-        routing=source.text,
-        dispatches=len(loads.rows_CP),
-        simulated=source.simulated,
-        received=job.figure(loads.received_CP),
-        busiest_rank=job.figure(loads.received_CP.amax(1, keepdim=True)),
-        expert_padding=job.figure(loads.expert_padding_CP(shape.pad_multiple)),
-        busiest_expert=job.figure(job.experts_CPE.sum(1).amax(1, keepdim=True)),
-        backends=tuple(
-            _backend_plan(job, candidate, sequences)
-            for named in backends
-            for candidate in candidates(named, config, shape, tokens)
-        ),
-        # Balancing per dispatch is not possible in graph-safe mode.
-        capacities=()
-        if config.balance
-        else tuple(_capacity_plan(job, factor) for factor in _all_factors(config, factors)),
-        placements=tuple(_placement_plans(job, cluster, balance=balance)),
-    )
-
-
-def _placement_plans(job: Job, cluster: Cluster, *, balance: bool) -> Iterator[PlacementPlan]:
-    """Plan the placement of the config, if it has spare expert slots, and others if ``balance``."""
-    config, model = job.model.config, job.model
-    own = Choice(config.balance or UNPLACED, config.spare_experts_per_rank)
-    if not (balance or config.spare_experts_per_rank):
-        return iter(())
-    choices = dict.fromkeys([*(CHOICES if balance else CHOICES[:1]), own])
+    shape = shape_of(config, cluster.ep_size, cluster.ranks_per_node)
+    dispatches = source.dispatches(dataclasses.replace(shape, num_experts=config.num_experts), tokens)
+    found = Dispatches.count(config, shape, dispatches, [model.dtype])
+    loads = found.loads
     cost = ExpertCost(itemsize=model.dtype.itemsize, nbytes=model.expert_bytes, flop_per_byte=cluster.flop_per_byte)
-    return placement_plans(job.experts_CPE[:MOST_DISPATCHES], without_slots(job.shape, config), choices, cost)
-
-
-def _described(model: Model) -> dict[str, Any]:
-    config = model.config
-    sizes = ("num_experts", "top_k", "hidden_size", "spare_experts_per_rank", "balance")
-    fields = (*sizes, "wire_dtype", "graph_safe", "max_tokens_per_rank")
+    fields = ("num_experts", "top_k", "hidden_size", "spare_experts_per_rank", "balance", "wire_dtype", "graph_safe")
     return {
-        "name": model.name,
-        **{field: getattr(config, field) for field in fields},
-        "num_groups": None if model.groups is None else model.groups.num_groups,
-        "topk_groups": None if model.groups is None else model.groups.topk_groups,
-        "pad_multiple": config.pad_multiple_rows,
-        "layers": model.layers,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": {
+            "name": model.name,
+            **{field: getattr(config, field) for field in (*fields, "max_tokens_per_rank")},
+            "num_groups": None if model.groups is None else model.groups.num_groups,
+            "topk_groups": None if model.groups is None else model.groups.topk_groups,
+            "pad_multiple": config.pad_multiple_rows,
+            "layers": model.layers,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+        "cluster": dataclasses.asdict(cluster),
+        "sequences": sequences,
+        "routing": source.text,
+        "dispatches": len(loads.rows_CP),
+        "simulated": source.tokens is None,
+        "received": figure(loads.received_CP),
+        "busiest_rank": figure(loads.received_CP.amax(1)),
+        "expert_padding": figure(loads.expert_padding_CP(shape.pad_multiple)),
+        "busiest_expert": figure(found.experts_CPE.sum(1).amax(1)),
+        "backends": [
+            _backend_plan(found, backend, model.layers, batch)
+            for named in backends
+            for backend in planned_backends(named, found)
+        ],
+        "needed_factor": needed_factor(found),
+        "capacities": capacity_plans(found, factors),
+        "placements": [
+            dataclasses.asdict(plan)
+            for plan in placement_plans(
+                found.experts_CPE[:: -(-len(loads.rows_CP) // MOST_DISPATCHES)],
+                found.home_shape,
+                choices_for(config, others=balance),
+                cost,
+            )
+        ],
     }
 
 
-def _backend_plan(job: Job, candidate: Candidate, sequences: Sequences) -> BackendPlan:
-    plan = BackendPlan(name=candidate.label, rules=candidate.rules, refused=candidate.refused)
-    if candidate.needs is None or candidate.refused is not None:
+def _backend_plan(found: Dispatches, backend: PlannedBackend, layers: int, batch: MicroBatch) -> dict[str, Any]:
+    """Plan one backend. All its numbers are None if it refuses the config, and its bytes if it cannot say them."""
+    config, shape, needs, options = found.config, found.shape, backend.needs, backend.options
+    empty = ("rows_per_rank", "rank_padding", "sequence_multiple", "buffers", "sent", "row_dtypes", "forward")
+    plan: dict[str, Any] = {
+        "name": backend.label,
+        "rules": backend.rules,
+        "refused": backend.refused,
+        **dict.fromkeys((*empty, "backward", "between_nodes", "payload_only")),
+    }
+    if needs is None or options is None or backend.refused is not None:
         return plan
-    padded_CP = padded_rows(job.loads.rows_CP, candidate.needs, job.model.config)
-    found = dataclasses.replace(
-        plan,
-        rows_per_rank=job.figure(padded_CP),
-        rank_padding=job.figure(padded_CP - job.loads.rows_CP),
-        sequence_multiple=sequences.multiple_for(candidate.needs.row_multiple),
-        buffers=_buffers(job, candidate, int(padded_CP.max())),
-    )
-    wire = candidate.wire(job.shape, _volume(job.loads, padded_CP, job.shape), job.model.dtype)
-    if wire is None:
-        return found
-    zeros_CP = torch.zeros_like(padded_CP, dtype=torch.float64)
-    sent_CP = dict(wire.sent)
-    if counts := job.balance_bytes(job.shape.ep_size - 1):
-        sent_CP["balance"] = zeros_CP + counts
-    forward = job.figure(sum((of for label, of in sent_CP.items() if label in FORWARD), zeros_CP))
-    backward = job.figure(sum((of for label, of in sent_CP.items() if label not in FORWARD), zeros_CP))
-    layers, once = job.model.layers, candidate.agreement_bytes(job.model.config, job.shape)
-    return dataclasses.replace(
-        found,
-        sent={label: job.figure(nbytes_CP) for label, nbytes_CP in sent_CP.items()},
-        row_dtypes=dtype_names(wire.row_dtypes),
-        forward=forward.times(layers).plus(once),
-        backward=backward.times(layers),
-        between_nodes=_between_nodes(job, candidate, padded_CP) * layers,
-        payload_only=wire.payload_only,
-    )
+    padded_CP = padded_rows(found.loads.rows_CP, needs, config)
+    plan |= {
+        "rows_per_rank": figure(padded_CP),
+        "rank_padding": figure(padded_CP - found.loads.rows_CP),
+        "sequence_multiple": batch.multiple(config, needs.row_multiple),
+        "buffers": _buffers(found, options, needs, int(padded_CP.max())),
+    }
+    traffic = count_traffic(options, shape, found.loads, padded_CP, found.dtypes)
+    if traffic is None:
+        return plan
+    # Bytes of the counts that each rank sends to another, so that all plan the same placement.
+    counts = 0 if config.balance is None else 8 * (config.num_experts + 1)
+    nothing_CP = torch.zeros_like(padded_CP, dtype=torch.float64)
+    sent_CP = traffic.sent_CP | ({"balance": nothing_CP + counts * (shape.ep_size - 1)} if counts else {})
+    forward_CP = sum((of for label, of in sent_CP.items() if label in FORWARD), nothing_CP)
+    backward_CP = sum((of for label, of in sent_CP.items() if label not in FORWARD), nothing_CP)
+    once, far = _agreement_bytes(config, shape, needs), shape.ep_size - (shape.ranks_per_node or shape.ep_size)
+    return plan | {
+        "sent": {label: figure(nbytes_CP) for label, nbytes_CP in sent_CP.items()},
+        "row_dtypes": traffic.row_dtypes,
+        "forward": figure(layers * forward_CP + once),
+        "backward": figure(layers * backward_CP),
+        "between_nodes": layers * (traffic.between_nodes + counts * far),
+        "payload_only": traffic.payload_only,
+    }
 
 
-def _volume(loads: Loads, padded_CP: Tensor, shape: MoEShape, *, between_nodes: bool = False) -> Volume:
-    """Count the rows that ranks exchange with other ranks.
+def _agreement_bytes(config: DispatcherConfig, shape: MoEShape, needs: Constraints) -> int:
+    """Return the bytes that a rank sends to agree on the row counts of a micro-batch, on a group of one device."""
+    agrees = needs.equal_rows or needs.group_max
+    if not agrees or config.graph_safe or config.row_counts_policy not in ("agree", "check"):
+        return 0
+    integers = _AGREED_INTEGERS
+    if needs.counts_with_sizes and config.balance is None:  # those of each rank, and sums of counts
+        integers = _AGREED_INTEGERS * shape.ep_size + 1 + shape.num_experts
+    return 2 * 8 * integers * (shape.ep_size - 1) // shape.ep_size
 
-    Args:
-        loads: Counts of the dispatches.
-        padded_CP: Rows that ranks bring, with padding.
-        shape: Sizes, with the number of consecutive ranks on a node.
-        between_nodes: Whether only rows that leave their node count.
+
+def _buffers(found: Dispatches, options: BackendOptions, needs: Constraints, rows: int) -> dict[str, dict[str, float]]:
+    """Return bytes by purpose: the buffers of graph-safe mode, or the rows of the experts in eager mode."""
+    shape, dtype = found.shape, found.dtypes[0]
+    if shape.graph_safe:
+        assert shape.max_tokens_per_rank is not None
+        sizes = dataclasses.replace(needs.sizes(shape.max_tokens_per_rank), capacity=options.capacity(shape))
+        buffers = options.footprint(shape, sizes, rows, dtype)
+        return {purpose: dict.fromkeys(("expected", "low", "high"), size) for purpose, size in buffers.items()}
+    rows_CP = found.loads.received_CP + found.loads.expert_padding_CP(shape.pad_multiple)
+    return {"rows": figure(rows_CP * (shape.hidden_size * dtype.itemsize))}
+
+
+def needed_factor(found: Dispatches) -> float:
+    """Return the smallest ``capacity_factor`` that drops no row of these dispatches."""
+    return int(found.loads.received_CP.max()) / balanced_rows(found.capacity_shape)
+
+
+def capacity_plans(found: Dispatches, factors: Sequence[float]) -> list[dict[str, Any]]:
+    """Plan capacity factors of graph-safe mode. Graph-safe mode refuses ``balance``, so it has none.
+
+    Returns:
+        For each factor: the rows of a rank, the rows and bytes of the buffer, which has room for expert padding, the
+        share of dispatches that overflow, the share of rows that are dropped, and ``pair_rows`` of ``alltoall`` for the
+        same factor with its share of dispatches.
+
+    Raises:
+        ConfigError: A factor is out of range.
     """
-    assert shape.ranks_per_node is not None
-    size, per_node = shape.ep_size, shape.ranks_per_node
-    near = per_node if between_nodes else 1  # number of ranks to which sent rows do not count
-    block_P = torch.arange(size) // near
-    away_PP = block_P.unsqueeze(1) != block_P
-    legs = None
-    if 1 < per_node < size:
-        nodes, counts = size // per_node, 0 if between_nodes else 1
-        slots_CPN = loads.slots_CPP.unflatten(2, (nodes, per_node)).sum(3)
-        across = [rows_between_nodes(table_CPN) for table_CPN in (loads.nodes_CPN, slots_CPN)]
-        within = [counts * rows_within_nodes(table_CPP, nodes) for table_CPP in (loads.pairs_CPP, loads.slots_CPP)]
-        legs = (
-            _exchanged(padded_CP, *across, others=nodes - 1),
-            _exchanged(padded_CP, *within, others=counts * (per_node - 1)),
+    for wrong in (factor for factor in factors if not 0 < factor <= 1024):
+        raise ConfigError(f"plan: a capacity factor must be above 0 and at most 1024, got {wrong}. Try 1.25.")
+    if found.config.balance is not None:
+        return []
+    own, plans = found.config.capacity_factor, []
+    listed: list[CapacityFactor] = [*sorted({*factors, *([] if own == "worst" else [own])}), "worst"]
+    received_CP, most_pair_C = found.loads.received_CP, found.loads.pairs_CPP.amax((1, 2))
+    for factor in listed:
+        shape = dataclasses.replace(found.capacity_shape, capacity_factor=factor)
+        capacity = capacity_of(shape)
+        pair_rows = capacity_of(dataclasses.replace(shape, capacity_factor="worst"), pair_factor=factor).pair_rows
+        dropped_C = (received_CP - capacity.rows).clamp(min=0).sum(1)
+        plans.append(
+            {
+                "factor": factor,
+                "rows": capacity.rows,
+                "buffer_rows": capacity.buffer_rows,
+                "buffer_bytes": capacity.buffer_rows * shape.hidden_size * found.dtypes[0].itemsize,
+                "overflow": float((dropped_C > 0).double().mean()),
+                "dropped": int(dropped_C.sum()) / max(int(received_CP.sum()), 1),
+                "pair_rows": pair_rows,
+                "pair_overflow": float((most_pair_C > (pair_rows or 0)).double().mean()),
+            }
         )
-    return _exchanged(padded_CP, loads.pairs_CPP * away_PP, loads.slots_CPP * away_PP, others=size - near, legs=legs)
-
-
-def _exchanged(
-    padded_CP: Tensor,
-    pairs_CPP: Tensor,
-    slots_CPP: Tensor,
-    *,
-    others: int,
-    legs: tuple[Volume, Volume] | None = None,
-) -> Volume:
-    """Make a volume from the rows and slots that each rank sends to each rank."""
-    return Volume(
-        rows=padded_CP.double(),
-        others=torch.full_like(padded_CP, others).double(),
-        pairs_out=pairs_CPP.sum(2).double(),
-        pairs_in=pairs_CPP.sum(1).double(),
-        slots_out=slots_CPP.sum(2).double(),
-        slots_in=slots_CPP.sum(1).double(),
-        legs=legs,
-    )
-
-
-def _between_nodes(job: Job, candidate: Candidate, padded_CP: Tensor) -> float:
-    """Return the mean of the bytes that a rank sends to other nodes in a layer."""
-    assert job.shape.ranks_per_node is not None
-    volume = _volume(job.loads, padded_CP, job.shape, between_nodes=True)
-    found = candidate.wire(job.shape, volume, job.model.dtype)
-    assert found is not None
-    if found.once_per_node and volume.legs is not None:
-        found = candidate.wire(job.shape, volume.legs[0], job.model.dtype)
-        assert found is not None
-    counts = job.balance_bytes(job.shape.ep_size - job.shape.ranks_per_node)
-    return counts + float(sum(nbytes_CP.mean() for nbytes_CP in found.sent.values()))
-
-
-def _buffers(job: Job, candidate: Candidate, rows: int) -> dict[str, Figure]:
-    if job.shape.graph_safe:
-        found = candidate.footprint(job.shape, rows, job.model.dtype)
-        return {purpose: Figure(expected=size, error=0.0, low=size, high=size) for purpose, size in found.items()}
-    rows_CP = job.loads.received_CP + job.loads.expert_padding_CP(job.shape.pad_multiple)
-    return {"rows": job.figure(rows_CP).times(job.shape.hidden_size * job.model.dtype.itemsize)}
-
-
-def _capacity_plan(job: Job, factor: CapacityFactor) -> CapacityPlan:
-    most = job.shape.max_tokens_per_rank or job.tokens
-    shape = dataclasses.replace(job.shape, max_tokens_per_rank=most, capacity_factor=factor)
-    capacity = capacity_of(shape)
-    pair_rows = capacity_of(dataclasses.replace(shape, capacity_factor="worst"), pair_factor=factor).pair_rows
-    assert pair_rows is not None
-    worst = worst_rows(dataclasses.replace(shape, max_tokens_per_rank=job.tokens))
-    overflow = _overflow(job, job.loads.slots_CPP, capacity.rows, worst, summed=True)
-    return CapacityPlan(
-        factor=factor,
-        rows=capacity.rows,
-        buffer_rows=capacity.buffer_rows,
-        buffer_bytes=capacity.buffer_rows * shape.hidden_size * job.model.dtype.itemsize,
-        overflow=overflow,
-        step_overflow=(_in_step(overflow[0], job.model.layers), _in_step(overflow[1], job.model.layers)),
-        pair_rows=pair_rows,
-        pair_overflow=_overflow(job, job.loads.pairs_CPP, pair_rows, job.tokens, summed=False),
-    )
-
-
-def _overflow(job: Job, rows_CPP: Tensor, limit: int, worst: int, *, summed: bool) -> tuple[float, float]:
-    """Return the share of dispatches in which some rank, or some pair of ranks, needs more than ``limit`` rows."""
-    if limit >= worst:
-        return 0.0, 0.0
-    if job.simulated:
-        return overflow_bounds(rows_CPP, limit, summed=summed)
-    needed_CP = rows_CPP.sum(1) if summed else rows_CPP.amax(1)
-    share = float((needed_CP.amax(1) > limit).double().mean())
-    return share, share
-
-
-def _in_step(chance: float, layers: int) -> float:
-    """Return the chance that an event happens in at least one layer, if layers are independent."""
-    return 1.0 if chance >= 1 else -math.expm1(layers * math.log1p(-chance))
-
-
-def _all_factors(config: DispatcherConfig, factors: Sequence[float]) -> list[CapacityFactor]:
-    own = config.capacity_factor
-    for factor in factors:
-        if not 0 < factor <= 1024:
-            raise ConfigError(f"plan: a capacity factor must be above 0 and at most 1024, got {factor}. Try 1.25.")
-    return [*sorted({*factors, *([] if own == "worst" else [own])}), "worst"]
+    return plans

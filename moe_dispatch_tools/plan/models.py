@@ -12,6 +12,7 @@ import torch
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
+from moe_dispatch_tools.traces import Trace
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 # The names of each number in the architectures of transformers 5. The first name that a config has is used.
@@ -76,8 +77,8 @@ def read_model(
     """Read the sizes of a model.
 
     Args:
-        path: Path of a ``.yaml`` or ``.json`` file for ``DispatcherConfig.load``, of a transformers ``config.json``, or
-            of the folder that holds it.
+        path: Path of a ``.yaml`` or ``.json`` file for ``DispatcherConfig.load``, of a transformers ``config.json``, of
+            the folder that holds it, or of a trace.
         layers: Number of layers with experts. By default it is counted in a transformers config, and else 1.
         dtype: Dtype of the rows. By default it is the dtype in a transformers config, and else "bfloat16".
         changes: Fields of the config with other values than in the file.
@@ -85,6 +86,13 @@ def read_model(
     Raises:
         ConfigError: The file cannot be read, or a number is missing or wrong.
     """
+    if path.suffix == ".safetensors":
+        trace = Trace.load(path)
+        config = trace.config.replace(**(changes or {}))
+        recorded = next((str(call.parts[0].dtype).removeprefix("torch.") for call in trace.calls), "bfloat16")
+        return Model(
+            name=path.name, config=config, layers=layers or len(trace.layers) or 1, dtype=_dtype(dtype or recorded)
+        )
     path = path / "config.json" if path.is_dir() else path
     found = _transformers_config(path)
     if found is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -20,33 +19,29 @@ from moe_dispatch_tools.traces import Trace
 # Expert ids of each rank in one dispatch, int64 (T, K). The id is -1 if a slot goes nowhere.
 Dispatch = Sequence[Tensor]
 
-# A simulation has this number of tokens in all its dispatches together, if the number of dispatches is in the bounds.
-_SIMULATED_TOKENS, _FEWEST_DISPATCHES, _MOST_DISPATCHES = 2**21, 4, 256
+# A simulation has this number of tokens in all its dispatches together, if the number of dispatches is at most 64.
+_SIMULATED_TOKENS, _MOST_DISPATCHES = 2**20, 64
 _LARGEST_EXPONENT = 8.0
-_ATTEMPTS = 4  # attempts to draw an expert that a token does not have yet
-_TOKENS_AT_ONCE = 2**14
-_LIMITED_TOKENS_AT_ONCE = 2**11  # whose scores of all experts fit the cache
+_TOKENS_AT_ONCE = 2**11  # whose scores of all experts fit the cache
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Source:
+class RoutingSource:
     """The source of the routing of a plan.
 
     Attributes:
         text: Description for the output.
         dispatches: Function that makes the dispatches, from a shape and the number of tokens of each rank.
-        simulated: Whether the dispatches are drawn at random. Their figures then have a standard error.
         tokens: Largest number of rows of a rank in a recorded routing; None for a random routing.
     """
 
     text: str
     dispatches: Callable[[MoEShape, int], Iterable[Dispatch]]
-    simulated: bool = False
     tokens: int | None = None
 
 
-def random_routing(name: str, *, seed: int = 0, groups: GroupLimit | None = None) -> Source:
+def random_routing(name: str, *, seed: int = 0, groups: GroupLimit | None = None) -> RoutingSource:
     """Make a routing in which each token draws its experts at random, independently of all other tokens.
 
     Args:
@@ -60,34 +55,28 @@ def random_routing(name: str, *, seed: int = 0, groups: GroupLimit | None = None
     kind, _, given = name.partition(":")
     if kind not in ("uniform", "zipf") or (kind == "uniform" and given):
         raise ConfigError(f'plan: routing must be "uniform", "zipf" or "zipf:EXPONENT", got {name!r}. Use one of them.')
-    exponent = 0.0 if kind == "uniform" else _exponent(given or "1")
+    try:
+        exponent = 0.0 if kind == "uniform" else float(given or "1")
+    except ValueError:
+        exponent = -1.0
+    if not 0 <= exponent <= _LARGEST_EXPONENT:
+        raise ConfigError(
+            f"plan: the exponent of zipf must be a number from 0 to {_LARGEST_EXPONENT:g}, got {given!r}. "
+            "Use a number near 1 for a router in training."
+        )
 
     def dispatches(shape: MoEShape, tokens: int) -> Iterator[Dispatch]:
         generator = torch.Generator().manual_seed(seed)
         odds_E = popularity(shape.num_experts, exponent, generator)
         everyone = tokens * shape.ep_size
-        count = min(max(_SIMULATED_TOKENS // everyone, _FEWEST_DISPATCHES), _MOST_DISPATCHES)
-        draw = partial(draw_experts if groups is None else partial(draw_limited_experts, groups), odds_E, shape.top_k)
-        return (draw(everyone, generator).split(tokens) for _ in range(count))
+        count = min(max(_SIMULATED_TOKENS // everyone, 1), _MOST_DISPATCHES)
+        return (draw_experts(odds_E, shape.top_k, everyone, generator, groups).split(tokens) for _ in range(count))
 
     order = f" with exponent {exponent:g} over experts in an order drawn with seed {seed}" if exponent else ""
     limit = "" if groups is None else f", in {groups.topk_groups} of {groups.num_groups} groups of experts"
-    return Source(
-        text=f"{kind}{order}: each token draws its experts independently{limit}", dispatches=dispatches, simulated=True
+    return RoutingSource(
+        text=f"{kind}{order}: each token draws its experts independently{limit}", dispatches=dispatches
     )
-
-
-def _exponent(text: str) -> float:
-    try:
-        exponent = float(text)
-    except ValueError:
-        exponent = -1.0
-    if not 0 <= exponent <= _LARGEST_EXPONENT:
-        raise ConfigError(
-            f"plan: the exponent of zipf must be a number from 0 to {_LARGEST_EXPONENT:g}, got {text!r}. "
-            "Use a number near 1 for a router in training."
-        )
-    return exponent
 
 
 def popularity(num_experts: int, exponent: float, generator: Generator) -> Tensor:
@@ -96,47 +85,20 @@ def popularity(num_experts: int, exponent: float, generator: Generator) -> Tenso
     return (odds / odds.sum())[torch.randperm(num_experts, generator=generator, device="cpu")]
 
 
-def draw_experts(odds_E: Tensor, top_k: int, num_tokens: int, generator: Generator) -> Tensor:
-    """Draw the experts of tokens, int64 (T, K): one after the other, without repetition, in proportion to their odds.
-
-    ``torch.multinomial`` has this distribution too, but its time grows with E. Here a token draws any expert, and draws
-    again if it already has this expert. After several repetitions a token gets its other experts from
-    ``torch.multinomial``.
-    """
-    cumulative_E = odds_E.cumsum(0)
-
-    def draw(count: int) -> Tensor:
-        drawn = torch.rand(count, dtype=torch.float64, generator=generator)
-        return torch.searchsorted(cumulative_E, drawn * cumulative_E[-1], right=True).clamp_(max=len(odds_E) - 1)
-
-    ids_KT = torch.empty(top_k, num_tokens, dtype=torch.int64)
-    done_T = torch.zeros(num_tokens, dtype=torch.bool)
-    for slot in range(top_k):
-        drawn_T = draw(num_tokens)
-        ids_KT[slot] = torch.where(done_T, ids_KT[slot], drawn_T)
-        again = ((ids_KT[:slot] == ids_KT[slot]).any(0) & ~done_T).nonzero().flatten()
-        for _ in range(_ATTEMPTS if len(again) else 0):
-            ids_KT[slot, again] = draw(len(again))
-            again = again[(ids_KT[:slot, again] == ids_KT[slot, again]).any(0)]
-        done_T[again] = True
-        for some in again.split(_TOKENS_AT_ONCE):
-            left_TE = odds_E.expand(len(some), -1).scatter(1, ids_KT[:slot, some].t(), 0)
-            ids_KT[slot:, some] = torch.multinomial(left_TE, top_k - slot, generator=generator).t()
-    return ids_KT.t()
-
-
-def draw_limited_experts(
-    groups: GroupLimit, odds_E: Tensor, top_k: int, num_tokens: int, generator: Generator
+def draw_experts(
+    odds_E: Tensor, top_k: int, num_tokens: int, generator: Generator, groups: GroupLimit | None = None
 ) -> Tensor:
-    """Draw the experts of tokens, int64 (T, K), as a router does that is limited to a few groups of experts.
+    """Draw the experts of tokens, int64 (T, K), without repetition, in proportion to their odds.
 
-    The score of an expert is the logarithm of its odds plus Gumbel noise. The ``top_k`` experts with the highest scores
-    of all would have the distribution of ``draw_experts``.
+    The score of an expert is the logarithm of its odds plus Gumbel noise. The best scores have the distribution of
+    draws one after the other (``torch.multinomial``, which takes twice the time), and a router that is limited to
+    groups of experts chooses among the same scores.
     """
-    log_odds_E, found = odds_E.log().float(), []
-    for count in torch.arange(num_tokens).split(_LIMITED_TOKENS_AT_ONCE):
-        noise_TE = torch.rand(len(count), len(odds_E), generator=generator).log_().neg_().log_().neg_()
-        found.append(choose_experts(noise_TE.add_(log_odds_E), top_k, groups))
+    log_odds_E, found = odds_E.log().float(), [torch.empty(0, top_k, dtype=torch.int64)]
+    for some in torch.arange(num_tokens).split(_TOKENS_AT_ONCE):
+        scores_TE = torch.rand(len(some), len(odds_E), generator=generator).log_().neg_()
+        scores_TE = scores_TE.log_().neg_().add_(log_odds_E)
+        found.append(scores_TE.topk(top_k).indices if groups is None else choose_experts(scores_TE, top_k, groups))
     return torch.cat(found)
 
 
@@ -155,25 +117,15 @@ def choose_experts(scores_TE: Tensor, top_k: int, groups: GroupLimit) -> Tensor:
     return ids_TK
 
 
-def recorded_routing(dispatches: Sequence[Dispatch], text: str) -> Source:
-    """Make a routing of recorded dispatches. Padding rows are left out or have ids of -1.
-
-    Raises:
-        ConfigError: There are no dispatches, or they have another number of ranks than the plan.
-    """
-    if not dispatches:
-        raise ConfigError(f"plan: {text} must hold a dispatch, got none. Record at least one step.")
-
-    def checked(shape: MoEShape, tokens: int) -> Sequence[Dispatch]:
-        size = len(dispatches[0])
-        if size != shape.ep_size:
-            raise ConfigError(f"plan: ep must be {size}, as in {text}, got {shape.ep_size}. Give --ep {size}.")
-        return dispatches
-
-    return Source(text=text, dispatches=checked, tokens=max(len(ids) for ranks in dispatches for ids in ranks))
+def recorded_routing(dispatches: Sequence[Dispatch], text: str) -> RoutingSource:
+    """Make a routing of recorded dispatches. Padding rows are left out or have ids of -1."""
+    most = max(len(ids) for ranks in dispatches for ids in ranks)
+    return RoutingSource(text=text, dispatches=lambda shape, tokens: dispatches, tokens=most)
 
 
-def traced_routing(path: Path, config: DispatcherConfig, *, ep_size: int | None, cut: bool) -> tuple[Source, int]:
+def traced_routing(
+    path: Path, config: DispatcherConfig, *, ep_size: int | None, cut: bool
+) -> tuple[RoutingSource, int]:
     """Read the routing of a trace, and its number of ranks.
 
     Args:
@@ -184,11 +136,14 @@ def traced_routing(path: Path, config: DispatcherConfig, *, ep_size: int | None,
 
     Raises:
         TraceError: The trace cannot be read or has other sizes.
+        ConfigError: The trace holds no dispatch.
     """
     trace = Trace.load(path)
     trace.require_whole("plan")
     trace.check_ids("plan")
     trace.check(config, ep_size=trace.ep_size if ep_size is None else ep_size)
+    if not trace.calls:
+        raise ConfigError(f"plan: {path} must hold a dispatch, got none. Record at least one step.")
     dispatches = [[part.sent_ids(cut=cut and part.on_host) for part in call.parts] for call in trace.calls]
     text = f"{path.name}: {len(dispatches)} dispatches of {len(trace.layers)} layers in {trace.steps} steps"
     return recorded_routing(dispatches, text), trace.ep_size

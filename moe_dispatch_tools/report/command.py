@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moe_dispatch.errors import TraceError
-from moe_dispatch_tools.report.run_page import run_page
-from moe_dispatch_tools.report.trace_page import trace_page
+from moe_dispatch_tools.report.sections import run_content, trace_content
 from moe_dispatch_tools.traces import RunLog, Trace
-from moe_dispatch_tools.traces.run_reading import run_files
+from moe_dispatch_tools.traces.run_log import run_files
 
 
 def write_report(source: str | Path, out: str | Path) -> Path:
@@ -24,7 +26,7 @@ def write_report(source: str | Path, out: str | Path) -> Path:
     Raises:
         TraceError: The source cannot be read, lacks ranks or holds no step, or the page cannot be written.
     """
-    page, path = _page(Path(source)), Path(out) / "index.html"
+    page, path = render(_content(Path(source))), Path(out) / "index.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
@@ -33,32 +35,51 @@ def write_report(source: str | Path, out: str | Path) -> Path:
     return path
 
 
-def _page(source: Path) -> str:
-    if not source.is_dir():
-        return _trace_page(source)
-    if run_files(source):
-        return _run_page(source)
-    traces = sorted(path.name for path in source.glob("*.safetensors"))
-    if len(traces) != 1:
-        raise TraceError(
-            f"report: {source} must hold the log of a run (rank0.jsonl and so on) or one trace, got "
-            f"{', '.join(traces) or 'neither'}. Name the directory that RunLog.record wrote, or a trace."
-        )
-    return _trace_page(source / traces[0])
+def render(content: dict[str, Any]) -> str:
+    """Render the page as one HTML file that loads no other file and has no scripts.
+
+    Args:
+        content: The title, paragraphs (``intro``), ``settings`` by name, and ``sections``. A section has a heading,
+            paragraphs, pictures, and tables whose cells are texts and numbers.
+    """
+    environment = Environment(
+        loader=PackageLoader("moe_dispatch_tools", "report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cell"] = _cell
+    return environment.get_template("page.html").render(content).lstrip() + "\n"
 
 
-def _run_page(directory: Path) -> str:
-    run = RunLog.load(directory)
-    if not run.steps:
-        raise TraceError(
-            f"report: {directory} must hold a step of every rank, got {', '.join(map(str, run.written))} steps. Call "
-            "step() at least once."
-        )
-    return run_page(directory.resolve().name, run)
+def _cell(value: str | float | None) -> str:
+    """Format a cell: counts with narrow no-break spaces between groups of three digits, others with four digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, int) or (isinstance(value, float) and value >= 1000):
+        return f"{int(value):,}".replace(",", "\u202f")
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _trace_page(source: Path) -> str:
+def _content(source: Path) -> dict[str, Any]:
+    if source.is_dir() and run_files(source):
+        run = RunLog.load(source)
+        if not run.steps:
+            raise TraceError(
+                f"report: {source} must hold a step of every rank, got {', '.join(map(str, run.written))} steps. Call "
+                "step() at least once."
+            )
+        return run_content(source.resolve().name, run)
+    if source.is_dir():
+        traces = sorted(path.name for path in source.glob("*.safetensors"))
+        if len(traces) != 1:
+            raise TraceError(
+                f"report: {source} must hold the log of a run (rank0.jsonl and so on) or one trace, got "
+                f"{', '.join(traces) or 'neither'}. Name the directory that RunLog.record wrote, or a trace."
+            )
+        source /= traces[0]
     trace = Trace.load(source)
     if not trace.calls:
         raise TraceError(f"report: {source} must hold a dispatch, got none. Record at least one step.")
-    return trace_page(source.name, trace)
+    return trace_content(source.name, trace)

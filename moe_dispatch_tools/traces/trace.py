@@ -1,28 +1,50 @@
-"""Frozen values of a trace: ``Trace``, its calls, and the part of each rank in a call.
+"""The routing trace: the frozen values ``Trace``, ``Call`` and ``Part``, how they are recorded, and their file.
+
+The file has these tensors of each rank r, with a prefix such as ``rank0.``:
+
+- ``ids``, int32 (rows of all calls, K), and ``weights`` (rows of all calls, K),
+- ``calls``, int64 (calls, 7), with the columns of ``_Row``,
+- ``shapes``, int64: the shapes of x in all calls, one after another,
+- ``layouts``, int64: the layouts of all calls, one after another, in the encoding of ``layouts/encoding.py``.
 
 Dimensions: ``T`` rows of a rank in the model, ``K`` top_k, ``E`` experts of the whole group, ``P`` its ranks.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import json
+import platform
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch import __version__
 from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.channel import Channel
+from moe_dispatch.dispatchers.recorder import Note, Recorder
 from moe_dispatch.dispatchers.requirements import shape_of
-from moe_dispatch.errors import TraceError
+from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError, TraceError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.layouts.encoding import decode, encode
 from moe_dispatch.permutation import merge_slots
+from moe_dispatch.replay import file
 from moe_dispatch.types import Routing
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers import Dispatcher
+
+# The index of a dtype is its code in a file, so new dtypes go to the end.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_COLUMNS = ("ids", "weights", "calls", "shapes", "layouts")
 
 
 @final
@@ -106,7 +128,8 @@ class Trace:
     versions: dict[str, str]
 
     @staticmethod
-    def record(dispatcher: Dispatcher, path: str | Path, *, steps: int = 100) -> AbstractContextManager[None]:
+    @contextmanager
+    def record(dispatcher: Dispatcher, path: str | Path, *, steps: int = 100) -> Iterator[None]:
         """Record the routing of every dispatch inside a ``with`` block, in one file for all ranks.
 
         The first ``steps`` dispatches of every dispatcher with the same channel are recorded, that is, with the same
@@ -128,9 +151,23 @@ class Trace:
         Cost: The start and the end of the block are collective. Inside the block, each dispatch copies ids, weights and
         lengths to the host without a host sync. A dispatch outside of a recording has no extra cost.
         """
-        from moe_dispatch_tools.traces.recording import record  # noqa: PLC0415 - it makes a Trace
-
-        return record(dispatcher, Path(path), steps)
+        channel, path = dispatcher._channel, Path(path)  # raises if closed
+        raise_alike(channel.control, _problem(channel, path, steps), label="trace")
+        recorder = channel.recorder = Recorder(steps)
+        try:
+            yield
+        except BaseException as error:
+            _save_own_part(channel, recorder, path, error)
+            raise
+        finally:
+            channel.recorder = None
+        try:
+            _save(channel, recorder, path)
+        except PeerError:
+            raise
+        except Exception as error:
+            _save_own_part(channel, recorder, path, error)
+            raise
 
     @staticmethod
     def load(path: str | Path) -> Trace:
@@ -139,10 +176,34 @@ class Trace:
         Raises:
             TraceError: The file is missing, incomplete or not a trace of this format, or safetensors is missing.
         """
-        from moe_dispatch.replay.file import read  # noqa: PLC0415
-        from moe_dispatch_tools.traces.columns import trace_from  # noqa: PLC0415
-
-        return trace_from(*read(Path(path)), where=str(path))
+        tensors, metadata = file.read(Path(path))
+        try:
+            ranks = sorted({int(name.partition(".")[0].removeprefix("rank")) for name in tensors})
+            per_rank = [_parts({name: tensors[f"rank{rank}.{name}"] for name in _COLUMNS}) for rank in ranks]
+            versions = json.loads(metadata["versions"])
+            config = json.loads(metadata["config"])
+            known = {item.name for item in fields(Constraints)}  # needs of other versions are left out
+            needs = {name: value for name, value in json.loads(metadata["needs"]).items() if name in known}
+            return Trace(
+                config=config_from(config, versions, where=f"Trace.load: the config of {path}"),
+                backend_name=metadata["backend"],
+                ep_size=int(metadata["ep_size"]),
+                ranks=tuple(ranks),
+                ranks_per_node=json.loads(metadata["ranks_per_node"]),
+                needs=Constraints(**needs),
+                layers=tuple(json.loads(metadata["layers"])),
+                calls=tuple(  # those that every rank has, because an interrupted rank may lack the last ones
+                    Call(layer=layer, step=step, parts=tuple(parts[layer, step] for parts in per_rank))
+                    for layer, step in per_rank[0]
+                    if all((layer, step) in parts for parts in per_rank)
+                ),
+                versions=versions,
+            )
+        except (KeyError, IndexError, StopIteration, RuntimeError, TypeError, json.JSONDecodeError) as error:
+            raise TraceError(
+                f"Trace.load: {path} must have all parts of a trace, got {type(error).__name__}: {error}. Record it "
+                "again."
+            ) from error
 
     @property
     def steps(self) -> int:
@@ -222,3 +283,156 @@ class Trace:
                 f"Trace.check: max_tokens_per_rank must be at least {self.max_rows}, the rows of the trace, got "
                 f"{config.max_tokens_per_rank}. Raise it."
             )
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions of moe_dispatch, torch and Python."""
+    return {"moe_dispatch": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def config_from(fields: Mapping[str, Any], versions: Mapping[str, str], *, where: str) -> DispatcherConfig:
+    """Make the config of a recording from its fields.
+
+    Raises:
+        TraceError: This version does not know a field or the backend. The error begins with ``where``, and names the
+            version that made the recording.
+    """
+    try:
+        return DispatcherConfig(**fields)
+    except ConfigError as error:
+        raise TraceError(
+            f"{where} must be valid in this version, got a config of moe_dispatch {versions.get('moe_dispatch')}: "
+            f"{error} Install that version, and the backend of the config."
+        ) from error
+
+
+def _problem(channel: Channel, path: Path, steps: int) -> MoEDispatchError | None:
+    """Return why this rank cannot record; None if it can."""
+    try:
+        file.safetensors_of("Trace.record")
+        if channel.control.rank == 0:
+            file.check_writable(path)
+    except MoEDispatchError as error:
+        return error
+    if channel.recorder is not None:
+        return StateError(
+            "Trace.record: only one block must record a channel at a time, got another block that is still open. "
+            "Leave that block first. It records all dispatchers of this config and group."
+        )
+    if steps < 1:
+        return InputError(f"Trace.record: steps must be 1 or more, got {steps}. Give the number of steps to record.")
+    return None
+
+
+def _save(channel: Channel, recorder: Recorder, path: Path) -> None:
+    """Gather the parts of all ranks on rank 0, which writes the file. Collective."""
+    everyone = channel.control.gather_bytes(file.pack(_own_columns(channel, recorder)), label="trace")
+    problem = None
+    if everyone is not None:
+        parts = enumerate(map(file.unpack, everyone))
+        tensors = {f"rank{rank}.{name}": tensor for rank, part in parts for name, tensor in part.items()}
+        try:
+            file.write(path, tensors, _metadata(channel, recorder.notes))
+        except MoEDispatchError as error:
+            problem = error
+    raise_alike(channel.control, problem, label="trace")
+
+
+def _own_columns(channel: Channel, recorder: Recorder) -> dict[str, Tensor]:
+    for device in {note.device for note in recorder.notes if note.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)  # copies to the host may still be under way
+    return _columns(recorder.notes, channel.config.top_k)
+
+
+def _save_own_part(channel: Channel, recorder: Recorder, path: Path, error: BaseException) -> None:
+    """Write the part of this rank without its peers, which may have failed. Add a note with the path to the error."""
+    rank = channel.communicator.rank
+    own = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    try:
+        columns = {f"rank{rank}.{name}": tensor for name, tensor in _own_columns(channel, recorder).items()}
+        own.parent.mkdir(parents=True, exist_ok=True)
+        file.write(own, columns, _metadata(channel, recorder.notes))
+    except Exception as failure:  # the first error is more important
+        error.add_note(f"The trace was not written: {failure}")
+    else:
+        error.add_note(f"The part of this rank is in {own}.")
+
+
+class _Row(NamedTuple):
+    """One call of one rank: its dispatcher and step, and its number of entries in the other tensors."""
+
+    layer: int
+    step: int
+    rows: int
+    dims: int
+    layout_entries: int
+    dtypes: int  # the code of the dtype of x, plus 16 times the code of the dtype of the weights
+    on_host: int
+
+
+def _columns(notes: Sequence[Note], top_k: int) -> dict[str, Tensor]:
+    """Convert the notes of one rank to tensors. Their devices must be synchronised."""
+    layers: dict[Hashable, int] = {}
+    steps, table = Counter[int](), list[_Row]()
+    shapes, layouts = list[int](), list[int]()
+    for note in notes:
+        layer = layers.setdefault(note.owner, len(layers))
+        encoded = encode(note.layout()).tolist()
+        table.append(
+            _Row(
+                layer=layer,
+                step=steps[layer],
+                rows=len(note.ids_TK),
+                dims=len(note.shape),
+                layout_entries=len(encoded),
+                dtypes=_DTYPES.index(note.dtype) + 16 * _DTYPES.index(note.weights_TK.dtype),
+                on_host=int(note.on_host),
+            )
+        )
+        steps[layer] += 1
+        shapes += note.shape
+        layouts += encoded
+    widest = reduce(torch.promote_types, (note.weights_TK.dtype for note in notes), torch.bfloat16)
+    return {
+        "ids": torch.cat([torch.empty(0, top_k, dtype=torch.int32), *(note.ids_TK for note in notes)]),
+        "weights": torch.cat([torch.empty(0, top_k, dtype=widest), *(note.weights_TK.to(widest) for note in notes)]),
+        "calls": torch.tensor(table, dtype=torch.int64).view(-1, len(_Row._fields)),
+        "shapes": torch.tensor(shapes, dtype=torch.int64),
+        "layouts": torch.tensor(layouts, dtype=torch.int64),
+    }
+
+
+def _metadata(channel: Channel, notes: Sequence[Note]) -> dict[str, str]:
+    """Return the metadata of a trace. Each value is a name or JSON."""
+    names: dict[Hashable, str] = {}
+    for note in notes:
+        names.setdefault(note.owner, note.name or f"dispatcher {len(names)}")
+    needs = {name: value for name, value in asdict(channel.needs).items() if isinstance(value, int)}
+    return {
+        "config": channel.config.model_dump_json(),
+        "backend": channel.backend_name,
+        "ep_size": str(channel.communicator.size),
+        "ranks_per_node": json.dumps(channel.shape.ranks_per_node),
+        "needs": json.dumps(needs),
+        "layers": json.dumps(list(names.values())),
+        "versions": json.dumps(versions_here()),
+    }
+
+
+def _parts(columns: dict[str, Tensor]) -> dict[tuple[int, int], Part]:
+    """Return the parts of one rank by dispatcher and step."""
+    rows = [_Row(*values) for values in columns["calls"].tolist()]
+    lengths = [row.rows for row in rows]
+    ids, weights = columns["ids"].long().split(lengths), columns["weights"].split(lengths)
+    shapes = columns["shapes"].split([row.dims for row in rows])
+    layouts = columns["layouts"].split([row.layout_entries for row in rows])
+    return {
+        (row.layer, row.step): Part(
+            routing=Routing(ids[i], weights[i].to(_DTYPES[row.dtypes // 16])),
+            layout=decode(layouts[i]),
+            on_host=bool(row.on_host),
+            shape=torch.Size(shapes[i].tolist()),
+            dtype=_DTYPES[row.dtypes % 16],
+        )
+        for i, row in enumerate(rows)
+    }

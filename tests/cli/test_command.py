@@ -49,10 +49,6 @@ def test_version(command: Command) -> None:
     assert re.match(rf"moe-dispatch {re.escape(__version__)}, Python [\d.]+, torch \d", command("--version").out)
 
 
-def test_script_is_declared() -> None:
-    assert 'moe-dispatch = "moe_dispatch_tools:main"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-
-
 def test_help_lists_every_command_and_completion(command: Command) -> None:
     answer = command("--help")
     assert answer.status == 0
@@ -65,20 +61,6 @@ def test_help_has_examples_one_a_line(name: str, command: Command) -> None:
     examples = re.findall(rf"^ *(moe-dispatch {name}.*)$", command(name, "--help").out, re.MULTILINE)
     assert len(examples) >= 3
     assert all(example.count("moe-dispatch") == 1 for example in examples)
-
-
-@pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_is_shown_whole_on_80_columns(name: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = command(*name.split(), "--help").out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line for line in lines[1:] if line.endswith("...")] == []
-
-
-def test_summaries_have_at_most_60_characters(command: Command) -> None:
-    summaries = re.findall(r"^  [a-z]+ +([A-Z].*)$", command("--help").out.partition("Commands:")[2], re.MULTILINE)
-    assert len(summaries) == len(COMMANDS)
-    assert [summary for summary in summaries if len(summary) > 60] == []
 
 
 @pytest.mark.parametrize(
@@ -170,7 +152,9 @@ def test_missing_packages_are_named(missing: str) -> None:
         timeout=300,
         check=False,
     )
-    told = rf"Error: moe-dispatch needs {missing}.*, got none. In {ROOT}, run: pip install -e '\.\[cli\]'.\n"
+    told = (
+        rf"Error: moe-dispatch needs {missing}.*, which is not installed. In {ROOT}, run: pip install -e '\.\[cli\]'.\n"
+    )
     assert (finished.returncode, finished.stdout) == (2, "")
     assert re.fullmatch(told, finished.stderr), finished.stderr
 

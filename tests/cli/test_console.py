@@ -16,29 +16,13 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("name", ["alltoall", "alltoall+reduction=exact", "deepep+emulate=v2-2.1.0+expand=true"])
-@pytest.mark.parametrize("columns", [40, 60, 80, 120])
-def test_cells_of_a_table_are_never_broken(
-    name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_cells_of_a_table_are_never_broken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "deepep+emulate=v2-2.1.0+expand=true"
     console.table(HEADINGS, [[name, *NUMBERS]] * 2, caption="Medians of the rank that took longest.")
     lines = printed(capsys)
-    rows = [line.split() for line in lines if line.startswith(f" {name}")]
-    assert [cell for row in rows[::2] for cell in row[1:]] == NUMBERS
-    assert rows[::2] == rows[1::2]
-    assert max(map(len, lines)) <= max(columns, 1 + len(name) + 1 + len("16.5..24.7"))
+    assert [line.split() for line in lines if line.startswith(f" {name}")] == [[name, *NUMBERS]] * 2
     assert lines[-1].endswith("longest.")
-
-
-def test_table_that_fits_is_in_one_part(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """First with gaps of two columns, then of one."""
-    for columns, heading in ((83, " a         bbbbbbbbbb  b"), (76, " a        bbbbbbbbbb b")):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        console.table(["a", *["bbbbbbbbbb"] * 6], [["alltoall", *["1"] * 6]])
-        lines = printed(capsys)
-        assert lines[1].startswith(heading)
-        assert sum(line.startswith(" alltoall") for line in lines) == 1
 
 
 def test_terminal_breaks_lines_at_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

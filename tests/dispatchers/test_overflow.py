@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch.backends import rank_major
 from moe_dispatch.backends.alltoall import fixed
 from moe_dispatch.errors import CapacityError
 from moe_dispatch.permutation import Permutation, SlotIndex, group_statically, index
@@ -182,7 +183,7 @@ def planted_order(patch: pytest.MonkeyPatch) -> None:
 
 def planted_demand(patch: pytest.MonkeyPatch) -> None:
     """What stays behind is not counted."""
-    arrive = fixed.arrive
+    arrive = rank_major.arrive
     patch.setattr(fixed, "arrive", lambda *args, needed, **named: arrive(*args, **named))
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.permutation import merge_slots
 from moe_dispatch_testing import refuse_host_syncs
-from moe_dispatch_testing.ranks import run_processes, run_ranks
+from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.traces import Part, Trace
 from tests.dispatchers.layer import Group, on_ranks, outcomes, random_routing, random_rows, small_config
 from tests.traces.recorded import Given, batches, record_batches, run
@@ -57,19 +57,6 @@ def test_everything_comes_back(tmp_path: Path, size: int) -> None:
     assert trace.needs.equal_rows == (size == 4)
     assert list(tmp_path.rglob("*.*")) == [path], "nothing else is left"
     assert path.stat().st_mode & 0o077 == (tmp_path / "made").stat().st_mode & 0o066, "others may read it"
-
-
-def _in_process(rank: int, folder: str) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    record_batches(group, Path(folder) / "run.safetensors")
-    if rank == 0:
-        check_batches(Path(folder) / "run.safetensors", 2)
-
-
-def test_real_processes(tmp_path: Path) -> None:
-    run_processes(_in_process, 2, str(tmp_path))
-    check_batches(tmp_path / "run.safetensors", 2)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -212,15 +199,6 @@ def test_a_rank_without_the_last_call_does_not_have_it(tmp_path: Path) -> None:
     run_ranks(body, 2)
     (call,) = Trace.load(tmp_path / "run.safetensors").calls
     same_part(call.parts[1], batches(1)[0])
-
-
-def test_blocks_may_follow_each_other(tmp_path: Path) -> None:
-    dispatcher = build_dispatcher(CONFIGS[1])
-    for step in (1, 2):
-        with Trace.record(dispatcher, tmp_path / "run.safetensors"):
-            for given in batches(0)[:step]:
-                run(dispatcher, given)
-    assert len(Trace.load(tmp_path / "run.safetensors").calls) == 2
 
 
 def test_results_are_the_same(tmp_path: Path) -> None:

@@ -53,9 +53,13 @@ def log_run(
     return seen
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("fields", [{}, {"graph_safe": True, "max_tokens_per_rank": 20}], ids=["eager", "graph-safe"])
-@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+SAFE = {"graph_safe": True, "max_tokens_per_rank": 20}
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "size"),
+    [("alltoall", {}, 1), ("alltoall", SAFE, 2), ("allgather", {}, 4), ("allgather", SAFE, 2)],
+)
 def test_steps_are_what_the_dispatcher_counted(backend: str, fields: dict[str, Any], size: int, tmp_path: Path) -> None:
     seen = on_ranks(lambda group: log_run(group, tmp_path / "run", backend, **fields), size)
     log = RunLog.load(tmp_path / "run")
@@ -124,17 +128,6 @@ def test_overflow_is_in_the_log(tmp_path: Path) -> None:
     assert RunLog.load(tmp_path / "gathered").pairs_room_S is None
 
 
-def test_rows_from_rank_to_rank_are_in_the_log(tmp_path: Path) -> None:
-    room: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 20, "on_overflow": "drop"}
-    backend: Any = {"name": "alltoall", "pair_rows": 0.9}
-    on_ranks(lambda group: log_run(group, tmp_path / "run", backend, **room), 2)
-    log = RunLog.load(tmp_path / "run")
-    assert log.pairs_needed_SP is not None
-    assert log.pairs_room_S is not None
-    assert int(log.pairs_needed_SP[-1].max()) == 14 - 2 + 2
-    assert int(log.pairs_room_S[0]) < 20
-
-
 def test_a_step_is_local(tmp_path: Path) -> None:
     """Ranks may log as often as they like: no collective is in it."""
 
@@ -157,14 +150,6 @@ def test_a_run_that_crashes_leaves_its_steps(tmp_path: Path) -> None:
     assert not isinstance(found[0], list)
     log = RunLog.load(tmp_path / "run")
     assert (log.steps, log.written) == (2, (3, 2))
-
-
-def test_every_step_is_on_the_disk_at_once(tmp_path: Path) -> None:
-    """So that a process which is killed leaves it."""
-    with RunLog.record(build_dispatcher(small_config("local")), tmp_path / "run") as log:
-        for step in range(3):
-            assert RunLog.load(tmp_path / "run").steps == step
-            log.step()
 
 
 @pytest.mark.parametrize("keep", [-1, -20])
@@ -219,10 +204,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda run: set_in_header(run / "rank1.jsonl", run="another"),
         r"must belong to one run, got rank0\.jsonl of run \w{16} and rank1\.jsonl of rank 1 of run another\. Keep",
     ),
-    "renamed": (
-        lambda run: (run / "rank0.jsonl").rename(run / "rank2.jsonl"),
-        r"must belong to one run, got rank1\.jsonl of run \w{16} and rank2\.jsonl of rank 0 of run \w{16}\.",
-    ),
     "torn header": (
         lambda run: (run / "rank1.jsonl").write_text('{"moe_dis'),
         r"rank1\.jsonl must begin with a header, got 9 characters of a header\. The run ended before its first step",
@@ -239,25 +220,13 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda run: damage(run / "rank0.jsonl", 2, lambda line: line[5:]),
         r"rank0\.jsonl, line 3 must be a JSON object, got damaged text: .*\. Copy the file again\.",
     ),
-    "no object": (
-        lambda run: damage(run / "rank0.jsonl", 1, lambda line: "3\n"),
-        r"line 2 must be a JSON object, got damaged text: a int\.",
-    ),
     "line lost": (
         lambda run: damage(run / "rank0.jsonl", 2, lambda line: ""),
         r"rank0\.jsonl, line 3 must be step 1, got 2\. Copy the file again, and do not join files\.",
     ),
-    "joined": (
-        lambda run: (run / "rank1.jsonl").write_text((run / "rank1.jsonl").read_text() * 2),
-        r"rank1\.jsonl, line 6 must be step 4, got None\.",
-    ),
     "without totals": (
         lambda run: damage(run / "rank1.jsonl", 4, lambda line: '{"step": 3}\n'),
         r"rank1\.jsonl must have 'totals' in every line\.",
-    ),
-    "without a part": (
-        lambda run: damage(run / "rank1.jsonl", 4, lambda line: '{"step": 3, "totals": {"dispatches": 1}}\n'),
-        r"must have all parts of a log, got KeyError: '\w+'\. Copy the files again\.",
     ),
     "other version": (
         lambda run: set_in_header(run / "rank0.jsonl", config={"future_field": 1}, versions={"moe_dispatch": "9.0"}),

@@ -14,7 +14,6 @@ from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch.errors import TraceError
 from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare.workload import Replay, Workload, real_rows
-from moe_dispatch_tools.report.history import history_of, recorded_share
 from moe_dispatch_tools.traces import Trace
 from tests.cli.compare.test_compare import outcome, written
 from tests.cli.conftest import Command
@@ -63,15 +62,9 @@ def test_backends_agree_on_a_trace_in_both_modes(command: Command, config: str, 
 
 @pytest.mark.parametrize("mode", ROOM)
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
-def test_costs_are_those_of_a_report_and_a_plan(command: Command, tmp_path: Path, backend: str, mode: str) -> None:
+def test_costs_are_those_of_a_plan(command: Command, tmp_path: Path, backend: str, mode: str) -> None:
     path, config = record(tmp_path / "run.safetensors", backend, **ROOM[mode]), written(tmp_path, **SIZES)
     found = outcome(asked(command, "-b", backend, config, "--trace", path, "--mode", mode), backend, mode)
-    share = recorded_share(history_of(Trace.load(path)))
-    # In no report: 7 int64 of each of 2 ranks, the counts of 8 experts, and the number of invalid ids.
-    agreement = 2 * 8 * (7 * 2 + 8 + 1) if (backend, mode) == ("allgather", "eager") else 0
-    assert found["bytes_sent"] == pytest.approx(sum(share.sent.values()) / DISPATCHES + agreement, rel=1e-12)
-    padding = {"rank": share.rank_padding / DISPATCHES, "expert": share.expert_padding / DISPATCHES}
-    assert found["rows_padded"] == pytest.approx(padding, rel=1e-12)
     room = ["--graph-safe", "--set", f"max_tokens_per_rank={MOST_ROWS}"] if ROOM[mode] else []
     planned = command("plan", config, "--routing", str(path), "-b", backend, "--dtype", "float32", "--json", *room)
     (plan,) = json.loads(planned.out)["backends"]

@@ -14,11 +14,9 @@ from moe_dispatch.dispatchers import Metrics
 from moe_dispatch_testing import Ranks, allow_host_syncs, count_collectives
 from moe_dispatch_testing.scenario import ROUTINGS
 from moe_dispatch_tools.names import parse_backend
-from moe_dispatch_tools.plan.forecast import Forecast, forecast, graph_safe_config
-from moe_dispatch_tools.plan.job import cluster_of
+from moe_dispatch_tools.plan.forecast import Cluster, MicroBatch, forecast, graph_safe_config
 from moe_dispatch_tools.plan.models import Model
-from moe_dispatch_tools.plan.routing import Source, recorded_routing
-from moe_dispatch_tools.plan.sequences import Batch, Parallelism, sequences_of
+from moe_dispatch_tools.plan.routing import RoutingSource, recorded_routing
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 16, 4, 128, 24
 RANKS = Ranks()
@@ -60,22 +58,26 @@ def run(
 
 
 def plan_of(
-    given: DispatcherConfig, size: int, source: Source, backend: str, dtype: torch.dtype = torch.bfloat16, **more: Any
-) -> Forecast:
-    config = given.replace(backend="auto")
-    batch, parallelism = more.pop("batch", Batch()), more.pop("parallelism", Parallelism())
-    sequences = sequences_of(config, parallelism, batch, recorded=source.tokens)
+    given: DispatcherConfig,
+    size: int,
+    source: RoutingSource,
+    backend: str,
+    dtype: torch.dtype = torch.bfloat16,
+    **more: Any,
+) -> Any:
+    """Plan backends. ``graph_safe`` has the fields of that mode; other names are of ``forecast`` and its arguments."""
+    config, batch = given.replace(backend="auto"), more.pop("batch", MicroBatch())
     if (fields := more.pop("graph_safe", None)) is not None:
-        config = graph_safe_config(config, sequences.rows_per_rank, fields)
+        config = graph_safe_config(config, batch.rows(config, source.tokens)["rows_per_rank"], fields)
     return forecast(
         Model(name="test", config=config, layers=more.pop("layers", 1), dtype=dtype),
-        cluster_of(size, more.pop("nodes", 1), more.pop("flop_per_byte", None)),
-        sequences,
+        Cluster.of(size, more.pop("nodes", 1), more.pop("flop_per_byte", None)),
+        batch,
         source,
         backends=[parse_backend(name) for name in backend.split(",")],
         **more,
     )
 
 
-def recorded(*dispatches: Sequence[Tensor]) -> Source:
+def recorded(*dispatches: Sequence[Tensor]) -> RoutingSource:
     return recorded_routing(dispatches, "a test")

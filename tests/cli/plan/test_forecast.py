@@ -1,4 +1,4 @@
-"""Plans: what they are composed of, of shapes beyond any machine, and what is refused."""
+"""Plans: of a known routing they are what a run of it sends, byte by byte and row by row; and what is refused."""
 
 from __future__ import annotations
 
@@ -7,160 +7,224 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch.backends import capacity, registry
+from moe_dispatch import Rows, build_dispatcher
+from moe_dispatch.backends import Volume, capacity, registry
+from moe_dispatch.backends.allgather import AllGatherOptions
+from moe_dispatch.backends.alltoall.options import AllToAllOptions
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
-from moe_dispatch_tools.plan.figures import BackendPlan
-from moe_dispatch_tools.plan.forecast import Forecast
+from moe_dispatch_testing import run_ranks
+from moe_dispatch_tools.plan.forecast import MicroBatch
 from moe_dispatch_tools.plan.routing import random_routing
-from moe_dispatch_tools.plan.sequences import Batch, Parallelism
-from tests.cli.plan.planned import TOKENS, config, mixed_ids, plan_of, recorded
+from tests.cli.plan.planned import LABELS, TOKENS, config, mixed_ids, plan_of, recorded, run
 
-UNIFORM = random_routing("uniform")
-DEEPSEEK: dict[str, Any] = {"num_experts": 256, "top_k": 8, "hidden_size": 7168}
+STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS + 3}
+# A backend as a command line names it, dtype, fields of the config, and number of ranks.
+VARIANTS: list[tuple[str, torch.dtype, dict[str, Any], int]] = [
+    ("alltoall", torch.bfloat16, {}, 2),
+    ("alltoall", torch.bfloat16, {}, 8),
+    ("alltoall", torch.float32, {"pad_multiple": 16}, 4),
+    ("alltoall", torch.float32, {"wire_dtype": "bfloat16"}, 4),
+    ("alltoall", torch.bfloat16, {"wire_dtype": "float8_e4m3fn", "weights": "experts"}, 4),
+    ("alltoall+reduction=exact", torch.bfloat16, {"pad_multiple": 16}, 4),
+    ("alltoall+reduction=exact", torch.float32, {"wire_dtype": "bfloat16"}, 2),
+    ("alltoall", torch.bfloat16, {**STATIC, "pad_multiple": 16}, 4),
+    ("alltoall+pair_rows=0.7", torch.float32, {**STATIC, "on_overflow": "drop", "wire_dtype": "float8_e4m3fn"}, 4),
+    ("allgather", torch.bfloat16, {"pad_multiple": 16}, 2),
+    ("allgather", torch.bfloat16, {"pad_multiple": 16}, 8),
+    ("allgather", torch.float32, {"constraints": {"row_multiple": 16}}, 4),
+    ("allgather", torch.bfloat16, {**STATIC, "capacity_factor": 1.5, "on_overflow": "drop"}, 4),
+    ("alltoall", torch.bfloat16, {**STATIC, "spare_experts_per_rank": 1, "pad_multiple": 16}, 4),
+    ("alltoall", torch.bfloat16, {"spare_experts_per_rank": 2, "balance": "least_loaded", "pad_multiple": 16}, 4),
+    ("allgather", torch.bfloat16, {"spare_experts_per_rank": 1, "balance": "eplb"}, 4),
+]
+IDS = [f"{name}-{str(dtype)[6:]}-{'-'.join(fields) or 'plain'}-{size}" for name, dtype, fields, size in VARIANTS]
 
 
-def planned(backend: str, size: int = 4, *, fields: dict[str, Any] | None = None, **more: Any) -> Forecast:
-    given = config(**(fields or {}))
-    return plan_of(given, size, more.pop("source", UNIFORM), backend, **{"batch": Batch(tokens=TOKENS), **more})
+def options(name: str) -> Any:
+    where, _, pair = name.partition("+")
+    option, _, value = pair.partition("=")
+    if not pair:
+        return where
+    return {"name": where, option: float(value) if value[0].isdigit() else value}
 
 
-def by_name(found: Forecast) -> dict[str, BackendPlan]:
-    return {backend.name: backend for backend in found.backends}
+def summed(values: list[int]) -> dict[str, float]:
+    return {"expected": sum(values) / len(values), "low": min(values), "high": max(values)}
+
+
+@pytest.mark.parametrize(("name", "dtype", "fields", "size"), VARIANTS, ids=IDS)
+def test_bytes_and_rows_are_those_of_a_run(name: str, dtype: torch.dtype, fields: dict[str, Any], size: int) -> None:
+    ids = mixed_ids(size)
+    given = config(backend=options(name), **fields)
+    measured = run(given, ids, dtype)
+    (plan,) = (found := plan_of(given, size, recorded(ids), name, dtype))["backends"]
+    assert plan["refused"] is None
+    sent = [metrics.bytes_sent for metrics, _ in measured]
+    assert plan["sent"] == {label: summed([of[label] for of in sent]) for label in LABELS if label in sent[0]}
+    assert (plan["forward"]["expected"] + plan["backward"]["expected"]) * size == sum(seen for _, seen in measured)
+    if given.capacity_factor != "worst" or "pair_rows" in name:
+        return  # rows that were dropped are no padding
+    padded = [metrics.rows_padded for metrics, _ in measured]
+    assert plan["rank_padding"]["expected"] * size == sum(of["rank"] for of in padded)
+    assert found["expert_padding"] == summed([of["expert"] for of in padded])
+    received = [int(metrics.real_tokens_per_expert.sum()) for metrics, _ in measured]
+    assert (found["received"], found["busiest_rank"]["expected"]) == (summed(received), max(received))
+    by_expert = torch.stack([metrics.real_tokens_per_expert for metrics, _ in measured])
+    if given.spare_experts_per_rank:  # several ranks may have computed the rows of an expert
+        by_expert = by_expert.sum(0)
+    assert found["busiest_expert"]["expected"] == int(by_expert.max())
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (8, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_bytes_of_two_levels_are_those_of_a_run(reduction: str, size: int, nodes: int) -> None:
+    ids, per_node = mixed_ids(size), size // nodes
+    name = f"alltoall+levels=2+ranks_per_node={per_node}+reduction={reduction}"
+    backend = {"name": "alltoall", "levels": 2, "ranks_per_node": per_node, "reduction": reduction}
+    measured = run(config(backend=backend), ids)
+    (plan,) = plan_of(config(), size, recorded(ids), name, nodes=nodes)["backends"]
+    assert any("within_node" in label for label in plan["sent"]) == (1 < nodes < size)
+    sent = {label: [metrics.bytes_sent.get(label, 0) for metrics, _ in measured] for label in plan["sent"]}
+    assert plan["sent"] == {label: summed(of_ranks) for label, of_ranks in sent.items()}
+    assert (plan["forward"]["expected"] + plan["backward"]["expected"]) * size == sum(seen for _, seen in measured)
+    if nodes in (1, size):
+        return
+    rows = sum(sum(of_ranks) for label, of_ranks in sent.items() if label in LABELS[1:])
+    counts = sum(sent["counts"]) * (size - per_node) / (size - 1)
+    assert plan["between_nodes"] == pytest.approx((rows + counts) / size)
+    (one_level,) = plan_of(config(), size, recorded(ids), f"alltoall+reduction={reduction}", nodes=nodes)["backends"]
+    assert plan["between_nodes"] < one_level["between_nodes"]
+
+
+@pytest.mark.parametrize("field", ["pairs_out", "pairs_in"])
+def test_a_wrong_volume_is_seen(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: rows that stay on their rank are counted as well."""
+    original = AllToAllOptions.wire_bytes
+
+    def wire_bytes(options: AllToAllOptions, shape: Any, volume: Volume, dtype: torch.dtype) -> Any:
+        fields = {name: getattr(volume, name) for name in Volume.__dataclass_fields__}
+        return original(options, shape, Volume(**{**fields, field: fields[field] + 1}), dtype)
+
+    monkeypatch.setattr(AllToAllOptions, "wire_bytes", wire_bytes)
+    with pytest.raises(AssertionError):
+        test_bytes_and_rows_are_those_of_a_run("alltoall", torch.bfloat16, {}, 2)
+
+
+@pytest.mark.parametrize("without", [(1,), (0, 1)], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("name", ["alltoall", "allgather"])
+def test_several_dispatches_and_ranks_without_a_token(name: str, without: tuple[int, ...]) -> None:
+    """In a second dispatch, after one in which all have some: the mean and the extremes of both."""
+    whole, empty = mixed_ids(2), mixed_ids(2, seed=1)
+    for rank in without:
+        empty[rank] = empty[rank][:0]
+    given = config(backend=name, pad_multiple=16)
+    measured = [metrics for ids in (whole, empty) for metrics, _ in run(given, ids)]
+    found = plan_of(given, 2, recorded(whole, empty), name, layers=3)
+    (plan,) = found["backends"]
+    for label in ("dispatch", "combine", "combine.backward", "dispatch.backward"):
+        assert plan["sent"][label] == summed([metrics.bytes_sent.get(label, 0) for metrics in measured]), label
+    backward = ("combine.backward", "dispatch.backward")
+    assert plan["backward"]["expected"] == 3 * sum(plan["sent"][label]["expected"] for label in backward)
+    assert found["expert_padding"] == summed([metrics.rows_padded["expert"] for metrics in measured])
+    assert found["received"] == summed([int(metrics.real_tokens_per_expert.sum()) for metrics in measured])
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather", "local"])
+def test_buffers_are_those_a_plan_of_the_dispatcher_tells(backend: str) -> None:
+    size = 1 if backend == "local" else 4
+    given = config(backend=backend, pad_multiple=16, **STATIC)
+    told = run_ranks(
+        lambda group: build_dispatcher(given, group).plan(Rows(), like=torch.empty(TOKENS, 128)).bytes(torch.bfloat16),
+        size,
+    )
+    (plan,) = plan_of(given, size, recorded(mixed_ids(size)), backend)["backends"]
+    assert {purpose: of["expected"] for purpose, of in plan["buffers"].items()} == told[0]
+
+
+def planned(backend: str, size: int = 4, *, fields: dict[str, Any] | None = None, **more: Any) -> Any:
+    source = more.pop("source", None) or random_routing("uniform")
+    return plan_of(config(**(fields or {})), size, source, backend, **{"batch": MicroBatch(tokens=TOKENS), **more})
+
+
+def by_name(found: Any) -> dict[str, Any]:
+    return {backend["name"]: backend for backend in found["backends"]}
 
 
 @pytest.mark.slow
 def test_512_ranks_on_64_nodes() -> None:
-    found = planned(
-        "alltoall,allgather,deepep,hybridep",
-        512,
-        fields={"num_experts": 512, "top_k": 8, "hidden_size": 4096, "pad_multiple": "fp8"},
-        nodes=64,
-        layers=60,
-        source=random_routing("zipf:0.5"),
-        batch=Batch(tokens=4096),
-    )
+    sizes = {"num_experts": 512, "top_k": 8, "hidden_size": 4096, "pad_multiple": "fp8"}
+    more = {"nodes": 64, "layers": 60, "source": random_routing("zipf:0.5"), "batch": MicroBatch(tokens=4096)}
+    found = planned("alltoall,allgather,deepep,hybridep", 512, fields=sizes, **more)
     plans = by_name(found)
     # v1 has kernels for 160 ranks at most.
-    assert [name for name, plan in plans.items() if plan.refused is not None] == ["deepep v1.2.1"]
-    alltoall = plans["alltoall"]
-    assert alltoall.forward is not None
-    assert alltoall.sent is not None
+    assert [name for name, plan in plans.items() if plan["refused"] is not None] == ["deepep v1.2.1"]
     # Nearly every one of 8 experts is on another rank of its own.
-    assert alltoall.sent["dispatch"].expected == pytest.approx(4096 * 8 * 8240, rel=0.02)
-    assert found.received.expected == pytest.approx(4096 * 8)
+    assert plans["alltoall"]["sent"]["dispatch"]["expected"] == pytest.approx(4096 * 8 * 8240, rel=0.02)
+    assert found["received"]["expected"] == pytest.approx(4096 * 8)
 
 
 def test_rows_cross_once_for_each_rank_or_each_node() -> None:
     """Two nodes: DeepEP sends a row over once, alltoall to each of the ranks there that need it."""
     found = by_name(planned('alltoall,deepep+emulate="v1.2.1",allgather', 16, nodes=2, fields={"hidden_size": 256}))
     alltoall, deepep, allgather = found["alltoall"], found['deepep+emulate="v1.2.1"'], found["allgather"]
-    assert deepep.payload_only
-    assert not alltoall.payload_only
-    assert deepep.between_nodes is not None
+    assert (deepep["payload_only"], alltoall["payload_only"]) == (True, False)
     # 16 experts, one to a rank: 4 of a token's experts, of which each is on the other node as likely as not.
     other = 1 - (8 * 7 * 6 * 5) / (16 * 15 * 14 * 13)
-    assert deepep.between_nodes == pytest.approx(4 * TOKENS * other * 512, rel=1e-3)
-    assert alltoall.between_nodes == pytest.approx(TOKENS * 2 * (512 + 24 + 512 + 512 + 528) + 8 * 8 * 2, rel=1e-3)
-    assert allgather.sent is not None
-    assert allgather.between_nodes == pytest.approx(sum(of.expected for of in allgather.sent.values()) / 15)
-
-
-def test_on_one_node_nothing_crosses() -> None:
-    for plan in planned("alltoall,allgather").backends:
-        assert plan.between_nodes == 0
+    assert deepep["between_nodes"] == pytest.approx(4 * TOKENS * other * 512, rel=4e-3)
+    assert alltoall["between_nodes"] == pytest.approx(TOKENS * 2 * (512 + 24 + 512 + 512 + 528) + 8 * 8 * 2, rel=4e-3)
+    assert allgather["between_nodes"] == pytest.approx(sum(of["expected"] for of in allgather["sent"].values()) / 15)
+    assert [plan["between_nodes"] for plan in planned("alltoall,allgather")["backends"]] == [0, 0], "on one node"
 
 
 def test_forward_counts_the_agreement_once() -> None:
     """An all-reduce of 7 integers of each of 4 ranks, of 16 counts, and of the number of invalid ids: 45 integers."""
-    (plan,) = planned("allgather", layers=7).backends
-    assert plan.forward is not None
-    assert plan.sent is not None
-    assert plan.forward.expected == 7 * (plan.sent["dispatch"].expected + plan.sent["combine"].expected) + 540
-    (assumed,) = planned("allgather", fields={"row_counts": "assume"}, layers=7).backends
-    assert assumed.forward is not None
-    assert plan.forward.expected - assumed.forward.expected == 540
+    (plan,) = planned("allgather", layers=7)["backends"]
+    forward = plan["sent"]["dispatch"]["expected"] + plan["sent"]["combine"]["expected"]
+    assert plan["forward"]["expected"] == 7 * forward + 540
+    (assumed,) = planned("allgather", fields={"row_counts": "assume"}, layers=7)["backends"]
+    assert assumed["forward"]["expected"] == 7 * forward
 
 
 def test_sequences_are_padded_for_the_loader_and_for_the_backend() -> None:
-    found = planned(
-        'hybridep+emulate="hybridep-34152ae"',
-        fields={"hidden_size": 512, "pad_multiple": "fp8"},
-        batch=Batch(batch_size=2, seq_length=4001),
-        parallelism=Parallelism(tp=2, cp=2, sequence_parallel=True),
-    )
-    sequences, (plan,) = found.sequences, found.backends
-    assert (sequences.multiple, sequences.padded_length, sequences.padding) == (16, 4016, 15)
-    assert sequences.rows_per_rank == 2 * 4016 // 4
-    assert plan.rows_per_rank is not None
-    assert plan.rank_padding is not None
-    assert (plan.rows_per_rank.expected, plan.rank_padding.expected) == (2048, 40)
-    assert plan.sequence_multiple == 128  # 64 rows to a rank, of 4, of which a micro-batch has 2 sequences
-    again = planned(
-        'hybridep+emulate="hybridep-34152ae"',
-        fields={"hidden_size": 512, "pad_multiple": "fp8"},
-        batch=Batch(batch_size=2, seq_length=16 * 256),
-        parallelism=Parallelism(tp=2, cp=2, sequence_parallel=True),
-    ).backends[0]
-    assert again.rank_padding is not None
-    assert again.rank_padding.high == 0
+    def found(length: int) -> Any:
+        batch = MicroBatch(batch_size=2, seq_length=length, tp=2, cp=2, sequence_parallel=True)
+        given = {"hidden_size": 512, "pad_multiple": "fp8"}
+        return planned('hybridep+emulate="hybridep-34152ae"', fields=given, batch=batch)
+
+    short = found(4001)
+    sequences, (plan,) = short["sequences"], short["backends"]
+    assert (sequences["multiple"], sequences["padded_length"], sequences["padding"]) == (16, 4016, 15)
+    assert sequences["rows_per_rank"] == 2 * 4016 // 4
+    assert (plan["rows_per_rank"]["expected"], plan["rank_padding"]["expected"]) == (2048, 40)
+    assert plan["sequence_multiple"] == 128  # 64 rows to a rank, of 4, of which a micro-batch has 2 sequences
+    assert found(32 * 128)["backends"][0]["rank_padding"]["high"] == 0
 
 
 def test_capacities_are_those_of_graph_safe_mode() -> None:
-    given: dict[str, Any] = {
-        "graph_safe": True,
-        "max_tokens_per_rank": 40,
-        "capacity_factor": 1.3,
-        "on_overflow": "raise",
-        "pad_multiple": 16,
-    }
-    found = planned("alltoall,allgather", fields=given, layers=3, factors=[0.7, 1.25])
-    by_factor = {one.factor: one for one in found.capacities}
+    given: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 40, "capacity_factor": 1.3, "pad_multiple": 16}
+    given["on_overflow"] = "raise"
+    found = planned("alltoall,allgather", fields=given, factors=[0.7, 1.25])
+    by_factor = {one["factor"]: one for one in found["capacities"]}
     assert list(by_factor) == [0.7, 1.25, 1.3, "worst"]
-    room = capacity.capacity_of(shape_of(config(**given), 4), pair_factor="worst")
-    own = by_factor[1.3]
-    assert (own.rows, own.buffer_rows) == (room.rows, room.buffer_rows)
-    assert own.buffer_bytes == room.buffer_rows * 128 * 2
-    assert by_factor["worst"].step_overflow == (0.0, 0.0)
-    low, high = by_factor[0.7].overflow
-    assert 0.01 < low <= high < 0.5  # 24 tokens in room for 28 of 40
-    assert by_factor[0.7].step_overflow[0] == pytest.approx(1 - (1 - low) ** 3)
-    plan = by_name(found)["allgather"]
-    assert plan.rows_per_rank is not None
-    assert plan.rows_per_rank.expected == 40
+    room, own = capacity.capacity_of(shape_of(config(**given), 4), pair_factor="worst"), by_factor[1.3]
+    assert (own["rows"], own["buffer_rows"]) == (room.rows, room.buffer_rows)
+    assert own["buffer_bytes"] == room.buffer_rows * 128 * 2
+    assert by_factor["worst"]["overflow"] == by_factor["worst"]["dropped"] == by_factor["worst"]["pair_overflow"] == 0
+    assert 0 < by_factor[0.7]["overflow"] < 0.6  # 24 tokens in room for 28 of 40
+    assert found["needed_factor"] == found["busiest_rank"]["high"] / (40 * 4)
+    assert by_name(found)["allgather"]["rows_per_rank"]["expected"] == 40
+    switched = planned("alltoall", graph_safe={"capacity_factor": 1.5, "on_overflow": "drop"})
+    assert (switched["model"]["graph_safe"], switched["model"]["max_tokens_per_rank"]) == (True, TOKENS)
+    assert set(switched["backends"][0]["buffers"]) == {"rows", "weights", "index", "wire"}
 
 
-def test_graph_safe_mode_is_planned_for_a_config_that_is_not() -> None:
-    found = planned("alltoall", graph_safe={"capacity_factor": 1.5, "on_overflow": "drop"})
-    assert found.model["graph_safe"]
-    assert found.model["max_tokens_per_rank"] == TOKENS
-    assert found.backends[0].buffers is not None
-    assert set(found.backends[0].buffers) == {"rows", "weights", "index", "wire"}
-
-
-def test_a_recorded_overflow_is_certain() -> None:
+def test_a_recorded_overflow_is_counted() -> None:
     ids = mixed_ids(4)
     nothing = [torch.full_like(of_rank, -1) for of_rank in ids]
-    found = planned("alltoall", source=recorded(ids, nothing), batch=Batch(), factors=[0.001])
-    assert found.capacities[0].overflow == (0.5, 0.5)
-    assert found.capacities[0].pair_overflow == (0.5, 0.5)
-
-
-@pytest.mark.slow
-def test_the_standard_error_is_how_much_other_seeds_differ() -> None:
-    found = [planned("alltoall", source=random_routing("uniform", seed=seed)) for seed in range(16)]
-    for name in ("busiest_rank", "busiest_expert", "expert_padding"):
-        figures = [getattr(one, name) for one in found]
-        spread = torch.tensor([of.expected for of in figures]).std()
-        assert 0.5 * spread <= sum(of.error for of in figures) / len(figures) <= 2 * spread, name
-    assert found[0].received.error == 0, "all ranks together get the same number of rows in every dispatch"
-    assert planned("alltoall", source=recorded(mixed_ids(4)), batch=Batch()).busiest_rank.error == 0
-
-
-def test_everything_is_plain_data() -> None:
-    import json
-
-    assert json.loads(json.dumps(planned("alltoall,local").as_json()))["backends"][1]["refused"]
+    (least, *_) = planned("alltoall", source=recorded(ids, nothing), batch=MicroBatch(), factors=[0.001])["capacities"]
+    assert (least["overflow"], least["pair_overflow"]) == (0.5, 0.5)
+    assert least["dropped"] > 0.9
 
 
 REFUSED = [
@@ -189,42 +253,40 @@ REFUSED = [
 @pytest.mark.parametrize(("backend", "fields", "size", "reason"), REFUSED)
 def test_refusals_are_those_of_building(backend: str, fields: dict[str, Any], size: int, reason: str) -> None:
     given = {"num_experts": 48 if size == 12 else 16, **fields}
-    plan = planned(backend, size, fields=given, nodes=3 if size == 12 else 1).backends[0]
-    assert plan.refused is not None
+    plan = planned(backend, size, fields=given, nodes=3 if size == 12 else 1)["backends"][0]
     with pytest.raises(ConfigError, match=reason):
-        raise ConfigError(plan.refused)
-    assert (plan.sent, plan.rows_per_rank, plan.buffers) == (None, None, None)
+        raise ConfigError(plan["refused"])
+    assert (plan["sent"], plan["rows_per_rank"], plan["buffers"]) == (None, None, None)
 
 
-def test_what_is_not_installed_is_planned_by_its_releases() -> None:
+def test_what_is_not_installed_or_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
     plans = by_name(planned("deepep,hybridep", 8, fields={"hidden_size": 256}))
     assert list(plans) == ["deepep v1.2.1", "deepep v2.5.0", "hybridep 746"]
     for plan in plans.values():
-        assert plan.refused is None
-        assert "not usable here: no module named 'deep_ep' is installed" in plan.rules
-
-
-def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint
-
+        assert plan["refused"] is None
+        assert "not usable here: no module named 'deep_ep' is installed" in plan["rules"]
     point = EntryPoint(name="broken", value="no_such_module:Backend", group=registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "_third_party", lambda: {"broken": point})
-    (plan,) = planned("broken").backends
-    assert plan.refused is not None
-    assert "its import raised ModuleNotFoundError" in plan.refused
+    assert "its import raised ModuleNotFoundError" in planned("broken")["backends"][0]["refused"]
+    # The plan counts rows for the nodes of the cluster, and the backend was told of nodes of 4 ranks.
+    (plan,) = planned("alltoall+levels=2+ranks_per_node=4", 8, nodes=4)["backends"]
+    assert (plan["refused"], plan["sent"]) == (None, None)
+    monkeypatch.setattr(AllGatherOptions, "wire_bytes", lambda *_: None)
+    (plan,) = planned("allgather")["backends"]
+    assert (plan["refused"], plan["sent"], plan["forward"]) == (None, None, None)
+    assert plan["rows_per_rank"] is not None
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"size": 0}, r"plan: ep must be 1 or more, got 0\. Give the number of ranks"),
     ({"size": 8, "nodes": 3}, r"plan: ep \(8\) must be divisible by nodes \(3\)\. Give the number of nodes"),
     ({"size": 5}, r"num_experts \(16\) must be divisible by ep_size \(5\)"),
-    ({"batch": Batch()}, r"plan: the rows of a rank must be 1 or more, got none\. Give --tokens, or --batch and"),
+    ({"batch": MicroBatch()}, r"plan: the rows of a rank must be 1 or more, got none\. Give --tokens, or --batch and"),
     (
-        {"batch": Batch(tokens=3, seq_length=4)},
+        {"batch": MicroBatch(tokens=3, seq_length=4)},
         r"plan: only one of .* must give the number of rows, got --tokens and --seq\. Leave",
     ),
-    ({"batch": Batch(seq_length=0)}, r"plan: --seq must be 1 or more, got 0\. Give the tokens of a sequence"),
-    ({"parallelism": Parallelism(tp=0)}, r"sequence_multiple: tp must be 1 or more, got 0\."),
     (
         {"fields": {"max_tokens_per_rank": 5}},
         r"plan: a rank must bring at most max_tokens_per_rank \(5\) rows, got 24\.",
@@ -236,7 +298,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"factors": [0.0]}, r"plan: a capacity factor must be above 0 and at most 1024, got 0.0\. Try 1.25"),
     ({"backend": "alltoal"}, r"Unknown backend 'alltoal'"),
     ({"backend": "alltoall+reductio=exact"}, r"backend 'alltoall\+reductio=exact': reductio: Extra inputs"),
-    ({"source": recorded(mixed_ids(2)), "batch": Batch()}, r"plan: ep must be 2, as in a test, got 4\. Give --ep 2"),
 ]
 
 
@@ -253,15 +314,9 @@ def test_numbers_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
         ("zip", r'plan: routing must be "uniform", "zipf" or "zipf:EXPONENT", got \'zip\'\. Use one of them'),
         ("uniform:1", r"plan: routing must be"),
         ("zipf:x", r"plan: the exponent of zipf must be a number from 0 to 8, got 'x'\. Use a number near 1"),
-        ("zipf:9", r"got '9'"),
         ("zipf:nan", r"got 'nan'"),
     ],
 )
 def test_unknown_routings_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         random_routing(name)
-
-
-def test_a_routing_without_a_dispatch_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"plan: a test must hold a dispatch, got none\. Record at least one step\."):
-        recorded()

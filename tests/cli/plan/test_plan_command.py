@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch import Routing, Rows, build_dispatcher
+from moe_dispatch.backends import MoEShape
 from moe_dispatch.errors import InputError
 from moe_dispatch_testing import run_ranks
+from moe_dispatch_tools.placements import CHOICES, Choice, ExpertCost, placement_plans
 from moe_dispatch_tools.traces import Trace
 from tests.cli.conftest import Command
 from tests.cli.plan.planned import config, mixed_ids
@@ -36,22 +37,14 @@ def asked(command: Command, *arguments: str, status: int = 0) -> Any:
     return json.loads(answer.out)
 
 
-def test_the_real_command(model: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "moe_dispatch_tools", "plan", model, "--ep", "16", "--tokens", "64"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "qwen3_moe: 16 experts, top 4, hidden size 256, 48 layers with experts, bfloat16" in done.stdout
-    assert "expert parallelism over 16 ranks, 2 nodes of 8; eager mode" in done.stdout
-    assert re.search(r"^ alltoall +bfloat16 +\d", done.stdout, re.MULTILINE)
-    assert re.search(r"^- +local: Backend 'local': ep_size must be one of 1, got 16\.", done.stdout, re.MULTILINE)
-    assert "deepep v1.2.1: planned by the rules of v1.2.1; not usable here" in done.stdout
-    assert "* Rows only" in done.stdout
+def test_what_is_printed(command: Command, model: str) -> None:
+    answer = command("plan", model, "--ep", "16", "--tokens", "64")
+    assert (answer.status, answer.error) == (0, "")
+    assert "qwen3_moe: 16 experts, top 4, hidden size 256, 48 layers with experts, bfloat16" in answer.out
+    assert "expert parallelism over 16 ranks, 2 nodes of 8; eager mode" in answer.out
+    assert re.search(r"^ alltoall +bfloat16 +\d", answer.out, re.MULTILINE)
+    assert re.search(r"^- +local: Backend 'local': ep_size must be one of 1, got 16\.", answer.out, re.MULTILINE)
+    assert "deepep v1.2.1: planned by the rules of v1.2.1; not usable here" in answer.out
 
 
 def test_options_reach_the_plan(command: Command, model: str) -> None:
@@ -95,7 +88,7 @@ def test_graph_safe_takes_its_fields_along(command: Command, model: str) -> None
     assert 1.4 in [one["factor"] for one in found["capacities"]]
     assert "it drops rows by position" in found["backends"][1]["refused"]
     answer = command("plan", model, "--tokens", "64", "-b", "alltoall", *room)
-    assert "MB: the buffers that graph-safe mode allocates." in " ".join(answer.out.split())
+    assert "wire, MB" in answer.out
 
 
 def test_status_1_where_nothing_can_be_used(command: Command, model: str) -> None:
@@ -130,6 +123,9 @@ def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Pa
     assert found["routing"] == "run.safetensors: 1 dispatches of 1 layers in 1 steps"
     sent = found["backends"][0]["sent"]["dispatch"]
     assert (sent["low"], sent["high"], 4 * sent["expected"]) == (min(measured), max(measured), sum(measured))
+    own = asked(command, str(path), "-b", "alltoall,allgather")  # with the config of the trace
+    assert (own["routing"], own["received"], own["model"]["name"]) == (found["routing"], found["received"], path.name)
+    assert (own["model"]["layers"], own["model"]["dtype"]) == (1, "bfloat16")
     answer = command("plan", model, "--routing", str(path), "--ep", "8")
     assert answer.status == 2
     assert answer.error.startswith("Error: Trace.check: ep_size must be 4, as in the trace, got 8.")
@@ -164,29 +160,73 @@ def test_the_page_shows_what_is_printed(command: Command, tmp_path: Path, monkey
     assert printed == shown.rstrip("\n")
 
 
-@pytest.mark.parametrize("rows", [(5, 0), (0, 0)], ids=["one rank", "all ranks"])
-def test_a_trace_may_hold_dispatches_without_a_token(
-    rows: tuple[int, int], command: Command, model: str, tmp_path: Path
-) -> None:
-    given, path = config(backend="alltoall", hidden_size=256), tmp_path / "run.safetensors"
-
-    def body(group: dist.ProcessGroup) -> None:
-        dispatcher = build_dispatcher(given, group)
-        with Trace.record(dispatcher, path):
-            for count in (4, rows[group.rank()]):
-                ids = torch.arange(4).expand(count, -1)  # all of them on the first rank
-                dispatcher.dispatch(torch.zeros(count, 256), Routing(ids, torch.ones(ids.shape)))
-
-    run_ranks(body, 2)
-    found = asked(command, model, "--routing", str(path), "-b", "alltoall")
-    assert found["received"]["expected"] == 4 * (4 + 4 + sum(rows)) / 4
-    assert (found["received"]["low"], found["received"]["high"]) == (0, 32)
-
-
-def test_a_trace_of_a_wrong_router_is_refused(command: Command, model: str, tmp_path: Path) -> None:
+def test_traces_that_are_refused(command: Command, model: str, tmp_path: Path) -> None:
     dispatcher = build_dispatcher(config(backend="local", hidden_size=256))
     with Trace.record(dispatcher, tmp_path / "run.safetensors"), contextlib.suppress(InputError):
         dispatcher.dispatch(torch.zeros(1, 256), Routing(torch.tensor([[0, 1, 2, 16]]), torch.ones(1, 4)))
     answer = command("plan", model, "--routing", str(tmp_path / "run.safetensors"))
     assert (answer.status, answer.out) == (2, "")
     assert "Error: plan: topk_ids must lie in -1..15, got 0..16 on rank 0 in step 0" in answer.error
+    with Trace.record(dispatcher, tmp_path / "empty.safetensors"):
+        pass
+    answer = command("plan", model, "--ep", "1", "--routing", str(tmp_path / "empty.safetensors"))
+    assert re.match(r"Error: plan: \S+ must hold a dispatch, got none\. Record at least one step\.", answer.error)
+
+
+SHAPE = MoEShape(num_experts=8, top_k=2, hidden_size=16, ep_size=4, pad_multiple=1, ranks_per_node=4)
+COST = ExpertCost(itemsize=2, nbytes=1000, flop_per_byte=600)
+
+
+def test_placements_by_hand() -> None:
+    """Each rank has 36 rows for expert 0 and 4 for the others: a copy of expert 0 on each rank takes 36."""
+    experts_CPE = torch.tensor([36, 4, 4, 4, 4, 4, 4, 4]).expand(3, 4, 8)
+    none, every, _, least = placement_plans(experts_CPE, SHAPE, CHOICES, COST)
+    assert (none.peak_rows, none.copied_experts, none.copied_bytes) == (160, 0, 0)
+    assert none.imbalance == pytest.approx(160 / 64)
+    assert every.imbalance < 1.2
+    assert every.copied_bytes == every.copied_experts * 1000
+    assert least.copied_experts <= every.copied_experts
+    # Rank 1 gets a copy of the only busy expert. That saves rank 0 half of its rows: one for each token per expert.
+    shape = dataclasses.replace(SHAPE, num_experts=2, ep_size=2, ranks_per_node=2)
+    none, least = placement_plans(
+        torch.tensor([[[10, 0], [10, 0]]]), shape, (Choice(), Choice("least_loaded", 1)), COST
+    )
+    assert (none.imbalance, least.imbalance, least.copied_experts) == (2, 1, 1)
+    # A row takes 6 FLOP for each weight. A weight and its gradient are 2 times 2 bytes, the time of 2400 FLOP.
+    assert (none.break_even, least.break_even) == (None, 2400 / 6)
+    assert (none.slot_bytes, least.slot_bytes) == (1000, 2000)
+
+
+def test_balance_shows_placements(command: Command, tmp_path: Path) -> None:
+    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 256, "moe_intermediate_size": 64}
+    model = str(written(tmp_path, {**QWEN3, **sizes}))
+    arguments = ["plan", model, "--ep", "4", "--tokens", "512", "--routing", "zipf", "-b", "alltoall"]
+    shown = command(*arguments, "--balance")
+    assert shown.status == 0, shown.error
+    assert "least_loaded" in shown.out
+    assert "break-" not in shown.out
+    assert "break-" in command(*arguments, "--balance", "--flop-per-byte", "500").out
+    none, _, least, _ = json.loads(command(*arguments, "--balance", "--json").out)["placements"]
+    assert least["imbalance"] < none["imbalance"]
+    assert least["copied_bytes"] == least["copied_experts"] * 3 * 256 * 64 * 2
+
+
+def test_the_placement_of_the_config_is_planned(command: Command, tmp_path: Path) -> None:
+    fields = {"num_experts": 16, "top_k": 4, "hidden_size": 256, "spare_experts_per_rank": 2}
+    model = str(written(tmp_path, fields, "dispatcher.json"))
+    arguments = ["plan", model, "--ep", "4", "--tokens", "512", "--routing", "zipf", "-b", "alltoall"]
+    empty = command(*arguments)
+    assert "a rank has 6 expert slots, 2 of them spare, which stay empty" in empty.out
+    assert "unknown" in empty.out, "the width of an expert"
+    balanced = [*arguments, "--set", "balance=least_loaded"]
+    shown = command(*balanced)
+    assert "2 of them spare, filled by least_loaded in each dispatch" in shown.out
+    assert "capacity" not in shown.out
+    without, found = (json.loads(command(*asked, "--json").out) for asked in (arguments, balanced))
+    assert [(one["planner"], one["spare"]) for one in found["placements"]] == [("none", 0), ("least_loaded", 2)]
+    assert found["busiest_rank"]["expected"] == pytest.approx(
+        found["placements"][1]["imbalance"] * found["received"]["expected"], rel=0.01
+    )
+    assert found["busiest_rank"]["expected"] < 0.8 * without["busiest_rank"]["expected"]
+    assert found["busiest_expert"] == without["busiest_expert"]
+    assert found["backends"][0]["sent"]["balance"]["expected"] == 8 * 17 * 3

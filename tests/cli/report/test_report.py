@@ -1,12 +1,13 @@
-"""The page on a trace: whole in itself, its numbers in tables, and a browser of a phone shows it."""
+"""The page on a trace or a run: whole in itself, and its numbers are those that the ranks measured."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import subprocess
+import socket
+import threading
 from collections import Counter
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, final
@@ -15,62 +16,34 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch import DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch.balance import ExpertPlacement
+from moe_dispatch.communication import Communicator
+from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.errors import TraceError
-from moe_dispatch_testing.ranks import run_ranks
-from moe_dispatch_tools.report.command import write_report
-from moe_dispatch_tools.report.history import history_of, recorded_share
-from moe_dispatch_tools.traces import Trace
+from moe_dispatch_tools.report.command import render, write_report
+from moe_dispatch_tools.report.sections import counts_of, run_content
+from moe_dispatch_tools.traces import RunLog, Trace
 from tests.cli.conftest import Command
-from tests.dispatchers.layer import Group, random_routing, random_rows, small_config
+from tests.dispatchers.layer import Group, on_ranks, random_rows, small_config
 
 STEPS, LAYERS = 3, ("layers.0 <mlp>", "layers.1 & more")
-SECTIONS = [
-    "Expert load over steps",
-    "Imbalance over steps",
-    "Placements",
-    "Padding by cause",
-    "Bytes by pair of ranks",
-    "Overflow",
-]
-ONE_RANK = [heading for heading in SECTIONS if heading != "Placements"]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks, two layers, three steps."""
-    path = tmp_path_factory.mktemp("recorded") / "run.safetensors"
-
-    def body(group: Group) -> None:
-        assert group is not None
-        layers = [build_dispatcher(small_config(pad_multiple=16), group, name=name) for name in LAYERS]
-        with Trace.record(layers[0], path):
-            for step in range(STEPS):
-                for seed, dispatcher in enumerate(layers):
-                    rows = 20 + 5 * group.rank() + step
-                    way = random_routing(rows, seed=10 * step + seed + group.rank())
-                    dispatcher.dispatch(random_rows(rows), Routing(way.topk_ids // 2, way.topk_weights))
-
-    run_ranks(body, 2)
-    return path
-
-
-@pytest.fixture(scope="module")
-def page(recorded: Path) -> Path:
-    return write_report(recorded, recorded.parent / "made" / "report")
+OF_TRACE = ["Expert load over steps", "Imbalance over steps", "Padding", "Bytes between ranks"]
+SECTIONS = [*OF_TRACE, "Overflow"]
+ROOM: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 30, "capacity_factor": 0.6, "on_overflow": "drop"}
 
 
 @final
 class Outline(HTMLParser):
-    """Headings, tables by caption, pictures' descriptions, ids and everything that refers to something."""
+    """Headings, tables by caption, descriptions of pictures, and everything that refers to something."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.headings: list[str] = []
         self.tables: dict[str, list[list[str]]] = {}
         self.pictures: list[str] = []
-        self.ids: list[str] = []
         self.targets: list[str] = []
         self.tags: Counter[str] = Counter()
         self._rows: list[list[str]] = []
@@ -81,11 +54,9 @@ class Outline(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
         self.tags[tag] += 1
-        self.ids += [given["id"]] if "id" in given else []
-        self.targets += [given[name] for name in ("href", "xlink:href", "src") if name in given]
-        self.targets += re.findall(r"url\(([^)]*)\)", " ".join(given.values()))
-        if given.get("role") == "img":
-            self.pictures.append(given["aria-label"])
+        self.targets += [given[name] for name in ("href", "src") if name in given]
+        if tag == "img":
+            self.pictures.append(given["alt"])
         if tag in ("h2", "caption", "th", "td"):
             self._open.append("")
         if tag == "table":
@@ -108,198 +79,279 @@ class Outline(HTMLParser):
             self.tables[self._caption] = self._rows
 
 
-@pytest.fixture(scope="module")
-def outline(page: Path) -> Outline:
-    return Outline(page.read_text(encoding="utf-8"))
-
-
-def test_page_is_whole_in_itself(page: Path, outline: Outline) -> None:
-    assert [file.name for file in page.parent.iterdir()] == ["index.html"]
-    assert not outline.tags.keys() & {"script", "link", "iframe", "img", "object", "base", "form"}
-    assert outline.targets, "pictures refer to parts of themselves"
-    for target in outline.targets:
-        assert target.startswith("data:image/png;base64,") or target[1:] in outline.ids, target
-    assert [name for name, count in Counter(outline.ids).items() if count > 1] == []
-    text = page.read_text(encoding="utf-8")
-    assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
-    assert "@import" not in text
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
-
-
-def test_every_section_has_pictures_with_descriptions(outline: Outline) -> None:
-    assert outline.headings == SECTIONS
-    assert len(outline.pictures) == len(LAYERS) + len(SECTIONS) - 1
-    assert all(len(alt) > 50 for alt in outline.pictures)
-    assert outline.pictures[0].startswith(f"Heat map of {LAYERS[0]}: rows per expert over 3 steps.")
-
-
-def test_colours_are_the_page_s(page: Path) -> None:
-    """None of those that stand for them is left, and each of the page's is defined for light and dark."""
-    text = page.read_text(encoding="utf-8")
-    assert "#0a0b" not in text
-    for name in set(re.findall(r"var\((--[\w-]+)\)", text)):
-        assert text.count(f"{name}: #") == 2, name
-    assert text.count("currentColor") > 50
+def page_of(source: Path) -> tuple[str, Outline]:
+    text = write_report(source, source.parent / f"page of {source.name}").read_text(encoding="utf-8")
+    return text, Outline(text)
 
 
 def numbers(cells: list[str]) -> list[float]:
-    return [float(re.sub(r"[\u202f %]", "", cell)) for cell in cells]
+    return [float(cell.replace("\u202f", "")) for cell in cells]
 
 
-def test_tables_have_the_numbers(recorded: Path, outline: Outline) -> None:
-    history = history_of(Trace.load(recorded))
-    share = recorded_share(history)
-    tokens = history.loads.tokens_CE[history.layer_C == 1]
+def given(step: int, rank: int, config: DispatcherConfig) -> tuple[Tensor, Routing, Rows]:
+    """Uneven in everything: ranks, experts, tokens; the last two rows are no tokens. Rank 1 has none in step 1."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    rows = 0 if (step, rank) == (1, 1) else 11 + 2 * step + 3 * rank
+    popular = torch.arange(config.num_experts) / 3
+    ids = (torch.randn(rows, config.num_experts, generator=generator) - popular).topk(config.top_k).indices
+    ids[::4, 1] = -1
+    ids[1::4, 1] = ids[1::4, 0]
+    dtype = torch.float32 if config.wire_dtype is None else torch.bfloat16
+    x = random_rows(rows, config.hidden_size, seed=rank, dtype=dtype).requires_grad_()
+    return x, Routing(ids, torch.rand(rows, config.top_k, generator=generator).requires_grad_()), Rows(max(rows - 2, 0))
+
+
+def run(config: DispatcherConfig, folder: Path, size: int, placed: ExpertPlacement | None = None) -> list[Metrics]:
+    """Record a trace and a log of dispatches, combines and their backwards. Return the metrics of each rank."""
+
+    def body(group: Group) -> Metrics:
+        layers = [build_dispatcher(config, group, name=name) for name in LAYERS]
+        if placed is not None:
+            layers[0].place(placed)
+        with Trace.record(layers[0], folder / "run.safetensors"), RunLog.record(layers[0], folder / "run-17") as log:
+            for step in range(STEPS):
+                for dispatcher in layers:
+                    sent = dispatcher.dispatch(*given(step, 0 if group is None else group.rank(), config))
+                    dispatcher.combine(sent.rows, sent).sum().backward()
+                log.step()
+        return layers[0].metrics()
+
+    return on_ranks(body, size)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, two layers, three steps, with room for too few rows."""
+    folder = tmp_path_factory.mktemp("recorded")
+    run(small_config(pad_multiple=16, **ROOM), folder, 2)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "headings"), [("run.safetensors", OF_TRACE), ("run-17", SECTIONS)])
+def test_page_is_whole_in_itself(name: str, headings: list[str], recorded: Path) -> None:
+    text, outline = page_of(recorded / name)
+    assert outline.headings == headings
+    assert not outline.tags.keys() & {"script", "link", "iframe", "object", "base", "form"}
+    assert outline.pictures
+    assert all(len(alt) > 50 for alt in outline.pictures)
+    assert all(target.startswith("data:image/svg+xml;base64,") for target in outline.targets)
+    assert "http" not in text
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    for variable in set(re.findall(r"var\((--[\w-]+)\)", text)):
+        assert text.count(f"{variable}: #") == 2, "for light and dark"
+
+
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 30}
+CONFIGS: dict[str, tuple[DispatcherConfig, int]] = {
+    "alltoall": (small_config(pad_multiple=4), 4),
+    "alltoall wide": (small_config(num_experts=32, top_k=4, hidden_size=128, wire_dtype="float8_e4m3fn"), 2),
+    "alltoall two levels": (small_config({"name": "alltoall", "levels": 2}), 4),
+    "alltoall two levels exact": (small_config({"name": "alltoall", "levels": 2, "reduction": "exact"}), 4),
+    "alltoall graph-safe": (small_config(pad_multiple=4, **SAFE), 2),
+    "alltoall balanced": (small_config(spare_experts_per_rank=2, balance="least_loaded"), 4),
+    "allgather": (small_config("allgather", pad_multiple=4), 2),
+    "allgather static": (small_config("allgather", row_counts="static", max_tokens_per_rank=30), 4),
+    "hybridep": (small_config({"name": "hybridep", "emulate": True}, hidden_size=512, wire_dtype="bfloat16"), 2),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_and_bytes_are_those_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (config, size), to_ranks = CONFIGS[name], Counter[tuple[int, int]]()
+    plain = Communicator.all_to_all
+
+    def counted(self: Communicator, out: Tensor, inp: Tensor, out_splits: Any, in_splits: Any, *, label: str) -> Any:
+        for receiver, rows in enumerate(in_splits):
+            to_ranks[self.rank, receiver] += rows * (inp.nbytes // max(len(inp), 1)) * (label != "balance")
+        return plain(self, out, inp, out_splits, in_splits, label=label)
+
+    monkeypatch.setattr(Communicator, "all_to_all", counted)
+    if "two levels" in name:  # ranks 0 and 1 are on one host, ranks 2 and 3 on another
+        monkeypatch.setattr(socket, "gethostname", lambda: f"host{int(threading.current_thread().name[-1]) // 2}")
+    metrics = run(config, tmp_path, size)
+    trace = Trace.load(tmp_path / "run.safetensors")
+    found, padding, traffic = counts_of(trace)
+    received = [int(of.real_tokens_per_expert.sum()) for of in metrics]
+    assert found.loads.received_CP.sum(0).tolist() == received, "balanced runs are planned again, row by row"
+    expert_padding = int(found.loads.expert_padding_CP(config.pad_multiple_rows).sum())
+    for cause, count in (("rank", padding), ("expert", expert_padding)):
+        assert sum(of.rows_padded[cause] for of in metrics) == count
+    assert traffic is not None
+    if traffic.payload_only:
+        return
+    sent = {label: of.sum(0).tolist() for label, of in traffic.sent_CP.items()}
+    assert sent == {label: [of.bytes_sent.get(label, 0) for of in metrics] for label in sent}
+    if config.backend_name == "alltoall" and config.balance is None:
+        pairs = [
+            [float(to_ranks[source, target]) * (source != target) for target in range(size)] for source in range(size)
+        ]
+        assert traffic.pairs_PP.tolist() == pairs
+
+
+def test_tables_of_a_trace_have_the_numbers(tmp_path: Path) -> None:
+    metrics = run(small_config(pad_multiple=16), tmp_path, 2)
+    text, outline = page_of(tmp_path / "run.safetensors")
+    found, *_ = counts_of(Trace.load(tmp_path / "run.safetensors"))
+    tokens = found.loads.tokens_CE[1::2]
     rows = outline.tables[f"Rows per expert, {LAYERS[1]}"]
     assert rows[0] == ["expert", "rows", "of the mean", "per step", "min", "max"]
     assert [int(row[1]) for row in rows[1:]] == tokens.sum(0).tolist()
     assert [int(row[5]) for row in rows[1:]] == tokens.amax(0).tolist()
-    imbalance = outline.tables["Largest load, divided by the mean load"]
-    assert imbalance[1][0] == LAYERS[0]
-    assert float(imbalance[1][2]) == pytest.approx(
-        float(history.timeline.imbalance_C[history.layer_C == 0].max()), abs=0.006
+    imbalance = outline.tables["Largest load, divided by the mean load"][1]
+    assert imbalance[0] == LAYERS[0]
+    largest = (found.loads.tokens_CE.amax(1) / found.loads.tokens_CE.double().mean(1)).max()
+    assert float(imbalance[2]) == pytest.approx(float(largest), rel=1e-3)
+    causes = {row[0]: int(row[1]) for row in outline.tables["Padding"][1:]}
+    skipped, padded = (
+        {cause: sum(of[cause] for of in counts) for cause in counts[0]}
+        for counts in ([of.rows_skipped for of in metrics], [of.rows_padded for of in metrics])
     )
-    padding = {row[0]: numbers(row[1:4]) for row in outline.tables["Padding rows of all steps"][1:]}
-    assert padding["alltoall"] == [0, 0, share.expert_padding]
-    assert padding["allgather"] == [0, 2 * STEPS * 5, share.expert_padding]
-    assert share.bytes_PP is not None
-    pairs = outline.tables["kB per step from rank to rank"]
-    assert float(pairs[1][2]) == pytest.approx(float(share.bytes_PP[0, 1]) / STEPS / 1e3, rel=1e-3)
-    assert pairs[1][1] == "-"
-    assert outline.tables["kB per step to other ranks"][0][1] == "rows in"
-    dtypes = {row[0]: row[1] for row in outline.tables["kB per step to other ranks"][1:]}
-    assert dtypes == {"alltoall": "float32", "allgather": "float32", "hybridep": "bfloat16"}
-    sent = {row[0]: numbers(row[2:]) for row in outline.tables["kB per step to other ranks"][1:]}
-    assert sent["alltoall"][-1] == pytest.approx(sum(share.sent.values()) / STEPS / 1e3, rel=1e-3)
-    overflow = outline.tables["Overflow by capacity"][1:]
-    assert overflow[0][:2] == ["1.0", "54"]
-    assert numbers(overflow[0])[2] == 100
-    assert overflow[-1][0] == "worst"
-    assert numbers(overflow[-1][2:]) == [0, 0]
-    assert outline.tables["Backends that refuse this run"][1][0] == "deepep"
+    assert causes == {
+        "left out": skipped["cut"],
+        "masked": skipped["masked"],
+        "for ranks": padded["rank"],
+        "for experts": padded["expert"],
+    }
+    sent = outline.tables["MB per step to other ranks"]
+    for rank, of in enumerate(metrics):
+        nbytes = [of.bytes_sent.get(label, 0) / STEPS / 1e6 for label in sent[0][1:-1]]
+        assert numbers(sent[1 + rank][1:]) == pytest.approx([*nbytes, sum(nbytes)], rel=1e-3)
+    assert "Rows travel in float32." in text
 
 
-def test_one_rank_and_one_step(tmp_path: Path) -> None:
-    """Nothing to send, one point in each line, an expert for all tokens."""
-    dispatcher = build_dispatcher(small_config("local", graph_safe=True, max_tokens_per_rank=40))
-    with Trace.record(dispatcher, tmp_path / "run.safetensors"):
-        dispatcher.dispatch(random_rows(4), Routing(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)))
-    found = Outline(write_report(tmp_path / "run.safetensors", tmp_path).read_text(encoding="utf-8"))
-    assert found.headings == ONE_RANK
-    assert not any("rank to rank" in caption for caption in found.tables)
+def test_a_balanced_run_tells_what_it_saved(tmp_path: Path) -> None:
+    run(small_config(spare_experts_per_rank=2, balance="least_loaded"), tmp_path, 4)
+    for name in ("run.safetensors", "run-17"):
+        text, outline = page_of(tmp_path / name)
+        assert re.search(r"would have got [\d.]+ times the mean", text)
+        placed, home = (numbers(outline.tables["Largest load, divided by the mean load"][1][i : i + 1]) for i in (4, 7))
+        assert placed < home
 
 
-def test_no_tokens_at_all(tmp_path: Path) -> None:
+def test_a_placed_run_has_the_rows_of_its_ranks(tmp_path: Path) -> None:
+    """A trace has no placement, so only the log knows it."""
+    placement = ExpertPlacement(8, ((0, 4, 5, -1, -1), (1, 6, 7, 2, 3)))
+    metrics = run(small_config(spare_experts_per_rank=1), tmp_path, 2, placement)
+    received = RunLog.load(tmp_path / "run-17").received_SP.sum(0).tolist()
+    assert received == [int(of.real_tokens_per_expert.sum()) for of in metrics]
+    assert "Experts were placed on other ranks." in page_of(tmp_path / "run-17")[0]
+    assert "Experts were placed on other ranks." not in page_of(tmp_path / "run.safetensors")[0]
+
+
+def test_tables_of_a_run_have_the_numbers_of_the_log(recorded: Path) -> None:
+    (text, outline), log = page_of(recorded / "run-17"), RunLog.load(recorded / "run-17")
+    rows = outline.tables["Rows per expert, all dispatchers"][1:]
+    assert [int(row[1]) for row in rows] == log.tokens_SE.sum(0).tolist()
+    real, padding = int(log.tokens_SE.sum()), int(log.rows["expert"].sum())
+    assert f"{100 * padding / (real + padding):.1f} % of all rows." in text
+    by_rank = outline.tables["Padding rows by rank"]
+    assert by_rank[0] == ["rank", "left out", "masked", "for ranks", "for experts"]
+    assert [int(row[4]) for row in by_rank[1:]] == [*log.rows["expert"].sum(0).tolist(), padding]
+    sent = outline.tables["MB per step to other ranks"]
+    assert sent[0] == ["rank", *log.sent, "total"]
+    total = sum(float(of.sum()) for of in log.sent.values()) / STEPS / 1e6
+    assert numbers(sent[-1][-1:])[0] == pytest.approx(total, rel=1e-3)
+    needed_SP, room_S = log.needed_SP, log.room_S
+    assert needed_SP is not None
+    assert room_S is not None
+    first = int((needed_SP.amax(1) > room_S).nonzero()[0])
+    need, pairs = outline.tables["Largest need of a dispatch"][1:]
+    assert [need[0], *need[1::2], need[-1]] == ["rows of a rank's experts", str(int(needed_SP.max())), "36", str(first)]
+    assert pairs[0] == "rows from a rank to a rank"
+    assert f"A capacity_factor of {int(needed_SP.max()) / 60:.3f} would have been enough" in text
+    assert "Rows beyond the capacity were dropped, and the loads above do not count them." in text
+
+
+def test_small_and_eager_runs(tmp_path: Path) -> None:
+    """One rank: nothing to send. Nothing can overflow."""
+    run(small_config("local", pad_multiple=4), tmp_path, 1)
+    text, outline = page_of(tmp_path / "run-17")
+    assert outline.headings == OF_TRACE, "nothing can overflow"
+    assert "No bytes between ranks were counted." in text
+    assert outline.tables["Padding rows by rank"][-1][:2] == ["all", str(2 * 2 * STEPS)]
+    assert page_of(tmp_path / "run.safetensors")[1].headings == OF_TRACE
     dispatcher = build_dispatcher(DispatcherConfig(backend="local", num_experts=1, top_k=1, hidden_size=4))
-    with Trace.record(dispatcher, tmp_path / "run.safetensors"):
+    with Trace.record(dispatcher, tmp_path / "empty.safetensors"):
         dispatcher.dispatch(random_rows(0, 4), Routing(torch.zeros(0, 1, dtype=torch.int64), torch.ones(0, 1)))
-    assert Outline(write_report(tmp_path / "run.safetensors", tmp_path).read_text()).headings == ONE_RANK
+    assert page_of(tmp_path / "empty.safetensors")[1].headings == OF_TRACE
 
 
-def test_what_cannot_be_reported(tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Trace.record(build_dispatcher(small_config("local")), tmp_path / "empty.safetensors"):
-        pass
-    with pytest.raises(TraceError, match=r"empty\.safetensors must hold a dispatch, got none\. Record at least one"):
-        write_report(tmp_path / "empty.safetensors", tmp_path)
-    tensors = load_file(recorded)
-    tensors["rank1.ids"][3, 0] = 8
-    with safe_open(recorded, framework="pt") as opened:
-        save_file(tensors, tmp_path / "odd.safetensors", opened.metadata())
-    with pytest.raises(TraceError, match=r"topk_ids must lie in -1\.\.7, got 0\.\.8 on rank 1 in step 0 of layers\.0"):
-        write_report(tmp_path / "odd.safetensors", tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(TraceError, match=r"index\.html cannot be written: .*\. Use another directory\."):
-        write_report(recorded, tmp_path / "file" / "report")
+def test_a_crash_and_long_runs(recorded: Path, tmp_path: Path) -> None:
+    """A column of a picture stands for several steps, and tables have every step."""
+    directory = shutil.copytree(recorded / "run-17", tmp_path / "run")
+    cut = (directory / "rank1.jsonl").read_text().splitlines(keepends=True)[:-1]
+    (directory / "rank1.jsonl").write_text("".join(cut))
+    assert (
+        "Ranks ended after different numbers of steps, from 2 to 3. This page has the 2 steps" in page_of(directory)[0]
+    )
+    one, repeats = RunLog.load(recorded / "run-17"), 1000 // STEPS + 1
+
+    def repeated(value: Any) -> Any:
+        if isinstance(value, dict) and value and isinstance(next(iter(value.values())), Tensor):
+            return {name: repeated(of) for name, of in value.items()}
+        return value.repeat(repeats, *[1] * (value.dim() - 1)) if isinstance(value, Tensor) else value
+
+    page = render(run_content("long", RunLog(**{name: repeated(getattr(one, name)) for name in one.__slots__})))
+    assert "A column of a picture is the sum of 3 steps. The tables count single steps." in page
+    assert "over 1002 steps" in page
+    rows = Outline(page).tables["Rows per expert, all dispatchers"][1:]
+    assert [numbers(row[1:2])[0] for row in rows] == (one.tokens_SE.sum(0) * repeats).tolist()
 
 
 def test_command(recorded: Path, tmp_path: Path, command: Command) -> None:
-    answer = command("report", str(recorded), "--out", str(tmp_path / "out"))
-    assert (answer.status, answer.out) == (0, f"{tmp_path / 'out' / 'index.html'}\n")
-    assert Path(answer.out.strip()).is_file()
-    wrong = command("report", str(tmp_path / "metrics.jsonl"))
-    assert (wrong.status, wrong.out) == (2, "")
-    assert re.match(r"Error: Trace.load: \S+ must be an existing file, got no file\. Check the path\.\n$", wrong.error)
+    """Where there is a trace beside the log, the log; else the only trace."""
+    directory = shutil.copytree(recorded / "run-17", tmp_path / "run-17")
+    shutil.copy(recorded / "run.safetensors", directory)
+    for title in ("Run run-17", "Routing of run.safetensors"):
+        answer = command("report", str(directory), "--out", str(tmp_path / "out"))
+        assert (answer.status, answer.out) == (0, f"{tmp_path / 'out' / 'index.html'}\n")
+        assert f"<title>{title}</title>" in Path(answer.out.strip()).read_text(encoding="utf-8")
+        for path in directory.glob("*.jsonl"):
+            path.unlink()
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
-# Runs in the page: what a reader would see, as JSON in the title.
-PROBE = """<script>
-const shown = element => { const box = element.getBoundingClientRect(); return [box.left, box.right, box.height] };
-const texts = [...document.querySelectorAll('svg text')];
-const scale = text => Math.hypot(text.getScreenCTM().a, text.getScreenCTM().b);
-const size = text => parseFloat(getComputedStyle(text).fontSize) * scale(text);
-const lines = [...document.querySelectorAll('[id^=imbalance-line2d] path')];
-document.title = JSON.stringify({
-  width: innerWidth, wide: document.documentElement.scrollWidth,
-  dark: matchMedia('(prefers-color-scheme: dark)').matches,
-  paper: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
-  fills: [...new Set(texts.filter(text => !text.closest('[id^=pairs-figure]')).map(t => getComputedStyle(t).fill))],
-  strokes: [...new Set(lines.map(line => getComputedStyle(line).stroke))],
-  columns: new Set([...document.querySelectorAll('section')].map(section => shown(section)[0])).size,
-  pictures: [...document.querySelectorAll('figure svg')].map(shown), size: Math.min(...texts.map(size)),
-  loaded: performance.getEntriesByType('resource').map(entry => entry.name),
-});
-</script>"""
+def odd(folder: Path, recorded: Path) -> None:
+    tensors = load_file(recorded)
+    tensors["rank1.ids"][0, 0] = 8
+    with safe_open(recorded, framework="pt") as opened:
+        save_file(tensors, folder / "odd.safetensors", opened.metadata())
 
 
-def seen(page: Path, folder: Path, *, width: int, dark: bool) -> dict[str, Any]:
-    """What a headless browser makes of the page."""
-    assert BROWSER is not None
-    probed = folder / "probed.html"
-    probed.write_text(page.read_text(encoding="utf-8").replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
-    finished = subprocess.run(
-        [
-            BROWSER,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--user-data-dir={folder / 'profile'}",
-            f"--window-size={width},800",
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
-            "--dump-dom",
-            probed.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    title = re.search("<title>(.*?)</title>", finished.stdout)
-    assert title is not None, finished.stderr
-    found: dict[str, Any] = json.loads(title[1].replace("&quot;", '"').replace("&amp;", "&"))
-    return found
+def empty_log(folder: Path, _: Path) -> None:
+    with RunLog.record(build_dispatcher(small_config("local")), folder):
+        pass
 
 
-def luminance(colour: str) -> float:
-    """Of "rgb(r, g, b)", as WCAG 2 computes it."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+def empty_trace(folder: Path, _: Path) -> None:
+    with Trace.record(build_dispatcher(small_config("local")), folder / "empty.safetensors"):
+        pass
 
 
-def contrast(one: str, other: str) -> float:
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
+def two_traces(folder: Path, recorded: Path) -> None:
+    shutil.copy(recorded, folder / "one.safetensors")
+    shutil.copy(recorded, folder / "two.safetensors")
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on the path (Debian: chromium-headless-shell)")
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (390, False), (1280, True)])
-def test_browser_shows_it(page: Path, tmp_path: Path, width: int, dark: bool) -> None:
-    view = seen(page, tmp_path, width=width, dark=dark)
-    if view["width"] != width:
-        pytest.skip(f"this Chromium has windows of {view['width']} pixels only, asked for {width}")
-    assert view["dark"] == dark
-    assert (luminance(view["paper"]) < 0.05) == dark
-    assert view["wide"] <= width, "nothing makes the page scroll sideways"
-    assert view["columns"] == (2 if width > 1100 else 1), "sections stand side by side where there is room"
-    assert len(view["pictures"]) == len(LAYERS) + len(SECTIONS) - 1
-    for left, right, height in view["pictures"]:
-        assert 0 <= left < right <= width
-        assert right - left > min(width, 500) * 0.85, "a picture uses the width there is"
-        assert height > 80
-    assert view["size"] >= 10, "pixels of the smallest text"
-    assert contrast(view["paper"], view["ink"]) > 7
-    assert view["fills"] == [view["ink"]], "pictures write in the page's colour"
-    assert len(strokes := [colour for colour in view["strokes"] if colour.startswith("rgb(")]) >= 3
-    assert sum(contrast(view["paper"], colour) > 3 for colour in strokes) >= 3, "lines, and the axes' ticks"
-    assert view["loaded"] == []
+@pytest.mark.parametrize(
+    ("make", "name", "told"),
+    [
+        (empty_trace, "empty.safetensors", r"empty\.safetensors must hold a dispatch, got none\. Record at least one"),
+        (odd, "odd.safetensors", r"topk_ids must lie in -1\.\.7, got -?\d\.\.8 on rank 1 in step 0 of layers\.0"),
+        (two_traces, "", r"\(rank0\.jsonl and so on\) or one trace, got one\.safetensors, two\.safe"),
+        (lambda folder, _: None, "", r"or one trace, got neither\. Name the directory that RunLog\.record wrote"),
+        (empty_log, "", r"must hold a step of every rank, got 0 steps\. Call step\(\) at least once"),
+        (lambda folder, _: None, "metrics.jsonl", r"must be an existing file, got no file\. Check the path\."),
+    ],
+)
+def test_what_cannot_be_reported(
+    make: Callable[[Path, Path], None], name: str, told: str, recorded: Path, tmp_path: Path
+) -> None:
+    make(tmp_path, recorded / "run.safetensors")
+    with pytest.raises(TraceError, match=told):
+        write_report(tmp_path / name, tmp_path / "out")
+
+
+def test_page_that_cannot_be_written(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TraceError, match=r"index\.html cannot be written: .*\. Use another directory\."):
+        write_report(recorded / "run.safetensors", tmp_path / "file" / "report")

@@ -1,0 +1,349 @@
+"""The sections of a report: the load of experts and ranks over steps, padding, bytes, capacities, placements, replay.
+
+A section is plain data for the template, which explains it. Dimensions are those of ``loads``; ``S``: steps of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends import load_backend
+from moe_dispatch.backends.capacity import balanced_rows
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import shape_of
+from moe_dispatch_tools.loads import Traffic, count_traffic, padded_rows
+from moe_dispatch_tools.pictures import curves, load_map, rank_matrix
+from moe_dispatch_tools.plan.forecast import Dispatches
+from moe_dispatch_tools.traces import RunLog, Trace
+
+_MOST_COLUMNS = 400  # of a picture; a column then stands for several steps
+_MAPPED_LAYERS = 8
+_CAUSES = {"masked": "masked", "rank": "for ranks", "expert": "for experts"}
+
+Section = dict[str, Any]
+
+
+def _section(heading: str, text: Sequence[str], pictures: Sequence[str] = (), tables: Sequence[Any] = ()) -> Section:
+    return {"heading": heading, "text": text, "pictures": pictures, "tables": tables}
+
+
+def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], *, folded: bool = False) -> Any:
+    """Make a table. A folded table is opened by the reader."""
+    return {"caption": caption, "headings": headings, "rows": rows, "folded": folded}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timeline:
+    """Loads in the order of the recording.
+
+    Attributes:
+        names: Names of the dispatchers, or one name for all of them together.
+        layer_C: Index of the name, int64.
+        step_C: Number of earlier dispatches or steps with the same name, int64.
+        tokens_CE: Rows that went to each expert, int64.
+        received_CP: Rows that the experts on each rank got, int64, copies of other ranks' experts included.
+    """
+
+    names: Sequence[str]
+    layer_C: Tensor
+    step_C: Tensor
+    tokens_CE: Tensor
+    received_CP: Tensor
+
+    @property
+    def stride(self) -> int:
+        """Number of steps that one column of a picture shows."""
+        return -(-(int(self.step_C.max()) + 1) // _MOST_COLUMNS)
+
+    @property
+    def imbalances(self) -> dict[str, Tensor]:
+        """The largest load of each step divided by the mean, float64 (C,), by kind of load; 1 without rows."""
+        size = self.received_CP.shape[1]
+        home_CP = self.tokens_CE.unflatten(1, (size, -1)).sum(2)
+        kinds = {"busiest expert": self.tokens_CE}
+        if size > 1:
+            kinds["busiest rank"] = self.received_CP
+        if not home_CP.equal(self.received_CP):
+            kinds["busiest rank without placements"] = home_CP
+        return {
+            kind: torch.where(counts.any(1), counts.amax(1) / counts.double().mean(1), 1.0)
+            for kind, counts in kinds.items()
+        }
+
+    def lines(self, values: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Split the values of each line into blocks of ``stride`` steps."""
+        block_C = self.step_C // self.stride
+        blocks = range(int(block_C.max()) + 1)
+        return {label: [of[block_C == block] for block in blocks] for label, of in values.items()}
+
+
+def load_section(timeline: Timeline) -> Section:
+    """Show the rows per expert: a map for each of the first dispatchers, and a table for each dispatcher."""
+    names, pictures, tables = timeline.names, [], []
+    text = []
+    if len(names) > _MAPPED_LAYERS:
+        text.append(f"The pictures show the first {_MAPPED_LAYERS} of {len(names)} dispatchers, the tables all.")
+    if timeline.stride > 1:
+        text.append(f"A column of a picture is the sum of {timeline.stride} steps. The tables count single steps.")
+    for layer, name in enumerate(names):
+        tokens_SE = timeline.tokens_CE[timeline.layer_C == layer]
+        total_E, means_E = tokens_SE.sum(0), tokens_SE.double().mean(0)
+        columns = (total_E, total_E / max(float(total_E.double().mean()), 1e-9), means_E, *tokens_SE.aminmax(dim=0))
+        rows = [
+            (str(expert), *cells) for expert, cells in enumerate(zip(*(of.tolist() for of in columns), strict=True))
+        ]
+        heads = ("expert", "rows", "of the mean", "per step", "min", "max")
+        tables.append(_table(f"Rows per expert, {name}", heads, rows, folded=True))
+        if layer < _MAPPED_LAYERS:
+            blocks = torch.stack([block.sum(0) for block in tokens_SE.split(timeline.stride)])
+            alt = (
+                f"Heat map of {name}: rows per expert over {len(tokens_SE)} steps. Expert {int(total_E.argmax())} got "
+            )
+            pictures.append(load_map(blocks, title=name, alt=alt + "the most rows.", stride=timeline.stride))
+    return _section("Expert load over steps", text, pictures, tables)
+
+
+def imbalance_section(timeline: Timeline) -> Section:
+    """Show the load of the busiest expert and of the busiest rank, relative to the mean."""
+    kinds = timeline.imbalances
+    text = []
+    if "busiest rank without placements" in kinds:
+        placed, home = kinds["busiest rank"].mean(), kinds["busiest rank without placements"].mean()
+        text.append(
+            f"Experts were placed on other ranks. The busiest rank got {placed:.2f} times the mean on average. If "
+            f"every rank had computed its own experts, it would have got {home:.2f} times the mean."
+        )
+    rows = []
+    for layer, name in enumerate(timeline.names):
+        cells: list[Any] = [name]
+        for values_C in kinds.values():
+            values = values_C[timeline.layer_C == layer]
+            cells += [float(values.mean()), float(values.max()), int(values.argmax())]
+        rows.append(cells)
+    alt = "Lines over steps: " + "; ".join(f"{kind}, {of.mean():.2f} times the mean" for kind, of in kinds.items())
+    heads = ("dispatcher", *(f"{kind}, {of}" for kind in kinds for of in ("mean", "max", "max in step")))
+    return _section(
+        "Imbalance over steps",
+        text,
+        [curves(timeline.lines(kinds), alt=alt, stride=timeline.stride, ylabel="of the mean", bottom=1.0)],
+        [_table("Largest load, divided by the mean load", heads, rows)],
+    )
+
+
+def trace_content(name: str, trace: Trace) -> dict[str, Any]:
+    """Make the content of the page about a trace with at least one dispatch.
+
+    Raises:
+        TraceError: Some ranks are missing, or an expert id is out of range.
+    """
+    found, rank_padding, traffic = counts_of(trace)
+    timeline = Timeline(
+        names=trace.layers,
+        layer_C=torch.tensor([call.layer for call in trace.calls]),
+        step_C=torch.tensor([call.step for call in trace.calls]),
+        tokens_CE=found.experts_CPE.sum(1),
+        received_CP=found.loads.received_CP,
+    )
+    return {
+        "title": f"Routing of {name}",
+        "trace": name,
+        "intro": [_summary(timeline)],
+        "settings": _settings(trace, {"dispatchers": len(trace.layers), "steps": trace.steps}),
+        "sections": [
+            load_section(timeline),
+            imbalance_section(timeline),
+            _trace_padding(trace, found, rank_padding),
+            _trace_bytes(trace, traffic),
+        ],
+    }
+
+
+def counts_of(trace: Trace) -> tuple[Dispatches, int, Traffic | None]:
+    """Count the dispatches of a trace, the padding rows for ranks, and the bytes of the recorded backend if it says.
+
+    The backend has the needs of the recorded run. Planners are pure, so a config with ``balance`` gives the placements
+    of the run again.
+
+    Raises:
+        TraceError: Some ranks are missing, or an expert id is out of range.
+    """
+    trace.require_whole("report")
+    trace.check_ids("report")
+    shape = shape_of(trace.config, trace.ep_size, trace.ranks_per_node)
+    sent = ([part.sent_ids(cut=trace.cuts(part)) for part in call.parts] for call in trace.calls)
+    found = Dispatches.count(trace.config, shape, sent, [call.parts[0].dtype for call in trace.calls])
+    options = trace.config.backend_options or load_backend(trace.backend_name)()
+    padded_CP = padded_rows(found.loads.rows_CP, trace.needs, trace.config)
+    traffic = count_traffic(options, shape, found.loads, padded_CP, found.dtypes)
+    return found, int((padded_CP - found.loads.rows_CP).sum()), traffic
+
+
+def _summary(timeline: Timeline) -> str:
+    imbalance_C = timeline.imbalances["busiest expert"]
+    worst = int(imbalance_C.argmax())
+    where = f"{timeline.names[int(timeline.layer_C[worst])]}, step {int(timeline.step_C[worst])}"
+    return (
+        f"The busiest expert got {imbalance_C.mean():.2f} times the mean of all experts on average, and at most "
+        f"{imbalance_C[worst]:.2f} times ({where})."
+    )
+
+
+def _settings(of: Trace | RunLog, more: dict[str, Any]) -> dict[str, Any]:
+    config: DispatcherConfig = of.config
+    fields = ["num_experts", "top_k", "hidden_size", "pad_multiple", "graph_safe"]
+    fields += ["balance", "spare_experts_per_rank"] if config.spare_experts_per_rank else []
+    fields += ["capacity_factor"] if config.graph_safe else []
+    named = {field: str(getattr(config, field)) for field in fields}
+    versions = {f"{name} version": version for name, version in of.versions.items()}
+    return {"backend": of.backend_name, "ranks": of.ep_size, **named, **more, **versions}
+
+
+def _trace_padding(trace: Trace, found: Dispatches, rank_padding: int) -> Section:
+    idle = {True: 0, False: 0}
+    for part in (part for call in trace.calls for part in call.parts):
+        real = part.layout.num_real(part.num_rows)
+        idle[trace.cuts(part)] += 0 if real is None else part.num_rows - real
+    real, padding = int(found.loads.tokens_CE.sum()), int(found.loads.expert_padding_CP(found.shape.pad_multiple).sum())
+    rows = [("left out", idle[True]), ("masked", idle[False]), ("for ranks", rank_padding), ("for experts", padding)]
+    return _section("Padding", [_padded(real, padding)], tables=[_table("Padding", ("cause", "rows"), rows)])
+
+
+def _padded(real: int, padding: int) -> str:
+    share = 100 * padding / max(real + padding, 1)
+    return f"The experts got {real} rows. Padding for experts is {share:.1f} % of all rows."
+
+
+def _trace_bytes(trace: Trace, traffic: Traffic | None) -> Section:
+    heading = "Bytes between ranks"
+    if traffic is None or trace.ep_size == 1:
+        return _section(heading, ["No bytes between ranks are known."])
+    scale = trace.steps * 1e6
+    text = (
+        f"Bytes that {trace.backend_name} sends in a step, forward and backward. Rows travel in {traffic.row_dtypes}."
+    )
+    note = " Only rows are counted. The library sends more beside them." * traffic.payload_only
+    matrix_PP = traffic.pairs_PP / scale
+    alt = f"Matrix of MB per step from each rank to each other rank, at most {float(matrix_PP.max()):.3g}."
+    sent = {label: of_CP.sum(0) / scale for label, of_CP in traffic.sent_CP.items()}
+    return _section(heading, [text + note], [rank_matrix(matrix_PP, unit="MB per step", alt=alt)], [_bytes_table(sent)])
+
+
+def _bytes_table(sent_P: Mapping[str, Tensor]) -> Any:
+    """Make a table of the MB per step that each rank sends, by collective."""
+    columns = [*sent_P.values(), torch.stack([*sent_P.values()]).sum(0)]
+    rows = [(str(rank), *(float(of[rank]) for of in columns)) for rank in range(len(columns[0]))]
+    rows.append(("all", *(float(of.sum()) for of in columns)))
+    return _table("MB per step to other ranks", ("rank", *sent_P, "total"), rows)
+
+
+def run_content(name: str, run: RunLog) -> dict[str, Any]:
+    """Make the content of the page about the log of a run with at least one step."""
+    timeline = Timeline(
+        names=["all dispatchers"],
+        layer_C=torch.zeros(run.steps, dtype=torch.int64),
+        step_C=torch.arange(run.steps),
+        tokens_CE=run.tokens_SE,
+        received_CP=run.received_SP,
+    )
+    intro = [_summary(timeline)]
+    if len(set(run.written)) > 1:
+        intro.append(
+            f"Ranks ended after different numbers of steps, from {min(run.written)} to {max(run.written)}. This page "
+            f"has the {run.steps} steps that all ranks have."
+        )
+    more = {"steps": run.steps, "dispatches of a rank": int(run.dispatches_SP[:, 0].sum())}
+    return {
+        "title": f"Run {name}",
+        "trace": None,
+        "intro": intro,
+        "settings": {**({"dispatcher": run.name} if run.name else {}), **_settings(run, more)},
+        "sections": [
+            load_section(timeline),
+            imbalance_section(timeline),
+            _run_padding(run, timeline),
+            _run_bytes(run),
+            *_run_overflow(run, timeline),
+            *([_replay_section(run, timeline)] if run.slots_replayed else []),
+        ],
+    }
+
+
+def _run_padding(run: RunLog, timeline: Timeline) -> Section:
+    rows_SP = {label: run.rows[cause] for cause, label in _CAUSES.items()}
+    real, padding = int(run.tokens_SE.sum()), int(run.rows["expert"].sum())
+    alt = "Lines over steps: padding rows of a rank, on average " + "; ".join(
+        f"{of.double().mean():.1f} {label}" for label, of in rows_SP.items()
+    )
+    columns = [of.sum(0).tolist() for of in (run.rows["cut"], *rows_SP.values())]
+    rows = [(str(rank), *cells) for rank, cells in enumerate(zip(*columns, strict=True))]
+    return _section(
+        "Padding",
+        [_padded(real, padding)],
+        [curves(timeline.lines(rows_SP), alt=alt, stride=timeline.stride, ylabel="rows of a rank")],
+        [_table("Padding rows by rank", ("rank", "left out", *rows_SP), [*rows, ("all", *map(sum, columns))])],
+    )
+
+
+def _run_bytes(run: RunLog) -> Section:
+    if not run.sent:
+        return _section("Bytes between ranks", ["No bytes between ranks were counted."])
+    sent_P = {label: of_SP.sum(0) / run.steps / 1e6 for label, of_SP in run.sent.items()}
+    return _section("Bytes between ranks", [], tables=[_bytes_table(sent_P)])
+
+
+def _run_overflow(run: RunLog, timeline: Timeline) -> list[Section]:
+    if run.needed_SP is None or run.room_S is None:  # nothing can overflow in eager mode
+        return []
+    kinds = [("rows of a rank's experts", run.needed_SP, run.room_S)]
+    if run.pairs_needed_SP is not None and run.pairs_room_S is not None:
+        kinds.append(("rows from a rank to a rank", run.pairs_needed_SP, run.pairs_room_S))
+    rows, overflowed = [], False
+    for label, needed_SP, room_S in kinds:
+        above, most_P = (needed_SP.amax(1) > room_S).nonzero().flatten().tolist(), needed_SP.amax(0)
+        overflowed |= bool(above)
+        first = above[0] if above else None
+        rows.append((label, int(most_P.max()), str(int(most_P.argmax())), int(room_S[-1]), first))
+    enough = max(int(run.needed_SP.max()), 1) / balanced_rows(shape_of(run.config, run.ep_size))
+    fate = "Rows beyond the capacity were dropped, and the loads above do not count them."
+    lines = {
+        "rank with most rows": run.needed_SP.amax(1),
+        "mean of ranks": run.needed_SP.double().mean(1),
+        "capacity": run.room_S,
+    }
+    alt = (
+        f"Lines over steps: the rows that a rank has needed so far at most, {rows[0][1]} at the end, and its capacity."
+    )
+    told = (
+        f"{fate if overflowed else 'No rows were dropped.'} A capacity_factor of {enough:.3f} would have been enough."
+    )
+    picture = curves(timeline.lines(lines), alt=alt, stride=timeline.stride, ylabel="rows")
+    heads = ("need", "rows", "on rank", "capacity", "first overflow in step")
+    return [_section("Overflow", [told], [picture], [_table("Largest need of a dispatch", heads, rows)])]
+
+
+def _replay_section(run: RunLog, timeline: Timeline) -> Section:
+    """Show the share of replayed slots in which the router would have chosen another expert."""
+    slots_SL = torch.stack([of.sum(1) for of in run.slots_replayed.values()], 1)
+    drifted_SL = torch.stack([of.sum(1) for of in run.slots_drifted.values()], 1)
+    share_SL = 100 * drifted_SL / slots_SL.clamp(min=1)
+    columns = (slots_SL.sum(0), drifted_SL.sum(0), 100 * drifted_SL.sum(0) / slots_SL.sum(0), share_SL.amax(0))
+    names = [name or "without a name" for name in run.slots_replayed]
+    alt = f"Line over steps: percent of replayed slots that drifted, at most {float(share_SL.max()):.4g}."
+    return _section(
+        "Routing replay",
+        [],
+        [curves(timeline.lines({"drift": share_SL}), alt=alt, stride=timeline.stride, ylabel="% of slots")],
+        [
+            _table(
+                "Replayed slots by dispatcher",
+                ("dispatcher", "replayed", "drifted", "%", "largest % of a step"),
+                list(zip(names, *(of.tolist() for of in columns), strict=True)),
+            )
+        ],
+    )
