@@ -106,5 +106,8 @@ PEERS: dict[str, Callable[[DispatcherConfig, dist.ProcessGroup], Peer]] = {
 
 
 def missing_packages(name: str) -> list[str]:
-    """Return the packages that a peer needs and that are not installed. Nothing is imported."""
-    return [package for package in _NEEDED.get(name, ()) if find_spec(package) is None]
+    """Return the packages that a peer needs and that are not installed. Nothing is imported.
+
+    A folder of the same name in the current directory is no package: it has no file.
+    """
+    return [package for package in _NEEDED.get(name, ()) if getattr(find_spec(package), "origin", None) is None]

@@ -84,10 +84,12 @@ def bytes_of_peer(rank: int, peer: str) -> tuple[dict[str, int], int]:
 def bytes_of_ours(rank: int, dtype: DtypeName) -> tuple[dict[str, int], int, int]:
     """What is seen of one layer, what the dispatcher says it sent, and what must be sent to the other rank."""
     step, ours = step_of(rank, dtype, "skewed"), Ours(build_dispatcher(CONFIG.replace(backend="alltoall"), world()))
+    before = sum(ours.dispatcher.metrics().bytes_sent.values())
     sent = bytes_by_phase(ours, step)
+    told = sum(ours.dispatcher.metrics().bytes_sent.values()) - before
     rows = int((step.batch().ids_TK // (CONFIG.num_experts // RANKS) != rank).any(1).sum())
     row_bytes = CONFIG.hidden_size * step.scenario.torch_dtype.itemsize + 6 * CONFIG.top_k
-    return sent, sum(ours.dispatcher.metrics().bytes_sent.values()), rows * row_bytes
+    return sent, told, rows * row_bytes
 
 
 def skip_without(peer: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ class Halving(Peer):
 
 
 def test_wrong_peer_is_seen(command: Command, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: "here")
+    monkeypatch.setattr(peers, "find_spec", lambda name: SimpleNamespace(origin="here"))
     monkeypatch.setitem(peers.PEERS, "torchtitan", Halving)
     monkeypatch.delitem(peers.PEERS, "transformers")
     report = compared(command, "-b", "alltoall", "--peers", config, "--mode", "eager", status=1)
