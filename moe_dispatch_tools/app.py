@@ -300,7 +300,7 @@ def compare_command(
     moe-dispatch compare -b alltoall,my_package:MyBackend experiment.yaml
     moe-dispatch compare -b alltoall,alltoall+balance=least_loaded spare.yaml
     moe-dispatch compare experiment.yaml --trace run.safetensors --tolerance 0.01
-    moe-dispatch compare --peers --mode eager --tokens 16,4096 --picture compare.png
+    moe-dispatch compare --peers --tokens 16,4096 --picture times.png
     moe-dispatch compare -b alltoall,floor --starts 6 --save before.json
     moe-dispatch compare -b alltoall,floor --against before.json
     torchrun --nproc-per-node 8 --no-python moe-dispatch compare experiment.yaml
@@ -322,9 +322,9 @@ def compare_command(
         tolerance=tolerance,
         expert_width=expert_width,
     )
-    files = compare.Files(save=save, picture=picture, against=against)
     ranks = own_ranks if ranks is None else ranks
-    return compare.run(task, ranks, files, starts=starts, peers=peers, as_json=as_json)
+    files = {"save": save, "picture": picture, "earlier_file": against}
+    return compare.run(task, ranks, starts=starts, peers=peers, **files, as_json=as_json)
 
 
 @app.command("report")

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, cast
 
 from moe_dispatch.backends import known_backends
 from moe_dispatch.config import DispatcherConfig
@@ -172,43 +172,27 @@ def _names(config: DispatcherConfig, backends: str | None, bare: bool, peers: bo
     return [*found, *(name for name in PEERS if peers and name not in found and not missing_packages(name))]
 
 
-@final
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Files:
-    """Files to write the results to, and the file of an earlier run to compare with."""
-
-    save: Path | None = None
-    picture: Path | None = None
-    against: Path | None = None
-
-    def check(self) -> None:
-        """Refuse a file that cannot be written, before the measurement.
-
-        Raises:
-            ConfigError: The folder cannot be written, or the picture has another format.
-        """
-        if self.picture and self.picture.suffix not in PICTURES:
-            raise ConfigError(
-                f"--picture must end in {' or '.join(PICTURES)}, got {str(self.picture)!r}. Name the file compare.png."
-            )
-        for option, file in {"save": self.save, "picture": self.picture}.items():
-            if file is not None and not (os.access(file.parent, os.W_OK) and not file.is_dir()):
-                raise ConfigError(
-                    f"--{option} must be a file in a folder that can be written, got {str(file)!r}. Make it."
-                )
-
-
 def run(
-    task: Task, ranks: int, files: Files, *, starts: int | None = None, peers: bool = False, as_json: bool = False
+    task: Task,
+    ranks: int,
+    *,
+    starts: int | None = None,
+    peers: bool = False,
+    save: Path | None = None,
+    picture: Path | None = None,
+    earlier_file: Path | None = None,
+    as_json: bool = False,
 ) -> int:
     """Run the task, and show the results. Return the exit status: 0 if all backends agree, else 1.
 
     Args:
         task: Cases and variants.
         ranks: Number of processes to start; ignored under torchrun.
-        files: Files to write and to read.
         starts: Number of starts. None for 1, or the number of starts of the earlier run.
         peers: Whether the peers were asked for. Those that are not installed are named.
+        save: File to write the results to, as JSON.
+        picture: File to draw the times to.
+        earlier_file: File of an earlier run to compare with.
         as_json: Whether to print JSON and nothing else.
 
     Raises:
@@ -219,10 +203,18 @@ def run(
     ranks, first = num_ranks(ranks), this_rank() == 0
     earlier = None
     if first:
-        files.check()
-        if files.against is not None:
-            earlier = load_run(files.against)
-            _require_shared(task, earlier, ranks, files.against)
+        if picture and picture.suffix not in PICTURES:
+            raise ConfigError(
+                f"--picture must end in {' or '.join(PICTURES)}, got {str(picture)!r}. Name the file compare.png."
+            )
+        for option, file in {"save": save, "picture": picture}.items():
+            if file is not None and not (os.access(file.parent, os.W_OK) and not file.is_dir()):
+                raise ConfigError(
+                    f"--{option} must be a file in a folder that can be written, got {str(file)!r}. Make it."
+                )
+        if earlier_file is not None:
+            earlier = load_run(earlier_file)
+            _require_shared(task, earlier, ranks, earlier_file)
     if starts is None:
         then = [] if earlier is None else list(measured(earlier).values())
         starts = max((len(one["starts"]) for one in then), default=1)
@@ -254,19 +246,19 @@ def run(
     }
     if earlier is not None:
         document["against"] = against(document, earlier)
-    if files.save:
-        files.save.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if files.picture:
-        draw(cases, files.picture)
+    if save:
+        save.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if picture:
+        draw(cases, picture)
     if as_json:
         console.document(document)
         return 0 if agree else 1
     if earlier is not None:
         show_against(document["against"])
-    for file in (files.save, files.picture):
+    for file in (save, picture):
         if file is not None:
             console.line(f"wrote {file}")
-    if files.save and starts < NEEDED_STARTS:
+    if save and starts < NEEDED_STARTS:
         console.line(f"starts: {starts}. A verdict of --against needs {NEEDED_STARTS} or more: --starts", mark="-")
     return 0 if agree else 1
 

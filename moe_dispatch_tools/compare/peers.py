@@ -17,10 +17,7 @@ from moe_dispatch_testing.rank_context import Call
 from moe_dispatch_tools.compare.contenders import Peer, RowFunction
 from moe_dispatch_tools.compare.floor import Floor
 
-_NEEDED = {
-    "torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"),
-    "transformers": ("transformers",),
-}
+_NEEDED = {"torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"), "transformers": ("transformers",)}
 
 
 @final

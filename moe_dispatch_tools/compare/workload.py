@@ -11,12 +11,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import TraceError
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS, DeviceKnown, InputLayout
 from moe_dispatch_testing.rank_context import Call, make_call
-from moe_dispatch_testing.reference import Expected, reference
+from moe_dispatch_testing.reference import reference
 from moe_dispatch_testing.scenario import Batch, DtypeName, Experts, Scenario
 from moe_dispatch_tools.traces import Call as RecordedCall
 from moe_dispatch_tools.traces import Part, Trace
@@ -64,6 +63,11 @@ def replayed(path: Path, config: DispatcherConfig, *, ranks: int, steps: int) ->
                 f'{", ".join(map(str, counts))} in dispatch {step} of the trace. Set row_counts to "agree".'
             )
     return trace.calls[:steps]
+
+
+def drawn_batch(scenario: Scenario, ranks: int, step: int, rank: int) -> Batch:
+    """Draw the rows, upstream gradients and routing of a rank."""
+    return scenario.batches(ranks, step)[rank]
 
 
 def recorded_batch(scenario: Scenario, part: Part, step: int, rank: int) -> Batch:
@@ -131,7 +135,9 @@ class Workload:
 
     def __str__(self) -> str:
         if self.trace is None:
-            return f"{self.dtype}, {self.routing} routing, {self.tokens} tokens, {self.steps} steps"
+            return (
+                f"{self.dtype}, {self.routing} routing, {self.tokens} tokens{' each' * self.equal}, {self.steps} steps"
+            )
         return f"{self.dtype}, routing of {self.trace}, the first {self.steps} of {self.recorded} dispatches"
 
     def scenario(self, config: DispatcherConfig, ranks: int) -> Scenario:
@@ -172,12 +178,20 @@ class Step:
 
         Output and gradients have the rows of x; padding rows are 0. "experts" is this rank's part of the gradients.
         """
-        found = expect_in_parts(self.batch(), self.experts, self.scenario.wire_dtype)
+        # In parts, because the reference holds the outputs of all experts for its rows.
+        rows, batch = max(1, _REFERENCE_NUMBERS // self.experts.bias_ED.numel()), self.batch()
+        tables = (table.split(rows) for table in (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream_TD))
+        names = ("x_TD", "ids_TK", "weights_TK", "upstream_TD")
+        parts = [
+            reference(Batch(**dict(zip(names, part, strict=True))), self.experts, self.scenario.wire_dtype)
+            for part in zip(*tables, strict=True)
+        ]
+        gradients = (torch.cat([one.grad_matrix_EWW.flatten(), one.grad_bias_ED.flatten()]) for one in parts)
         return {
-            "y": self.input_layout.place(found.y_TD, 0),
-            "x": self.input_layout.place(found.grad_x_TD, 0),
-            "weights": self.input_layout.place(found.grad_weights_TK, 0),
-            "experts": torch.cat([found.grad_matrix_EWW.flatten(), found.grad_bias_ED.flatten()]),
+            "y": self.input_layout.place(torch.cat([one.y_TD for one in parts]), 0),
+            "x": self.input_layout.place(torch.cat([one.grad_x_TD for one in parts]), 0),
+            "weights": self.input_layout.place(torch.cat([one.grad_weights_TK for one in parts]), 0),
+            "experts": torch.stack(list(gradients)).sum(0),
         }
 
 
@@ -188,20 +202,16 @@ class Material:
 
     Attributes:
         tokens: Largest number of tokens of each rank in a step.
-        most_rows: Largest number of rows of any rank in any step, including padding rows.
+        room: ``max_tokens_per_rank`` of the dispatchers: the largest number of rows of any rank in any step, including
+            padding rows, and at least 1.
         plain: Whether every row of every rank is a token that names ``top_k`` different experts.
     """
 
     scenario: Scenario
     steps: tuple[Step, ...]
     tokens: tuple[int, ...]
-    most_rows: int
+    room: int
     plain: bool
-
-    @property
-    def room(self) -> int:
-        """``max_tokens_per_rank`` of the dispatchers."""
-        return max(self.most_rows, 1)
 
 
 def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ranks: int) -> Material:
@@ -214,12 +224,14 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
     experts, tokens = scenario.experts(), scenario.tokens_of(ranks)
     if workload.trace is None:
         layout = INPUT_LAYOUTS["rows"](tokens[rank])
-        draws = [partial(_random_batch, scenario, rank, ranks, step) for step in range(workload.steps)]
         return Material(
             scenario=scenario,
-            steps=tuple(Step(scenario, experts, layout, batch) for batch in draws),
+            steps=tuple(
+                Step(scenario, experts, layout, partial(drawn_batch, scenario, ranks, step, rank))
+                for step in range(workload.steps)
+            ),
             tokens=tokens,
-            most_rows=max(tokens),
+            room=max(1, *tokens),
             plain=min(tokens) > 0 and workload.routing in PLAIN_ROUTINGS,
         )
     calls = replayed(workload.trace, config, ranks=ranks, steps=workload.steps)
@@ -231,27 +243,6 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
             for step, part in enumerate(parts)
         ),
         tokens=tuple(max(len(real_rows(call.parts[peer])) for call in calls) for peer in range(ranks)),
-        most_rows=max(part.num_rows for call in calls for part in call.parts),
+        room=max(1, *(part.num_rows for call in calls for part in call.parts)),
         plain=all(_is_plain(part) for call in calls for part in call.parts),
-    )
-
-
-def _random_batch(scenario: Scenario, rank: int, ranks: int, step: int) -> Batch:
-    return scenario.batches(ranks, step)[rank]
-
-
-def expect_in_parts(batch: Batch, experts: Experts, wire: WireDtype | None) -> Expected:
-    """Compute ``reference`` for a few rows at a time, because it holds the outputs of all experts for its rows."""
-    rows = max(1, _REFERENCE_NUMBERS // experts.bias_ED.numel())
-    tables = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream_TD)
-    parts = [
-        reference(Batch(x_TD=x_TD, ids_TK=ids_TK, weights_TK=weights_TK, upstream_TD=upstream_TD), experts, wire)
-        for x_TD, ids_TK, weights_TK, upstream_TD in zip(*(table.split(rows) for table in tables), strict=True)
-    ]
-    return Expected(
-        y_TD=torch.cat([part.y_TD for part in parts]),
-        grad_x_TD=torch.cat([part.grad_x_TD for part in parts]),
-        grad_weights_TK=torch.cat([part.grad_weights_TK for part in parts]),
-        grad_matrix_EWW=torch.stack([part.grad_matrix_EWW for part in parts]).sum(0),
-        grad_bias_ED=torch.stack([part.grad_bias_ED for part in parts]).sum(0),
     )

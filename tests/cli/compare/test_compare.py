@@ -12,6 +12,7 @@ import torch
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import known_backends
+from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch_testing.reference import reference
 from moe_dispatch_tools.compare import measurement, peers, workload
 from moe_dispatch_tools.compare.command import MODES, make_task
@@ -246,9 +247,12 @@ def test_reference_in_parts_is_the_reference(monkeypatch: pytest.MonkeyPatch) ->
     scenario = Workload(tokens=9, dtype="float64").scenario(DispatcherConfig(num_experts=8, top_k=2, hidden_size=64), 2)
     batch, experts = scenario.batches(2)[0], scenario.experts()
     monkeypatch.setattr(workload, "_REFERENCE_NUMBERS", 3 * experts.bias_ED.numel())
-    parts, whole = workload.expect_in_parts(batch, experts, None), reference(batch, experts)
-    for name in ("y_TD", "grad_x_TD", "grad_weights_TK", "grad_matrix_EWW", "grad_bias_ED"):
-        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-13)
+    whole, layout = reference(batch, experts), INPUT_LAYOUTS["rows"](len(batch.x_TD))
+    parts = workload.Step(scenario, experts, layout, lambda: batch).expected()
+    for name, expected in {"y": whole.y_TD, "x": whole.grad_x_TD, "weights": whole.grad_weights_TK}.items():
+        torch.testing.assert_close(parts[name], expected, rtol=1e-12, atol=1e-13)
+    gradients = torch.cat([whole.grad_matrix_EWW.flatten(), whole.grad_bias_ED.flatten()])
+    torch.testing.assert_close(parts["experts"], gradients, rtol=1e-12, atol=1e-13)
 
 
 def test_difference_is_relative_and_no_number_is_infinitely_far() -> None:
