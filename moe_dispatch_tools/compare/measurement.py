@@ -163,6 +163,13 @@ class Runner:
         """The dispatcher; None for a peer."""
         return self.opened.dispatcher if isinstance(self.opened, Ours) else None
 
+    @property
+    def of_this_rank(self) -> list[Any]:
+        """What all ranks gather, for ``_join_ranks`` and ``_measure_loads``."""
+        one = self.result
+        numbers = [one.from_reference, one.from_first, one.host_syncs, one.peak_bytes]
+        return [*numbers, self.nbytes, self.rounds, self.busy, self.rows]
+
     def note(self, **found: Any) -> None:
         """Change the result."""
         self.result = replace(self.result, **found)
@@ -197,12 +204,7 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> C
                 if isinstance(runner.contender, Ours) and runner.contender.experts is not None:
                     runner.busy.append((free, _time(runner.contender, call, place, full=True)[1]))
         send(1)
-    mine = [
-        [one.from_reference, one.from_first, one.host_syncs, one.peak_bytes, *lists]
-        for one, lists in (
-            (runner.result, (runner.nbytes, runner.rounds, runner.busy, runner.rows)) for runner in runners
-        )
-    ]
+    mine = [runner.of_this_rank for runner in runners]
     everyone = Communicator(place.control or place.group).gather_json(mine, label="compare")
     found = {id(runner): of_ranks for runner, of_ranks in zip(runners, zip(*everyone, strict=True), strict=True)}
     for runner in running:
@@ -219,7 +221,6 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> C
         tolerance=task.tolerance or material.scenario.tolerance,
         transport="nccl" if place.device.type == "cuda" else "gloo",
         tokens=material.tokens,
-        most_rows=material.room,
         variants=tuple(runner.result for runner in runners),
         tokens_per_expert=tokens_per_expert,
         flop_per_byte=speed,
@@ -276,17 +277,11 @@ def _results(contender: Contender, step: Step, place: Place) -> dict[str, Tensor
     contender.prepare(call)
     y = contender.checked(step, call, place.rank)
     y.backward(call.upstream)
-    of_experts = [_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)]
-    return {
-        "y": y.detach().cpu().view(-1, y.shape[-1]),
-        "x": _gradient(call.x).view(-1, y.shape[-1]),
-        "weights": _gradient(call.weights_TK),
-        "experts": torch.cat([part.flatten() for part in of_experts]),
-    }
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf, device="cpu") if leaf.grad is None else leaf.grad.cpu()
+    leaves = (call.x, call.weights_TK, call.experts.matrix_EWW, call.experts.bias_ED)
+    x, weights, *experts = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+    summed = torch.cat([part.flatten() for part in experts])
+    found = {"y": y.detach().flatten(0, -2), "x": x.flatten(0, -2), "weights": weights, "experts": summed}
+    return {name: part.cpu() for name, part in found.items()}
 
 
 def _summed(results: dict[str, Tensor], place: Place) -> dict[str, Tensor]:

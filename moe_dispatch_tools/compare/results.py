@@ -122,11 +122,6 @@ class VariantResult:
         rounds = [(*one[:-1], sum(one[:-1]), one[-1]) for start in self.starts for one in start]
         return dict(zip((*PHASES, "total", "processor"), map(median, zip(*rounds, strict=True)), strict=False))
 
-    @property
-    def totals(self) -> list[float]:
-        """Median total of each start, in milliseconds."""
-        return [median(sum(one[:-1]) for one in start) for start in self.starts]
-
     def ratio(self, base: VariantResult) -> tuple[float, tuple[float, float]]:
         """Return the ratio of the total to that of ``base``, and its 95 % interval. Each round gives one ratio.
 
@@ -155,7 +150,6 @@ class CaseResult:
         tolerance: Largest allowed value in ``from_reference``.
         transport: "nccl" or "gloo".
         tokens: Largest number of tokens of each rank in a step.
-        most_rows: Largest number of rows of any rank in any step: ``max_tokens_per_rank`` of the dispatchers.
         tokens_per_expert: Rows at experts divided by the number of experts, mean of all steps; 0 if not counted.
         flop_per_byte: FLOP of the experts in the time of one byte between ranks, measured; None if it was not.
     """
@@ -164,7 +158,6 @@ class CaseResult:
     tolerance: float
     transport: str
     tokens: tuple[int, ...]
-    most_rows: int
     variants: tuple[VariantResult, ...]
     tokens_per_expert: float = 0.0
     flop_per_byte: float | None = None
