@@ -129,8 +129,8 @@ format: $(DEV) ## format, and mend what ruff can mend
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-bench: $(BENCH) ## moe-dispatch bench, with torchtitan and transformers installed
-	$(PY) -m moe_dispatch_tools bench $(ARGS)
+bench: $(BENCH) ## moe-dispatch compare --peers, with torchtitan and transformers installed
+	$(PY) -m moe_dispatch_tools compare --peers --mode eager $(ARGS)
 
 integration: $(BENCH) $(MEGATRON) $(FRAMEWORKS) ## the tests that need megatron-core (two versions), torchtitan, transformers and trainers
 	$(PY) -m pytest tests/integration $(ARGS)

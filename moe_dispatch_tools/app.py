@@ -16,7 +16,7 @@ import typer
 import moe_dispatch
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch_tools import console, options
-from moe_dispatch_tools.options import Backend, Backends, Contenders, Json, Suite, count, flag, option
+from moe_dispatch_tools.options import Backend, Backends, Json, count, flag, option
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -229,18 +229,42 @@ def plan_command(
 @app.command("compare")
 @answering
 def compare_command(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="DispatcherConfig, YAML or JSON.")],
-    backends: Backends = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="DispatcherConfig, YAML or JSON; else 64 experts, top-8, hidden 1024."),
+    ] = None,
+    backends: Annotated[
+        str | None,
+        option(
+            "Names with commas; +OPTION=VALUE sets an option.",
+            "--backends",
+            "-b",
+            of=options.PEERS,
+            backends=True,
+            metavar="NAMES",
+        ),
+    ] = None,
+    peers: Annotated[bool, flag("--peers", "Add the floor, torchtitan and transformers.")] = False,
     mode: Annotated[str, option("eager, graph-safe or both.", of=options.MODES, metavar="MODES")] = "eager,graph-safe",
     ranks: Annotated[
         int | None, count("Processes to start; ignored under torchrun.", default="4, or the trace's")
     ] = None,
-    tokens: Annotated[int | None, count("Tokens on the largest rank.", default="64", least=0)] = None,
+    tokens: Annotated[str | None, option("Tokens on the largest rank.", metavar="COUNTS", default="64")] = None,
+    experts: Annotated[int | None, count("Experts in the whole group, E.", default="as in CONFIG")] = None,
+    top_k: Annotated[int | None, count("Experts per token, K.", default="as in CONFIG")] = None,
+    hidden: Annotated[int | None, count("Hidden size, D.", default="as in CONFIG")] = None,
     steps: Annotated[int | None, count("Batches to send.", default="3, or up to 16 of the trace")] = None,
-    dtype: Annotated[str, option("float64, float32, bfloat16 or float16.", of=options.COMPARE_DTYPES)] = "bfloat16",
+    dtype: Annotated[
+        str, option("float64, float32, bfloat16, float16.", of=options.COMPARE_DTYPES, metavar="NAMES")
+    ] = "bfloat16",
     routing: Annotated[
         str | None,
-        option(f"One of {', '.join(options.COMPARE_ROUTINGS)}.", of=options.COMPARE_ROUTINGS, default="uniform"),
+        option(
+            f"Of {', '.join(options.COMPARE_ROUTINGS)}.",
+            of=options.COMPARE_ROUTINGS,
+            metavar="NAMES",
+            default="uniform",
+        ),
     ] = None,
     trace: Annotated[Path | None, option("Replay the routing of this trace.", metavar="FILE")] = None,
     tolerance: Annotated[
@@ -248,18 +272,25 @@ def compare_command(
         option("Largest difference from the reference.", metavar="X", default="by dtype"),
     ] = None,
     expert_width: Annotated[
-        int | None, count("Width of the experts that are timed if experts are placed.", default="2 x hidden size")
+        int | None, count("Also time experts of this width.", default="2 x hidden size if experts are placed")
     ] = None,
     seed: Annotated[int, count("Seed of all data.", least=0)] = 0,
+    rounds: Annotated[int, count("Timed rounds, at least one per batch.")] = 10,
+    starts: Annotated[int | None, count("Sets of new processes.", default="1, or those of --against")] = None,
+    save: Annotated[Path | None, option("Write the results as JSON.", metavar="FILE")] = None,
+    picture: Annotated[Path | None, option("Draw the times as PNG or SVG.", metavar="FILE")] = None,
+    against: Annotated[Path | None, option("Show ratios to a run saved by --save.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> int:
-    """Compare backends on the same tokens.
+    """Compare backends, and peers, on the same tokens.
 
     Each backend runs forward and backward. The tables show how far it is from a dense float64 reference and from the
-    first backend, and what a step costs: bytes, padding, host syncs, time. Without --backends the backend of CONFIG
-    runs, or all known backends if that is "auto". A name may also set balance and spare_experts_per_rank. The command
-    then shows what balancing saves. The exit status is 1 if a backend differs by more than the tolerance,
-    or if a named backend cannot run. Otherwise it is 0.
+    first backend, and what a step costs: time by phase, bytes, padding, host syncs, memory. All take turns in one
+    process group. --peers adds the dispatchers of torchtitan and transformers, and a floor: bare collectives and
+    passes over rows. Without --backends the backend of CONFIG runs, or all known backends if that is "auto", or
+    alltoall without CONFIG. A name may also set balance, spare_experts_per_rank and capacity_factor. --tokens, --dtype
+    and --routing take several values with commas. The exit status is 1 if a backend differs by more than the
+    tolerance, or if a named backend cannot run. Otherwise it is 0.
 
     \b
     moe-dispatch compare experiment.yaml
@@ -268,79 +299,31 @@ def compare_command(
     moe-dispatch compare -b alltoall,my_package:MyBackend experiment.yaml
     moe-dispatch compare -b alltoall,alltoall+balance=least_loaded spare.yaml
     moe-dispatch compare experiment.yaml --trace run.safetensors --tolerance 0.01
+    moe-dispatch compare --peers --tokens 16,4096 --picture times.png
+    moe-dispatch compare -b alltoall,floor --starts 6 --save before.json
+    moe-dispatch compare -b alltoall,floor --against before.json
     torchrun --nproc-per-node 8 --no-python moe-dispatch compare experiment.yaml
     """  # noqa: D301
     from moe_dispatch_tools.compare import command as compare
 
-    workload, own_ranks = compare.make_workload(
+    workloads, own_ranks = compare.make_workloads(
         tokens=tokens, steps=steps, dtype=dtype, routing=routing, seed=seed, trace=trace
     )
+    sizes = {"num_experts": experts, "top_k": top_k, "hidden_size": hidden}
     task = compare.make_task(
-        config, backends, mode.split(","), workload, tolerance=tolerance, expert_width=expert_width
+        config,
+        backends,
+        mode,
+        workloads,
+        peers=peers,
+        sizes=sizes,
+        rounds=rounds,
+        tolerance=tolerance,
+        expert_width=expert_width,
     )
-    return compare.run(task, own_ranks if ranks is None else ranks, as_json=as_json)
-
-
-@app.command("bench")
-@answering
-def bench_command(
-    suite: Suite = "layer",
-    contenders: Contenders = None,
-    tokens: Annotated[str | None, option("Tokens per rank.", metavar="COUNTS", default="by suite")] = None,
-    hidden: Annotated[str | None, option("Hidden sizes, D.", metavar="SIZES", default="1024")] = None,
-    experts: Annotated[str | None, option("Experts in the whole group, E.", metavar="COUNTS", default="64")] = None,
-    top_k: Annotated[str | None, option("Experts per token, K.", metavar="COUNTS", default="8")] = None,
-    dtype: Annotated[
-        str | None, option("bfloat16, float32.", of=options.BENCH_DTYPES, metavar="NAMES", default="by suite")
-    ] = None,
-    routing: Annotated[
-        str | None, option("balanced, skewed (Zipf).", of=options.BENCH_ROUTINGS, metavar="NAMES", default="by suite")
-    ] = None,
-    ranks: Annotated[int, count("Processes to start; ignored under torchrun.")] = 4,
-    iterations: Annotated[int, count("Runs per contender after the cold run.")] = 10,
-    starts: Annotated[
-        int | None, count("Sets of new processes.", default="1; 6 with --save; as FILE with --against")
-    ] = None,
-    quick: Annotated[bool, flag("--quick", "At most 256 tokens and 2 iterations.")] = False,
-    save: Annotated[Path | None, option("Write the results as JSON.", metavar="FILE")] = None,
-    picture: Annotated[Path | None, option("Draw the results as PNG or SVG.", metavar="FILE")] = None,
-    against: Annotated[Path | None, option("Show ratios to a run saved by --save.", metavar="FILE")] = None,
-    as_json: Json = False,
-) -> int:
-    """Time backends beside other libraries.
-
-    Contenders are backends, torchtitan, transformers, by-hand (alltoall without the dispatcher) and floor (bare
-    collectives). They take turns on the same tokens, around experts that cost nothing. Ratios are to the first
-    contender. Options for tokens, sizes, dtype and routing take several values separated by commas. Every combination
-    is measured. A verdict of --against needs 4 starts on each side.
-
-    \b
-    layer       times, bytes and memory
-    overhead    time of a small call above its collectives
-    growth      times over tokens, hidden size, experts, top-k and ranks
-    graph-safe  eager mode and graph-safe mode with several capacities
-
-    \b
-    moe-dispatch bench --quick
-    moe-dispatch bench --tokens 64,4096 --top-k 2,8 --picture bench.png
-    moe-dispatch bench -c alltoall,alltoall+reduction=exact --save before.json
-    moe-dispatch bench -c alltoall --against before.json
-    torchrun --nproc-per-node 8 --no-python moe-dispatch bench growth --json
-    """  # noqa: D301
-    from moe_dispatch_tools.bench import command as bench
-    from moe_dispatch_tools.bench.request import make_request
-
-    axes = {
-        "tokens": tokens,
-        "hidden": hidden,
-        "experts": experts,
-        "top-k": top_k,
-        "dtype": dtype,
-        "routing": routing,
-    }
-    request = make_request(suite, axes, contenders, ranks=ranks, iterations=iterations, quick=quick)
-    files = bench.Files(save=save, picture=picture, against=against)
-    return bench.run(request, files, starts=1 if quick and starts is None else starts, as_json=as_json)
+    ranks = own_ranks if ranks is None else ranks
+    files = {"save": save, "picture": picture, "earlier_file": against}
+    return compare.run(task, ranks, starts=starts, peers=peers, **files, as_json=as_json)
 
 
 @app.command("report")

@@ -10,7 +10,7 @@ import typer
 
 # Values that other modules define too. Those modules import torch, so a test compares the values instead.
 BACKENDS = ("allgather", "alltoall", "deepep", "hybridep", "local")
-CONTENDERS = ("by-hand", "floor", "torchtitan", "transformers")
+PEERS = ("floor", "torchtitan", "transformers")
 COMPARE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 COMPARE_ROUTINGS = (
     "balanced",
@@ -24,9 +24,6 @@ COMPARE_ROUTINGS = (
 )
 MODES = ("eager", "graph-safe")
 PLAN_DTYPES = ("bfloat16", "float16", "float32")
-SUITES = ("layer", "overhead", "growth", "graph-safe")
-BENCH_DTYPES = ("bfloat16", "float32")
-BENCH_ROUTINGS = ("balanced", "skewed")
 
 
 def count(text: str, *, default: str | bool = True, least: int = 1) -> Any:
@@ -86,20 +83,4 @@ Backend = Annotated[
 Backends = Annotated[
     str | None,
     option("Names with commas; +OPTION=VALUE sets an option.", "--backends", "-b", backends=True, metavar="NAMES"),
-]
-Contenders = Annotated[
-    str | None,
-    option(
-        "Names with commas; +OPTION=VALUE sets an option.",
-        "--contenders",
-        "-c",
-        metavar="NAMES",
-        default="alltoall, by-hand, floor, installed libraries",
-        of=CONTENDERS,
-        backends=True,
-    ),
-]
-Suite = Annotated[
-    str,
-    typer.Argument(metavar="SUITE", help="layer, overhead, growth or graph-safe.", autocompletion=completing(*SUITES)),
 ]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -30,9 +29,7 @@ _STYLE: dict[Any, Any] = {
     "grid.color": "#dddddd",
     "savefig.facecolor": "white",
 }
-_SERIES = ("#4477aa", "#ddaa33", "#994455")
-_COLUMNS, _PANEL_WIDTH = 2, 5.2
-_ROOM_FOR_NOTES = 1.22  # of the longest bar, so that the text right of it fits
+_SERIES = ("#4477aa", "#66ccee", "#ddaa33", "#994455")
 _WIDTH = 4.7  # inches, so that text on a phone has about this size
 _WIDEST_SHARE = 8.0
 
@@ -124,76 +121,36 @@ def _count_in_whole_numbers(*axes: Axis) -> None:
         axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
-    """A bar of several parts.
-
-    Attributes:
-        label: Name, left of the bar.
-        parts: Lengths of the parts.
-        low: Lower end of the range of the whole length.
-        high: Upper end of the range.
-        note: Text right of the bar.
-    """
-
-    label: str
-    parts: tuple[float, ...]
-    low: float
-    high: float
-    note: str
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Panel:
-    """Bars below one title."""
-
-    title: str
-    bars: tuple[Bar, ...]
-
-
-def save_panels(panels: Sequence[Panel], causes: Sequence[str], path: Path, *, xlabel: str, title: str) -> None:
-    """Write panels of stacked bars, all on one scale, to a file.
+def save_bars(
+    panels: Sequence[tuple[str, Sequence[tuple[str, Sequence[float]]]]],
+    parts: Sequence[str],
+    path: Path,
+    *,
+    xlabel: str,
+) -> None:
+    """Write panels of stacked bars to a file.
 
     Args:
-        panels: Panels, from left to right, then down.
-        causes: Names of the parts.
+        panels: Title of each panel, and its bars: a label, and the length of each part.
+        parts: Names of the parts.
         path: Path that ends in ".png" or ".svg".
         xlabel: Unit of the lengths.
-        title: Title of the picture.
     """
-    columns = min(len(panels), _COLUMNS)
-    rows = -(-len(panels) // columns)
-    tallest = max(len(panel.bars) for panel in panels)
-    longest = max(max(bar.high, sum(bar.parts)) for panel in panels for bar in panel.bars) or 1.0
+    tallest = max(len(bars) for _, bars in panels)
     with mpl.rc_context(_STYLE):
-        size = (_PANEL_WIDTH * columns, 1.0 + rows * (0.9 + 0.3 * tallest))
-        figure = Figure(figsize=size, dpi=120, layout="constrained")
-        grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes, panel in zip(grid, panels, strict=False):
-            _draw_panel(axes, panel, causes)
-            axes.set(xlabel=xlabel, xlim=(0, longest * _ROOM_FOR_NOTES))
-        for axes in grid[len(panels) :]:
-            axes.set_axis_off()
-        figure.suptitle(title)
+        figure = Figure(figsize=(9, 1.0 + len(panels) * (0.9 + 0.3 * tallest)), dpi=120, layout="constrained")
+        for axes, (title, bars) in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+            left = [0.0] * len(bars)
+            for index, part in enumerate(parts):
+                widths = [lengths[index] for _, lengths in bars]
+                drawn = axes.barh(range(len(bars)), widths, left=left, color=_SERIES[index], label=part, height=0.6)
+                left = [start + width for start, width in zip(left, widths, strict=True)]
+            axes.bar_label(drawn, [f"{total:.1f}" for total in left], padding=4)
+            axes.set_yticks(range(len(bars)), [label for label, _ in bars])
+            axes.invert_yaxis()
+            axes.margins(x=0.1)
+            axes.set(title=title, xlabel=xlabel)
+            axes.grid(visible=True, axis="x")
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
         figure.savefig(path)
-
-
-def _draw_panel(axes: Axes, panel: Panel, causes: Sequence[str]) -> None:
-    places = range(len(panel.bars))
-    left = [0.0] * len(panel.bars)
-    for index, cause in enumerate(causes):
-        parts = [bar.parts[index] for bar in panel.bars]
-        axes.barh(places, parts, left=left, color=_SERIES[index], label=cause, height=0.62)
-        left = [start + part for start, part in zip(left, parts, strict=True)]
-    for place, bar, end in zip(places, panel.bars, left, strict=True):
-        axes.plot([bar.low, bar.high], [place, place], color="black", linewidth=1.2, marker="|", markersize=7)
-        beside = (max(bar.high, end), place)
-        axes.annotate(bar.note, beside, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(places, [bar.label for bar in panel.bars])
-    axes.invert_yaxis()
-    axes.set_title(panel.title, fontsize=9)
-    axes.grid(visible=True, axis="x")

@@ -1,1 +1,1 @@
-"""``compare``: sends the same tokens through several backends and compares the results with a reference."""
+"""``compare``: sends the same tokens through several backends and peers, checks the results and measures the costs."""

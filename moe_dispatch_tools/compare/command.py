@@ -1,262 +1,323 @@
-"""Run ``compare``: make a task from the command line, and show the comparison as tables on a terminal."""
+"""Run ``compare``: make a task from the command line, start the ranks, and show, save and draw the results."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 from moe_dispatch.backends import known_backends
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError
+from moe_dispatch.probing import how_to_install
 from moe_dispatch_testing.scenario import ROUTINGS, TOLERANCES, DtypeName
 from moe_dispatch_tools import console
-from moe_dispatch_tools.compare.comparison import MODES, QUANTITIES, Comparison, Outcome, Task, Variant
-from moe_dispatch_tools.compare.measurement import measure
-from moe_dispatch_tools.compare.workload import MOST_STEPS, Replay, Workload
+from moe_dispatch_tools.compare.display import draw, show_against, show_case
+from moe_dispatch_tools.compare.measurement import Task, Variant, measure
+from moe_dispatch_tools.compare.peers import PEERS, missing_packages
+from moe_dispatch_tools.compare.results import (
+    FORMAT,
+    NEEDED_STARTS,
+    CaseResult,
+    against,
+    case_name,
+    join,
+    load_run,
+    measured,
+)
+from moe_dispatch_tools.compare.workload import MOST_STEPS, Workload, replayed
+from moe_dispatch_tools.machine import describe_machine
 from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, parse_backend
-from moe_dispatch_tools.ranks import num_ranks, on_ranks, this_rank
+from moe_dispatch_tools.place import describe
+from moe_dispatch_tools.ranks import num_ranks, on_ranks, ranks_here, this_rank, under_torchrun
 from moe_dispatch_tools.traces import Trace
 
 DEFAULT_RANKS = 4
+MODES = ("eager", "graph-safe")
+PICTURES = (".png", ".svg")
+_FIELDS = (*PLACEMENT_FIELDS, "capacity_factor")
+_SIZES = {"num_experts": 64, "top_k": 8, "hidden_size": 1024}  # of a comparison without a config
 
 
-def make_workload(
+def make_workloads(
     *,
-    tokens: int | None,
-    steps: int | None,
-    dtype: str,
-    routing: str | None,
-    seed: int,
-    trace: Path | None,
-) -> tuple[Workload, int]:
-    """Make the workload of the command line, and its default number of ranks. An option that is not given is None.
+    tokens: str | None = None,
+    steps: int | None = None,
+    dtype: str = "bfloat16",
+    routing: str | None = None,
+    seed: int = 0,
+    trace: Path | None = None,
+) -> tuple[tuple[Workload, ...], int]:
+    """Make the workloads of the command line, and their default number of ranks. An option not given is None.
 
     Raises:
-        ConfigError: The dtype or the routing is wrong, or an option contradicts the trace.
+        ConfigError: A number, the dtype or the routing is wrong, or an option contradicts the trace.
         TraceError: The trace cannot be read.
     """
-    _check_choice("dtype", dtype, TOLERANCES)
-    if routing is not None:
-        _check_choice("routing", routing, ROUTINGS)
-    given = {"tokens": tokens, "steps": steps, "routing": routing}
-    chosen: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
-    workload = Workload(dtype=cast(DtypeName, dtype), seed=seed, trace=trace, **chosen)
-    if trace is None:
-        return workload, DEFAULT_RANKS
-    for option in ("tokens", "routing"):
-        if option in chosen:
-            raise ConfigError(
-                f"--{option} must not be given with --trace, because the trace decides it, got {chosen[option]!r}. "
-                "Leave out one of the two."
-            )
-    found = Trace.load(trace)
-    recorded = len(found.calls)
-    steps = min(recorded, MOST_STEPS) if steps is None else steps
-    return dataclasses.replace(workload, steps=steps, recorded=recorded), found.ep_size
+    dtypes = _choices("dtype", dtype, TOLERANCES)
+    base = Workload(seed=seed, trace=trace)
+    base = dataclasses.replace(base, steps=base.steps if steps is None else steps)
+    if trace is not None:
+        for option, given in {"tokens": tokens, "routing": routing}.items():
+            if given is not None:
+                raise ConfigError(
+                    f"--{option} must not be given with --trace, because the trace decides it, got {given!r}. "
+                    "Leave out one of the two."
+                )
+        found = Trace.load(trace)
+        recorded = len(found.calls)
+        steps = min(recorded, MOST_STEPS) if steps is None else steps
+        base = dataclasses.replace(base, steps=steps, recorded=recorded)
+        return tuple(dataclasses.replace(base, dtype=cast(DtypeName, name)) for name in dtypes), found.ep_size
+    words = list(dict.fromkeys((tokens or str(base.tokens)).split(",")))
+    if not all(map(str.isdecimal, words)):
+        raise ConfigError(
+            f"--tokens must be whole numbers with commas between, got {tokens!r}. Write, for example, --tokens 64,4096."
+        )
+    cases = product(dtypes, _choices("routing", routing or base.routing, ROUTINGS), map(int, words))
+    return tuple(
+        dataclasses.replace(base, dtype=cast(DtypeName, name), routing=draw_ids, tokens=count)
+        for name, draw_ids, count in cases
+    ), DEFAULT_RANKS
+
+
+def _choices(option: str, given: str, known: Iterable[str]) -> list[str]:
+    """Split values at commas, without repetitions."""
+    values = list(dict.fromkeys(given.split(",")))
+    for value in values:
+        if value not in known:
+            raise ConfigError(f"--{option} must be one of {', '.join(known)}, got {value!r}. Use one of them.")
+    return values
 
 
 def make_task(
-    file: Path,
+    file: Path | None,
     backends: str | None,
-    modes: Sequence[str],
-    workload: Workload,
+    modes: str,
+    workloads: tuple[Workload, ...],
     *,
-    tolerance: float | None = None,
-    expert_width: int | None = None,
+    peers: bool = False,
+    sizes: dict[str, int | None] | None = None,
+    **fields: Any,
 ) -> Task:
     """Make the task of the command line.
 
     Args:
-        file: Path of the config. Without ``backends``, the backend of the config is compared, and for "auto" all known
-            backends.
-        backends: Names separated by commas.
-        modes: Names in ``MODES``.
-        workload: Tokens and routing.
-        tolerance: Tolerance; None for the tolerance of the dtype.
-        expert_width: As in ``Task``.
+        file: Path of the config; None for 64 experts, top-8 and hidden size 1024.
+        backends: Names of backends and peers, separated by commas. None for the backend of the config, or all known
+            backends if that is "auto" and there is a file, or ``alltoall``.
+        modes: Names in ``MODES``, separated by commas.
+        workloads: Cases.
+        peers: Whether to add the floor and the installed peers.
+        sizes: Fields that replace those of the config, unless they are None.
+        **fields: Fields of ``Task``.
 
     Raises:
         ConfigError: The config, the name or an option of a backend, the mode or the tolerance is wrong.
-        BackendUnavailableError: A backend given by its path cannot be imported.
+        BackendUnavailableError: A peer is not installed, or a class cannot be imported.
     """
-    for mode in modes:
-        _check_choice("mode", mode, MODES)
+    chosen_modes, tolerance = _choices("mode", modes, MODES), fields.get("tolerance")
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise ConfigError(f"--tolerance must be a number above 0, got {tolerance:g}. Leave it out for the default.")
-    config = DispatcherConfig.load(file)
-    named = _named(config, backends)
+    given: dict[str, Any] = {name: size for name, size in (sizes or {}).items() if size is not None}
+    config = DispatcherConfig.load(file, **{**({} if file else _SIZES), **given})
+    variants: list[Variant] = []
+    for text in _names(config, backends, file is None, peers):
+        if isinstance(text, str) and text in PEERS:
+            if missing := missing_packages(text):
+                raise BackendUnavailableError(
+                    f"The peer {text!r} is not installed: no {', '.join(missing)}. {how_to_install('bench')}"
+                )
+            variants.append(Variant(label=text, mode="eager"))
+            continue
+        backend = text if isinstance(text, NamedBackend) else parse_backend(text, fields=_FIELDS)
+        limited = "capacity_factor" in backend.fields  # which only graph-safe mode has
+        here = [
+            Variant(label=backend.label, mode=mode, backend=backend)
+            for mode in (["graph-safe"] if limited else chosen_modes)
+        ]
+        if backends is not None:
+            backend.spec()
+        if backend.fields:  # a wrong value is wrong in every mode
+            dataclasses.replace(here[0], mode="graph-safe" if limited else "eager").config(config, 1)
+        variants += here
+    if any(one.backend is None for one in variants):
+        workloads = tuple(dataclasses.replace(workload, equal=True) for workload in workloads)
     return Task(
         config=config.replace(backend="auto"),
-        variants=tuple(Variant(backend=backend, mode=mode) for backend in named for mode in modes),
-        workload=workload,
+        variants=tuple(variants),
+        workloads=workloads,
         explicit=backends is not None or config.backend_name != "auto",
-        tolerance=tolerance,
-        expert_width=expert_width,
+        **fields,
     )
 
 
-def _check_choice(option: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"--{option} must be one of {', '.join(known)}, got {value!r}. Use one of them.")
-
-
-def _named(config: DispatcherConfig, backends: str | None) -> list[NamedBackend]:
+def _names(config: DispatcherConfig, backends: str | None, bare: bool, peers: bool) -> list[str | NamedBackend]:
+    found: list[str | NamedBackend] = []
     if backends is not None:
-        named = [parse_backend(text, fields=PLACEMENT_FIELDS) for text in dict.fromkeys(backends.split(","))]
-        for backend in named:
-            backend.spec()
-            if backend.fields:  # a wrong value is wrong in every mode
-                Variant(backend=backend, mode="eager").config(config, 1)
-        return named
-    if config.backend_name == "auto":
-        return [parse_backend(name) for name in known_backends()]
-    options = {} if isinstance(config.backend, str) else {**config.backend}
-    options.pop("name", None)
-    return [NamedBackend(label=config.backend_name, where=config.backend_name, options=options)]
+        found += dict.fromkeys(backends.split(","))
+    elif config.backend_name != "auto":
+        options = {} if isinstance(config.backend, str) else {**config.backend}
+        options.pop("name", None)
+        found.append(NamedBackend(label=config.backend_name, where=config.backend_name, options=options))
+    else:
+        found += ["alltoall"] if bare else known_backends()
+    return [*found, *(name for name in PEERS if peers and name not in found and not missing_packages(name))]
 
 
-def run(task: Task, ranks: int, *, as_json: bool) -> int:
-    """Run the task, and show the comparison. Return the exit status: 0 if all backends agree, else 1.
+def run(
+    task: Task,
+    ranks: int,
+    *,
+    starts: int | None = None,
+    peers: bool = False,
+    save: Path | None = None,
+    picture: Path | None = None,
+    earlier_file: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Run the task, and show the results. Return the exit status: 0 if all backends agree, else 1.
+
+    Args:
+        task: Cases and variants.
+        ranks: Number of processes to start; ignored under torchrun.
+        starts: Number of starts. None for 1, or the number of starts of the earlier run.
+        peers: Whether the peers were asked for. Those that are not installed are named.
+        save: File to write the results to, as JSON.
+        picture: File to draw the times to.
+        earlier_file: File of an earlier run to compare with.
+        as_json: Whether to print JSON and nothing else.
 
     Raises:
+        ConfigError: A file cannot be read, written or compared with, or there are several starts under torchrun.
         TraceError: The trace does not fit the config or the number of ranks.
         RankFailed, PeerFailed: As for ``on_ranks``.
     """
-    if task.workload.trace is not None:  # check the trace before ranks start
-        Replay.load(task.workload.trace, task.config, ranks=num_ranks(ranks), steps=task.workload.steps)
-    first = this_rank() == 0
-    with console.progress("compare", visible=first) as show:
-        comparison: Comparison = on_ranks(partial(measure, task), ranks, lambda message: show(*message))
+    ranks, first = num_ranks(ranks), this_rank() == 0
+    earlier = None
+    if first:
+        if picture and picture.suffix not in PICTURES:
+            raise ConfigError(
+                f"--picture must end in {' or '.join(PICTURES)}, got {str(picture)!r}. Name the file compare.png."
+            )
+        for option, file in {"save": save, "picture": picture}.items():
+            if file is not None and not (os.access(file.parent, os.W_OK) and not file.is_dir()):
+                raise ConfigError(
+                    f"--{option} must be a file in a folder that can be written, got {str(file)!r}. Make it."
+                )
+        if earlier_file is not None:
+            earlier = load_run(earlier_file)
+            _require_shared(task, earlier, ranks, earlier_file)
+    if starts is None:
+        then = [] if earlier is None else list(measured(earlier).values())
+        starts = max((len(one["starts"]) for one in then), default=1)
+    if under_torchrun() and starts > 1:
+        raise ConfigError(
+            f"--starts must be 1 under torchrun, which starts the processes only once, got {starts}. Leave it out, or "
+            "use --ranks without torchrun."
+        )
+    workload = task.workloads[0]
+    if workload.trace is not None:  # check the trace before ranks start
+        replayed(workload.trace, task.config, ranks=ranks, steps=workload.steps)
+    notes = _notes(task, peers)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each profile of memory prints two lines per rank
+    machine = describe_machine(describe(ranks_here(ranks)))
+    cases = _measured(task, ranks, starts, notes=notes, shown=first and not as_json)
     if not first:  # only rank 0 may end with status 1: torchrun ends all ranks when one of them fails
         return 0
+    agree = all(case.passes(task.explicit) for case in cases)
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "agree": agree,
+        "machine": machine,
+        "ranks": ranks,
+        "transport": cases[0].transport,
+        "rounds": task.rounds,
+        "notes": notes,
+        "config": task.config.model_dump(mode="json", exclude={"backend"}),
+        "cases": [case.document(task.config) for case in cases],
+    }
+    if earlier is not None:
+        document["against"] = against(document, earlier)
+    if save:
+        save.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if picture:
+        draw(cases, picture)
     if as_json:
-        console.document(comparison.document())
-    else:
-        _show(comparison)
-    return 0 if comparison.passes else 1
+        console.document(document)
+        return 0 if agree else 1
+    if earlier is not None:
+        show_against(document["against"])
+    for file in (save, picture):
+        if file is not None:
+            console.line(f"wrote {file}")
+    if save and starts < NEEDED_STARTS:
+        console.line(f"starts: {starts}. A verdict of --against needs {NEEDED_STARTS} or more: --starts", mark="-")
+    return 0 if agree else 1
 
 
-def _show(comparison: Comparison) -> None:
-    workload, config = comparison.task.workload, comparison.task.config
-    tokens, most = ", ".join(map(str, comparison.tokens)), "" if workload.trace is None else "up to "
-    routing = f"{workload.routing} routing, {workload.steps} steps"
-    if workload.trace is not None:
-        routing = f"routing of {workload.trace}, the first {workload.steps} of {workload.recorded} dispatches"
-    console.line(f"{len(comparison.tokens)} ranks over {comparison.transport}, with {most}{tokens} tokens")
-    console.line(
-        f"{config.num_experts} experts, top-{config.top_k}, hidden size {config.hidden_size}, {workload.dtype}, "
-        f"{routing}"
-    )
-    for note in comparison.notes:
+def _measured(task: Task, ranks: int, num_starts: int, *, notes: Sequence[str], shown: bool) -> list[CaseResult]:
+    """Measure all cases in every start. If ``shown``, print each case when its last start ends."""
+    starts: list[list[CaseResult]] = []
+    done, show = 0, cast(Callable[[int, int], None], print)
+    for note in notes if shown else ():
         console.line(note, mark="-")
-    ran = [outcome for outcome in comparison.outcomes if outcome.refused is None]
-    if ran:
-        _show_differences(comparison, ran)
-        _show_costs(ran)
-        _show_loads(comparison, ran)
-    for outcome in comparison.outcomes:
-        if outcome.refused is not None:
-            console.line(f"{outcome.backend}, {outcome.mode}: not run: {outcome.refused}", mark="-")
-    if comparison.passes:
-        console.line("all agree with the reference", mark="ok")
-    else:
-        console.line(_complaint(comparison, ran), mark="failed")
+    with ExitStack() as bar:
+
+        def show_bar() -> Callable[[int, int], None]:
+            return bar.enter_context(console.progress("compare", visible=this_rank() == 0))
+
+        def heard(message: CaseResult | int) -> None:
+            nonlocal done, show
+            if isinstance(message, int):
+                done += message
+                show(done, num_starts * task.parts)
+                return
+            starts[-1].append(message)
+            if shown and len(starts) == num_starts:
+                bar.close()  # the bar and the tables share a terminal
+                show_case(join([start[len(starts[-1]) - 1] for start in starts]), task, num_starts)
+                show = show_bar()
+
+        show = show_bar()
+        for _ in range(num_starts):
+            starts.append([])
+            on_ranks(partial(measure, task), ranks, heard)
+    return [join(of_case) for of_case in zip(*starts, strict=True)]
 
 
-def _show_differences(comparison: Comparison, ran: Sequence[Outcome]) -> None:
-    rows = []
-    for outcome in ran:
-        numbers = [f"{outcome.from_reference[name]:.1e}" for name in QUANTITIES]
-        verdict = "ok" if comparison.agrees(outcome) else "FAILED"
-        rows.append([outcome.backend, outcome.mode, *numbers, f"{max(outcome.from_first.values()):.1e}", verdict])
-    console.table(
-        ["backend", "mode", "y", "x", "weights", "experts", "first", ""],
-        rows,
-        text_columns=2,
-        caption="Largest difference of the output and of the gradients from a dense float64 reference, divided by the "
-        f"largest value. At most {comparison.tolerance:g} is allowed. first: largest difference from the first line.",
-    )
-
-
-def _show_costs(ran: Sequence[Outcome]) -> None:
-    # A column for dtypes does not fit on 80 columns.
-    dtypes = [f"{outcome.row_dtypes} ({outcome.backend})" for outcome in ran if outcome.row_dtypes != "unknown"]
-    if dtypes:
-        console.line(f"Rows travel in {'; '.join(dict.fromkeys(dtypes))}")
-    rows = []
-    for outcome in ran:
-        sent = "emulated" if outcome.emulated else "uncounted"
-        if outcome.bytes_sent is not None:
-            sent = f"{outcome.bytes_sent / 1e6:.3f}"
-        rows.append(
-            [
-                outcome.backend,
-                outcome.mode,
-                sent,
-                f"{outcome.rows_padded['rank']:.4g}",
-                f"{outcome.rows_padded['expert']:.4g}",
-                "-" if outcome.host_syncs is None else str(outcome.host_syncs),
-                "emulated" if outcome.emulated else f"{outcome.milliseconds:.1f}",
-                "-" if outcome.emulated else f"{outcome.time_ratio:.2f}",
-            ]
+def _require_shared(task: Task, earlier: dict[str, Any], ranks: int, file: Path) -> None:
+    names = {case_name(workload, task.config, ranks) for workload in task.workloads}
+    wanted = {(case, one.label, one.mode) for case in names for one in task.variants}
+    found = measured(earlier)
+    if not wanted & found.keys():
+        case, backend, mode = next(iter(found), ("no case", "nobody", "-"))
+        raise ConfigError(
+            f"--against must share a case and a backend with this run, got {str(file)!r}, which shares none. It has, "
+            f"for example, {backend}, {mode} in {case}. Ask for its cases, or name another file."
         )
-    console.table(
-        ["backend", "mode", "MB sent", "padded:\nranks", "padded:\nexperts", "host\nsyncs", "ms", "ratio"],
-        rows,
-        text_columns=2,
-        caption="One plan, dispatch, combine and backward. MB (1e6 bytes) and padded rows: sum of all ranks, mean of "
-        "all steps. Host syncs: of rank 0. ms: median time. ratio: to the first line.",
-    )
 
 
-def _show_loads(comparison: Comparison, ran: Sequence[Outcome]) -> None:
-    rows = []
-    for outcome in ran:
-        if outcome.predicted is None or outcome.measured is None:
-            continue
-        for kind, load in (("predicted", outcome.predicted), ("measured", outcome.measured)):
-            measured = load is outcome.measured
-            rows.append(
-                [
-                    *([outcome.backend, outcome.mode] if not measured else ["", ""]),
-                    kind,
-                    f"{load.imbalance:.2f}",
-                    f"{load.peak_rows:.0f}",
-                    f"{load.copied_bytes / 1e6:.3f}",
-                    "-" if load.break_even is None else f"{load.break_even:.0f}",
-                    *(_times(outcome) if measured else ["", ""]),
-                ]
-            )
-    if not rows:
-        return
-    console.table(
-        ["backend", "mode", "", "busiest\n/ mean", "peak\nrows", "MB of\nweights", "break-\neven", "ms", "ratio"],
-        rows,
-        text_columns=3,
-        caption="Rows of the busiest rank. MB of weights: of experts that travel in a forward, sum of all ranks, mean "
-        "of all steps; as many gradients travel back. break-even: tokens per expert from which balancing saves time; "
-        f"here are {comparison.tokens_per_expert:.0f}. ms, ratio: busiest rank in a step with experts of width "
-        f"{comparison.task.width}; processor time on CPUs.",
-    )
-    if comparison.flop_per_byte is not None:
-        console.line(f"FLOP of the experts in the time of one byte between ranks: {comparison.flop_per_byte:.0f}")
-
-
-def _times(outcome: Outcome) -> list[str]:
-    if outcome.busiest_ms is None:
-        return ["emulated", "-"]
-    return [f"{outcome.busiest_ms:.1f}", f"{outcome.busiest_ratio:.2f}"]
-
-
-def _complaint(comparison: Comparison, ran: Sequence[Outcome]) -> str:
-    wrong = [f"{outcome.backend}, {outcome.mode}" for outcome in ran if not comparison.agrees(outcome)]
-    if wrong:
-        return f"further from the reference than {comparison.tolerance:g}: {'; '.join(wrong)}"
-    missing = dict.fromkeys(outcome.backend for outcome in comparison.outcomes)
-    for outcome in ran:
-        missing.pop(outcome.backend, None)
-    return f"not run: {', '.join(missing)}"
+def _notes(task: Task, peers: bool) -> list[str]:
+    """Return sentences about what differs from the request and from the config, with the reasons."""
+    config, notes = task.config, []
+    for name in PEERS if peers else ():
+        if missing := missing_packages(name):
+            notes.append(f"{name} is left out, not installed: {', '.join(missing)}. {how_to_install('bench')}")
+    if config.capacity_factor != "worst" and any(one.mode == "graph-safe" for one in task.variants):
+        notes.append(
+            'graph-safe mode runs with capacity_factor "worst" instead of '
+            f"{config.capacity_factor:g}, because dropped rows would change the results"
+        )
+    if config.max_tokens_per_rank is not None:
+        notes.append(
+            f"max_tokens_per_rank is the largest number of rows of a case, instead of {config.max_tokens_per_rank}"
+        )
+    return notes

@@ -11,101 +11,84 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import TraceError
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS, DeviceKnown, InputLayout
 from moe_dispatch_testing.rank_context import Call, make_call
-from moe_dispatch_testing.reference import Expected, reference
+from moe_dispatch_testing.reference import reference
 from moe_dispatch_testing.scenario import Batch, DtypeName, Experts, Scenario
 from moe_dispatch_tools.traces import Call as RecordedCall
 from moe_dispatch_tools.traces import Part, Trace
 
 # Default number of dispatches from a trace: every backend computes each of them in float64, in every mode.
 MOST_STEPS = 16
+PLAIN_ROUTINGS = ("balanced", "uniform", "skewed", "first_half")  # each token names top_k different experts
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Replay:
-    """The first dispatches of a trace that fits a config."""
+def replayed(path: Path, config: DispatcherConfig, *, ranks: int, steps: int) -> tuple[RecordedCall, ...]:
+    """Read the first dispatches of a trace.
 
-    calls: tuple[RecordedCall, ...]
+    Args:
+        path: Path of the trace.
+        config: Config of this run. Its backend, hidden size, padding and mode may differ from the recorded run.
+        ranks: Number of ranks of this run.
+        steps: Number of dispatches to use.
 
-    @classmethod
-    def load(cls, path: Path, config: DispatcherConfig, *, ranks: int, steps: int) -> Replay:
-        """Read the trace.
-
-        Args:
-            path: Path of the trace.
-            config: Config of this run. Its backend, hidden size, padding and mode may differ from the recorded run.
-            ranks: Number of ranks of this run.
-            steps: Number of dispatches to use.
-
-        Raises:
-            TraceError: The trace cannot be read, lacks ranks or dispatches, or has other sizes. Or its row counts
-                differ although the config promises equal row counts.
-        """
-        trace = Trace.load(path)
-        trace.require_whole("compare")
-        trace.check_ids("compare")
-        if trace.ep_size != ranks:
+    Raises:
+        TraceError: The trace cannot be read, lacks ranks or dispatches, or has other sizes. Or its row counts
+            differ although the config promises equal row counts.
+    """
+    trace = Trace.load(path)
+    trace.require_whole("compare")
+    trace.check_ids("compare")
+    if trace.ep_size != ranks:
+        raise TraceError(
+            f"compare: --ranks must be {trace.ep_size}, as in the trace {path.name}, got {ranks}. Leave out "
+            f"--ranks, or start {trace.ep_size} ranks with torchrun."
+        )
+    room = {"max_tokens_per_rank": None, "graph_safe": False, "capacity_factor": "worst", "on_overflow": None}
+    trace.check(config.replace(backend="auto", row_counts=None, **room), ep_size=ranks)  # compare makes its own room
+    if not trace.calls:
+        raise TraceError(f"compare: {path.name} must hold a dispatch, got none. Record at least one step.")
+    if steps > len(trace.calls):
+        raise TraceError(
+            f"compare: --steps must be at most the {len(trace.calls)} dispatches of {path.name}, got {steps}. "
+            "Leave out --steps, or record more dispatches."
+        )
+    for step, call in enumerate(trace.calls[:steps]):
+        counts = [len(real_rows(part)) if part.on_host else part.num_rows for part in call.parts]
+        if config.row_counts in ("assume", "check") and len(set(counts)) > 1:
             raise TraceError(
-                f"compare: --ranks must be {trace.ep_size}, as in the trace {path.name}, got {ranks}. Leave out "
-                f"--ranks, or start {trace.ep_size} ranks with torchrun."
+                f'compare: row_counts "{config.row_counts}" promises that all ranks bring the same number of rows, got '
+                f'{", ".join(map(str, counts))} in dispatch {step} of the trace. Set row_counts to "agree".'
             )
-        trace.check(_without_room(config), ep_size=ranks)
-        if not trace.calls:
-            raise TraceError(f"compare: {path.name} must hold a dispatch, got none. Record at least one step.")
-        if steps > len(trace.calls):
-            raise TraceError(
-                f"compare: --steps must be at most the {len(trace.calls)} dispatches of {path.name}, got {steps}. "
-                "Leave out --steps, or record more dispatches."
-            )
-        calls = trace.calls[:steps]
-        if config.row_counts in ("assume", "check"):
-            _check_equal(calls, config.row_counts)
-        return cls(calls=calls)
+    return trace.calls[:steps]
 
-    @property
-    def most_tokens(self) -> tuple[int, ...]:
-        """Largest number of tokens of each rank in a dispatch."""
-        return tuple(
-            max(len(real_rows(part)) for part in of_rank)
-            for of_rank in zip(*(call.parts for call in self.calls), strict=True)
-        )
 
-    @property
-    def most_rows(self) -> int:
-        """Largest number of rows of any rank in any dispatch."""
-        return max(part.num_rows for call in self.calls for part in call.parts)
+def drawn_batch(scenario: Scenario, ranks: int, step: int, rank: int) -> Batch:
+    """Draw the rows, upstream gradients and routing of a rank."""
+    return scenario.batches(ranks, step)[rank]
 
-    def input_layout(self, step: int, rank: int) -> InputLayout:
-        """Return the layout of the rows of a rank. If only the device knew it, only the device knows it again."""
-        part = self.calls[step].parts[rank]
-        return InputLayout(
-            layout=part.layout if part.on_host else DeviceKnown(part.layout),
-            leading=tuple(part.shape[:-1]),
-            real_T=real_rows(part),
-        )
 
-    def batch(self, scenario: Scenario, step: int, rank: int) -> Batch:
-        """Draw rows and upstream gradients for the recorded ids and weights of the tokens of a rank."""
-        part = self.calls[step].parts[rank]
-        generator = torch.Generator().manual_seed(scenario.seed * 10_000_019 + step * 10_007 + rank)
-        real_T = real_rows(part)
-        ids_TK, weights_TK = part.routing.topk_ids[real_T], part.routing.topk_weights[real_T].double()
+def recorded_batch(scenario: Scenario, part: Part, step: int, rank: int) -> Batch:
+    """Draw rows and upstream gradients for the recorded ids and weights of the tokens of a rank."""
+    generator = torch.Generator().manual_seed(scenario.seed * 10_000_019 + step * 10_007 + rank)
+    real_T = real_rows(part)
+    ids_TK, weights_TK = part.routing.topk_ids[real_T], part.routing.topk_weights[real_T].double()
+    x_TD, upstream_TD = (
+        torch.randn(len(real_T), scenario.hidden, generator=generator, dtype=torch.float64)
+        .to(scenario.torch_dtype)
+        .double()
+        for _ in range(2)
+    )
+    weights_TK = torch.where(ids_TK < 0, float("nan"), weights_TK)
+    return Batch(x_TD=x_TD, ids_TK=ids_TK, weights_TK=weights_TK, upstream_TD=upstream_TD)
 
-        def normal() -> Tensor:
-            values = torch.randn(len(real_T), scenario.hidden, generator=generator, dtype=torch.float64)
-            return values.to(scenario.torch_dtype).double()
 
-        return Batch(
-            x_TD=normal(),
-            ids_TK=ids_TK,
-            weights_TK=torch.where(ids_TK < 0, float("nan"), weights_TK),
-            upstream_TD=normal(),
-        )
+def recorded_layout(part: Part) -> InputLayout:
+    """Return the layout of the rows of a rank. If only the device knew it, only the device knows it again."""
+    layout = part.layout if part.on_host else DeviceKnown(part.layout)
+    return InputLayout(layout=layout, leading=tuple(part.shape[:-1]), real_T=real_rows(part))
 
 
 def real_rows(part: Part) -> Tensor:
@@ -114,26 +97,10 @@ def real_rows(part: Part) -> Tensor:
     return torch.arange(part.num_rows) if valid_T is None else valid_T.nonzero().flatten()
 
 
-def _without_room(config: DispatcherConfig) -> DispatcherConfig:
-    """Remove the limits of the config on row counts. A comparison makes room for the rows of the trace."""
-    return config.replace(
-        backend="auto",
-        row_counts=None,
-        max_tokens_per_rank=None,
-        graph_safe=False,
-        capacity_factor="worst",
-        on_overflow=None,
-    )
-
-
-def _check_equal(calls: tuple[RecordedCall, ...], row_counts: str) -> None:
-    for step, call in enumerate(calls):
-        counts = [len(real_rows(part)) if part.on_host else part.num_rows for part in call.parts]
-        if len(set(counts)) > 1:
-            raise TraceError(
-                f'compare: row_counts "{row_counts}" promises that all ranks bring the same number of rows, got '
-                f'{", ".join(map(str, counts))} in dispatch {step} of the trace. Set row_counts to "agree".'
-            )
+def _is_plain(part: Part) -> bool:
+    ids_TK, experts = part.routing.topk_ids, part.routing.topk_ids.sort(1).values
+    distinct = bool((experts[:, 1:] != experts[:, :-1]).all()) and bool((ids_TK >= 0).all())
+    return distinct and 0 < part.num_rows == len(real_rows(part)) and part.on_host and len(part.shape) == 2
 
 
 # Numbers that the reference holds at a time, in float64 and in several copies.
@@ -154,6 +121,7 @@ class Workload:
         seed: Seed of all data.
         trace: File that ``Trace.record`` wrote. Its dispatches decide ids, weights and layouts.
         recorded: Number of dispatches in the trace.
+        equal: Whether all ranks have ``tokens`` tokens.
     """
 
     tokens: int = 64
@@ -163,10 +131,18 @@ class Workload:
     seed: int = 0
     trace: Path | None = None
     recorded: int = 0
+    equal: bool = False
+
+    def __str__(self) -> str:
+        if self.trace is None:
+            return (
+                f"{self.dtype}, {self.routing} routing, {self.tokens} tokens{' each' * self.equal}, {self.steps} steps"
+            )
+        return f"{self.dtype}, routing of {self.trace}, the first {self.steps} of {self.recorded} dispatches"
 
     def scenario(self, config: DispatcherConfig, ranks: int) -> Scenario:
         """Make the scenario of the conformance kit. Row counts are equal if the config promises equal row counts."""
-        equal = config.row_counts in ("assume", "check")
+        equal = self.equal or config.row_counts in ("assume", "check")
         counts = [self.tokens - (0 if equal else rank % 4 * (self.tokens // 8)) for rank in range(ranks)]
         return Scenario(
             name="compare",
@@ -184,7 +160,7 @@ class Workload:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One batch on one rank, with its expected results. Tensors are made on request, because a trace has many steps."""
 
@@ -202,12 +178,20 @@ class Step:
 
         Output and gradients have the rows of x; padding rows are 0. "experts" is this rank's part of the gradients.
         """
-        found = expect_in_parts(self.batch(), self.experts, self.scenario.wire_dtype)
+        # In parts, because the reference holds the outputs of all experts for its rows.
+        rows, batch = max(1, _REFERENCE_NUMBERS // self.experts.bias_ED.numel()), self.batch()
+        tables = (table.split(rows) for table in (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream_TD))
+        names = ("x_TD", "ids_TK", "weights_TK", "upstream_TD")
+        parts = [
+            reference(Batch(**dict(zip(names, part, strict=True))), self.experts, self.scenario.wire_dtype)
+            for part in zip(*tables, strict=True)
+        ]
+        gradients = (torch.cat([one.grad_matrix_EWW.flatten(), one.grad_bias_ED.flatten()]) for one in parts)
         return {
-            "y": self.input_layout.place(found.y_TD, 0),
-            "x": self.input_layout.place(found.grad_x_TD, 0),
-            "weights": self.input_layout.place(found.grad_weights_TK, 0),
-            "experts": torch.cat([found.grad_matrix_EWW.flatten(), found.grad_bias_ED.flatten()]),
+            "y": self.input_layout.place(torch.cat([one.y_TD for one in parts]), 0),
+            "x": self.input_layout.place(torch.cat([one.grad_x_TD for one in parts]), 0),
+            "weights": self.input_layout.place(torch.cat([one.grad_weights_TK for one in parts]), 0),
+            "experts": torch.stack(list(gradients)).sum(0),
         }
 
 
@@ -218,13 +202,16 @@ class Material:
 
     Attributes:
         tokens: Largest number of tokens of each rank in a step.
-        most_rows: Largest number of rows of any rank in any step, including padding rows.
+        room: ``max_tokens_per_rank`` of the dispatchers: the largest number of rows of any rank in any step, including
+            padding rows, and at least 1.
+        plain: Whether every row of every rank is a token that names ``top_k`` different experts.
     """
 
     scenario: Scenario
     steps: tuple[Step, ...]
     tokens: tuple[int, ...]
-    most_rows: int
+    room: int
+    plain: bool
 
 
 def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ranks: int) -> Material:
@@ -234,44 +221,28 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
         TraceError: The trace cannot be read or does not fit.
     """
     scenario = workload.scenario(config, ranks)
+    experts, tokens = scenario.experts(), scenario.tokens_of(ranks)
     if workload.trace is None:
-        tokens = scenario.tokens_of(ranks)
-        input_layout = INPUT_LAYOUTS["rows"](tokens[rank])
-        batches = [partial(_random_batch, scenario, rank, ranks, step) for step in range(workload.steps)]
-        steps = tuple(_step(scenario, input_layout, batch) for batch in batches)
-        return Material(scenario=scenario, steps=steps, tokens=tokens, most_rows=max(tokens))
-    replay = Replay.load(workload.trace, config, ranks=ranks, steps=workload.steps)
+        layout = INPUT_LAYOUTS["rows"](tokens[rank])
+        return Material(
+            scenario=scenario,
+            steps=tuple(
+                Step(scenario, experts, layout, partial(drawn_batch, scenario, ranks, step, rank))
+                for step in range(workload.steps)
+            ),
+            tokens=tokens,
+            room=max(1, *tokens),
+            plain=min(tokens) > 0 and workload.routing in PLAIN_ROUTINGS,
+        )
+    calls = replayed(workload.trace, config, ranks=ranks, steps=workload.steps)
+    parts = [call.parts[rank] for call in calls]
     return Material(
         scenario=scenario,
         steps=tuple(
-            _step(scenario, replay.input_layout(step, rank), partial(replay.batch, scenario, step, rank))
-            for step in range(workload.steps)
+            Step(scenario, experts, recorded_layout(part), partial(recorded_batch, scenario, part, step, rank))
+            for step, part in enumerate(parts)
         ),
-        tokens=replay.most_tokens,
-        most_rows=replay.most_rows,
-    )
-
-
-def _random_batch(scenario: Scenario, rank: int, ranks: int, step: int) -> Batch:
-    return scenario.batches(ranks, step)[rank]
-
-
-def _step(scenario: Scenario, input_layout: InputLayout, batch: Callable[[], Batch]) -> Step:
-    return Step(scenario=scenario, experts=scenario.experts(), input_layout=input_layout, batch=batch)
-
-
-def expect_in_parts(batch: Batch, experts: Experts, wire: WireDtype | None) -> Expected:
-    """Compute ``reference`` for a few rows at a time, because it holds the outputs of all experts for its rows."""
-    rows = max(1, _REFERENCE_NUMBERS // experts.bias_ED.numel())
-    tables = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream_TD)
-    parts = [
-        reference(Batch(x_TD=x_TD, ids_TK=ids_TK, weights_TK=weights_TK, upstream_TD=upstream_TD), experts, wire)
-        for x_TD, ids_TK, weights_TK, upstream_TD in zip(*(table.split(rows) for table in tables), strict=True)
-    ]
-    return Expected(
-        y_TD=torch.cat([part.y_TD for part in parts]),
-        grad_x_TD=torch.cat([part.grad_x_TD for part in parts]),
-        grad_weights_TK=torch.cat([part.grad_weights_TK for part in parts]),
-        grad_matrix_EWW=torch.stack([part.grad_matrix_EWW for part in parts]).sum(0),
-        grad_bias_ED=torch.stack([part.grad_bias_ED for part in parts]).sum(0),
+        tokens=tuple(max(len(real_rows(call.parts[peer])) for call in calls) for peer in range(ranks)),
+        room=max(1, *(part.num_rows for call in calls for part in call.parts)),
+        plain=all(_is_plain(part) for call in calls for part in call.parts),
     )

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 import moe_dispatch_testing.ranks as threads
 from moe_dispatch.backends import registry
 from moe_dispatch_tools.app import app
-from moe_dispatch_tools.bench import command as bench
-from moe_dispatch_tools.bench import measurement
 from moe_dispatch_tools.compare import command as compare
+from moe_dispatch_tools.compare import measurement
 from moe_dispatch_tools.doctor import self_tests
 from moe_dispatch_tools.place import Place
 from moe_dispatch_tools.ranks import Body
@@ -48,6 +47,12 @@ def on_threads(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
         raise threads.RankFailed(f"a rank of {size}: {error}") from error
 
 
+def peak_of_threads(call: Callable[[], object], device: torch.device) -> int:
+    """1 MB as the memory of every contender: of several threads only one can be watched by a profile."""
+    call()
+    return 1_000_000
+
+
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
     """Ranks of a command silence their process's log; here they are threads of the tests' own."""
@@ -61,8 +66,9 @@ def log_level() -> Iterator[None]:
 def command(monkeypatch: pytest.MonkeyPatch) -> Command:
     """Run ``moe-dispatch`` with some arguments."""
     monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
-    for module in (bench, compare, self_tests):
+    for module in (compare, self_tests):
         monkeypatch.setattr(module, "on_ranks", on_threads)
+    monkeypatch.setattr(measurement, "peak_bytes", peak_of_threads)
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(*arguments: str) -> Answer:
@@ -72,14 +78,3 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Command:
         return Answer(result.exit_code, result.stdout, result.stderr)
 
     return run
-
-
-@pytest.fixture
-def peak_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 MB as the memory of every contender: of several threads only one can be watched by a profile."""
-
-    def peak(call: Callable[[], object], device: torch.device) -> int:
-        call()
-        return 1_000_000
-
-    monkeypatch.setattr(measurement, "peak_bytes", peak)

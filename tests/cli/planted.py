@@ -121,3 +121,23 @@ class Absent(Planted):
 
     def probe(self) -> Usable | Rejected:
         return Rejected("it was planted so")
+
+
+@final
+class RaisingAbove8(Planted):
+    """Dispatch raises if there are more than 8 tokens."""
+
+    name = "raising_above_8"
+
+    def open(self, context: BackendContext) -> Backend:
+        return RaisingAbove8Backend(context)
+
+
+@final
+class RaisingAbove8Backend(PlantedBackend):
+    """Refuses large dispatches."""
+
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        if len(rows_TD) > 8:
+            raise ArithmeticError("planted above 8 tokens")
+        return super().dispatch(rows_TD, ids_TK, weights_TK, sizes)

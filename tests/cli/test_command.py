@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -21,15 +20,15 @@ from moe_dispatch.backends import known_backends
 from moe_dispatch_testing.scenario import ROUTINGS, TOLERANCES
 from moe_dispatch_tools import options
 from moe_dispatch_tools.app import app
-from moe_dispatch_tools.bench import request, workload
-from moe_dispatch_tools.compare.comparison import MODES
+from moe_dispatch_tools.compare.command import MODES
+from moe_dispatch_tools.compare.peers import PEERS
 from moe_dispatch_tools.compare.workload import MOST_STEPS
 from moe_dispatch_tools.plan.models import DTYPES
 from tests.cli.conftest import Command
 from tests.cli.processes import hearing_interrupts, members, wait_for
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "check", "plan", "compare", "bench", "report")
+COMMANDS = ("doctor", "check", "plan", "compare", "report")
 
 
 def start(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
@@ -76,10 +75,7 @@ def test_help_has_examples_one_a_line(name: str, command: Command) -> None:
         ("compare c.yaml --mode ", MODES),
         ("compare c.yaml --dtype ", TOLERANCES),
         ("compare c.yaml --routing ", ROUTINGS),
-        ("bench ", request.SUITES),
-        ("bench --dtype ", get_args(workload.Dtype)),
-        ("bench --routing ", get_args(workload.Skew)),
-        ("bench -c ", (*known_backends(), *request.CONTENDERS)),
+        ("compare -b ", (*known_backends(), *PEERS)),
     ],
 )
 def test_shell_completes_choices(words: str, expected: Iterable[str]) -> None:
@@ -161,7 +157,7 @@ def test_missing_packages_are_named(missing: str) -> None:
 
 def test_processes_of_ranks_load_neither_typer_nor_rich() -> None:
     loaded = "import sys, moe_dispatch_tools.doctor.self_tests, moe_dispatch_tools.compare.measurement"
-    loaded += ", moe_dispatch_tools.bench.measurement; print(*sys.modules)"
+    loaded += "; print(*sys.modules)"
     finished = subprocess.run(
         [sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -12,31 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dispatch_testing.ranks import run_processes, run_ranks
-from moe_dispatch_tools.bench.agreement import (
-    TOLERANCES,
-    DisagreementError,
-    check_agreement,
-    dense_outcome,
-    draw_scales,
-    magnitudes,
-    require_agreement,
-)
-from moe_dispatch_tools.bench.contenders import Ours
-from moe_dispatch_tools.bench.costs import floor_bytes, sent_by_phase
-from moe_dispatch_tools.bench.overhead import Recorder
-from moe_dispatch_tools.bench.peers import PEERS, missing_packages
-from moe_dispatch_tools.bench.results import load_results
-from moe_dispatch_tools.bench.workload import Shape, Skew, draw_tokens
+from moe_dispatch import DispatcherConfig, build_dispatcher
+from moe_dispatch_testing.counting import count_collectives
+from moe_dispatch_testing.ranks import run_processes
+from moe_dispatch_testing.scenario import DtypeName
+from moe_dispatch_tools.compare.contenders import Contender, Ours, run_layer
+from moe_dispatch_tools.compare.measurement import Runner, Variant, _hold_against_reference, relative_difference
+from moe_dispatch_tools.compare.peers import PEERS, missing_packages
+from moe_dispatch_tools.compare.results import PHASES, QUANTITIES, VariantResult
+from moe_dispatch_tools.compare.workload import Step, Workload, make_material
+from moe_dispatch_tools.place import Place
 from tests.cli.test_command import start
 
 pytestmark = pytest.mark.integration
 
 RANKS = 2
-SMALL = Shape(tokens=64, hidden=64, experts=8, top_k=2)
-WIDE = Shape(tokens=128, hidden=1024, experts=8, top_k=4)
-SKEWS: tuple[Skew, ...] = ("balanced", "skewed")
-DTYPES = (torch.float32, torch.bfloat16)
+CONFIG = DispatcherConfig(num_experts=8, top_k=4, hidden_size=1024)
+ROUTINGS = ("uniform", "skewed")
+DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
 
 def on_ranks(body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -48,32 +42,54 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def agreement_with_peer(rank: int, peer: str) -> list[dict[str, float]]:
-    group = world()
-    contenders = {"alltoall": Ours(SMALL, group), peer: PEERS[peer](SMALL, group)}
-    batches = [draw_tokens(SMALL, skew, dtype, rank) for dtype in DTYPES for skew in SKEWS]
-    return [check_agreement(contenders, tokens, group) for tokens in batches]
+def step_of(rank: int, dtype: DtypeName, routing: str) -> Step:
+    workload = Workload(tokens=128, dtype=dtype, routing=routing, equal=True)
+    return make_material(workload, CONFIG, rank=rank, ranks=RANKS).steps[0]
+
+
+def differences_of_peer(rank: int, peer: str) -> list[dict[str, float]]:
+    group, found = world(), []
+    for dtype in DTYPES:
+        for routing in ROUTINGS:
+            step, variant = step_of(rank, dtype, routing), Variant(label=peer, mode="eager")
+            runner = Runner(
+                variant=variant, opened=PEERS[peer](CONFIG, group), result=VariantResult(backend=peer, mode="eager")
+            )
+            _hold_against_reference(step, [runner], Place(device=torch.device("cpu"), group=group))
+            found.append(
+                {name: value / step.scenario.tolerance for name, value in runner.result.from_reference.items()}
+            )
+    return found
+
+
+def bytes_by_phase(contender: Contender, step: Step) -> dict[str, int]:
+    call, marks = step.call(torch.device("cpu")), list[int]()
+    contender.prepare(call)
+    with count_collectives() as collectives:
+        run_layer(contender, call, lambda: marks.append(collectives.nbytes))
+    return {phase: end - begin for phase, begin, end in zip(PHASES, marks, marks[1:], strict=False)}
 
 
 def bytes_of_peer(rank: int, peer: str) -> tuple[dict[str, int], int]:
     """What is seen of one layer, and what a dispatcher that sends a row per slot must send in dispatch."""
-    tokens = draw_tokens(WIDE, "balanced", torch.float32, rank)
-    local = WIDE.experts // RANKS
-    slots = int((tokens.ids_TK // local != rank).sum())
-    counts = 8 * (WIDE.experts - local)
-    contender = PEERS[peer](WIDE, world())
-    sent = sent_by_phase(contender, tokens)
-    assert sent_by_phase(contender, tokens) == sent
-    return sent, slots * WIDE.hidden * 4 + counts
+    step, local = step_of(rank, "float32", "uniform"), CONFIG.num_experts // RANKS
+    slots = int((step.batch().ids_TK // local != rank).sum())
+    counts = 8 * (CONFIG.num_experts - local)
+    contender = PEERS[peer](CONFIG, world())
+    sent = bytes_by_phase(contender, step)
+    assert bytes_by_phase(contender, step) == sent
+    return sent, slots * CONFIG.hidden_size * 4 + counts
 
 
-def bytes_of_ours(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int]:
-    """What is seen of one layer, what the dispatcher says it sent, and the floor."""
-    tokens = draw_tokens(WIDE, "skewed", dtype, rank)
-    ours = Ours(WIDE, world())
+def bytes_of_ours(rank: int, dtype: DtypeName) -> tuple[dict[str, int], int, int]:
+    """What is seen of one layer, what the dispatcher says it sent, and what must be sent to the other rank."""
+    step, ours = step_of(rank, dtype, "skewed"), Ours(build_dispatcher(CONFIG.replace(backend="alltoall"), world()))
     before = sum(ours.dispatcher.metrics().bytes_sent.values())
-    sent = sent_by_phase(ours, tokens)
-    return sent, sum(ours.dispatcher.metrics().bytes_sent.values()) - before, floor_bytes(tokens, world())
+    sent = bytes_by_phase(ours, step)
+    told = sum(ours.dispatcher.metrics().bytes_sent.values()) - before
+    rows = int((step.batch().ids_TK // (CONFIG.num_experts // RANKS) != rank).any(1).sum())
+    row_bytes = CONFIG.hidden_size * step.scenario.torch_dtype.itemsize + 6 * CONFIG.top_k
+    return sent, told, rows * row_bytes
 
 
 def skip_without(peer: str) -> None:
@@ -81,12 +97,12 @@ def skip_without(peer: str) -> None:
         pytest.skip(f"{peer} needs {', '.join(missing)}: install moe-dispatch[bench]")
 
 
-@pytest.mark.parametrize("peer", ["torchtitan", "transformers"])
+@pytest.mark.parametrize("peer", PEERS)
 def test_peer_gives_our_output_and_gradients(peer: str) -> None:
     skip_without(peer)
-    for errors in on_ranks(agreement_with_peer, peer):
-        assert len(errors) == len(DTYPES) * len(SKEWS)
-        assert all(set(by_name) == {"alltoall", peer} for by_name in errors)
+    for errors in on_ranks(differences_of_peer, peer):
+        assert len(errors) == len(DTYPES) * len(ROUTINGS)
+        assert all(value <= 1 for by_name in errors for value in by_name.values()), errors
 
 
 @pytest.mark.parametrize("peer", ["torchtitan", "transformers"])
@@ -99,7 +115,7 @@ def test_collectives_of_a_peer_are_all_seen(peer: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ours_sends_the_fewest_bytes_in_every_phase(dtype: torch.dtype) -> None:
+def test_ours_sends_the_fewest_bytes_in_every_phase(dtype: DtypeName) -> None:
     ranks = on_ranks(bytes_of_ours, dtype)
     floor = sum(rank[2] for rank in ranks)
     for phase, ways in {"dispatch": 1, "combine": 1, "backward": 2}.items():
@@ -110,54 +126,32 @@ def test_ours_sends_the_fewest_bytes_in_every_phase(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_slot_at_the_wrong_expert_is_a_disagreement(dtype: torch.dtype) -> None:
-    tokens, scales_E = draw_tokens(SMALL, "balanced", dtype, 0), draw_scales(SMALL.experts)
-    ids_TK = tokens.ids_TK.clone()
-    ids_TK[5, 1] = (ids_TK[5, 1] + 1) % SMALL.experts
-    wrong, right = dense_outcome(replace(tokens, ids_TK=ids_TK), scales_E), dense_outcome(tokens, scales_E)
-    scale = magnitudes(tokens, scales_E)
-    with pytest.raises(DisagreementError, match=r"some peer: y_TD must agree within .* got [0-9.]+\. Do not trust"):
-        require_agreement("some peer", wrong, right, scale, TOLERANCES[dtype])
-
-
-def test_a_result_that_is_not_finite_is_a_disagreement() -> None:
-    tokens, scales_E = draw_tokens(SMALL, "balanced", torch.float32, 0), draw_scales(SMALL.experts)
-    right = dense_outcome(tokens, scales_E)
-    grad_x_TD = right.grad_x_TD.clone()
-    grad_x_TD[3, 7] = torch.nan
-    wrong = replace(right, grad_x_TD=grad_x_TD)
-    with pytest.raises(DisagreementError, match=r"grad_x_TD must agree .* got nan"):
-        require_agreement("some peer", wrong, right, magnitudes(tokens, scales_E), 1e-5)
-
-
-def test_a_collective_that_cannot_be_counted_is_refused() -> None:
-    def reduce(group: dist.ProcessGroup) -> None:
-        with Recorder():
-            group.allreduce([torch.ones(1)]).wait()
-
-    with pytest.raises(NotImplementedError, match="collectives must be all-to-alls, got allreduce_"):
-        run_ranks(reduce, 1)
+def test_one_slot_at_the_wrong_expert_is_a_difference(dtype: DtypeName) -> None:
+    step = step_of(0, dtype, "uniform")
+    batch, right = step.batch(), step.expected()
+    ids_TK = batch.ids_TK.clone()
+    ids_TK[5, 1] = next(expert for expert in range(CONFIG.num_experts) if expert not in ids_TK[5].tolist())
+    wrong = replace(step, batch=lambda: batch.replace(ids_TK=ids_TK)).expected()
+    for name in QUANTITIES:
+        assert relative_difference(wrong[name], right[name]) > step.scenario.tolerance, name
 
 
 @pytest.mark.slow
-def test_benchmark_measures_ours_beside_the_peers(tmp_path: Path) -> None:
-    """The command itself, by default, on ranks that are processes."""
+def test_command_measures_ours_beside_the_peers(tmp_path: Path) -> None:
+    """The command itself, on ranks that are processes."""
     file = tmp_path / "results.json"
-    process = start("bench", "--quick", "--ranks", "2", "--dtype", "float32", "--save", str(file))
+    asked = ("--tokens", "256", "--steps", "1", "--rounds", "2", "--routing", ",".join(ROUTINGS), "--mode", "eager")
+    process = start("compare", "--peers", "--ranks", "2", "--dtype", "float32", *asked, "--save", str(file))
     out, error = process.communicate(timeout=300)
     # A CUDA build of torch says so if it finds a toolkit and no GPU.
     complaints = [line for line in error.splitlines() if "No CUDA runtime is found" not in line]
     assert (process.returncode, complaints) == (0, [])
-    results = load_results(file).joined
+    results = json.loads(file.read_text())
     here = [name for name in PEERS if not missing_packages(name)]
-    assert [result.case.routing for result in results.cases] == list(SKEWS)
-    for result in results.cases:
-        assert list(result.contenders) == ["alltoall", "by-hand", "floor", *here]
-        ours = result.contenders["alltoall"]
-        assert len(ours.timing.runs) == 2
-        assert ours.bytes_sent is not None
-        assert result.floor_bytes is not None
-        assert ours.bytes_sent["dispatch"] <= 1.05 * result.floor_bytes
-        assert ours.peak_bytes is not None
-        assert ours.peak_bytes >= 256 * 1024 * 4
+    assert [case["routing"] for case in results["cases"]] == list(ROUTINGS)
+    for case in results["cases"]:
+        assert [one["backend"] for one in case["outcomes"]] == ["alltoall", *here]
+        ours, floor, *_ = case["outcomes"]
+        assert ours["bytes_sent"]["dispatch"] <= 1.05 * floor["bytes_sent"]["dispatch"]
+        assert ours["peak_bytes"] >= 256 * 1024 * 4
         assert all(f" {name} " in out for name in here)

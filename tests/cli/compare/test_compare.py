@@ -12,25 +12,26 @@ import torch
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import known_backends
+from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch_testing.reference import reference
-from moe_dispatch_tools.compare import measurement, workload
-from moe_dispatch_tools.compare.command import make_task
-from moe_dispatch_tools.compare.comparison import MODES, Task, Variant
-from moe_dispatch_tools.compare.workload import Workload
+from moe_dispatch_tools.compare import measurement, peers, workload
+from moe_dispatch_tools.compare.command import MODES, make_task
+from moe_dispatch_tools.compare.measurement import Task, Variant
+from moe_dispatch_tools.compare.workload import Workload, make_material
 from moe_dispatch_tools.names import parse_backend
 from moe_dispatch_tools.place import Place
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
 
 FIELDS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "pad_multiple": 16}
-KEYS = """
-    agree tolerance ranks transport tokens steps dtype routing trace tokens_per_expert flop_per_byte notes config
-    outcomes
-"""
+KEYS = "format agree machine ranks transport rounds notes config cases"
+MACHINE_KEYS = "date|processor|cores|gpus|ranks on|system|packages|allocator"
+CASE_KEYS = "case tolerance tokens steps dtype routing trace tokens_per_expert flop_per_byte outcomes"
 OUTCOME_KEYS = """
-    backend mode refused agrees emulated from_reference from_first bytes_sent row_dtypes rows_padded host_syncs
-    milliseconds time_ratio predicted measured busiest_ms busiest_ratio
+    backend mode refused emulated dropped from_reference from_first bytes_sent row_dtypes rows_padded host_syncs
+    peak_bytes starts load agrees milliseconds time_ratio ratio_interval overhead_ms
 """
+PHASES = ["dispatch", "experts", "combine", "backward"]
 
 
 @pytest.fixture
@@ -53,25 +54,35 @@ def compared(command: Command, *arguments: str, status: int = 0) -> dict[str, An
 
 
 def outcome(report: dict[str, Any], backend: str, mode: str = "eager") -> dict[str, Any]:
-    (found,) = [one for one in report["outcomes"] if (one["backend"], one["mode"]) == (backend, mode)]
+    """Return the result of a backend in the only case."""
+    (case,) = report["cases"]
+    (found,) = [one for one in case["outcomes"] if (one["backend"], one["mode"]) == (backend, mode)]
     return dict(found)
 
 
 def test_json_has_its_keys(command: Command, config: str) -> None:
     report = compared(command, "-b", "alltoall", config)
     assert list(report) == KEYS.split()
-    assert [list(one) for one in report["outcomes"]] == [OUTCOME_KEYS.split()] * 2
-    assert list(report["outcomes"][0]["from_reference"]) == ["y", "x", "weights", "experts"]
-    assert (report["tokens"], report["transport"], report["tolerance"]) == ([16, 14], "gloo", 2e-2)
+    assert list(report["machine"]) == MACHINE_KEYS.split("|")
+    (case,) = report["cases"]
+    assert list(case) == CASE_KEYS.split()
+    assert [list(one) for one in case["outcomes"]] == [OUTCOME_KEYS.split()] * 2
+    one = case["outcomes"][0]
+    assert list(one["from_reference"]) == ["y", "x", "weights", "experts"]
+    assert list(one["bytes_sent"]) == PHASES
+    assert list(one["milliseconds"]) == [*PHASES, "total", "processor"]
+    assert [len(start) for start in one["starts"]] == [10]
+    assert (case["tokens"], report["transport"], case["tolerance"]) == ([16, 14], "gloo", 2e-2)
 
 
 def test_backends_agree_in_both_modes(command: Command, config: str) -> None:
     report = compared(command, "-b", "alltoall,allgather", config, "--dtype", "float32")
     assert report["agree"]
-    assert [(one["backend"], one["mode"]) for one in report["outcomes"]] == [
+    outcomes = report["cases"][0]["outcomes"]
+    assert [(one["backend"], one["mode"]) for one in outcomes] == [
         (backend, mode) for backend in ("alltoall", "allgather") for mode in MODES
     ]
-    for one in report["outcomes"]:
+    for one in outcomes:
         assert one["agrees"]
         assert 0 < max(one["from_reference"].values()) < 2e-6
     assert set(outcome(report, "alltoall")["from_first"].values()) == {0.0}
@@ -85,9 +96,10 @@ def test_costs_are_those_of_the_backends(command: Command, config: str) -> None:
     assert alltoall["rows_padded"]["rank"] == 0
     assert allgather["rows_padded"]["rank"] == 2, "14 tokens are made 16"
     assert alltoall["rows_padded"]["expert"] == allgather["rows_padded"]["expert"] > 0
-    assert 0 < alltoall["bytes_sent"] < allgather["bytes_sent"]
+    assert 0 < sum(alltoall["bytes_sent"].values()) < sum(allgather["bytes_sent"].values())
     rows = 2 * 16 * 64 * 4  # of both ranks; gathered and reduce-scattered, forward and backward
-    assert 4 * rows < allgather["bytes_sent"] < 4.5 * rows
+    assert allgather["bytes_sent"]["combine"] == rows
+    assert 4 * rows < sum(allgather["bytes_sent"].values()) < 4.5 * rows
 
 
 def test_dtypes_of_the_rows_stand_beside_their_bytes(command: Command, tmp_path: Path) -> None:
@@ -97,7 +109,7 @@ def test_dtypes_of_the_rows_stand_beside_their_bytes(command: Command, tmp_path:
     assert "\nRows travel in bfloat16 (alltoall); bfloat16, float32 (allgather)\n" in answer.out
     narrow = written(tmp_path, wire_dtype="float8_e4m3fn", hidden_size=128)
     report = compared(command, "-b", "alltoall", narrow)
-    assert {one["row_dtypes"] for one in report["outcomes"]} == {"float8_e4m3fn, bfloat16"}
+    assert {one["row_dtypes"] for one in report["cases"][0]["outcomes"]} == {"float8_e4m3fn, bfloat16"}
     alone = command("compare", "-b", "local", written(tmp_path), "--ranks", "1", "--tokens", "4")
     assert "Rows travel" not in alone.out
 
@@ -134,7 +146,7 @@ def test_backend_that_cannot_run_is_told_and_counts_if_it_was_named(command: Com
     assert outcome(report, "local")["refused"].startswith("Backend 'local': ep_size must be one of 1, got 2.")
     everything = compared(command, config, "--mode", "eager")
     assert everything["agree"]
-    assert [one["backend"] for one in everything["outcomes"]] == known_backends()
+    assert [one["backend"] for one in everything["cases"][0]["outcomes"]] == known_backends()
     answer = command("compare", "-b", "local", config, "--ranks", "2", "--tokens", "4", "--mode", "eager")
     assert answer.out.endswith("failed not run: local\n")
 
@@ -158,24 +170,23 @@ def test_dtype_that_a_backend_does_not_carry_is_told(command: Command, config: s
 def test_config_is_honoured(command: Command, tmp_path: Path) -> None:
     file = written(tmp_path, backend={"name": "alltoall", "reduction": "exact"}, row_counts="check", weights="experts")
     report = compared(command, file, "--mode", "eager", "--dtype", "float32")
-    assert report["tokens"] == [16, 16], "equal counts are promised"
+    assert report["cases"][0]["tokens"] == [16, 16], "equal counts are promised"
     assert (report["config"]["weights"], report["config"]["row_counts"]) == ("experts", "check")
-    assert [one["backend"] for one in report["outcomes"]] == ["alltoall"]
     assert report["agree"]
-    options = make_task(Path(file), None, MODES, Workload()).variants[0].backend.options
-    assert options == {"reduction": "exact"}
+    (variant,) = make_task(Path(file), None, "eager", (Workload(),)).variants
+    assert variant.backend is not None
+    assert variant.backend.options == {"reduction": "exact"}
 
 
 def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: Path) -> None:
     room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
     file = written(tmp_path, **room)
     report = compared(command, "-b", "alltoall", file, "--routing", "skewed")
-    assert [one["refused"] for one in report["outcomes"]] == [None, None]
     assert report["agree"], "nothing is dropped"
     notes = [
         'graph-safe mode runs with capacity_factor "worst" instead of 0.5, because dropped rows would change the '
         "results",
-        "max_tokens_per_rank is 16, the rows of this comparison, instead of 4",
+        "max_tokens_per_rank is the largest number of rows of a case, instead of 4",
     ]
     assert report["notes"] == notes
     told = command("compare", "-b", "alltoall", file, "--ranks", "1", "--tokens", "16", "--steps", "1").out
@@ -183,24 +194,21 @@ def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: P
     assert compared(command, "-b", "alltoall", file, "--mode", "eager")["notes"] == notes[1:]
 
 
-def test_notes_are_of_what_differs(command: Command, tmp_path: Path) -> None:
-    room = {"graph_safe": True, "max_tokens_per_rank": 16}
-    assert compared(command, "-b", "alltoall", written(tmp_path, **room))["notes"] == []
-
-
 @pytest.mark.parametrize(("tolerance", "status"), [("1e-12", 1), ("0.5", 0)])
 def test_tolerance_of_the_command_line(command: Command, config: str, tolerance: str, status: int) -> None:
     """Of bfloat16, whose own is between."""
     report = compared(command, "-b", "alltoall", config, "--mode", "eager", "--tolerance", tolerance, status=status)
-    assert report["tolerance"] == float(tolerance)
+    assert report["cases"][0]["tolerance"] == float(tolerance)
     assert report["agree"] == (status == 0)
 
 
 def test_emulation_is_refused_where_ranks_have_gpus() -> None:
     """Before its group, which is NCCL's there, is used."""
-    variant = Variant(backend=parse_backend("hybridep+emulate=true"), mode="eager")
-    task = Task(config=DispatcherConfig(**FIELDS), variants=(variant,), workload=Workload())
-    refused = measurement._open(variant, task, Place(device=torch.device("cuda")), 4).refused
+    backend = parse_backend("hybridep+emulate=true")
+    variant = Variant(label=backend.label, backend=backend, mode="eager")
+    task = Task(config=DispatcherConfig(**FIELDS), variants=(variant,), workloads=(Workload(),))
+    material = make_material(Workload(), task.config, rank=0, ranks=2)
+    refused = measurement._open(variant, task, Place(device=torch.device("cuda")), material).result.refused
     assert refused is not None
     assert re.match(
         r"compare: an emulation needs CPU tensors, got 'hybridep\+emulate=true' on ranks with GPUs\. Leave it out, or "
@@ -218,21 +226,33 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
         (["--tolerance", "0"], r"--tolerance must be a number above 0, got 0\. Leave it out for the default\."),
         (["--tolerance", "nan"], "--tolerance must be a number above 0, got nan"),
         (["-b", "alltoall,depep"], "Unknown backend 'depep'.*Did you mean 'deepep'?"),
+        (["-b", "alltoall+capacity_factor=0"], "capacity_factor"),
+        (["-b", "alltoall,transformers"], "The peer 'transformers' is not installed: no transformers. In "),
+        (["--tokens", "64,-1"], "--tokens must be whole numbers with commas between, got '64,-1'. Write"),
+        (["--picture", "compare.jpg"], "--picture must end in .png or .svg, got 'compare.jpg'. Name the file"),
+        (["--save", "nowhere/now.json"], "--save must be a file in a folder that can be written, got 'nowhere/"),
+        (["--against", "nowhere.json"], "--against must be a file that compare --save wrote, got 'nowhere.json' .No"),
     ],
 )
-def test_wrong_requests_are_refused(arguments: list[str], told: str, command: Command, config: str) -> None:
+def test_wrong_requests_are_refused(
+    arguments: list[str], told: str, command: Command, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
     answer = command("compare", config, *arguments)
     assert (answer.status, answer.out) == (2, "")
-    assert re.match(f"Error: {told}", answer.error), answer.error
+    assert re.match(f"Error: .*{told}", answer.error), answer.error
 
 
 def test_reference_in_parts_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Workload(tokens=9, dtype="float64").scenario(DispatcherConfig(num_experts=8, top_k=2, hidden_size=64), 2)
     batch, experts = scenario.batches(2)[0], scenario.experts()
     monkeypatch.setattr(workload, "_REFERENCE_NUMBERS", 3 * experts.bias_ED.numel())
-    parts, whole = workload.expect_in_parts(batch, experts, None), reference(batch, experts)
-    for name in ("y_TD", "grad_x_TD", "grad_weights_TK", "grad_matrix_EWW", "grad_bias_ED"):
-        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-12, atol=1e-13)
+    whole, layout = reference(batch, experts), INPUT_LAYOUTS["rows"](len(batch.x_TD))
+    parts = workload.Step(scenario, experts, layout, lambda: batch).expected()
+    for name, expected in {"y": whole.y_TD, "x": whole.grad_x_TD, "weights": whole.grad_weights_TK}.items():
+        torch.testing.assert_close(parts[name], expected, rtol=1e-12, atol=1e-13)
+    gradients = torch.cat([whole.grad_matrix_EWW.flatten(), whole.grad_bias_ED.flatten()])
+    torch.testing.assert_close(parts["experts"], gradients, rtol=1e-12, atol=1e-13)
 
 
 def test_difference_is_relative_and_no_number_is_infinitely_far() -> None:

@@ -1,4 +1,4 @@
-"""The floor: a lower bound for the time of a layer in torch.
+"""The peer ``floor``: a lower bound for the time of a layer in torch.
 
 The floor runs only the collectives, on the fewest bytes, and the passes over rows that no implementation can avoid. It
 knows the routing before the clock starts, it has allocated all memory, and it weights rows in their own dtype. It still
@@ -35,27 +35,24 @@ from torch import Tensor
 
 from moe_dispatch.backends.wire import packet, row_format
 from moe_dispatch.permutation import SlotIndex, group_slots
-from moe_dispatch_tools.bench.contenders import Contender, Experts
-from moe_dispatch_tools.bench.workload import Shape, Tokens
+from moe_dispatch_testing.rank_context import Call
+from moe_dispatch_tools.compare.contenders import Peer, RowFunction
 
 _BLOCK_BYTES = 2 << 20  # bytes of rows in a block on the CPU, so that the next operation finds them in the cache
 
 
 @final
-class Floor(Contender):
-    """A contender that learns the routing of its first tokens, and accepts no other tokens."""
+class Floor(Peer):
+    """A contender that learns the routing of a call, and makes memory for it, before the clock starts."""
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
-        self._shape, self._group = shape, group
-        self._way: Way | None = None
+    def prepare(self, call: Call) -> None:
+        with call.x.device:
+            self._way = find_way(call.x.detach(), call.ids_TK, self.local, self.group)
 
-    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
-        if self._way is None:
-            with tokens.x_TD.device:
-                self._way = find_way(tokens, self._shape, self._group)
+    def layer(self, call: Call, experts: RowFunction) -> Tensor:
         way = self._way
-        rows_RD, weights_R = _Dispatch.apply(x_TD, weights_TK, way)  # type: ignore[no-untyped-call]
-        y_TD: Tensor = _Combine.apply(experts(rows_RD, lambda: way.local_ids_R), weights_R, way)  # type: ignore[no-untyped-call]
+        rows_RD, weights_R = _FloorDispatch.apply(call.x, call.weights_TK, way)  # type: ignore[no-untyped-call]
+        y_TD: Tensor = _FloorCombine.apply(experts(rows_RD, lambda: way.local_ids_R), weights_R, way)  # type: ignore[no-untyped-call]
         return y_TD
 
 
@@ -93,18 +90,17 @@ class Way:
         self.group.alltoall_base(out, given, list(splits_in), list(splits_out)).wait()
 
 
-def find_way(tokens: Tokens, shape: Shape, group: dist.ProcessGroup) -> Way:
+def find_way(x_TD: Tensor, ids_TK: Tensor, local: int, group: dist.ProcessGroup) -> Way:
     """Exchange the routing with the other ranks, and sort it. Collective."""
-    size, local = group.size(), shape.experts // group.size()
-    rank_TK = tokens.ids_TK // local
-    members_PT = torch.zeros(size, shape.tokens, dtype=torch.bool).scatter_(0, rank_TK.t(), True)
+    size, (count, top_k), rank_TK = group.size(), ids_TK.shape, ids_TK // local
+    members_PT = torch.zeros(size, count, dtype=torch.bool).scatter_(0, rank_TK.t(), True)
     source_S = members_PT.nonzero()[:, 1].contiguous()
     by_row = source_S.sort(stable=True)
     rows_out = members_PT.sum(1)
     rows_in = torch.empty_like(rows_out)
     group.alltoall_base(rows_in, rows_out, [1] * size, [1] * size).wait()
-    ids_SK = torch.empty(int(rows_in.sum()), shape.top_k, dtype=torch.int64)
-    group.alltoall_base(ids_SK, tokens.ids_TK[source_S], rows_in.tolist(), rows_out.tolist()).wait()
+    ids_SK = torch.empty(int(rows_in.sum()), top_k, dtype=torch.int64)
+    group.alltoall_base(ids_SK, ids_TK[source_S], rows_in.tolist(), rows_out.tolist()).wait()
     keys_SK = ids_SK - group.rank() * local
     keys_SK[keys_SK >= local] = -1
     counts = torch.bincount(keys_SK[keys_SK >= 0], minlength=local)
@@ -117,10 +113,10 @@ def find_way(tokens: Tokens, shape: Shape, group: dist.ProcessGroup) -> Way:
         counts_in=rows_out.new_zeros(size, local + 1),
         source_S=source_S,
         member_S=by_row.indices,
-        cu_T=torch.searchsorted(by_row.values, torch.arange(shape.tokens + 1)),
+        cu_T=torch.searchsorted(by_row.values, torch.arange(count + 1)),
         index=index,
         local_ids_R=torch.arange(local).repeat_interleave(counts),
-        buffers=_buffers(tokens.x_TD, shape.top_k, len(source_S), index),
+        buffers=_buffers(x_TD, top_k, len(source_S), index),
     )
 
 
@@ -147,18 +143,18 @@ def _buffers(tokens: Tensor, top_k: int, sent: int, index: SlotIndex) -> dict[st
     }
 
 
-class _Dispatch(torch.autograd.Function):
+class _FloorDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, way: Way) -> tuple[Tensor, Tensor]:
         ctx.way = way
         space, index, ones = way.buffers, way.index, [1] * way.group.size()
         way.group.alltoall_base(way.counts_in, way.counts_out, ones, ones).wait()
         form = packet(row_format(x_TD.dtype, x_TD.shape[1]), weights_TK.shape[1], torch.float32, torch.int16)
-        form.row.write(x_TD, form.rows(space["packets"]))
+        form.write(x_TD, space["packets"][:, : form.nbytes])
         form.weights(space["packets"]).copy_(weights_TK)
         torch.index_select(space["packets"], 0, way.source_S, out=space["there out"])
         way.exchange(space["there in"], space["there out"])
-        torch.index_select(form.row.read(form.rows(space["there in"])), 0, index.source_R, out=space["rows"])
+        torch.index_select(form.read(space["there in"]), 0, index.source_R, out=space["rows"])
         return space["rows"].detach(), form.weights(space["there in"]).take(index.slot_N)
 
     @staticmethod
@@ -166,7 +162,7 @@ class _Dispatch(torch.autograd.Function):
         way: Way = ctx.way
         space, index = way.buffers, way.index
         form = packet(row_format(grad_RD.dtype, grad_RD.shape[1]), index.top_k, torch.float32)
-        sum_rows(grad_RD, index.byrow_N, index.cu_S, None, form.row.read(form.rows(space["back out"])))
+        sum_rows(grad_RD, index.byrow_N, index.cu_S, None, form.read(space["back out"]))
         form.weights(space["back out"]).copy_(index.to_slots(dots_R))
         way.exchange(space["back in"], space["back out"], back=True)
         sum_rows(space["back in"].view(grad_RD.dtype), way.member_S, way.cu_T, None, space["x"])
@@ -174,7 +170,7 @@ class _Dispatch(torch.autograd.Function):
         return space["x"].detach(), grad_weights_TK[0], None
 
 
-class _Combine(torch.autograd.Function):
+class _FloorCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, weights_R: Tensor, way: Way) -> Tensor:
         ctx.way = way

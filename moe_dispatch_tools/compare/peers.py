@@ -1,4 +1,4 @@
-"""The peers: dispatchers of torchtitan and transformers, as released on PyPI (extra ``bench``)."""
+"""The peers: dispatchers of torchtitan and transformers, as released on PyPI (extra ``bench``), and the floor."""
 
 from __future__ import annotations
 
@@ -12,61 +12,62 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moe_dispatch_tools.bench.contenders import Contender, Experts, experts_of_rows
-from moe_dispatch_tools.bench.workload import Shape, Tokens
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch_testing.rank_context import Call
+from moe_dispatch_tools.compare.contenders import Peer, RowFunction
+from moe_dispatch_tools.compare.floor import Floor
 
-_NEEDED = {
-    "torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"),
-    "transformers": ("transformers",),
-}
+_NEEDED = {"torchtitan": ("torchtitan", "spmd_types", "tyro", "triton"), "transformers": ("transformers",)}
 
 
 @final
-class Torchtitan(Contender):
+class Torchtitan(Peer):
     """``AllToAllTokenDispatcher`` of torchtitan 0.3: it sends one row per token and expert, and sorts rows by expert.
 
     ``combine`` multiplies each slot by its score in float32, rounds it to the dtype of the rows, and adds the slots up.
     """
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: DispatcherConfig, group: dist.ProcessGroup) -> None:
         from torchtitan.distributed.utils import set_spmd_backend  # noqa: PLC0415 - optional
         from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: PLC0415
 
+        super().__init__(config, group)
         # The other setting exchanges lists of tensors, which gloo does not support for unequal sizes.
         set_spmd_backend("partial_dtensor")
-        config = AllToAllTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.top_k)
-        self._dispatcher = AllToAllTokenDispatcher(config)
+        fields = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
+        self._dispatcher = AllToAllTokenDispatcher(fields)
         self._dispatcher.wire_meshes(ep_mesh=_meshes(*_size_and_device(group))["ep"])
 
-    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
-        rows_RD, counts_L, metadata = self._dispatcher.dispatch(
-            x_TD, weights_TK, tokens.ids_TK, tokens.tokens_per_expert_E
-        )
-        y_TD: Tensor = self._dispatcher.combine(experts(rows_RD, lambda: experts_of_rows(counts_L)), metadata, x_TD)
+    def prepare(self, call: Call) -> None:  # routers of torchtitan count the rows of each expert
+        self._counts_E = torch.bincount(call.ids_TK.flatten(), minlength=self.config.num_experts)
+
+    def layer(self, call: Call, experts: RowFunction) -> Tensor:
+        rows_RD, counts_L, metadata = self._dispatcher.dispatch(call.x, call.weights_TK, call.ids_TK, self._counts_E)
+        ids_L = torch.arange(len(counts_L), device=counts_L.device)
+        rows_RD = experts(rows_RD, lambda: ids_L.repeat_interleave(counts_L))
+        y_TD: Tensor = self._dispatcher.combine(rows_RD, metadata, call.x)
         return y_TD
 
 
 @final
-class Transformers(Contender):
+class Transformers(Peer):
     """``AllToAllEP`` of transformers 5.23: it sends one row per token and expert, and leaves rows in source order.
 
     The experts of transformers sort the rows, so its times contain no sort, unlike the times of the other contenders.
     Weights have the dtype of the rows, as in the routers of transformers.
     """
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: DispatcherConfig, group: dist.ProcessGroup) -> None:
         from transformers.distributed.expert_parallel import AllToAllEP  # noqa: PLC0415 - optional
 
+        super().__init__(config, group)
         mesh = _meshes(*_size_and_device(group))
-        self._experts = _ExpertsOfTransformers(shape.experts // group.size())
+        self._experts = _ExpertsOfTransformers(self.local)
         self._layer = AllToAllEP(self._experts, mesh["ep"], mesh["tp"])
 
-    def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype
-
-    def layer(self, x_TD: Tensor, weights_TK: Tensor, tokens: Tokens, experts: Experts) -> Tensor:
+    def layer(self, call: Call, experts: RowFunction) -> Tensor:
         self._experts.apply = experts
-        y_TD: Tensor = self._layer(x_TD, tokens.ids_TK, weights_TK)
+        y_TD: Tensor = self._layer(call.x, call.ids_TK, call.weights_TK.to(call.x.dtype))
         return y_TD
 
 
@@ -74,7 +75,7 @@ class Transformers(Contender):
 class _ExpertsOfTransformers:
     """The part of an experts module that ``AllToAllEP`` uses. The caller sets ``apply`` before each call."""
 
-    apply: Experts
+    apply: RowFunction
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -94,12 +95,16 @@ def _meshes(ep_size: int, device: str) -> DeviceMesh:
     return init_device_mesh(device, (ep_size, 1), mesh_dim_names=("ep", "tp"))
 
 
-PEERS: dict[str, Callable[[Shape, dist.ProcessGroup], Contender]] = {
+PEERS: dict[str, Callable[[DispatcherConfig, dist.ProcessGroup], Peer]] = {
+    "floor": Floor,
     "torchtitan": Torchtitan,
     "transformers": Transformers,
 }
 
 
 def missing_packages(name: str) -> list[str]:
-    """Return the packages that a contender needs and that are not installed. Nothing is imported."""
-    return [package for package in _NEEDED.get(name, ()) if find_spec(package) is None]
+    """Return the packages that a peer needs and that are not installed. Nothing is imported.
+
+    A folder of the same name in the current directory is no package: it has no file.
+    """
+    return [package for package in _NEEDED.get(name, ()) if getattr(find_spec(package), "origin", None) is None]

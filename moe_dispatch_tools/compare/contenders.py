@@ -1,0 +1,157 @@
+"""Contenders: implementations of one MoE layer, which differ only in how they move rows.
+
+A layer runs with the experts of the conformance kit, to check its results, or with experts that cost nothing, to time
+how it moves rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights
+from moe_dispatch_testing.rank_context import Call, RankContext
+from moe_dispatch_testing.scenario import Experts
+from moe_dispatch_tools.compare.workload import Step
+
+# A function from rows (R, D) to rows (R, D). Its second argument is a function that returns the expert of each row,
+# int64 (R,), counted from the first expert of this rank.
+RowFunction = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+
+
+class Contender(ABC):
+    """An implementation of the layer on one rank."""
+
+    def prepare(self, call: Call) -> None:  # noqa: B027 - optional
+        """Learn what may be known of a call before the clock starts. Collective."""
+
+    def leaves(self, call: Call) -> tuple[Tensor, ...]:
+        """Return the tensors whose gradients a timed backward computes."""
+        return call.x, call.weights_TK
+
+    @abstractmethod
+    def checked(self, step: Step, call: Call, rank: int) -> Tensor:
+        """Run the forward with the experts of the conformance kit."""
+
+    @abstractmethod
+    def timed(self, call: Call, mark: Callable[[], None], *, full: bool = False) -> Tensor:
+        """Run the forward. Call ``mark`` when the rows have arrived, and when the experts are done.
+
+        Args:
+            call: Tensors of the call.
+            mark: Function that notes the time, or a counter.
+            full: Whether to run experts that take time. Otherwise they cost nothing.
+        """
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release buffers and groups that outlive a call."""
+
+
+@final
+class TimedExperts:
+    """Experts that take time: gated, with an up matrix (D, 2W) and a down matrix (W, D), in the dtype of the rows."""
+
+    def __init__(self, dispatcher: Dispatcher, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        config, size = dispatcher.config, dispatcher._channel.shape.ep_size
+        local, hidden = config.num_experts // size, config.hidden_size
+        shapes = ((local, hidden, 2 * width), (local, width, hidden))
+        self.own = tuple(
+            torch.randn(shape).div_(shape[1] ** 0.5).to(device, dtype).requires_grad_() for shape in shapes
+        )
+        self.slot_weights = SlotWeights(dispatcher)
+
+
+@final
+class Ours(Contender):
+    """A dispatcher of moe-dispatch, and the plan that each call makes.
+
+    Attributes:
+        experts: Experts that take time, whose weights travel; None if experts are not timed.
+        received_L: Rows that each expert of this rank got in the last timed call.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.experts: TimedExperts | None = None
+        self.received_L = torch.zeros(0)
+
+    def leaves(self, call: Call) -> tuple[Tensor, ...]:
+        return call.x, call.weights_TK, *(self.experts.own if self.experts else ())
+
+    def checked(self, step: Step, call: Call, rank: int) -> Tensor:
+        dispatcher, experts, numbers = self.dispatcher, call.experts, None
+        context = RankContext(scenario=step.scenario, dispatcher=dispatcher, rank=rank, calls=(call,))
+        sent = dispatcher.dispatch(call.x, call.routing, context.plan(call))
+        if sent.placement is not None:
+            local = dispatcher.config.num_experts // dispatcher._channel.shape.ep_size
+            own = slice(rank * local, (rank + 1) * local)
+            stacked = (experts.matrix_EWW[own], experts.bias_ED[own])
+            sent, (matrix_SWW, bias_SD) = SlotWeights(dispatcher).fetch(sent, *stacked)
+            experts, numbers = Experts(matrix_EWW=matrix_SWW, bias_ED=bias_SD), range(len(bias_SD))
+        return dispatcher.combine(context.run_experts(sent, experts, numbers), sent)
+
+    def timed(self, call: Call, mark: Callable[[], None], *, full: bool = False) -> Tensor:
+        dispatcher = self.dispatcher
+        sent = dispatcher.dispatch(call.x, call.routing, dispatcher.plan(call.layout, like=call.x))
+        mark()
+        weights: tuple[Tensor, ...] = ()
+        self.received_L = sent.real_tokens_per_expert
+        if self.experts is not None:
+            sent, weights = self.experts.slot_weights.fetch(sent, *self.experts.own)
+        rows = sent.rows
+        if full:
+            up, gate = sent.grouped_mm(rows, weights[0]).chunk(2, 1)
+            rows = sent.grouped_mm(up * torch.sigmoid(gate), weights[1])
+        if dispatcher.config.weights == "experts":
+            rows = (rows * sent.weights.unsqueeze(1)).to(rows.dtype)
+        mark()
+        return dispatcher.combine(rows, sent)
+
+    def close(self) -> None:
+        self.dispatcher.close()
+
+
+class Peer(Contender):
+    """An implementation outside this package. Each token must name ``top_k`` different experts."""
+
+    def __init__(self, config: DispatcherConfig, group: dist.ProcessGroup) -> None:
+        self.config, self.group = config, group
+        self.local = config.num_experts // group.size()
+
+    @abstractmethod
+    def layer(self, call: Call, experts: RowFunction) -> Tensor:
+        """Dispatch, run the experts and combine."""
+
+    def checked(self, step: Step, call: Call, rank: int) -> Tensor:
+        def experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
+            ids_R = local_ids()
+            order_R = ids_R.argsort(stable=True)
+            parts = rows_RD[order_R].split(torch.bincount(ids_R, minlength=self.local).tolist())
+            first = rank * self.local
+            outputs = torch.cat([call.experts.apply(first + e, part) for e, part in enumerate(parts)])
+            return outputs.to(rows_RD.dtype)[order_R.argsort()]
+
+        return self.layer(call, experts)
+
+    def timed(self, call: Call, mark: Callable[[], None], *, full: bool = False) -> Tensor:
+        def experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
+            mark()
+            mark()
+            return rows_RD
+
+        return self.layer(call, experts)
+
+
+def run_layer(contender: Contender, call: Call, mark: Callable[[], Any], *, full: bool = False) -> None:
+    """Run forward and backward. Call ``mark`` at the start and at the end of each phase in ``PHASES``."""
+    mark()
+    y = contender.timed(call, mark, full=full)
+    mark()
+    torch.autograd.grad(y, contender.leaves(call), call.upstream, allow_unused=True)  # free experts use no weights
+    mark()
