@@ -23,7 +23,6 @@ RELEASES = (
     "v1.2.1",
     "v2-2.1.0",
     "v2.5.0",
-    "hybridep-0ed15b5",
     "hybridep-34152ae",
     "hybridep-94a9f8f",
     "hybridep-744",
@@ -39,6 +38,8 @@ def emulated_deep_ep(release: str) -> ModuleType:
     Raises:
         ConfigError: There is no such release.
     """
+    if release == "hybridep-0ed15b5":
+        raise ConfigError("HybridEP 0ed15b5 is no longer supported. Use hybridep-34152ae or later.")
     if release not in RELEASES:
         raise ConfigError(f"Unknown release of deep_ep {release!r}. Emulated releases: {', '.join(RELEASES)}.")
     if release.startswith("v2-"):
@@ -147,7 +148,7 @@ def _v25(release: str) -> ModuleType:
 
 
 def _hybrid_ep(release: str) -> ModuleType:
-    """Make the module of a HybridEP release. Its buffer class is HybridEpBuffer in 0ed15b5, HybridEPBuffer later."""
+    """Make the module of a HybridEP release."""
     buffer, of_branch = hybrid_ep_buffer(release), _unemulated_buffer(release)
     return _module(
         "deep_ep",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
-from moe_dispatch.backends import Arrived
+from moe_dispatch.backends import Arrived, Constraints, MoEShape
+from moe_dispatch.backends.allgather import AllGatherOptions
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.dispatchers import planning
@@ -254,15 +256,20 @@ def test_different_placements_are_refused_on_all_ranks() -> None:
     assert on_ranks(body, 2) == [told] * 2
 
 
-def test_a_rank_without_experts_needs_a_backend_that_allows_it() -> None:
+def test_a_rank_without_experts_needs_a_backend_that_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = ExpertPlacement(4, ((0, 1, 2, 3), (-1, -1, -1, -1)))
+
+    needs = AllGatherOptions.constraints
+
+    def needs_rows(options: AllGatherOptions, shape: MoEShape) -> Constraints:
+        return replace(needs(options, shape), idle_ranks=False)
+
+    monkeypatch.setattr(AllGatherOptions, "constraints", needs_rows)
 
     def body(group: Group) -> None:
         build_dispatcher(small_config("alltoall", num_experts=4, spare_experts_per_rank=2), group).place(alone)
-        fields: dict[str, Any] = {"num_experts": 4, "hidden_size": 512, "spare_experts_per_rank": 2}
-        backend = {"name": "hybridep", "emulate": "hybridep-0ed15b5"}
-        dispatcher = build_dispatcher(small_config(backend, **fields), group)
-        told = r"Dispatcher\.place: backend 'hybridep' needs an expert on every rank, got none on rank 1"
+        dispatcher = build_dispatcher(small_config("allgather", num_experts=4, spare_experts_per_rank=2), group)
+        told = r"Dispatcher\.place: backend 'allgather' needs an expert on every rank, got none on rank 1"
         with pytest.raises(ConfigError, match=told):
             dispatcher.place(alone)
 

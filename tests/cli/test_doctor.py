@@ -85,7 +85,6 @@ def test_emulations_are_tested_on_request(command: Command) -> None:
         "v1.2.1",
         "v2-2.1.0",
         "v2.5.0",
-        "hybridep-0ed15b5",
         "hybridep-34152ae",
         "hybridep-94a9f8f",
         "hybridep-744",

@@ -21,7 +21,6 @@ OLDER_RELEASES: tuple[BackendSpec, ...] = (
     {"name": "hybridep", "emulate": "hybridep-94a9f8f"},
     {"name": "hybridep", "emulate": "hybridep-94a9f8f", "fuse_permute": True},
     {"name": "hybridep", "emulate": "hybridep-34152ae"},
-    {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
 )
 # Options with which a backend runs other code. Each variant runs all scenarios, as a backend of its own.
 VARIANTS: tuple[BackendSpec, ...] = (

@@ -47,24 +47,20 @@ def calls_of(release: str) -> Calls:
     options = [*_OPTIONS[name]]
     if release.startswith("v2"):
         options.append({"expand": True, "deterministic": False})
-    is_early = release == "hybridep-0ed15b5"
-    if is_early:
-        options = options[:1]
-    elif name == "hybridep":
+    if name == "hybridep":
         options.append({"fuse_permute": True})
     found: Calls = {}
     with spied(release, found):
         for more in options:
-            for graph_safe in (False,) if is_early else (False, True):
+            for graph_safe in (False, True):
                 on_ranks(functools.partial(_run_layer, {"name": name, "emulate": release, **more}, graph_safe), 2)
     return found
 
 
 def _run_layer(backend: dict[str, Any], graph_safe: bool, group: Group) -> None:
-    wide = 512 if backend["emulate"] == "hybridep-0ed15b5" else 256
-    sizes: dict[str, Any] = {"hidden_size": wide, "pad_multiple": 16, "max_tokens_per_rank": 16}
+    sizes: dict[str, Any] = {"hidden_size": 256, "pad_multiple": 16, "max_tokens_per_rank": 16}
     dispatcher = build_dispatcher(config(backend, graph_safe=graph_safe, **sizes), group)
-    routing, x = random_routing(16), torch.ones(16, wide).requires_grad_()
+    routing, x = random_routing(16), torch.ones(16, 256).requires_grad_()
     for async_op in (False, True):
         sent: Any = dispatcher.dispatch(x, routing, async_op=async_op)
         sent = sent.wait() if async_op else sent

@@ -176,12 +176,6 @@ def test_the_library_is_told_not_to_wait(backend: dict[str, Any], monkeypatch: p
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
-        {"name": "hybridep", "emulate": "hybridep-0ed15b5"},
-        {"hidden_size": 512},
-        "graph_safe is not possible: the installed version reads its counts on the host; versions of 2026-04 "
-        "(34152ae) or later need not",
-    ),
-    (
         {**V2, "expand": True},
         {},
         "the library reads the device while it sorts expanded rows; the option deterministic=False turns",

@@ -109,6 +109,10 @@ def test_the_variant_is_told_by_attributes(installed: Install, monkeypatch: pyte
     hybrid = emulated_deep_ep("hybridep-94a9f8f")
     installed(Buffer=v1.Buffer, HybridEPBuffer=hybrid.HybridEPBuffer)
     assert HybridEPOptions().probe() == Usable(version="of unknown version", features=("chunks of 64 and 64 rows",))
+    installed(HybridEpBuffer=hybrid.HybridEPBuffer, __version__="1.1.0")  # the only release that spells it so
+    assert reason(HybridEPOptions) == (
+        "deep_ep 1.1.0 is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
+    )
     installed()
     assert reason(DeepEPOptions) == "deep_ep of unknown version has neither EPBuffer, ElasticBuffer nor Buffer"
 

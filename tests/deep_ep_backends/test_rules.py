@@ -13,6 +13,7 @@ from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
+from moe_dispatch.backends.deep_ep.library import parameters
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.dispatchers.layer import outcomes_on, raises_everywhere
@@ -90,7 +91,6 @@ def test_numbers_of_v1_v2_and_v25() -> None:
 @pytest.mark.parametrize(
     ("release", "ranks_per_domain", "multiple"),
     [
-        ("hybridep-0ed15b5", 8, 128),
         ("hybridep-34152ae", 4, 64),
         ("hybridep-94a9f8f", 8, 1),
         ("hybridep-94a9f8f", 4, 1),
@@ -135,8 +135,18 @@ def test_experts_per_rank_times_ranks_per_domain_divide_by_four(domain: int, mul
     assert hybridep(shape(ep_size=24, experts=96), ranks_per_domain=domain).local_experts_multiple == multiple
 
 
-def test_numbers_of_old_hybridep_releases() -> None:
-    old, new = hybridep(shape(), emulate="hybridep-0ed15b5"), hybridep(shape())
+class EarlyBuffer:
+    """The parameters of 1dddd19 that tell its rules: it has neither non-blocking calls nor fused ones."""
+
+    def __init__(self, group: Any, ib_dev_name_list: Any = None) -> None: ...
+
+    def dispatch_with_permute(self, *, hidden: Any, pad_multiple: Any = None) -> None: ...
+
+
+def test_numbers_of_early_hybridep_releases() -> None:
+    early, new = hybrid.rules(EarlyBuffer, {}), hybridep(shape())
+    assert early.row_multiple(8) == 128
+    old = hybrid.constraints(early, "cuda", shape(), 8)
     assert (old.hidden_multiple, new.hidden_multiple) == (512, 16)
     assert old.group_sizes is not None
     assert new.group_sizes is not None
@@ -146,6 +156,13 @@ def test_numbers_of_old_hybridep_releases() -> None:
     assert 1 in new.group_sizes
     assert 73 not in new.group_sizes
     assert new.pads_experts
+    assert not old.idle_ranks
+    assert not old.graph_safe
+    assert "versions of 2026-04 (34152ae) or later need not" in old.graph_safe_reason
+    with pytest.raises(
+        ConfigError, match=r"serves groups within one NVLink domain, got 8 ranks, 4 per domain. Install"
+    ):
+        hybrid.constraints(early, "cuda", shape(), 4)
 
 
 def test_the_newest_rules_are_those_of_its_class() -> None:
@@ -200,11 +217,6 @@ REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         2,
         ("Backend 'hybridep': at most 21824 rows per rank fit, got 30000", "micro-batches of at most 21824"),
     ),
-    "an option of later versions": (
-        {"backend": {"name": "hybridep", "emulate": "hybridep-0ed15b5", "num_blocks_permute": 8}, "hidden_size": 512},
-        2,
-        ("the installed HybridEpBuffer must have num_blocks_permute, got a version without",),
-    ),
     "fp8 on hybridep": (
         {"backend": {"name": "hybridep", "emulate": True}, "wire_dtype": "float8_e4m3fn"},
         2,
@@ -220,19 +232,19 @@ def test_refused_at_build_on_all_ranks_alike(name: str) -> None:
     raises_everywhere(outcomes_on(lambda group: build_dispatcher(config, group), size), ConfigError, *texts)
 
 
+def test_an_option_of_later_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "parameters", lambda function: parameters(function) - {"num_blocks_permute"})
+    backend = {"name": "hybridep", "emulate": True, "num_blocks_permute": 8}
+    with pytest.raises(ConfigError, match="the installed HybridEPBuffer must have num_blocks_permute, got a version"):
+        build_dispatcher(DispatcherConfig(backend=backend, num_experts=8, top_k=2, hidden_size=256))
+
+
 def test_fusion_needs_equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API", "128")
     backend = {"name": "hybridep", "emulate": True, "fuse_permute": True}
     text = r"fuse_permute needs equal chunks in all kernels, got 64 \(dispatch\), 64 \(combine\) and 128"
     with pytest.raises(ConfigError, match=text):
         build_dispatcher(DispatcherConfig(backend=backend, num_experts=8, top_k=2, hidden_size=256))
-
-
-def test_early_hybridep_stays_within_a_domain() -> None:
-    with pytest.raises(
-        ConfigError, match=r"serves groups within one NVLink domain, got 8 ranks, 4 per domain. Install"
-    ):
-        hybridep(shape(ranks_per_node=4), emulate="hybridep-0ed15b5")
 
 
 def test_float8_of_v2_is_for_groups_within_a_node() -> None:
@@ -307,7 +319,7 @@ def test_where_deepep_is_graph_safe() -> None:
 
 
 def test_which_hybridep_is_graph_safe() -> None:
-    for release, is_safe in {"0ed15b5": False, "34152ae": True, "94a9f8f": True, "744": True}.items():
-        assert hybridep(shape(4, 4), emulate=f"hybridep-{release}").graph_safe == is_safe
+    for release in ("34152ae", "94a9f8f", "744"):
+        assert hybridep(shape(4, 4), emulate=f"hybridep-{release}").graph_safe
     assert hybridep(shape(4, 4)).drop_order == "position"
     assert hybridep(shape(4, 4), fuse_permute=True).drop_order is None

@@ -87,11 +87,20 @@ def test_a_domain_that_the_library_sees_otherwise_is_refused(monkeypatch: pytest
     raises_everywhere(results, ConfigError, told)
 
 
-def test_an_early_release_refuses_a_rank_that_receives_nothing() -> None:
+def test_early_versions_return_nothing_on_a_rank_that_receives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls: Any = emulated_deep_ep("hybridep-94a9f8f").HybridEPBuffer
+    original = cls.dispatch_with_permute
+
+    @functools.wraps(original)
+    def early(*args: Any, **given: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = original(*args, **given)
+        return found if len(found[0]) else (None, None, None, None, found[-1])
+
+    monkeypatch.setattr(cls, "dispatch_with_permute", early)
+
     def body(group: Group) -> None:
-        backend = {"name": "hybridep", "emulate": "hybridep-0ed15b5"}
-        dispatcher = build_dispatcher(config(backend, hidden_size=512), group)
-        dispatcher.dispatch(torch.ones(4, 512), Routing(torch.tensor([[0, 1]] * 4), torch.ones(4, 2)))
+        dispatcher = build_dispatcher(config(HYBRID), group)
+        dispatcher.dispatch(torch.ones(4, 256), Routing(torch.tensor([[0, 1]] * 4), torch.ones(4, 2)))
 
     results = outcomes(body, 2)
     assert results[0] is None

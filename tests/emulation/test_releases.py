@@ -16,6 +16,8 @@ def test_unknown_release_is_refused_with_those_there_are() -> None:
         ConfigError, match=r"Unknown release of deep_ep 'v3'. Emulated releases: v1\.2\.1, v2-2\.1\.0, v2\.5\.0, h"
     ):
         emulated_deep_ep("v3")
+    with pytest.raises(ConfigError, match=r"HybridEP 0ed15b5 is no longer supported\. Use hybridep-34152ae or later"):
+        emulated_deep_ep("hybridep-0ed15b5")
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -27,17 +29,14 @@ def test_a_release_is_one_module(release: str) -> None:
 def test_buffers_are_told_apart_by_attributes() -> None:
     """As a probe does with the installed package."""
     found = {
-        release: [
-            name for name in ("ElasticBuffer", "EPBuffer", "HybridEpBuffer", "HybridEPBuffer") if hasattr(module, name)
-        ]
+        release: [name for name in ("ElasticBuffer", "EPBuffer", "HybridEPBuffer") if hasattr(module, name)]
         for release, module in ((release, emulated_deep_ep(release)) for release in RELEASES)
     }
-    newer = {release: ["HybridEPBuffer"] for release in RELEASES[4:]}
+    newer = {release: ["HybridEPBuffer"] for release in RELEASES[3:]}
     assert found == {
         "v1.2.1": [],
         "v2-2.1.0": ["ElasticBuffer"],
         "v2.5.0": ["EPBuffer"],
-        "hybridep-0ed15b5": ["HybridEpBuffer"],
         **newer,
     }
     assert [release for release in RELEASES if not hasattr(emulated_deep_ep(release), "Buffer")] == ["v2.5.0"]
@@ -62,7 +61,6 @@ def test_buffer_of_other_releases_is_there_to_be_imported_only(release: str) -> 
         ),
         ("v2-2.1.0", ["deep_ep.EPHandle", "deep_ep.buffers.elastic.ElasticBuffer", "deep_ep.utils.event.EventOverlap"]),
         ("v2.5.0", ["deep_ep.EPHandle", "deep_ep.buffers.ep.EPBuffer", "deep_ep.utils.event.EventOverlap"]),
-        ("hybridep-0ed15b5", ["deep_ep.hybrid_ep_buffer.HybridEpBuffer", "deep_ep.utils.EventOverlap"]),
         ("hybridep-94a9f8f", ["deep_ep.HybridEPBuffer", "deep_ep.hybrid_ep_buffer.indices_to_map"]),
     ],
 )

@@ -1,6 +1,6 @@
 """The driver of ``deep_ep.HybridEPBuffer``, for all its versions. The installed signatures tell which version it is.
 
-Source: DeepEP branch hybrid-ep, 0ed15b5 (2025-10) to 94a9f8f (2026-07), and pull requests 744 and 746 (2026-09).
+Source: DeepEP branch hybrid-ep, 1dddd19 (2025-11) to 94a9f8f (2026-07), and pull requests 744 and 746 (2026-09).
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ NEWEST = Rules(
 
 
 def buffer_class(library: Library) -> type[Any] | None:
-    """Return the buffer class, whose name differs between versions; None if the library is another variant."""
-    module = library.module
-    found: type[Any] | None = getattr(module, "HybridEPBuffer", None) or getattr(module, "HybridEpBuffer", None)
+    """Return the buffer class; None if the library is another variant, or a version that is not supported."""
+    found: type[Any] | None = getattr(library.module, "HybridEPBuffer", None)
     return found
 
 
@@ -113,8 +112,7 @@ def rules(cls: type[Any], environment: Mapping[str, str] | None = None) -> Rules
         ragged="num_of_tokens_per_rank" in dispatch,
         hidden_multiple=16 if "non_blocking" in dispatch else 512,  # relaxed with 83e0d15 (2025-12-03)
         least_ranks=1 if fuses else 2,
-        # The first version could not span domains (0ed15b5). The next took only full buffers across them (1dddd19).
-        spans_domains=not {"nvlink_domain_size", "ib_dev_name_list"} & construct.keys(),
+        spans_domains="ib_dev_name_list" not in construct,  # 1dddd19 takes only full buffers across domains
         detects_domain=fuses,
         idle_ranks=fuses,  # 34152ae (2026-04-09), the second version with these signatures
         flags_overflow=fuses,  # since a484936 (2026-01-20); but versions before these signatures were not studied
@@ -249,11 +247,9 @@ class HybridDriver:
         self._pool = BufferPool("hybridep", self._make, most_rows=context.most_rows, multiple=lcm(*found.chunks))
 
     def _constructor_arguments(self, knobs: Mapping[str, int]) -> dict[str, Any]:
-        shape, known = self._shape, parameters(self._cls.__init__)
-        self._refuse_unknown(knobs.keys(), known)
-        arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
-        more = {"num_of_experts": shape.num_experts, "nvlink_domain_size": self._domain}
-        return arguments | {name: number for name, number in more.items() if name in known}
+        shape = self._shape
+        self._refuse_unknown(knobs.keys(), parameters(self._cls.__init__))
+        return {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
 
     def _refuse_unknown(self, wanted: Any, known: frozenset[str]) -> None:
         unknown = sorted(set(wanted) - known)

@@ -29,7 +29,7 @@ from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import running_total
 from moe_dispatch.probing import Rejected, Usable
 
-Release = Literal["hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
+Release = Literal["hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
 _NEWEST: Release = "hybridep-746"
 _Count = Annotated[int, Field(ge=1)]
 
@@ -118,6 +118,10 @@ class HybridEPOptions(BackendOptions):
 
     def _library(self) -> Library | Rejected:
         found = find_library(self.release)
+        if isinstance(found, Library) and hasattr(found.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
+            return Rejected(
+                f"deep_ep {found.version} is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
+            )
         if isinstance(found, Library) and hybrid.buffer_class(found) is None:
             return Rejected(f"deep_ep {found.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep")
         return found
@@ -169,7 +173,7 @@ class HybridEP(Backend):
     Cost: one host sync per dispatch (the counts), none in ``again=``, combine or a backward. In graph-safe mode none at
     all.
 
-    Source: DeepEP branch hybrid-ep, 0ed15b5 to 94a9f8f, and pull requests 744 and 746.
+    Source: DeepEP branch hybrid-ep, 1dddd19 to 94a9f8f, and pull requests 744 and 746.
     """
 
     collective_close = True

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import functools
 
-from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.emulation.hybrid.buffer import HybridBuffer
 from moe_dispatch_testing.emulation.hybrid.call import indices_to_map
 from moe_dispatch_testing.emulation.hybrid.release import RELEASES
-from moe_dispatch_testing.emulation.hybrid.release_0ed15b5 import HybridEpBuffer
 from moe_dispatch_testing.emulation.signatures import narrowed, recorded
 
 __all__ = ["hybrid_ep_buffer", "indices_to_map"]
 
-_FIRST, _NEWEST = "hybridep-0ed15b5", "hybridep-746"
+_NEWEST = "hybridep-746"
 # Methods of HybridBuffer whose signatures were different before the newest release: fewer parameters, other defaults.
 _CHANGED = ("__init__", "dispatch", "dispatch_with_permute")
 
 
 @functools.cache
 def hybrid_ep_buffer(release: str) -> type:
-    """Return the buffer class of a release. Its name is HybridEpBuffer in 0ed15b5, HybridEPBuffer later.
-
-    Raises:
-        ConfigError: There is no such release.
-    """
-    if release == _FIRST:
-        return HybridEpBuffer
-    if release not in RELEASES:
-        names = ", ".join(sorted({_FIRST, *RELEASES}))
-        raise ConfigError(f"Unknown release of HybridEP {release!r}. Emulated releases: {names}.")
+    """Return the buffer class of a release, one of those in ``RELEASES``."""
     parameters = recorded(release)["classes"]["HybridEPBuffer"]
     changed = () if release == _NEWEST else _CHANGED
     methods = {name: narrowed(getattr(HybridBuffer, name), parameters[name]) for name in changed}

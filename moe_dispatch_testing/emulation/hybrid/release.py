@@ -1,7 +1,4 @@
-"""The rules in which the emulated releases of HybridEP differ, and where each rule is in the source.
-
-Release 0ed15b5 differs too much, so it has modules of its own.
-"""
+"""The rules in which the emulated releases of HybridEP differ, and where each rule is in the source."""
 
 from __future__ import annotations
 

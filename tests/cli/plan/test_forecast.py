@@ -84,7 +84,7 @@ def test_forward_counts_the_agreement_once() -> None:
 
 def test_sequences_are_padded_for_the_loader_and_for_the_backend() -> None:
     found = planned(
-        'hybridep+emulate="hybridep-0ed15b5"',
+        'hybridep+emulate="hybridep-34152ae"',
         fields={"hidden_size": 512, "pad_multiple": "fp8"},
         batch=Batch(batch_size=2, seq_length=4001),
         parallelism=Parallelism(tp=2, cp=2, sequence_parallel=True),
@@ -95,9 +95,9 @@ def test_sequences_are_padded_for_the_loader_and_for_the_backend() -> None:
     assert plan.rows_per_rank is not None
     assert plan.rank_padding is not None
     assert (plan.rows_per_rank.expected, plan.rank_padding.expected) == (2048, 40)
-    assert plan.sequence_multiple == 256  # 128 rows to a rank, of 4, of which a micro-batch has 2 sequences
+    assert plan.sequence_multiple == 128  # 64 rows to a rank, of 4, of which a micro-batch has 2 sequences
     again = planned(
-        'hybridep+emulate="hybridep-0ed15b5"',
+        'hybridep+emulate="hybridep-34152ae"',
         fields={"hidden_size": 512, "pad_multiple": "fp8"},
         batch=Batch(batch_size=2, seq_length=16 * 256),
         parallelism=Parallelism(tp=2, cp=2, sequence_parallel=True),

@@ -20,7 +20,6 @@ from tests.emulation.hybrid_case import (
     BEFORE_RAGGED,
     CURRENT,
     EVERY,
-    FIRST,
     FUSED,
     HIDDEN,
     JULY,
@@ -58,8 +57,6 @@ def round_trip(release: str, capacity: int, rows: int) -> Callable[[dist.Process
 @pytest.mark.parametrize(
     ("release", "capacity", "rows", "works"),
     [
-        (FIRST, 128, 100, True),
-        (FIRST, 192, 100, False),  # the capacity as given, chunks of 128
         (APRIL, 200, 100, True),  # at least 512
         (APRIL, 520, 100, False),  # chunks of 64, nothing rounds the capacity
         (APRIL, 100, 520, False),  # nor rows that make it grow
@@ -265,7 +262,7 @@ def test_the_custom_allgather_needs_whole_16_bytes_where_it_is_the_default() -> 
         run_ranks(aborts, 4)
 
 
-@pytest.mark.parametrize("release", [FIRST, APRIL, JULY])
+@pytest.mark.parametrize("release", [APRIL, JULY])
 def test_no_rows_at_all_is_undefined_before_ragged_dispatch(release: str) -> None:
     sources = make_sources([0] * 2)
     with pytest.raises(EmulatedAbort, match="Every rank must have at least one row, got 0"):

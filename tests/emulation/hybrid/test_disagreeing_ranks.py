@@ -11,7 +11,6 @@ from tests.emulation.hybrid_case import (
     APRIL,
     CURRENT,
     EVERY,
-    FIRST,
     HIDDEN,
     JULY,
     RAGGED,
@@ -25,7 +24,7 @@ from tests.emulation.hybrid_case import (
 )
 
 
-@pytest.mark.parametrize("release", [FIRST, APRIL, JULY])
+@pytest.mark.parametrize("release", [APRIL, JULY])
 def test_unequal_rows_hang(release: str) -> None:
     sources = make_sources([64, 32])
 

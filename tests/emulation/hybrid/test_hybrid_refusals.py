@@ -8,15 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.emulation import EmulatedAbort
-from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 from tests.emulation.hybrid_case import (
     APRIL,
     BEFORE_RAGGED,
     CURRENT,
     EVERY,
-    FIRST,
     FUSED,
     HIDDEN,
     JULY,
@@ -32,23 +29,16 @@ from tests.emulation.hybrid_case import (
     sent,
 )
 
-
-def test_an_unknown_release_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"Unknown release of HybridEP 'hybridep-1'\. .*hybridep-0ed15b5, hybridep-3"):
-        hybrid_ep_buffer("hybridep-1")
-
-
 # Ids and dtypes
 
 
-@pytest.mark.parametrize("release", [FIRST, APRIL, JULY])
+@pytest.mark.parametrize("release", [APRIL, JULY])
 def test_minus_one_among_ids_traps_before_ragged_dispatch(release: str) -> None:
     ids = torch.tensor([[0, -1]] * 4)
-    more = {} if release == FIRST else {"num_of_experts": 2 * LOCAL}
 
     def body(group: dist.ProcessGroup) -> Any:
         x = torch.zeros(4, HIDDEN).bfloat16()
-        return open_buffer(release, group).dispatch_with_permute(hidden=x, topk_idx=ids, **more)
+        return open_buffer(release, group).dispatch_with_permute(hidden=x, topk_idx=ids, num_of_experts=2 * LOCAL)
 
     with pytest.raises(EmulatedAbort, match=r"topk_idx must be in \[0, 8\), got -1\.\.0\."):
         run_ranks(body, 2)
@@ -266,25 +256,6 @@ def test_settings_of_the_kernels_are_taken_but_for_those_that_change_results() -
         buffer.update_template_config(HIDDEN, ROWS, num_of_wings=2)
     with pytest.raises(NotImplementedError, match="without device-side sync are not emulated"):
         buffer.update_template_config(HIDDEN, ROWS, device_side_sync_combine_api=False)
-
-    def without_sync(group: dist.ProcessGroup) -> Any:
-        return open_buffer(FIRST, group).init_config(device_side_sync_dispatch_api=False)
-
-    with pytest.raises(NotImplementedError, match="without device-side sync are not emulated"):
-        run_ranks(without_sync, 2)
-
-
-def test_the_first_release_can_be_given_other_chunks() -> None:
-    sources = make_sources([ROWS] * 2)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        buffer = open_buffer(FIRST, group, rows=192)
-        buffer.init_config(num_of_tokens_per_chunk_combine_api=64)
-        buffer.init_buffer()
-        rows, _, _, _, handle = sent(buffer, sources[group.rank()], pad_multiple=1)
-        return returned(buffer, rows, handle)[0].shape
-
-    assert run_ranks(body, 2) == [(ROWS, HIDDEN)] * 2
 
 
 def test_tensors_elsewhere_than_on_the_cpu_are_refused() -> None:

@@ -15,7 +15,6 @@ from tests.emulation.hybrid_case import (
     APRIL,
     CURRENT,
     EVERY,
-    FIRST,
     FUSED,
     HIDDEN,
     JULY,
@@ -53,7 +52,7 @@ def test_expert_rows_are_by_expert_then_rank_then_token_with_zero_padding(releas
         assert torch.equal(probs, expected.probs)
         assert scales is None
         assert counts.tolist() == expected.counts
-        assert counts.dtype == (torch.int32 if release == FIRST else torch.int64)
+        assert counts.dtype == torch.int64
 
 
 @FUSED
@@ -95,22 +94,6 @@ def test_combine_sums_in_float32_and_rounds_per_rank_and_once_more(release: str,
         assert torch.equal(probs, sources[rank].probs)
 
 
-def test_the_first_release_combines_too() -> None:
-    sources = make_sources([ROWS] * 2)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        buffer = open_buffer(FIRST, group)
-        rows, probs, _, _, handle = sent(buffer, sources[group.rank()], pad_multiple=16)
-        assert len(handle) == 7
-        return rows, returned(buffer, rows, handle, probs)
-
-    outs = run_ranks(body, 2)
-    expected = expected_sums(sources, [rows for rows, _ in outs], pad=16)
-    for rank, (_, (sums, probs)) in enumerate(outs):
-        assert torch.equal(sums, expected[rank])
-        assert torch.equal(probs, sources[rank].probs)
-
-
 @pytest.mark.parametrize("domain", [1, 2])
 @FUSED
 @CURRENT
@@ -140,7 +123,7 @@ def test_across_nodes_another_nodes_sum_is_rounded_before_it_travels(
 
 @pytest.mark.parametrize(
     ("release", "fused"),
-    [(FIRST, False)] + [(release, fused) for release in (APRIL, JULY, RAGGED) for fused in (False, True)],
+    [(release, fused) for release in (APRIL, JULY, RAGGED) for fused in (False, True)],
 )
 def test_a_cached_handle_sends_other_rows_the_same_way(release: str, fused: bool) -> None:
     sources, others = make_sources([ROWS] * 2), make_sources([ROWS] * 2, seed=7)

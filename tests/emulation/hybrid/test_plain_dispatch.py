@@ -13,7 +13,6 @@ from tests.emulation.hybrid_case import (
     APRIL,
     CURRENT,
     EVERY,
-    FIRST,
     FUSED,
     HIDDEN,
     JULY,
@@ -117,9 +116,8 @@ def test_ids_and_weights_give_what_the_map_and_the_probabilities_give(release: s
     def body(group: dist.ProcessGroup) -> Any:
         source = sources[group.rank()]
         ids, weights = ids_of(source)
-        more = {} if release == FIRST else {"num_of_experts": 2 * LOCAL}
         return open_buffer(release, group).dispatch_with_permute(
-            hidden=source.x, topk_idx=ids, topk_weights=weights, pad_multiple=8, **more
+            hidden=source.x, topk_idx=ids, topk_weights=weights, pad_multiple=8, num_of_experts=2 * LOCAL
         )
 
     for rank, (rows, probs, *_) in enumerate(run_ranks(body, 2)):

@@ -34,13 +34,13 @@ pytestmark = [
 EP_SIZE, MICRO_BATCH, CHUNK, FP8_ROWS = 8, 4, 128, 16
 LENGTHS = (135, 87, 121, 43)
 REPORTED = "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK"
-# Chunks of 128 by default, and where Megatron-Bridge's recipes asked for them (#3135) when the default had become 64.
-FIRST, APRIL, JULY = "hybridep-0ed15b5", "hybridep-34152ae", "hybridep-94a9f8f"
+# Megatron-Bridge's recipes asked for chunks of 128 (#3135) when the default had become 64.
+APRIL, JULY = "hybridep-34152ae", "hybridep-94a9f8f"
 ASKED = {"NUM_OF_TOKENS_PER_CHUNK_COMBINE_API": "128"}
 OLD_RULES = pytest.mark.parametrize(
-    ("release", "variables"), [(FIRST, {}), (APRIL, ASKED)], indirect=["variables"], ids=["first", "asked for"]
+    ("release", "variables"), [(APRIL, ASKED)], indirect=["variables"], ids=["asked for"]
 )
-EXPERTS, TOP_K, HIDDEN = 16, 4, 512  # 512: a rule of the first releases
+EXPERTS, TOP_K, HIDDEN = 16, 4, 512
 
 on_ranks = partial(Ranks(timedelta(seconds=60)).run, size=EP_SIZE)
 
@@ -228,7 +228,7 @@ def test_the_block_of_the_model_works_through_the_dispatcher(
 
 @pytest.mark.parametrize(
     ("release", "variables", "rows"),
-    [(FIRST, {}, 512), (APRIL, ASKED, 512), (APRIL, {}, 448), (JULY, {}, 386), (JULY, ASKED, 386)],
+    [(APRIL, ASKED, 512), (APRIL, {}, 448), (JULY, {}, 386), (JULY, ASKED, 386)],
     indirect=["variables"],
 )
 def test_the_rule_belongs_to_the_installed_version(release: str, variables: dict[str, str], rows: int) -> None:
