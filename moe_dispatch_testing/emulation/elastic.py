@@ -31,7 +31,6 @@ from moe_dispatch_testing.emulation.refusals import EmulatedAbort, EmulatedHang,
 from moe_dispatch_testing.emulation.signatures import follow_release
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 
-
 # Result of a call: its values and an event, or with defer_epilogue only the event, whose wait returns the values.
 _Outcome = tuple[Any, ...] | ElasticEventOverlap
 _NUM_SMS = 24  # what the emulation recommends
