@@ -26,7 +26,7 @@ from moe_dispatch_testing.emulation.elastic_rows import (
     received_rows,
 )
 from moe_dispatch_testing.emulation.events import ElasticEventOverlap, EPEventOverlap, EventHandle
-from moe_dispatch_testing.emulation.exchange import Exchange
+from moe_dispatch_testing.emulation.exchange import RankExchange
 from moe_dispatch_testing.emulation.refusals import EmulatedAbort, EmulatedHang, require, require_cpu
 from moe_dispatch_testing.emulation.signatures import follow_release
 from moe_dispatch_testing.host_syncs import allow_host_syncs
@@ -42,7 +42,7 @@ class _ElasticRuntime:
     """The state of an open buffer."""
 
     def __init__(self, name: str, group: dist.ProcessGroup | None, num_bytes: int) -> None:
-        self.exchange = Exchange(group)
+        self.exchange = RankExchange(group)
         self.num_bytes = num_bytes
         self.calls = 0  # dispatches and combines so far
         # Random orders differ between calls and between ranks, but every run of the program has the same orders.

@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Generator, Tensor
 
-from moe_dispatch_testing.emulation.exchange import Exchange
+from moe_dispatch_testing.emulation.exchange import RankExchange
 from moe_dispatch_testing.emulation.memory import grown, stacked, take, uninitialised
 from moe_dispatch_testing.emulation.refusals import EmulatedAbort, require
 
@@ -219,7 +219,7 @@ class ElasticCounts:
 
 
 def received_rows(
-    exchange: Exchange,
+    exchange: RankExchange,
     sent: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
     owner: Tensor,
     counts: ElasticCounts,
@@ -231,7 +231,7 @@ def received_rows(
     do_expand: bool,
     zeroes_padding: bool,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None, Tensor], EPHandle]:
-    """Exchange rows, lay them out for the caller, and make a handle if none is given.
+    """RankExchange rows, lay them out for the caller, and make a handle if none is given.
 
     The kernel takes the rows of a receive buffer from an atomic counter, so their order is random.
 
@@ -310,7 +310,7 @@ def received_rows(
     return (expanded(take(x, row)), expanded_sf, None, expanded(weights[row, choice])), handle
 
 
-def _new_slots(owner: Tensor, exchange: Exchange, capacity: int, generator: Generator) -> Tensor:
+def _new_slots(owner: Tensor, exchange: RankExchange, capacity: int, generator: Generator) -> Tensor:
     """Choose the row of each token in the receive buffers of its destination ranks, int32 (T, K).
 
     The entry of a master choice is a row in the receive buffer of the rank of that choice. All other entries are -1. In
@@ -338,7 +338,7 @@ def _int32(values: list[int]) -> Tensor:
 
 
 def combined_rows(
-    exchange: Exchange,
+    exchange: RankExchange,
     x: Tensor,
     topk_weights: Tensor | None,
     biases: list[Tensor],

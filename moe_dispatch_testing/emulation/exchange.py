@@ -32,7 +32,7 @@ class Entry:
 
 
 @final
-class Exchange:
+class RankExchange:
     """Collectives on CPU tensors, outside autograd. They run on any ProcessGroup, or on one rank without a group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

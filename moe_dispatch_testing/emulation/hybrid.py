@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing.emulation.arguments import unpacked
-from moe_dispatch_testing.emulation.exchange import Exchange, require_one_dispatch
+from moe_dispatch_testing.emulation.exchange import RankExchange, require_one_dispatch
 from moe_dispatch_testing.emulation.hybrid_rows import (
-    HybridRoute,
+    HybridPath,
     HybridRows,
     indices_to_map,
     scattered,
@@ -66,7 +66,7 @@ class HybridEpConfigInstance:
     pad_multiple: int = 0
     buffer_generation: int = -1
     num_of_valid_tokens: int = 0
-    route: HybridRoute | None = None
+    route: HybridPath | None = None
 
     @property
     def experts_per_node(self) -> int:
@@ -110,7 +110,7 @@ class _HybridBuffer:
         use_mnnvl: bool | None = None,
     ) -> None:
         self.group = group
-        self._exchange = Exchange(group)
+        self._exchange = RankExchange(group)
         self.rank, self.group_size = self._exchange.rank, self._exchange.size
         domain = int(os.environ.get(_DOMAIN, self.group_size))
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = domain
@@ -424,7 +424,7 @@ class _HybridBuffer:
         padded[:rows] = map_TE
         pad = config.pad_multiple
         config.num_of_valid_tokens = rows
-        config.route = HybridRoute.of(
+        config.route = HybridPath.of(
             self._exchange, config.num_of_ranks_per_node, padded, pad_multiple=pad, limit=limit
         )
         return config

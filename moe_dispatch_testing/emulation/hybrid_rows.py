@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch_testing.emulation.exchange import Exchange
+from moe_dispatch_testing.emulation.exchange import RankExchange
 from moe_dispatch_testing.emulation.memory import stacked, take, uninitialised
 from moe_dispatch_testing.emulation.refusals import EmulatedAbort, require
 
@@ -38,7 +38,7 @@ class HybridRows:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HybridRoute:
+class HybridPath:
     """The way of the rows of one dispatch, as one rank finds it in the routing of all ranks.
 
     Attributes:
@@ -51,7 +51,7 @@ class HybridRoute:
         overflowed: Whether expert rows were dropped.
     """
 
-    exchange: Exchange
+    exchange: RankExchange
     ranks_per_node: int
     in_rank_TP: Tensor
     rows_from: list[int]
@@ -61,8 +61,8 @@ class HybridRoute:
 
     @staticmethod
     def of(
-        exchange: Exchange, ranks_per_node: int, map_TE: Tensor, *, pad_multiple: int, limit: int | None
-    ) -> HybridRoute:
+        exchange: RankExchange, ranks_per_node: int, map_TE: Tensor, *, pad_multiple: int, limit: int | None
+    ) -> HybridPath:
         """Gather the routing, bool (T, E), and number the rows. Received rows are by source rank and token.
 
         Expert rows are by expert, with each expert padded to ``pad_multiple``. Rows with number ``limit`` or more are
@@ -78,7 +78,7 @@ class HybridRoute:
         starts = padded.cumsum(0) - padded
         expert_row_RL = torch.where(local_RL, starts + local_RL.cumsum(0) - 1, -1)
         is_dropped = expert_row_RL >= limit if limit is not None else torch.zeros_like(local_RL)
-        return HybridRoute(
+        return HybridPath(
             exchange=exchange,
             ranks_per_node=ranks_per_node,
             in_rank_TP=maps[rank].any(-1),
@@ -252,7 +252,7 @@ def scattered(ids: Tensor, weights: Tensor | None, num_rows: int, num_experts: i
     return routing_map, probs[:, :num_experts].contiguous()
 
 
-def unread_maps(route: HybridRoute) -> dict[str, Any]:
+def unread_maps(route: HybridPath) -> dict[str, Any]:
     """Return the maps of a handle that only kernels read, uninitialised. Their shapes are those of the release."""
     size, ranks = route.exchange.size, route.ranks_per_node
     rows, nodes = len(route.in_rank_TP), size // ranks

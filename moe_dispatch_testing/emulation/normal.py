@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_dispatch_testing.emulation.arguments import X, pack_rows, unpack_bias, unpack_rows, unpacked
 from moe_dispatch_testing.emulation.config import COMBINE_QUEUES, DISPATCH_QUEUES, NVL_PEERS, Config
 from moe_dispatch_testing.emulation.events import EventHandle, EventOverlap
-from moe_dispatch_testing.emulation.exchange import Exchange, require_one_dispatch
+from moe_dispatch_testing.emulation.exchange import RankExchange, require_one_dispatch
 from moe_dispatch_testing.emulation.memory import grown, stacked, take, uninitialised
 from moe_dispatch_testing.emulation.refusals import EmulatedAbort, EmulatedHang, require, require_cpu
 from moe_dispatch_testing.emulation.signatures import follow_release, recorded
@@ -202,7 +202,7 @@ class _NormalRuntime:
     """The buffers of one rank. Every method is collective and works outside autograd."""
 
     def __init__(self, group: dist.ProcessGroup, nvl_bytes: int, rdma_bytes: int, num_qps_per_rank: int) -> None:
-        self.exchange = Exchange(group)
+        self.exchange = RankExchange(group)
         self._rank, self._size = self.exchange.rank, self.exchange.size
         self.nodes = max(1, self._size // NVL_PEERS)
         self._num_qps = num_qps_per_rank
@@ -226,7 +226,7 @@ class _NormalRuntime:
         alignment: int,
         worst: int,
     ) -> tuple[X, Tensor | None, Tensor | None, list[int], tuple[Tensor, ...]]:
-        """Exchange the counts, then send the rows (T, D), their scales, ids and weights (T, K)."""
+        """RankExchange the counts, then send the rows (T, D), their scales, ids and weights (T, K)."""
         x, scales, ids, weights = sent
         per_rank, per_expert, in_rank = layout
         num_experts = per_expert.numel()
