@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch.communication import Communicator
-from moe_dispatch_testing.emulation.refusals import EmulatedHang
+from moe_dispatch_testing.emulation.refusals import EmulatedHang, require
 
 
 @final
@@ -32,7 +32,7 @@ class Entry:
 
 
 @final
-class Exchange:
+class RankExchange:
     """Collectives on CPU tensors, outside autograd. They run on any ProcessGroup, or on one rank without a group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -111,6 +111,14 @@ def _raise_if_they_would_wait(where: str, met: list[dict[str, Any]]) -> None:
         values = [one["same"].get(name) for one in met]
         if any(value != values[0] for value in values):
             raise EmulatedHang(f"{where}: every rank must pass the same {name}, got {values} by rank.")
+
+
+def require_one_dispatch(where: str, everyone: list[list[list[int]]]) -> None:
+    """Compare the rows that each rank sends, by rank, with the rows that the handles of its peers wait for."""
+    sent, awaited = ([told[which] for told in everyone] for which in (0, 1))
+    by_sender = [list(column) for column in zip(*awaited, strict=True)]
+    rule = f"{where}: the handles of all ranks must come from one dispatch, got rows {sent} to send and {by_sender}"
+    require(sent == by_sender, f"{rule} to wait for", EmulatedHang)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

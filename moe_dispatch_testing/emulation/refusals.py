@@ -1,4 +1,4 @@
-"""The errors of the emulation. If the real library raises an error, the emulation uses the same text."""
+"""The errors of the emulation, and the check behind most of them. A text names the broken rule and what it got."""
 
 from __future__ import annotations
 
@@ -13,40 +13,21 @@ class EmulatedHang(RuntimeError):
     """The real library would have waited here for ever, or until its time-out. The text names the broken rule."""
 
 
-def host_assert(holds: bool, condition: str, source: str) -> None:
-    """Raise RuntimeError if a check on the host fails, like the exception of deep_ep behind pybind11.
+def require(holds: bool, rule: str, error: type[RuntimeError] = RuntimeError) -> None:
+    """Raise ``error`` with the text of a rule that is broken.
 
-    ``condition`` is the condition in the source of the release, and ``source`` is its file:line. The text has the form
-    of csrc/kernels/exception.cuh:17 of v1.2.1.
+    A plain RuntimeError stands for an assertion that the real library raises. EmulatedAbort stands for a rule that it
+    checks where the process dies, or does not check at all: its kernel then reads or writes other memory.
     """
     if not holds:
-        raise RuntimeError(f"Failed: Assertion error {source} '{condition}'")
+        raise error(f"deep_ep: {rule}.")
 
 
-def elastic_assert(holds: bool, condition: str, source: str) -> None:
-    """Do the same as ``host_assert``, with the text of v2 (deep_ep/include/deep_ep/common/exception.cuh:16)."""
-    if not holds:
-        raise RuntimeError(f"Assertion exception ({source}): {condition}")
-
-
-def device_assert(holds: bool, condition: str, source: str, said: str = "") -> None:
-    """Raise EmulatedAbort if a check on the GPU fails: the real kernel traps, and the process loses the GPU.
-
-    ``said`` adds values to the text, if the condition alone does not show the mistake.
-    """
-    if not holds:
-        raise EmulatedAbort(f"Assertion failed: {source}, condition: {condition}{said and f' ({said})'}")
-
-
-def require_cpu(where: str, *tensors: Tensor | None) -> None:
-    """Refuse tensors that are not on the CPU.
-
-    Raises:
-        RuntimeError: A tensor is not on the CPU.
-    """
+def require_cpu(*tensors: Tensor | None) -> None:
+    """Refuse tensors that are not on the CPU."""
     for tensor in tensors:
         if tensor is not None and tensor.device.type != "cpu":
             raise RuntimeError(
-                f"{where}: the emulation of deep_ep takes CPU tensors, got one on {tensor.device}. "
+                f"The emulation of deep_ep takes CPU tensors, got one on {tensor.device}. "
                 "Move the tensor to the CPU, or use the real deep_ep."
             )

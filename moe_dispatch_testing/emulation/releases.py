@@ -13,11 +13,12 @@ import torch
 
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.emulation.config import Config
-from moe_dispatch_testing.emulation.elastic.buffer import ElasticBuffer, EPBuffer
-from moe_dispatch_testing.emulation.elastic.handle import EPHandle, GuardedEPHandle
+from moe_dispatch_testing.emulation.elastic import ElasticBuffer, EPBuffer
+from moe_dispatch_testing.emulation.elastic_rows import EPHandle, GuardedEPHandle
 from moe_dispatch_testing.emulation.events import ElasticEventOverlap, EPEventOverlap, EventHandle, EventOverlap
-from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer, indices_to_map
-from moe_dispatch_testing.emulation.normal.buffer import Buffer
+from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
+from moe_dispatch_testing.emulation.hybrid_rows import indices_to_map
+from moe_dispatch_testing.emulation.normal import Buffer
 
 RELEASES = (
     "v1.2.1",

@@ -28,32 +28,6 @@ def test_size_hints_across_nodes() -> None:
     assert config.get_rdma_buffer_size_hint(14336, 16) == -(-rdma // 128) * 128
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((-1,), "config.hpp:33 'num_sms >= 0'"),
-        ((20, 0, 256), "config.hpp:34"),
-        ((20, 256, 256), "config.hpp:35 'num_max_nvl_chunked_send_tokens < num_max_nvl_chunked_recv_tokens'"),
-        ((20, 6, 256, 0, 128), "config.hpp:36"),
-        ((20, 6, 256, 128, 128), "config.hpp:40 'num_max_rdma_chunked_send_tokens < num_max_rdma_chunked_recv_tokens'"),
-    ],
-)
-def test_queues_that_cannot_work_are_refused(arguments: tuple[int, ...], said: str) -> None:
-    with pytest.raises(RuntimeError, match=said):
-        deep_ep.Config(*arguments)
-
-
-def test_size_hints_refuse_part_of_a_node_and_unpaired_sms() -> None:
-    with pytest.raises(RuntimeError, match=r"config\.hpp:50"):
-        deep_ep.Config().get_nvl_buffer_size_hint(14336, 12)
-    with pytest.raises(RuntimeError, match=r"config\.hpp:51"):
-        deep_ep.Config(21).get_nvl_buffer_size_hint(14336, 16)
-    with pytest.raises(RuntimeError, match=r"config\.hpp:79"):
-        deep_ep.Config().get_rdma_buffer_size_hint(14336, 12)
-    with pytest.raises(RuntimeError, match=r"config\.hpp:80"):
-        deep_ep.Config(21).get_rdma_buffer_size_hint(14336, 16)
-
-
 def test_size_hints_take_no_keywords() -> None:
     with pytest.raises(TypeError, match="positional-only"):
         deep_ep.Config().get_nvl_buffer_size_hint(hidden_bytes=14336, num_ranks=8)

@@ -4,9 +4,6 @@ The folder of this module holds one JSON file for each release. A file has the s
 parameters of each method in Python's syntax (``["self", "x", "*", "handle=None"]``), the lines that define the methods
 of which the backends make use, and the names of the items of handles. tests/emulation/test_signatures.py compares the
 methods of the emulated classes with these files.
-
-Two kinds of methods are made from the files. ``narrowed`` makes the methods of an older release, which take fewer
-arguments than the newest release. ``refuse_unemulated`` makes the methods that the emulation does not have.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, NoReturn, TypeVar
 
@@ -35,12 +32,28 @@ def parsed(parameters: Sequence[str]) -> inspect.Signature:
     return inspect.signature(eval(f"lambda {', '.join(parameters)}: None", {"torch": torch}))
 
 
-def narrowed(method: Callable[..., Any], parameters: Sequence[str]) -> Callable[..., Any]:
-    """Wrap a method so that it takes only these of its parameters, with the defaults that are given here.
+def follow_release(release: str, cls: _Class) -> _Class:
+    """Give a class the methods of a release. The class may take more parameters, and may lack methods.
 
-    The first parameter, which is the object, may have another name.
+    A method that takes other parameters, or has other defaults, gets the recorded ones. A method that the class does
+    not have raises NotImplementedError.
     """
-    signature = parsed(parameters)
+    for name, parameters in recorded(release)["classes"][cls.__name__].items():
+        own, signature = getattr(cls, name, None), parsed(parameters)
+        if own is None:
+            refuse = _refusal(f"{cls.__name__}.{name}", signature)
+            setattr(cls, name, refuse if parameters[:1] in (["self"], ["buffer"]) else staticmethod(refuse))
+        elif _bare(inspect.signature(own)) != _bare(signature):
+            setattr(cls, name, _narrowed(own, signature))
+    return cls
+
+
+def _bare(signature: inspect.Signature) -> list[object]:
+    return [(one.name, one.kind, one.default) for one in signature.parameters.values()]
+
+
+def _narrowed(method: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """Wrap a method so that it takes only these of its parameters. Its object may have another name."""
 
     @functools.wraps(method)
     def narrow(*args: Any, **kwargs: Any) -> Any:
@@ -53,29 +66,10 @@ def narrowed(method: Callable[..., Any], parameters: Sequence[str]) -> Callable[
     return narrow
 
 
-def refuse_unemulated(release: str, texts: Mapping[str, str]) -> Callable[[_Class], _Class]:
-    """Decorate an emulated class: add methods that only raise NotImplementedError.
-
-    Args:
-        release: Name of the release whose JSON file has the signatures of the methods.
-        texts: Text of the error, by name of the method.
-    """
-
-    def add_methods(cls: _Class) -> _Class:
-        for name, text in texts.items():
-            parameters = recorded(release)["classes"][cls.__name__][name]
-            refuse = _refusal(f"{cls.__qualname__}.{name}", parsed(parameters), text)
-            is_of_object = parameters[:1] in (["self"], ["buffer"])
-            setattr(cls, name, refuse if is_of_object else staticmethod(refuse))
-        return cls
-
-    return add_methods
-
-
-def _refusal(name: str, signature: inspect.Signature, text: str) -> Callable[..., NoReturn]:
+def _refusal(name: str, signature: inspect.Signature) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         signature.bind(*args, **kwargs)
-        raise NotImplementedError(text)
+        raise NotImplementedError(f"{name} is not emulated. Use dispatch and combine, or the real deep_ep.")
 
     refuse.__name__, refuse.__qualname__ = name.rpartition(".")[-1], name
     refuse.__signature__ = signature  # type: ignore[attr-defined]

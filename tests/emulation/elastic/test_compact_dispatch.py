@@ -294,19 +294,6 @@ def test_ranks_may_be_processes() -> None:
     assert run_processes(in_a_process, 2, everyone) == [True, True]
 
 
-def test_recommended_numbers_of_sms_and_queue_pairs() -> None:
-    buffer = open_buffer(None)
-    assert buffer.get_theoretical_num_sms(64, 8) == 132  # one rank sends nothing, and takes the whole GPU
-    assert buffer.get_theoretical_num_qps(4) == 65
-    assert buffer.get_theoretical_num_qps(20) == buffer.num_allocated_qps == 129
-    direct = open_buffer(None, allow_hybrid_mode=False)
-    assert direct.get_theoretical_num_qps(20) == 9
-    # 18 links of 26.562 GB/s at 0.9, half of the rows to the peer, 50 GB/s written per SM: 17.2, and a quarter more.
-    assert run_ranks(lambda group: open_buffer(group).get_theoretical_num_sms(64, 8), 2) == [22, 22]
-    wide: dict[str, Any] = {"prefer_overlap_with_compute": False}
-    assert run_ranks(lambda group: open_buffer(group, **wide).get_theoretical_num_sms(64, 8), 2) == [64, 64]
-
-
 def test_an_event_is_a_handle_here_and_not_an_overlap_as_in_v1() -> None:
     assert isinstance(deep_ep.ElasticBuffer.capture(), deep_ep.EventHandle)
     (tokens,) = make_tokens(COUNTS[1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dispatch_testing.emulation.elastic.handle import EPHandle
+from moe_dispatch_testing.emulation.elastic_rows import EPHandle
 from tests.emulation.elastic_case import (
     CAPACITY,
     COUNTS,

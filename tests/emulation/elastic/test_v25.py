@@ -88,7 +88,7 @@ def test_a_call_before_the_wait_writes_over_the_rows() -> None:
         dispatched(buffer, tokens)
         return event.wait()
 
-    told = "EmulatedAbort: EPBuffer.dispatch: a deferred epilogue must run before the next call on its buffer"
+    told = "EmulatedAbort: deep_ep: EPBuffer.dispatch: a deferred epilogue must run before the next call on its buffer"
     assert all(end.startswith(told) for end in refused(call))
 
 
@@ -112,14 +112,10 @@ def test_a_handle_refuses_ids_that_changed() -> None:
 
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a copied handle": ({"do_handle_copy": True}, "AssertionError: `do_handle_copy` must be False; handle copying"),
-    "padding of a compact form": ({"do_zero_padding": True}, r"RuntimeError: .*csrc/buffers/ep.hpp:317"),
-    "a deferred call that is not asynchronous": (
-        {"defer_epilogue": True},
-        r"RuntimeError: .*csrc/buffers/ep.hpp:773.: async_with_compute_stream",
-    ),
-    "experts of no rank": ({"num_experts": 7, "num_sms": 4}, r"ep.hpp:394.: num_experts % context->num_ranks"),
-    "1026 experts": ({"num_experts": 1026}, r"workspace.cuh:46.: num_experts_per_rank <= EPSignals::kNumMax"),
-    "SMs that the GPU lacks": ({"num_sms": 133}, r"ep.hpp:312.: num_sms <= jit->device.get_num_sms"),
+    "padding of a compact form": ({"do_zero_padding": True}, "do_zero_padding needs do_expand"),
+    "a deferred call that is not asynchronous": ({"defer_epilogue": True}, "needs async_with_compute_stream"),
+    "experts of no rank": ({"num_experts": 7, "num_sms": 4}, "num_experts must divide by 2 ranks"),
+    "1026 experts": ({"num_experts": 1026}, "at most 512 experts per rank, got 1026"),
     "an argument of v2": ({"previous_event_before_epilogue": None}, "TypeError: got an unexpected keyword argument"),
 }
 
@@ -131,42 +127,17 @@ def test_dispatch_refuses(case: str) -> None:
         assert re.search(said, end), end
 
 
-def test_a_deferred_combine_must_be_asynchronous() -> None:
-    def call(buffer: Any, tokens: Tokens) -> object:
-        x, *_, handle, _ = dispatched(buffer, tokens)
-        return buffer.combine(x, handle, defer_epilogue=True)
-
-    assert all("ep.hpp:811): not defer_epilogue or async" in end for end in refused(call))
-
-
 def test_513_experts_of_a_rank_do_not_fit_and_512_do() -> None:
     (tokens,) = make_tokens(COUNTS[1])
     dispatched(open_buffer(None, RELEASE), tokens, num_experts=512)
-    with pytest.raises(RuntimeError, match="num_experts_per_rank"):
+    with pytest.raises(RuntimeError, match="at most 512 experts per rank"):
         dispatched(open_buffer(None, RELEASE), tokens, num_experts=513)
-
-
-def test_sizes_and_sms_worked_out_by_hand() -> None:
-    mib2 = 2 * 2**20
-    # Parts of 14336 and 128 bytes are a multiple of 64; with 4 choices the metadata of 52 bytes are 64.
-    assert deep_ep.EPBuffer.get_buffer_size_hint(None, 65536, 7168, 8) == -(-65536 * 14464 // mib2) * mib2
-    # A float8 row of 160 values has 5 scale packs: 160 + 32 + 64 bytes for 4 choices. A bfloat16 sum has 320 + 32
-    # bytes, which 64 rounds up to 384.
-    assert deep_ep.EPBuffer.get_buffer_size_hint(None, 65536, 160, 4, True) == -(-65536 * 384 // mib2) * mib2
-    # 18 links of 26.562 GB/s at 0.9, half of the rows to the peer. Each copy is written at 45 GB/s per SM, and combine
-    # writes as many rows and half of the copies: 860.6 * (1 / 1.993 + 0.5) / 45 = 19.15. 1.3 of it is 24.9.
-    assert run_ranks(lambda group: open_buffer(group, RELEASE).get_theoretical_num_sms(64, 8), 2) == [28, 28]
 
 
 def test_odd_numbers_of_sms_become_even() -> None:
     (tokens,) = make_tokens(COUNTS[1])
     assert dispatched(open_buffer(None, RELEASE), tokens, num_sms=5)[3].num_sms == 6
     assert dispatched(open_buffer(None), tokens, num_sms=5)[3].num_sms == 5
-
-
-def test_memory_for_redundant_experts_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"memory for redundant experts is not emulated. Leave lb_alloc"):
-        open_buffer(None, RELEASE, lb_allocation_plan_or_num_bytes=2**21)
 
 
 @pytest.mark.parametrize("release", ["v2-2.1.0", RELEASE])

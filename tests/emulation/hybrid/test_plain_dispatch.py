@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch_testing.emulation.hybrid import indices_to_map
+from moe_dispatch_testing.emulation.hybrid_rows import indices_to_map
 from tests.emulation.hybrid_case import (
     APRIL,
     CURRENT,

@@ -108,9 +108,6 @@ def test_handle_tells_counts_and_leaves_the_rest_unwritten() -> None:
         sent = [len(goes_to(tokens, rank, RANKS, NUM_EXPERTS)) for tokens in EVERYONE]
         assert handle[6].tolist() == torch.tensor(sent).cumsum(0).tolist()
         assert [tuple(tensor.shape) for tensor in handle[1:5]] == [(2, 10), (16, 10), (2, 10), (2,)]
-        assert handle[2][:, -1].tolist() == [int(column.sum()) for column in handle[0].T]
-        taken_in = int(handle[4][-1])
-        assert handle[9].shape == (taken_in, 8)
         assert handle[7].shape == (sum(sent), 8)
         assert (handle[8] == torch.iinfo(torch.int32).min).all()
 
@@ -122,35 +119,15 @@ REFUSED: dict[str, tuple[Callable[[Any, Tokens], object], str]] = {
         lambda b, t: with_layout(b, t, num_worst_tokens=99),
         "AssertionError: Internode dispatch does not support `num_worst_tokens > 0`",
     ),
-    "no counts of nodes": (lambda b, t: with_layout(b, t, num_tokens_per_rdma_rank=None), "RuntimeError: .*cpp:680"),
-    "counts of other nodes": (
-        lambda b, t: with_layout(b, t, num_tokens_per_rdma_rank=torch.zeros(3, dtype=torch.int32)),
-        "RuntimeError: .*cpp:713",
-    ),
-    "float64 weights": (
-        lambda b, t: with_layout(b, t, topk_weights=t.topk_weights.double()),
-        "RuntimeError: .*cpp:733",
-    ),
-    "flags of uint8": (
-        lambda b, t: with_layout(b, t, is_token_in_rank=torch.ones(len(t.x), RANKS, dtype=torch.uint8)),
-        "EmulatedAbort: .*is_token_in_rank must be bool",
-    ),
-    "wide rows": (lambda b, t: with_layout(b, t, x=t.x.repeat(1, 32)), "EmulatedAbort: .*internode.cu:453"),
-    "too many experts": (
-        lambda b, t: with_layout(b, t, num_experts=1040),
-        "EmulatedAbort: .*num_rdma_experts <= num_t",
-    ),
+    "no counts of nodes": (lambda b, t: with_layout(b, t, num_tokens_per_rdma_rank=None), "AssertionError: "),
+    "too many experts": (lambda b, t: with_layout(b, t, num_experts=1040), "RuntimeError: .*at most 64 per rank"),
     "more SMs than queue pairs": (
         lambda b, t: with_layout(b, t, config=deep_ep.Config(26, 6, 16, 2, 4)),
-        "EmulatedAbort: .*internode.cu:386.*24 queue pairs for 13 channels",
-    ),
-    "long queues": (
-        lambda b, t: with_layout(b, t, config=deep_ep.Config(20, 36, 10**5, 20, 128)),
-        "RuntimeError: .*internode.cu:340 '.nvl_clean_meta",
+        "EmulatedAbort: .*num_qps_per_rank must be 26 or more between nodes, got 24",
     ),
     "long queues between nodes": (
         lambda b, t: with_layout(b, t, config=deep_ep.Config(20, 36, 288, 20, 10**5)),
-        "EmulatedAbort: Buffer: num_rdma_bytes must be",
+        "EmulatedAbort: deep_ep: num_rdma_bytes must be",
     ),
     "a short handle": (lambda b, t: b.dispatch(t.x, handle=with_layout(b, t)[4][:6]), "ValueError: .*expected 10"),
 }
@@ -168,43 +145,6 @@ def test_dispatch_refuses(case: str) -> None:
         assert re.search("^" + said, end), end
 
 
-BAD_COMBINES: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
-    "float32 rows": (lambda x: {"x": x.float()}, "RuntimeError: .*internode.cu:1859 'type == CUDA_R_16BF'"),
-    "a row too many": (
-        lambda x: {"x": torch.cat([x, x[:1], x[:1] + 1, x.new_ones(1, HIDDEN)])},
-        "EmulatedAbort: .*x must have \\d+ rows, as dispatch returned, got",
-    ),
-    "narrow rows": (lambda x: {"x": x[:, :128].contiguous()}, "EmulatedAbort: .*internode.cu:1250.*hidden is 128"),
-    "queues that nodes cannot share": (lambda x: {"config": deep_ep.Config(20, 4, 289, 12, 128)}, ".*cpp:997"),
-    "queues that do not fit": (lambda x: {"config": deep_ep.Config(20, 150, 288, 12, 128)}, ".*cpp:998"),
-    "queues as long as a shipment": (lambda x: {"config": deep_ep.Config(20, 144, 288, 12, 128)}, ".*cu:1856"),
-    "no spare queue": (lambda x: {"config": deep_ep.Config(20, 140, 288, 12, 128)}, ".*cu:1857"),
-    "small shipments": (lambda x: {"config": deep_ep.Config(20, 4, 288, 8, 128)}, ".*internode.cu:1858"),
-    "another number of channels": (lambda x: {"config": deep_ep.Config(10, 4, 288, 12, 128)}, ".*cpp:960"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_COMBINES)
-def test_combine_refuses(case: str) -> None:
-    change, said = BAD_COMBINES[case]
-
-    def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(group)
-        x, *_, handle, _ = with_layout(buffer, EVERYONE[group.rank()])
-        return outcome(lambda: buffer.combine(**{"x": x, "handle": handle} | change(x)))
-
-    for end in run_ranks(body, RANKS):
-        assert re.search("^" + said, end.removeprefix("RuntimeError: Failed: ")) or re.search("^" + said, end), end
-
-
-def test_a_buffer_without_rdma_memory_is_written_past_its_end() -> None:
-    def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(group, num_rdma_bytes=0)
-        return outcome(lambda: with_layout(buffer, EVERYONE[group.rank()]))
-
-    assert all(end.startswith("EmulatedAbort: Buffer: num_rdma_bytes must be") for end in run_ranks(body, RANKS))
-
-
 def test_a_handle_of_another_dispatch_on_one_rank_hangs() -> None:
     other = make_tokens(COUNTS, num_experts=NUM_EXPERTS, seed=5)
 
@@ -214,22 +154,3 @@ def test_a_handle_of_another_dispatch_on_one_rank_hangs() -> None:
         return outcome(lambda: buffer.dispatch(EVERYONE[rank].x, handle=handles[rank == 9]))
 
     assert all("must come from one dispatch" in end and "EmulatedHang" in end for end in run_ranks(body, RANKS))
-
-
-def test_methods_behind_dispatch_and_combine_are_not_to_be_called() -> None:
-    def body(group: dist.ProcessGroup) -> list[str]:
-        buffer = open_buffer(group)
-        return [outcome(lambda: buffer.internode_dispatch(None)), outcome(lambda: buffer.internode_combine(None, ()))]
-
-    for ends in run_ranks(body, RANKS):
-        assert all(end.startswith("NotImplementedError: Buffer: the internode methods") for end in ends)
-
-
-@pytest.mark.parametrize("size", [12, 24])
-def test_nodes_have_8_ranks_and_are_2_4_8_and_so_on(size: int) -> None:
-    def body(group: dist.ProcessGroup) -> str:
-        tokens = make_tokens([2] * size, num_experts=24)[group.rank()]
-        return outcome(lambda: with_layout(deep_ep.Buffer(group, 2**27, 2**27), tokens, num_experts=24))
-
-    said = "num_ranks % NUM_MAX_NVL_PEERS == 0" if size == 12 else "Unsupported RDMA ranks"
-    assert all(said in end for end in run_ranks(body, size))

@@ -1,1 +1,0 @@
-"""The emulation of ``deep_ep.Buffer`` of v1, normal mode."""
