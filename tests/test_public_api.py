@@ -49,7 +49,7 @@ CONSTRAINTS = """
 """
 VALUES: dict[type, str] = {
     Routing: "topk_ids topk_weights drift",
-    Plan: "layout num_rows real_rows valid_T sizes owner footprint",
+    Plan: "layout num_rows real_rows valid_T num_sent sizes settled owner footprint",
     Dispatched: "rows tokens_per_expert real_tokens_per_expert host_counts weights pad_multiple placement state",
     Arrived: "rows weights tokens_per_expert real_tokens_per_expert tokens_per_expert_list route demand",
     backends.Constraints: CONSTRAINTS,

@@ -92,7 +92,7 @@ class AllGatherRoute(RankMajorRoute):
         width = hidden + (0 if values_R is None else self.index.top_k)
         buffer = self.context.workspace.take((self.index.num_rows, width * dtype.itemsize), rows_RD.device)
         sums = buffer.view(dtype)
-        self.context.permutation_of(self.index.source_R).reduce(rows_RD, self.index, weights_R, sums[:, :hidden])
+        self.permutation.reduce(rows_RD, self.index, weights_R, sums[:, :hidden])
         if values_R is not None:
             sums[:, hidden:].copy_(self.index.to_slots(values_R))
         mine = sums.new_empty(self.num_rows, width)

@@ -83,10 +83,9 @@ class LocalRoute(RankMajorRoute):
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
-        row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(self.context.shape.wire_dtype))
+        row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(self.wire_dtype))
         out = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1])
-        permutation = self.context.permutation_of(self.index.source_R)
-        permutation.reduce(row.round_trip(rows_RD) if self.exact else rows_RD, self.index, weights_R, out)
+        self.permutation.reduce(row.round_trip(rows_RD) if self.exact else rows_RD, self.index, weights_R, out)
         out = out if self.exact else row.round_trip(out)
         return out, None if values_R is None else self.index.to_slots(values_R)
 

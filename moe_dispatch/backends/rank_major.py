@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
-from moe_dispatch.permutation import SlotIndex
+from moe_dispatch.permutation import Permutation, SlotIndex
 
 
 class RankMajorRoute(Route):
@@ -31,6 +31,16 @@ class RankMajorRoute(Route):
     __slots__ = ()
     context: BackendContext
     index: SlotIndex
+
+    @property
+    def permutation(self) -> Permutation:
+        """Implementation that copies rows to their experts and sums them."""
+        return self.context.permutation_of(self.index.source_R)
+
+    @property
+    def wire_dtype(self) -> WireDtype | None:
+        """Dtype in which rows travel; None for their own dtype."""
+        return self.context.shape.wire_dtype
 
     @abstractmethod
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> AbstractContextManager[Tensor]:
@@ -55,8 +65,8 @@ class RankMajorRoute(Route):
 
     @final
     def send(self, rows_TD: Tensor) -> Tensor:
-        with self.spread(rows_TD, self.context.shape.wire_dtype, label="dispatch") as rows_SD:
-            return self.context.permutation_of(self.index.source_R).expand(rows_SD, self.index, rows_TD.dtype)
+        with self.spread(rows_TD, self.wire_dtype, label="dispatch") as rows_SD:
+            return self.permutation.expand(rows_SD, self.index, rows_TD.dtype)
 
     @final
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
 from moe_dispatch.dispatchers import autograd, dispatcher
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.permutation import Permutation, TorchPermutation, count_values, group_slots, index, merge_slots
+from moe_dispatch.permutation import Permutation, TorchPermutation, group_slots, merge_slots
 from moe_dispatch.permutation import rows as permutation_rows
 from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch_testing import SCENARIOS, Case, Ranks, run_case
@@ -376,10 +376,12 @@ def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch)
     """With one expert per rank, that place is before the start of the table; with more it is overwritten."""
     width = 2  # of the table: one expert, and the number of rows
 
-    def too_early(places_N: Tensor, length: int, **options: bool) -> Tensor:
-        return count_values(places_N - (places_N < width).long(), length, **options)
+    bincount = torch.bincount
 
-    monkeypatch.setattr(index, "count_values", too_early)
+    def too_early(entries_N: Tensor, *, minlength: int) -> Tensor:
+        return bincount(entries_N - (entries_N < width).long(), minlength=minlength)
+
+    monkeypatch.setattr(torch, "bincount", too_early)
     (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "one_expert_per_rank")
     with pytest.raises(RuntimeError):
         run_all("alltoall", scenario_cases(scenario, 4), Ranks(timeout=datetime.timedelta(seconds=1)))

@@ -162,7 +162,7 @@ class DeepEPRoute(RankMajorRoute):
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
         sums_SD = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1], dtype=torch.bfloat16)
-        self.context.permutation_of(self.index.source_R).reduce(rows_RD, self.index, weights_R, sums_SD)
+        self.permutation.reduce(rows_RD, self.index, weights_R, sums_SD)
         values_SK = None if values_R is None else self.index.to_slots(values_R).float()
         rows_TD, values_TK = self.driver.combine(sums_SD, values_SK, self.handle)
         if values_R is None or values_TK is None:
