@@ -43,7 +43,6 @@ class State:
         padded: Tp, the number of rows that went to the backend, with padding; None in the state of a traced call,
             where the operator decides it.
         wants_weights: Whether the model's weights require grad. The weights that ``anchor`` returns always do.
-        placement: Placement of the dispatch; None if every rank holds its own experts only.
         route: Route of the backend; None if an operator made the dispatch.
         tensors: The route as tensors, if an operator made the dispatch; otherwise empty.
     """
@@ -55,7 +54,6 @@ class State:
     real_rows: Tensor | None
     padded: int | None
     wants_weights: bool
-    placement: ExpertPlacement | None = None
     route: Route | None = None
     tensors: tuple[Tensor, ...] = ()
 

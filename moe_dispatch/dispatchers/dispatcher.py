@@ -17,7 +17,7 @@ from moe_dispatch.dispatchers import ddp, operators, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.autograd import Combine, Dispatch, State, anchor, finish, pad, resent, start, tie
 from moe_dispatch.dispatchers.balancing import device_of_tables, place
-from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
+from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.checks import (
     check_again,
     check_call,
@@ -28,7 +28,6 @@ from moe_dispatch.dispatchers.checks import (
     rows_to_send,
 )
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
-from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
@@ -298,7 +297,6 @@ class Dispatcher(nn.Module):
                         real_rows=real_rows,
                         padded=departed.padded,
                         wants_weights=wants_weights,
-                        placement=departed.placement,
                         route=arrived.route,
                     )
                     sent_back = (arrived.rows, arrived.weights)
@@ -465,7 +463,8 @@ class Dispatcher(nn.Module):
         Args:
             gather: Whether to return totals of all ranks of the group, which is collective, or of this rank only.
         """
-        return read_metrics(self._channel, gather=gather)
+        channel = self._channel
+        return read_metrics(channel.meter, channel.backend_name, channel.communicator, channel.control, gather=gather)
 
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Send random rows through identity experts, and compare the result and the gradients with the exact ones.
