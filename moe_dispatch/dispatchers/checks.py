@@ -221,18 +221,19 @@ def check_rows(
         )
 
 
-def check_again(x_TD: Tensor, num_rows: int, device: torch.device, config: DispatcherConfig) -> None:
+def check_again(x_TD: Tensor, num_rows: int, device: torch.device, channel: Channel) -> None:
     """Check rows that are to take the route of an earlier dispatch.
 
     Raises:
-        InputError: The rows differ in shape or device from the rows of that dispatch, or are not floating.
+        InputError: The rows differ in shape or device from the rows of that dispatch, or the backend cannot carry them.
     """
-    expected = (num_rows, config.hidden_size)
+    expected = (num_rows, channel.config.hidden_size)
     if x_TD.shape != expected or x_TD.dtype not in ROW_DTYPES or x_TD.device != device:
         raise InputError(
             f"Dispatcher.dispatch: again=sent was made with floating {expected} on {device}, got "
             f"{x_TD.dtype} {tuple(x_TD.shape)} on {x_TD.device}. Pass a tensor of the same rows."
         )
+    check_rows("Dispatcher.dispatch", "x", x_TD, channel.config, channel.needs)
 
 
 def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> None:

@@ -29,22 +29,11 @@ from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import to_device
 from moe_dispatch.custom_operators import operator
 from moe_dispatch.dispatchers.agreement import tell_peers
-from moe_dispatch.dispatchers.autograd import (
-    State,
-    anchor,
-    double_backward,
-    finish,
-    pad,
-    resent,
-    start,
-    tie,
-    trim,
-)
+from moe_dispatch.dispatchers.autograd import State, anchor, double_backward, finish, pad, start, tie, trim
 from moe_dispatch.dispatchers.channel import Channel, Lease, named_channel, profiler_range
 from moe_dispatch.dispatchers.checks import (
     check_again,
     check_combine,
-    check_rows,
     check_tensors,
     check_values,
     draft_plan,
@@ -159,8 +148,7 @@ def dispatch_again(
     link = named_channel(channel)
     with torch.no_grad(), profiler_range("dispatch"):
         taken = compilable(link).backend.restore(route)
-        check_again(rows, num_rows, rows.device, link.config)
-        check_rows("Dispatcher.dispatch", "x", rows, link.config, link.needs)
+        check_again(rows, num_rows, rows.device, link)
         (sent,) = _own(taken.send(pad(rows, real_rows, taken.num_rows)))
     return sent
 
@@ -436,7 +424,7 @@ def trace_dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
         again.rows.shape[0],
     )
     weights = again.weights if torch.compiler.is_compiling() else tie(again.weights, rows)
-    return resent(again, rows, weights)
+    return dataclasses.replace(again, rows=rows, weights=weights)
 
 
 def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
