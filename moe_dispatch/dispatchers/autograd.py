@@ -26,7 +26,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Dispatched, Plan
+from moe_dispatch.types import Plan
 
 
 @final
@@ -43,7 +43,6 @@ class State:
         padded: Tp, the number of rows that went to the backend, with padding; None in the state of a traced call,
             where the operator decides it.
         wants_weights: Whether the model's weights require grad. The weights that ``anchor`` returns always do.
-        placement: Placement of the dispatch; None if every rank holds its own experts only.
         route: Route of the backend; None if an operator made the dispatch.
         tensors: The route as tensors, if an operator made the dispatch; otherwise empty.
     """
@@ -55,7 +54,6 @@ class State:
     real_rows: Tensor | None
     padded: int | None
     wants_weights: bool
-    placement: ExpertPlacement | None = None
     route: Route | None = None
     tensors: tuple[Tensor, ...] = ()
 
@@ -286,20 +284,6 @@ class Combine(torch.autograd.Function):
             if state.real_rows is not None or state.padded != state.num_rows:
                 grad_TD = pad(grad_TD, state.real_rows, state.padded)
             return *state.route.combine_backward(grad_TD, rows_RD, weights_R), None, None
-
-
-def resent(again: Dispatched, rows: Tensor, weights: Tensor) -> Dispatched:
-    """Return the result of sending other rows along the route of an earlier dispatch, which has its counts."""
-    return Dispatched(
-        rows=rows,
-        tokens_per_expert=again.tokens_per_expert,
-        real_tokens_per_expert=again.real_tokens_per_expert,
-        host_counts=again.host_counts,
-        weights=weights,
-        pad_multiple=again.pad_multiple,
-        placement=again.placement,
-        state=again.state,
-    )
 
 
 def double_backward(verb: str) -> StateError:

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import InputError, StateError
-
-if TYPE_CHECKING:
-    from moe_dispatch.backends.capacity import Capacity
-    from moe_dispatch.dispatchers.dispatcher import Dispatcher
-    from moe_dispatch.types import Plan
+from moe_dispatch.types import Plan
 
 
 @final
+@dataclass(frozen=True, repr=False, eq=False)
 class Captured:
     """A captured CUDA graph, made by ``capture``. Run it with ``replay``."""
 
-    def __init__(
-        self,
-        capacities: Sequence[tuple[Dispatcher, Capacity | None]],
-        graph: Any,
-        *,
-        inputs: tuple[Tensor, ...],
-        outputs: Any,
-        plan: Plan | None,
-    ) -> None:
-        self._capacities = capacities
-        self._graph = graph
-        self._inputs = inputs
-        self._outputs = outputs
-        self._plan = plan
+    _capacities: Sequence[tuple[Dispatcher, Capacity | None]]
+    _inputs: tuple[Tensor, ...]
+    _plan: Plan | None
+    _graph: Any
+    _outputs: Any
 
     def replay(self, *inputs: Tensor, plan: Plan | None = None) -> Any:
         """Run the graph on new values.
@@ -63,7 +54,11 @@ class Captured:
                 "Captured.replay: plan must be the one that was captured, got another: its sizes and host-known "
                 "lengths are part of the graph. Capture once for each plan, or keep lengths on the device."
             )
-        _check_like(inputs, self._inputs)
+        expected, got = ([(tuple(t.shape), t.dtype, t.device) for t in tensors] for tensors in (self._inputs, inputs))
+        if expected != got:
+            raise InputError(
+                f"Captured.replay: inputs must be like those captured, {expected}, got {got}. Capture for these shapes."
+            )
         with torch.no_grad():
             for inside, given in zip(self._inputs, inputs, strict=True):
                 inside.copy_(given, non_blocking=True)
@@ -103,26 +98,21 @@ def capture(
     """
     dispatchers = (dispatcher, *others)
     for each in dispatchers:
-        _check_dispatcher(each)
+        if each._channel.capacity is None:
+            raise StateError(
+                "capture: the dispatcher must be graph_safe, got graph_safe=False, which waits for the host in every "
+                "dispatch. Set graph_safe and max_tokens_per_rank."
+            )
+        if each.config.debug:
+            raise StateError(
+                "capture: the dispatcher must have debug=False, got debug=True, which reads values in every dispatch. "
+                "Leave debug out."
+            )
     if elsewhere := _not_on_cuda(inputs):
         raise InputError(f"capture: inputs must be on a CUDA device, got {', '.join(elsewhere)}. Move them.")
     inside = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
-    graph, outputs = _record(lambda: function(*inside), warmup)
-    capacities = [(each, each._channel.capacity) for each in dispatchers]
-    return Captured(capacities, graph, inputs=inside, outputs=outputs, plan=plan)
-
-
-def _check_dispatcher(dispatcher: Dispatcher) -> None:
-    if dispatcher._channel.capacity is None:
-        raise StateError(
-            "capture: the dispatcher must be graph_safe, got graph_safe=False, which waits for the host in every "
-            "dispatch. Set graph_safe and max_tokens_per_rank."
-        )
-    if dispatcher.config.debug:
-        raise StateError(
-            "capture: the dispatcher must have debug=False, got debug=True, which reads values in every dispatch. "
-            "Leave debug out."
-        )
+    recorded = _record(lambda: function(*inside), warmup)
+    return Captured([(each, each._channel.capacity) for each in dispatchers], inside, plan, *recorded)
 
 
 def _not_on_cuda(inputs: tuple[Tensor, ...]) -> list[str]:
@@ -140,11 +130,3 @@ def _record(step: Callable[[], Any], warmup: int) -> tuple[Any, Any]:
     with torch.cuda.graph(graph):
         outputs = step()
     return graph, outputs
-
-
-def _check_like(inputs: tuple[Tensor, ...], inside: tuple[Tensor, ...]) -> None:
-    expected, got = ([(tuple(t.shape), t.dtype, t.device) for t in tensors] for tensors in (inside, inputs))
-    if expected != got:
-        raise InputError(
-            f"Captured.replay: inputs must be like those captured, {expected}, got {got}. Capture for these shapes."
-        )

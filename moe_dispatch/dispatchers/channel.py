@@ -1,6 +1,7 @@
 """A channel: the backend, buffers and counters that all dispatchers with the same config and group share.
 
-Ranks open a channel together. A channel is refcounted: each dispatcher holds a ``Lease``, and the last one closes it.
+Ranks open a channel together: every rank checks first, and nothing is opened if any rank has a problem. A channel is
+refcounted: each dispatcher holds a ``Lease``, and the last one closes it.
 """
 
 from __future__ import annotations
@@ -9,31 +10,37 @@ import atexit
 import dataclasses
 import itertools
 import logging
+import math
+import os
+import socket
 import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape, Sizes
 from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
-from moe_dispatch.communication import Communicator, control_device, device_types
-from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.communication import Communicator, control_device, device_types, raise_alike
+from moe_dispatch.config import ENVIRONMENT_PREFIX, DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
-from moe_dispatch.dispatchers.requirements import check_buffers
-from moe_dispatch.errors import StateError
+from moe_dispatch.dispatchers.recorder import Recorder
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
+from moe_dispatch.permutation import choose_permutation
+from moe_dispatch.watchdog import watch_group
 
-if TYPE_CHECKING:
-    from moe_dispatch.dispatchers.recorder import Recorder
+Group = dist.ProcessGroup | DeviceMesh | None
+Result = TypeVar("Result")
 
 logger = logging.getLogger("moe_dispatch")
-
-ChannelKey = tuple[int, int, str]  # ids of the group and the control group, digest of the config
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
@@ -44,22 +51,6 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 
 
 _NO_RANGE = nullcontext()
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Blueprint:
-    """The values to open a channel with: a backend that can run here, and whose constraints are met.
-
-    Attributes:
-        options: Options of the backend.
-        shape: Sizes of the layer on this group.
-        needs: Constraints of the backend.
-    """
-
-    options: BackendOptions
-    shape: MoEShape
-    needs: Constraints
 
 
 @final
@@ -81,15 +72,20 @@ class Channel:
     """
 
     def __init__(
-        self, config: DispatcherConfig, communicator: Communicator, control: Communicator, blueprint: Blueprint
+        self,
+        config: DispatcherConfig,
+        communicator: Communicator,
+        control: Communicator,
+        options: BackendOptions,
+        shape: MoEShape,
+        needs: Constraints,
     ) -> None:
-        options, shape = blueprint.options, blueprint.shape
         self.config = config
         self.communicator = communicator
         self.control = control
         self.watches = [watch for watch in (communicator.watch, control.watch) if watch is not None]
         self.shape = shape
-        self.needs = blueprint.needs
+        self.needs = needs
         self.options = options
         self.backend_name = options.name
         self.name = f"{options.name}-{config.digest[:8]}-{next(_serial)}"
@@ -100,16 +96,15 @@ class Channel:
         self.users = 0
         self.numbers = itertools.count()
         self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
-        same_or_known = self.needs.equal_rows or self.needs.group_max
-        self.row_counts = config.row_counts_policy if same_or_known else None
+        self.row_counts = config.row_counts_policy if needs.equal_rows or needs.group_max else None
         self.agrees_on_rows = self.row_counts in ("agree", "check")
         # The counts are on the device of the rows, so sizes must be agreed on there too.
         device = None if control.group is None else control_device(control.group).type
         same_device = device_types(communicator.group) == {device}
         # With ``balance``, the slots of experts are planned after the sizes.
-        self.sums_tallies = self.needs.counts_with_sizes and same_device and config.balance is None
+        self.sums_tallies = needs.counts_with_sizes and same_device and config.balance is None
         self.context = BackendContext(
-            shape=shape, communicator=communicator, needs=self.needs, permutation=config.permutation
+            shape=shape, communicator=communicator, needs=needs, permutation=config.permutation
         )
         self.backend = options.open(self.context)
         if config.max_tokens_per_rank is not None:
@@ -143,13 +138,6 @@ class Channel:
             device=device,
             most_copies=most if self.config.graph_safe else None,
         )
-
-    def let_go(self) -> None:
-        """Drop the process groups and the backend without closing the backend. Only for the end of the process."""
-        self.communicator.let_go()
-        self.control.let_go()
-        self.users = 0  # a dispatcher that is closed from now on must not close the backend
-        del self.backend
 
     def sizes(self, largest: int) -> Sizes:
         """Return the sizes that follow from the largest row count of any rank."""
@@ -271,32 +259,12 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
 
 _lock = threading.RLock()
 _serial = itertools.count()
-_channels: dict[ChannelKey, Channel] = {}
+# By the ids of the group and the control group, and the digest of the config. An open channel holds its groups, so no
+# other group gets the same id.
+_channels: dict[tuple[int, int, str], Channel] = {}
 _by_name: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
 # These channels are kept, because a destructor would free memory on this rank that its peers have mapped.
 _abandoned: list[Channel] = []
-
-
-def find_channel(key: ChannelKey, name: str) -> Lease | None:
-    """Return a new share of the open channel with this key, or None if there is no such channel."""
-    with _lock:
-        return Lease(_channels[key], name) if key in _channels else None
-
-
-def keep_channel(key: ChannelKey, channel: Channel, name: str) -> Lease:
-    """Register a channel that was just opened, and return its first share.
-
-    The channel holds its groups. So no other group gets the same ``id``, which is part of the key, while the channel is
-    open.
-    """
-    with _lock:
-        _channels[key] = _by_name[channel.name] = channel
-        return Lease(channel, name)
-
-
-def has_channel(group: dist.ProcessGroup) -> bool:
-    """Return whether a channel is open on the group."""
-    return any(id(group) in key[:2] for key in _channels)
 
 
 def named_channel(name: str) -> Channel:
@@ -316,6 +284,166 @@ def named_channel(name: str) -> Channel:
     return channel
 
 
+def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.ProcessGroup | None, name: str) -> Lease:
+    """Open the channel of a config on a group, or share an open one, for the dispatcher ``name``. Collective.
+
+    Raises:
+        ConfigError: The config breaks a rule on this group; or the configs of the ranks differ, and the error has the
+            field and two ranks.
+        BackendUnavailableError: The backend cannot run here.
+        PeerError: Building failed on another rank. The error has the text of that rank.
+
+    Cost: one small all-reduce on the control group. Opening a channel takes two more, and an exchange of host names.
+    If ranks disagree, an exchange of texts comes on top.
+    """
+    process_group = _process_group(group)
+    seconds, problem = _attempt(lambda: _watch(config, filter(None, (process_group, control_group)), name))
+    communicator = Communicator(process_group)
+    control = communicator if control_group is None else Communicator(control_group)
+    if problem is None and (control.size, control.rank) != (communicator.size, communicator.rank):
+        problem = ConfigError(
+            f"control_group must hold the ranks of group in the same order, got rank {control.rank} of {control.size} "
+            f"for rank {communicator.rank} of {communicator.size}. Make it with the same ranks."
+        )
+    if control.size != communicator.size:
+        control = communicator
+    key = (id(process_group), id(control_group), config.digest)
+    with _lock:
+        lease = Lease(_channels[key], name) if key in _channels else None
+    # Opening is collective. So if one rank must open the channel (its last dispatcher was collected), all ranks do.
+    facts = {**config.canonical, "watchdog": seconds}
+    (opens,) = raise_alike(control, problem, values=[int(lease is None)], facts=facts, label="build")
+    if not opens:
+        assert lease is not None
+        lease.number = next(lease.enter().numbers)
+        return lease
+    nodes = ranks_per_node(control.gather_json(socket.gethostname(), label="build"))
+    drawn, problem = _attempt(lambda: _draw(config, communicator, nodes))
+    facts = {}
+    if drawn is not None:  # constraints may depend on the installed version of the backend's library
+        options, _, needs = drawn
+        facts = {"backend": options.name}
+        for field in dataclasses.fields(needs):
+            value = getattr(needs, field.name)
+            facts[field.name] = ", ".join(sorted(map(str, value))) if isinstance(value, frozenset) else value
+    raise_alike(control, problem, facts=facts, label="build")
+    assert drawn is not None
+    if config.backend_options is None and communicator.rank == 0:
+        others = [name for name in known_backends() if name != drawn[0].name]
+        reasons = "; ".join(f"{name}: {_why_not(name)}" for name in others)
+        logger.info('backend="auto": using %r. Not %s.', drawn[0].name, reasons)
+    channel, problem = _attempt(lambda: Channel(config, communicator, control, *drawn))
+    raise_alike(control, problem, label="build")
+    assert channel is not None
+    with _lock:
+        _channels[key] = _by_name[channel.name] = channel
+        lease = Lease(channel, name)
+    lease.number = next(channel.numbers)
+    return lease
+
+
+def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> float | None:
+    """Start watchdogs on the groups of the dispatcher ``name``, if config or environment ask for them.
+
+    Returns:
+        The time limit in seconds; None without a watchdog.
+
+    Raises:
+        ConfigError: The time limit is malformed, another open dispatcher of the group has a different time limit, or
+            the group has no store.
+    """
+    seconds, text = config.watchdog, os.environ.get(f"{ENVIRONMENT_PREFIX}WATCHDOG", "")
+    if seconds is None and text:
+        with suppress(ValueError):
+            seconds = float(text)
+        if seconds is None or not 0 < seconds < math.inf:
+            raise ConfigError(
+                f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds above 0, got {text!r}. Set it to 60, or "
+                "unset it."
+            )
+    if seconds is None:
+        return None
+    for group in groups:
+        watch = watch_group(group, seconds)
+        if watch.seconds != seconds and any(id(group) in key[:2] for key in _channels):
+            raise ConfigError(
+                f"watchdog must be the same for all open dispatchers of a group, got {seconds:g} after "
+                f"{watch.seconds:g}. Use one number of seconds."
+            )
+        watch.seconds, watch.layer = seconds, name
+    return seconds
+
+
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Run an action. Returns its result, or the error that it raised.
+
+    Errors of all types are caught, because a backend may raise any of them, and the peers must be told before this rank
+    raises.
+    """
+    try:
+        return action(), None
+    except Exception as problem:
+        return None, problem
+
+
+def _process_group(group: Group) -> dist.ProcessGroup | None:
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ConfigError(
+            f"Dispatcher: a DeviceMesh must have one dimension, got {group.ndim} ({group.mesh_dim_names}). "
+            'Pass the expert-parallel part, for example mesh["ep"].'
+        )
+    return group.get_group()
+
+
+def _draw(
+    config: DispatcherConfig, communicator: Communicator, ranks_per_node: int
+) -> tuple[BackendOptions, MoEShape, Constraints]:
+    """Return the values to open a channel with: of a backend that can run here, and whose constraints are met."""
+    shape, options = shape_of(config, communicator.size, ranks_per_node), config.options_for(communicator.size)
+    check_usable(options)
+    needs = dataclasses.replace(options.constraints(shape), **config.constraints.given())
+    check_group(config, options.name, shape, needs)
+    if config.graph_safe:
+        check_buffers(options.name, options.capacity(shape))
+    if config.permutation != "auto":
+        where = f'Backend {options.name!r}: permutation must be "auto"'
+        if needs.pads_experts:
+            raise ConfigError(
+                f"{where}, because its library reorders rows itself, got {config.permutation!r}. Leave permutation out."
+            )
+        if config.graph_safe and config.permutation == "te":
+            raise ConfigError(
+                f'{where}, "torch" or "triton" with graph_safe=True, because transformer-engine\'s kernels are not yet '
+                "used on buffers of fixed size, got 'te'. Leave permutation out."
+            )
+        kinds = {config.device} if config.device is not None else needs.devices or device_types(communicator.group)
+        if len(kinds) == 1:  # the device of the rows is already certain
+            choose_permutation(config.permutation, *kinds)
+    return options, shape, needs
+
+
+def _why_not(name: str) -> str:
+    """Return why "auto" does not choose a backend. The backend is not probed, because a probe may import a library."""
+    try:
+        return load_backend(name).auto_reason
+    except (BackendUnavailableError, ConfigError) as error:
+        return str(error).rstrip(".")
+
+
+def ranks_per_node(hosts: Sequence[str]) -> int:
+    """Return the largest n such that each block of n consecutive ranks is on one host.
+
+    For example, hosts a a b b b b give 2.
+
+    Args:
+        hosts: Host name of each rank. Containers with different host names count as different hosts.
+    """
+    borders = [rank for rank in range(1, len(hosts)) if hosts[rank - 1] != hosts[rank]]
+    return math.gcd(len(hosts), *borders)
+
+
 @atexit.register
 def _let_go_of_groups() -> None:
     """Drop the process groups of open channels while the interpreter still runs.
@@ -324,4 +452,7 @@ def _let_go_of_groups() -> None:
     abort the process. A successful run would then end with the exit status of a failure.
     """
     for channel in {id(channel): channel for channel in (*_by_name.values(), *_abandoned)}.values():
-        channel.let_go()
+        channel.communicator.let_go()
+        channel.control.let_go()
+        channel.users = 0  # a dispatcher that is closed from now on must not close the backend
+        del channel.backend

@@ -34,7 +34,20 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Plan:
     elif like is not None and num_rows is not None and layout.on_host:
         # The mask is copied to the device here, because a captured graph cannot contain a copy from the host.
         valid_T = layout.valid_T(num_rows, like.device)
-    _check_count(channel, layout, count)
+    maximum = channel.config.max_tokens_per_rank
+    if count is None and channel.row_counts not in (None, "static"):
+        raise InputError(
+            f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does not "
+            "know its own. Pass like=x, any tensor shaped like the hidden states."
+        )
+    if maximum is not None and (count or 0) > maximum:
+        raise InputError(
+            f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
+            "Raise max_tokens_per_rank."
+        )
+    # Ranks that agree on nothing later have no chance to refuse together, so each rank checks its own rows here.
+    if channel.row_counts in (None, "assume"):
+        check_max_rows("Dispatcher.plan", channel.needs.padded(count or 0), channel.needs)
     if like is not None and real_rows is not None:
         real_rows = to_device(real_rows, like.device)
     return Plan(
@@ -115,24 +128,6 @@ def foreign_plan(channel: Channel, plan: Plan) -> StateError:
         f"Dispatcher.dispatch: the plan must be made for the capacity in force, got one for {plan.sizes.capacity} "
         f"on {channel.capacity}: the capacity has grown since. Make the plan again."
     )
-
-
-def _check_count(channel: Channel, layout: Layout, count: int | None) -> None:
-    """Check this rank's number of rows, as far as no other rank is needed."""
-    needs, maximum = channel.needs, channel.config.max_tokens_per_rank
-    if count is None and channel.row_counts not in (None, "static"):
-        raise InputError(
-            f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does not "
-            "know its own. Pass like=x, any tensor shaped like the hidden states."
-        )
-    if maximum is not None and (count or 0) > maximum:
-        raise InputError(
-            f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
-            "Raise max_tokens_per_rank."
-        )
-    # Ranks that agree on nothing later have no chance to refuse together, so each rank checks its own rows here.
-    if channel.row_counts in (None, "assume"):
-        check_max_rows("Dispatcher.plan", needs.padded(count or 0), needs)
 
 
 def no_routing(routing: object) -> InputError:
@@ -226,18 +221,19 @@ def check_rows(
         )
 
 
-def check_again(x_TD: Tensor, num_rows: int, device: torch.device, config: DispatcherConfig) -> None:
+def check_again(x_TD: Tensor, num_rows: int, device: torch.device, channel: Channel) -> None:
     """Check rows that are to take the route of an earlier dispatch.
 
     Raises:
-        InputError: The rows differ in shape or device from the rows of that dispatch, or are not floating.
+        InputError: The rows differ in shape or device from the rows of that dispatch, or the backend cannot carry them.
     """
-    expected = (num_rows, config.hidden_size)
+    expected = (num_rows, channel.config.hidden_size)
     if x_TD.shape != expected or x_TD.dtype not in ROW_DTYPES or x_TD.device != device:
         raise InputError(
             f"Dispatcher.dispatch: again=sent was made with floating {expected} on {device}, got "
             f"{x_TD.dtype} {tuple(x_TD.shape)} on {x_TD.device}. Pass a tensor of the same rows."
         )
+    check_rows("Dispatcher.dispatch", "x", x_TD, channel.config, channel.needs)
 
 
 def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, final, overload
 
@@ -15,20 +16,18 @@ from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import ddp, operators, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.dispatchers.autograd import Combine, Dispatch, State, anchor, finish, pad, resent, start, tie
+from moe_dispatch.dispatchers.autograd import Combine, Dispatch, State, anchor, finish, pad, start, tie
 from moe_dispatch.dispatchers.balancing import device_of_tables, place
-from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
+from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.checks import (
     check_again,
     check_call,
     check_combine,
-    check_rows,
     check_values,
     draft_plan,
     rows_to_send,
 )
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
-from moe_dispatch.dispatchers.opening import Group, lease_channel
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.self_test import run_self_test
 from moe_dispatch.errors import ConfigError, InputError, LayoutError, StateError
@@ -298,7 +297,6 @@ class Dispatcher(nn.Module):
                         real_rows=real_rows,
                         padded=departed.padded,
                         wants_weights=wants_weights,
-                        placement=departed.placement,
                         route=arrived.route,
                     )
                     sent_back = (arrived.rows, arrived.weights)
@@ -361,14 +359,13 @@ class Dispatcher(nn.Module):
         try:
             with profiler_range("dispatch"):
                 channel, x_TD = self._channel, state.layout.flatten(x)
-                check_again(x_TD, state.num_rows, again.rows.device, channel.config)
-                check_rows("Dispatcher.dispatch", "x", x_TD, channel.config, channel.needs)
+                check_again(x_TD, state.num_rows, again.rows.device, channel)
                 assert state.padded is not None
                 with torch.no_grad():
                     arrived = state.route.send(pad(x_TD, state.real_rows, state.padded))
                 x_TD = anchor(x_TD, channel)
                 rows, _ = Dispatch.apply(x_TD, None, state, (arrived, None))  # type: ignore[no-untyped-call]
-                return resent(again, rows, tie(again.weights, rows))
+                return dataclasses.replace(again, rows=rows, weights=tie(again.weights, rows))
         except Exception as error:
             self._name_in(error)
             raise
@@ -465,7 +462,8 @@ class Dispatcher(nn.Module):
         Args:
             gather: Whether to return totals of all ranks of the group, which is collective, or of this rank only.
         """
-        return read_metrics(self._channel, gather=gather)
+        channel = self._channel
+        return read_metrics(channel.meter, channel.backend_name, channel.communicator, channel.control, gather=gather)
 
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Send random rows through identity experts, and compare the result and the gradients with the exact ones.

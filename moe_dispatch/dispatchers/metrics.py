@@ -6,20 +6,18 @@ Counters on the device are read only on request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.balance.slot_table import SlotTable
+from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import StateError
-
-if TYPE_CHECKING:
-    from moe_dispatch.dispatchers.channel import Channel
 
 
 @final
@@ -94,10 +92,9 @@ class Meter:
         self._num_slots, self._num_experts, self._first = num_slots, num_experts, first_expert
         self.placed = False
         self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
-        self._tokens: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        # Real rows and padding of each slot, masked rows, and needs: these are maxima, so a dispatch may be repeated.
+        self._counters: dict[torch.device, tuple[Tensor, ...]] = {}
         self._by_expert: dict[torch.device, Tensor] = {}
-        self._masked: dict[torch.device, Tensor] = {}
-        self._needs: dict[torch.device, Tensor] = {}  # maxima, so a dispatch may be recomputed or replayed
         self._drift: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
@@ -141,10 +138,9 @@ class Meter:
         Raises:
             StateError: The first call on the device is being captured in a CUDA graph.
         """
-        if device not in self._needs:
-            self._needs[device] = self._zeros("", device, 3)
-            self._tokens[device] = self._zeros("", device, self._num_slots), self._zeros("", device, self._num_slots)
-            self._masked[device] = self._zeros("", device)
+        if device not in self._counters:
+            shapes = (self._num_slots,), (self._num_slots,), (), (3,)
+            self._counters[device] = tuple(self._zeros("", device, *shape) for shape in shapes)
         if self.placed:
             self.place(device)
 
@@ -175,10 +171,10 @@ class Meter:
             invalid: int64 (), the number of invalid ids; used only in graph-safe mode.
         """
         device = arrived.rows.device
-        if device not in self._tokens or (self.placed and device not in self._by_expert):
+        if device not in self._counters or (self.placed and device not in self._by_expert):
             self.prepare(device)
         with self.turn(device) if device.type == "cuda" else _NO_TURN:
-            real, padding = self._tokens[device]
+            real, padding, masked, needs = self._counters[device]
             if table is None:
                 real.add_(arrived.real_tokens_per_expert)
             else:
@@ -186,9 +182,8 @@ class Meter:
             if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
                 padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
             if valid_T is not None:
-                self._masked[device].add_(len(valid_T) - valid_T.sum())
+                masked.add_(len(valid_T) - valid_T.sum())
             if arrived.demand is not None:
-                needs = self._needs[device]
                 torch.maximum(needs, torch.cat([arrived.demand, invalid.view(1)]), out=needs)
         self.rows["rank"] += padded
         self.rows["cut"] += cut
@@ -206,32 +201,30 @@ class Meter:
         with self.turn(drift.device):
             self._drift[key].add_(drift)
 
-    def drift(self) -> dict[str, list[int]]:
+    def drift(self) -> tuple[Counter[str], Counter[str]]:
         """Return the drifted and the replayed slots by name of the dispatcher. A host sync on a GPU."""
-        total: dict[str, list[int]] = {}
+        drifted, replayed = Counter[str](), Counter[str]()
         for (name, _), counts in self._drift.items():
-            total[name] = [a + b for a, b in zip(total.get(name, (0, 0)), self._read(counts), strict=True)]
-        return total
+            both = self._read(counts)
+            drifted[name] += both[0]
+            replayed[name] += both[1]
+        return drifted, replayed
 
     @property
     def masked(self) -> int:
         """Number of rows masked so far. A host sync on a GPU."""
-        return sum(self._read(masked) for masked in self._masked.values())
+        return sum(self._read(masked) for _, _, masked, _ in self._counters.values())
 
     def tokens(self) -> tuple[list[int], int]:
         """Return the real rows of each expert, and the padding of all experts. A host sync on a GPU.
 
         There are L experts, or E if there is a placement.
         """
-        real, padding = [0] * self._num_slots, 0
-        for counts, paddings in self._tokens.values():
-            real = [a + b for a, b in zip(real, self._read(counts), strict=True)]
-            padding += sum(self._read(paddings))
+        real = self._sums(self._num_slots, (counters[0] for counters in self._counters.values()))
+        padding = sum(self._sums(self._num_slots, (counters[1] for counters in self._counters.values())))
         if not self.placed:
             return real, padding
-        by_expert = [0] * self._num_experts
-        for counts in self._by_expert.values():
-            by_expert = [a + b for a, b in zip(by_expert, self._read(counts)[:-1], strict=True)]
+        *by_expert, _ = self._sums(self._num_experts + 1, self._by_expert.values())
         for number, rows in enumerate(real):
             if rows:  # of a dispatch before the placement
                 by_expert[self._first + number] += rows
@@ -242,58 +235,61 @@ class Meter:
 
         They are the rows for its experts, the rows for one rank, and the invalid ids. A host sync on a GPU.
         """
-        needs = [self._read(needs) for needs in self._needs.values()]
-        return [max((each[i] for each in needs), default=0) for i in range(3)]
+        needs = [self._read(needs) for *_, needs in self._counters.values()]
+        return [max(each) for each in zip([0, 0, 0], *needs, strict=True)]
 
     def forget_invalid_ids(self) -> None:
         """Reset the need of invalid ids, after they were reported."""
-        for device, needs in self._needs.items():
+        for device, (*_, needs) in self._counters.items():
             with self.turn(device):
                 needs[2:].zero_()
+
+    def _sums(self, length: int, counters: Iterable[Tensor]) -> list[int]:
+        return [sum(each) for each in zip([0] * length, *map(self._read, counters), strict=True)]
 
     def _read(self, counter: Tensor) -> Any:
         with self.turn(counter.device):
             return counter.tolist()
 
 
-def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
+def read_metrics(
+    meter: Meter, backend: str, communicator: Communicator, control: Communicator, *, gather: bool
+) -> Metrics:
     """Return the metrics of this rank. With ``gather``, which is collective, return the sums over all ranks."""
-    real, padding = channel.meter.tokens()
-    links = {id(link): link for link in (channel.communicator, channel.control)}.values()
-    sent: Counter[str] = sum((link.bytes_sent for link in links), Counter())
-    calls: Counter[str] = sum((link.calls for link in links), Counter())
+    links = dict.fromkeys((communicator, control))  # often the same one
     mine: list[Any] = [
-        real,
-        padding,
-        {**channel.meter.rows, "masked": channel.meter.masked},
-        sent,
-        calls,
-        channel.meter.drift(),
+        *meter.tokens(),
+        {**meter.rows, "masked": meter.masked},
+        +_total(link.bytes_sent for link in links),
+        _total(link.calls for link in links),
+        *meter.drift(),
     ]
-    everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
-    tokens = torch.tensor([part[0] for part in everyone], dtype=torch.int64, device="cpu")
+    everyone = control.gather_json(mine, label="metrics") if gather else [mine]
+    real, padding, *others = zip(*everyone, strict=True)
+    rows, sent, calls, drifted, replayed = map(_total, others)
+    tokens = torch.tensor(real, dtype=torch.int64, device="cpu")
     ranks = tokens.sum(1)
-    tokens = tokens.sum(0) if channel.meter.placed else tokens.flatten()
-    rows: Counter[str] = sum((Counter(part[2]) for part in everyone), Counter())
-    drifted: Counter[str] = Counter()
-    replayed: Counter[str] = Counter()
-    for part in everyone:
-        for name, counts in part[5].items():
-            drifted[name] += counts[0]
-            replayed[name] += counts[1]
+    tokens = tokens.sum(0) if meter.placed else tokens.flatten()
     return Metrics(
-        backend=channel.backend_name,
+        backend=backend,
         dispatches=rows["dispatches"],
         real_tokens_per_expert=tokens,
         imbalance=_busiest_over_mean(tokens),
         rank_imbalance=_busiest_over_mean(ranks) if gather else None,
-        rows_padded={"rank": rows["rank"], "expert": sum(part[1] for part in everyone)},
+        rows_padded={"rank": rows["rank"], "expert": sum(padding)},
         rows_skipped={"cut": rows["cut"], "masked": rows["masked"]},
-        bytes_sent=dict(sum((Counter(part[3]) for part in everyone), Counter())),
-        collectives=dict(sum((Counter(part[4]) for part in everyone), Counter())),
+        bytes_sent=dict(sent),
+        collectives=dict(calls),
         slots_replayed=dict(replayed),
         slots_drifted=dict(drifted),
     )
+
+
+def _total(parts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)  # unlike +, it keeps zeros
+    return total
 
 
 def _busiest_over_mean(rows: Tensor) -> float:

@@ -29,22 +29,11 @@ from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import to_device
 from moe_dispatch.custom_operators import operator
 from moe_dispatch.dispatchers.agreement import tell_peers
-from moe_dispatch.dispatchers.autograd import (
-    State,
-    anchor,
-    double_backward,
-    finish,
-    pad,
-    resent,
-    start,
-    tie,
-    trim,
-)
+from moe_dispatch.dispatchers.autograd import State, anchor, double_backward, finish, pad, start, tie, trim
 from moe_dispatch.dispatchers.channel import Channel, Lease, named_channel, profiler_range
 from moe_dispatch.dispatchers.checks import (
     check_again,
     check_combine,
-    check_rows,
     check_tensors,
     check_values,
     draft_plan,
@@ -129,17 +118,8 @@ def dispatch(
 
 
 @dispatch.register_fake
-def _(
-    rows: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    real_rows: Tensor | None,
-    valid: Tensor | None,
-    table: Sequence[Tensor],
-    channel: str,
-    recorded: bool,
-    *numbers: int | None,
-) -> list[Tensor]:
+def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *others: Any) -> list[Tensor]:
+    _, _, channel, _, *numbers = others
     link = named_channel(channel)
     new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
     given = _sizes_from(numbers)
@@ -168,17 +148,9 @@ def dispatch_again(
     link = named_channel(channel)
     with torch.no_grad(), profiler_range("dispatch"):
         taken = compilable(link).backend.restore(route)
-        check_again(rows, num_rows, rows.device, link.config)
-        check_rows("Dispatcher.dispatch", "x", rows, link.config, link.needs)
+        check_again(rows, num_rows, rows.device, link)
         (sent,) = _own(taken.send(pad(rows, real_rows, taken.num_rows)))
     return sent
-
-
-@dispatch_again.register_fake
-def _(
-    rows: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int, num_grouped: int
-) -> Tensor:
-    return rows.new_empty(num_grouped, rows.shape[1])
 
 
 @operator(
@@ -202,15 +174,8 @@ def dispatch_backward(
 
 
 @dispatch_backward.register_fake
-def _(
-    grad_rows: Tensor,
-    grad_weights: Tensor | None,
-    route: Sequence[Tensor],
-    real_rows: Tensor | None,
-    channel: str,
-    rows_shape: Sequence[int],
-    weights_shape: Sequence[int],
-) -> list[Tensor]:
+def _(grad_rows: Tensor, grad_weights: Tensor | None, *others: Any) -> list[Tensor]:
+    *_, rows_shape, weights_shape = others
     rows = grad_rows.new_empty(rows_shape)
     return [rows] if grad_weights is None else [rows, grad_weights.new_empty(weights_shape)]
 
@@ -229,11 +194,10 @@ def combine(
     return y_TD
 
 
+@dispatch_again.register_fake
 @combine.register_fake
-def _(
-    rows: Tensor, weights: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int
-) -> Tensor:
-    return rows.new_empty(num_rows, rows.shape[1])
+def _(rows: Tensor, *others: Any) -> Tensor:
+    return rows.new_empty(others[-1], rows.shape[1])  # both have the number of result rows as last argument
 
 
 @operator(
@@ -262,16 +226,8 @@ def combine_backward(
 
 
 @combine_backward.register_fake
-def _(
-    grad: Tensor,
-    rows: Tensor | None,
-    weights: Tensor,
-    route: Sequence[Tensor],
-    real_rows: Tensor | None,
-    channel: str,
-    num_grouped: int,
-) -> list[Tensor]:
-    grad_rows = grad.new_empty(num_grouped, grad.shape[1])
+def _(grad: Tensor, rows: Tensor | None, weights: Tensor, *others: Any) -> list[Tensor]:
+    grad_rows = grad.new_empty(others[-1], grad.shape[1])
     return [grad_rows] if rows is None else [grad_rows, torch.empty_like(weights)]
 
 
@@ -369,12 +325,12 @@ def _foreseen_rows(link: Channel, brought: int) -> int | None:
 
 def _own(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors with the strides that the fake kernels promise: contiguous, at the start of their memory."""
-
-    def own(tensor: Tensor) -> Tensor:
-        as_told = tensor.is_contiguous() and tensor.storage_offset() == 0
-        return tensor if as_told else tensor.clone(memory_format=torch.contiguous_format)
-
-    return list(map(own, tensors))
+    return [
+        tensor
+        if tensor.is_contiguous() and tensor.storage_offset() == 0
+        else tensor.clone(memory_format=torch.contiguous_format)
+        for tensor in tensors
+    ]
 
 
 def is_recorded(lease: Lease) -> bool:
@@ -450,7 +406,6 @@ def trace_dispatch(
             real_rows=real_rows,
             padded=None,
             wants_weights=routing.topk_weights.requires_grad,
-            placement=lease.placement,
             tensors=tuple(route),
         ),
     )
@@ -469,7 +424,7 @@ def trace_dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
         again.rows.shape[0],
     )
     weights = again.weights if torch.compiler.is_compiling() else tie(again.weights, rows)
-    return resent(again, rows, weights)
+    return dataclasses.replace(again, rows=rows, weights=weights)
 
 
 def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:

@@ -6,16 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 
 from moe_dispatch.backends.capacity import Capacity, balanced_pair_rows, balanced_rows, grown
 from moe_dispatch.communication import Communicator, raise_alike
+from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.errors import CapacityError, InputError, StateError
-
-if TYPE_CHECKING:
-    from moe_dispatch.dispatchers.channel import Channel
 
 Result = TypeVar("Result")
 

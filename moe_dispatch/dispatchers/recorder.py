@@ -109,18 +109,14 @@ def _to_host(tensor: Tensor) -> Tensor:
     return tensor.clone() if is_host(tensor) else tensor.to("cpu", non_blocking=True)
 
 
-def _on_host(layout: Layout) -> Callable[[], Layout]:
-    """Return a function that makes the layout on the host.
+def _on_host(value: Any) -> Callable[[], Any]:
+    """Return a function that makes a layout, or one of its fields, on the host.
 
-    It runs later, because a constructor reads values, and the copies of the values are still under way.
+    It runs later, because the constructor of a layout reads values, and the copies of the values are still under way.
     """
-    cls: Callable[..., Layout] = type(layout)
-    fields = [_later(value) for value in arguments(layout)]
-    return lambda: cls(*(field() for field in fields))
-
-
-def _later(value: Any) -> Callable[[], Any]:
     if isinstance(value, Layout):
-        return _on_host(value)
+        cls: Callable[..., Layout] = type(value)
+        fields = [_on_host(field) for field in arguments(value)]
+        return lambda: cls(*(field() for field in fields))
     kept = _to_host(value) if isinstance(value, Tensor) else value
     return lambda: kept

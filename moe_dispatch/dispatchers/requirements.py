@@ -90,27 +90,22 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
         raise ConfigError(f"{where}: device must be one of {offered}, got {config.device!r}. Use another backend.")
     if config.graph_safe and not needs.graph_safe:
         raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
-    if config.on_overflow is not None:
-        _check_drop_order(where, config, needs)
-    try:
-        check_max_rows(where, config.max_tokens_per_rank or 0, needs)
-    except InputError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _check_drop_order(where: str, config: DispatcherConfig, needs: Constraints) -> None:
-    if needs.drop_order is None:
+    if config.on_overflow is not None and needs.drop_order is None:
         raise ConfigError(
             f'{where}: its library cannot drop rows, so capacity_factor must be "worst" without on_overflow, got '
             f"{config.capacity_factor!r} and on_overflow={config.on_overflow!r}. "
             "Leave both out, or use another backend."
         )
     fitting = "drop" if needs.drop_order == "weight" else "drop_by_position"
-    if config.on_overflow not in ("raise", fitting):
+    if config.on_overflow not in (None, "raise", fitting):
         raise ConfigError(
             f"{where}: it drops rows by {needs.drop_order}, got on_overflow={config.on_overflow!r}. "
             f'Use on_overflow="{fitting}" or "raise".'
         )
+    try:
+        check_max_rows(where, config.max_tokens_per_rank or 0, needs)
+    except InputError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_buffers(name: str, capacity: Capacity) -> None:

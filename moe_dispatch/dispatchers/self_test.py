@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Constraints
-from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Routing
@@ -28,11 +26,16 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
         StateError: The output or a gradient is wrong on some rank. Raised on every rank.
     """
     config, channel = dispatcher.config, dispatcher._channel
-    dtype = dtype or carried_dtype(config, channel.needs)
+    if dtype is None:
+        carries_float32 = channel.needs.dtypes is None or config.wire_dtype is not None
+        dtype = torch.float32 if carries_float32 else torch.bfloat16
     # The caller may have turned gradients off. They are part of the test, unless the backend has none.
     with torch.inference_mode(False), torch.set_grad_enabled(channel.needs.differentiable):
         mine = _differences(dispatcher, device, dtype)
-    tolerance = _tolerance(dtype, config.wire_dtype)
+    carried = torch.bfloat16 if config.wire_dtype == "bfloat16" else dtype
+    tolerance = 8 * max(torch.finfo(each).eps for each in (carried, dtype, torch.float32))
+    if config.wire_dtype == "float8_e4m3fn":
+        tolerance = 0.08
     for rank, differences in enumerate(channel.control.gather_json(mine, label="self_test")):
         for what, difference in differences.items():
             if not difference <= tolerance:
@@ -41,11 +44,6 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
                     f"got a relative difference of {difference:.3g} in the {what} on backend {channel.backend_name!r}, "
                     f"rank {rank}. Do not train on these machines with this backend."
                 )
-
-
-def carried_dtype(config: DispatcherConfig, needs: Constraints) -> torch.dtype:
-    """Return float32 if the backend carries it, else bfloat16."""
-    return torch.float32 if needs.dtypes is None or config.wire_dtype is not None else torch.bfloat16
 
 
 def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -85,10 +83,3 @@ def _difference(got: Tensor, expected: Tensor) -> float:
     if got.numel() == 0:
         return 0.0
     return float((got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-6))
-
-
-def _tolerance(dtype: torch.dtype, wire: str | None) -> float:
-    if wire == "float8_e4m3fn":
-        return 0.08
-    carried = torch.bfloat16 if wire == "bfloat16" else dtype
-    return 8 * max(torch.finfo(carried).eps, torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)

@@ -14,7 +14,7 @@ import torch
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import build_dispatcher
-from moe_dispatch.dispatchers.opening import ranks_per_node
+from moe_dispatch.dispatchers.channel import ranks_per_node
 from moe_dispatch.errors import ConfigError, MoEDispatchError
 from moe_dispatch_testing import RankFailed
 from moe_dispatch_tools.place import Place

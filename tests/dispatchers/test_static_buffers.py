@@ -82,7 +82,7 @@ def test_counters_stay_where_they_are() -> None:
     """A graph writes to the tensors that it was captured with."""
     meter, device = Meter(2), torch.device("cpu")
     meter.prepare(device)
-    before = [*meter._tokens[device], meter._masked[device], meter._needs[device]]
+    before = meter._counters[device]
     arrived = Arrived(
         rows=torch.empty(4, 1),
         weights=torch.empty(4),
