@@ -17,7 +17,7 @@ from moe_dispatch.permutation.index import (
     merge_slots,
     round_up,
     running_total,
-    true_places,
+    true_positions,
     valid_ids,
 )
 from moe_dispatch.permutation.rows import TorchPermutation
@@ -38,6 +38,6 @@ __all__ = [
     "probe_permutation",
     "round_up",
     "running_total",
-    "true_places",
+    "true_positions",
     "valid_ids",
 ]

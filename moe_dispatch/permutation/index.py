@@ -39,15 +39,15 @@ class SlotIndex:
 
     For example, two rows have the keys ``[[1, 0], [-1, 1]]``, where -1 is no key. With ``pad_multiple=2`` the grouped
     rows are: row 0 for key 0, padding, row 0 for key 1, row 1 for key 1. So ``source_R`` is [0, 0, 0, 1], ``slot_N``
-    is [1, 0, 3], ``place_N`` is [0, 2, 3], ``byrow_N`` is [2, 0, 3], ``cu_S`` is [0, 2, 3] and ``padding`` is [1].
+    is [1, 0, 3], ``position_N`` is [0, 2, 3], ``byrow_N`` is [2, 0, 3], ``cu_S`` is [0, 2, 3] and ``padding`` is [1].
 
     An index has a fixed size if its shapes do not depend on the keys. Then N is S * K. Slots without a key come last in
-    ``slot_N``, and their place is R, one position behind the last grouped row. ``byrow_N`` ends in zeros. ``padding``
-    is filled up with R. So a buffer that is written at ``place_N`` or ``padding`` needs one spare row, number R. The
+    ``slot_N``; their position is R, one behind the last grouped row. ``byrow_N`` ends in zeros. ``padding``
+    is filled up with R. So a buffer that is written at ``position_N`` or ``padding`` needs one spare row, number R. The
     grouped rows behind the padding of the last key are slack: like padding, they are copies of no row.
 
     With a fixed size of R = 6, the example has two rows of slack. ``source_R`` is [0, 0, 0, 1, 0, 0], ``filled_R`` is
-    [0, -1, 0, 1, -1, -1], ``slot_N`` is [1, 0, 3, 2], ``place_N`` is [0, 2, 3, 6], ``byrow_N`` is [2, 0, 3, 0],
+    [0, -1, 0, 1, -1, -1], ``slot_N`` is [1, 0, 3, 2], ``position_N`` is [0, 2, 3, 6], ``byrow_N`` is [2, 0, 3, 0],
     ``cu_S`` is [0, 2, 3] and ``padding`` is [1, 6].
 
     Attributes:
@@ -58,7 +58,7 @@ class SlotIndex:
             empty.
         source_R: int64 (R,), the row that each grouped row is a copy of; 0 on padding and slack.
         slot_N: int64 (N,), the slot (row * K + k) of each real grouped row, in grouped order.
-        place_N: int64 (N,), the grouped position of each entry of ``slot_N``; None if it is 0, 1, ..., N-1.
+        position_N: int64 (N,), the grouped position of each entry of ``slot_N``; None if it is 0, 1, ..., N-1.
         byrow_N: int64 (N,), the grouped positions of the slots that have a key, in the order of the slots.
         cu_S: int64 (S+1,), where the slots of each row begin in ``byrow_N``.
         padding: int64, the grouped positions that are padding; None if ``pad_multiple`` is 1.
@@ -78,7 +78,7 @@ class SlotIndex:
     pad_multiple: int
     source_R: Tensor
     slot_N: Tensor
-    place_N: Tensor | None
+    position_N: Tensor | None
     byrow_N: Tensor
     cu_S: Tensor
     padding: Tensor | None
@@ -101,12 +101,12 @@ class SlotIndex:
         """
         if self.filled_R is None:
             real = values_SK.take(self.slot_N)
-            if self.place_N is None:
+            if self.position_N is None:
                 return real
-            return real.new_zeros(self.num_grouped).index_copy_(0, self.place_N, real)
-        assert self.place_N is not None
+            return real.new_zeros(self.num_grouped).index_copy_(0, self.position_N, real)
+        assert self.position_N is not None
         values_N = values_SK.reshape(-1).index_select(0, self.slot_N)
-        grouped = values_N.new_zeros(self.num_grouped + 1).index_copy_(0, self.place_N, values_N)
+        grouped = values_N.new_zeros(self.num_grouped + 1).index_copy_(0, self.position_N, values_N)
         return grouped.resize_(self.num_grouped)  # not a view: the caller may write to the result
 
     def to_slots(self, values_R: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ class SlotIndex:
         Slots without a key get 0. The values on padding are never read.
         """
         if self.filled_R is not None:
-            values_R = torch.cat([values_R, values_R.new_zeros(1)])  # position R, the place of slots without a key
-        real = values_R if self.place_N is None else values_R.index_select(0, self.place_N)
+            values_R = torch.cat([values_R, values_R.new_zeros(1)])  # position R, where slots without a key stand
+        real = values_R if self.position_N is None else values_R.index_select(0, self.position_N)
         slots = real.new_zeros(self.num_rows * self.top_k)
         return slots.index_copy_(0, self.slot_N, real).view(self.num_rows, self.top_k)
 
@@ -159,7 +159,7 @@ class SlotIndex:
 
     def tensors(self) -> list[Tensor]:
         """Return the tables as a list for custom operators. No two share memory. Counts are left out."""
-        tables = (self.source_R, self.slot_N, self.byrow_N, self.cu_S, self.place_N, self.padding, self.filled_R)
+        tables = (self.source_R, self.slot_N, self.byrow_N, self.cu_S, self.position_N, self.padding, self.filled_R)
         return [table for table in tables if table is not None]
 
     @staticmethod
@@ -176,7 +176,7 @@ class SlotIndex:
             slot_N=slot_N,
             byrow_N=byrow_N,
             cu_S=cu_S,
-            place_N=rest.pop(0) if is_padded or fixed_size else None,
+            position_N=rest.pop(0) if is_padded or fixed_size else None,
             padding=rest.pop(0) if is_padded else None,
             filled_R=rest.pop(0) if fixed_size else None,
         )
@@ -224,7 +224,7 @@ def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, p
     The arguments are S, K, L, R and ``pad_multiple`` of ``group_statically``.
     """
     slots = num_rows * top_k
-    of_slots = 3 * slots + 1  # slot_N, place_N, and byrow_N with a spare entry
+    of_slots = 3 * slots + 1  # slot_N, position_N, and byrow_N with a spare entry
     of_rows = num_rows + 1 + 2 * buffer_rows + 1  # cu_S, source_R, and filled_R with a spare entry
     of_keys = num_keys + 1 + num_keys + 1  # real_L with one count for slots without a key, padded_L, needed
     of_padding = num_keys * (pad_multiple - 1)
@@ -333,11 +333,16 @@ def group_slots(
     source_R = slot_N.div(top_k, rounding_mode="floor")
     byrow = slot_N.sort()
     byrow_N, firsts_S = byrow.indices, torch.arange(0, (num_rows + 1) * top_k, top_k, device=device)
-    place_N, padding, padded = None, None, real
-    if pad_multiple > 1:
-        place_N, padding, padded = _with_padding(counts, pad_multiple, device)
-        source_R = source_R.new_zeros(padded).index_copy_(0, place_N, source_R)
-        byrow_N = place_N.index_select(0, byrow_N)
+    position_N, padding, padded = None, None, real
+    if pad_multiple > 1:  # counts [1, 2] and multiple 2: real rows stand at [0, 2, 3], the padding at [1]
+        padded = sum(round_up(count, pad_multiple) for count in counts)
+        shifts = accumulate((-count % pad_multiple for count in counts[:-1]), initial=0)
+        shift_L, counts_L = to_device([*shifts, *counts], device).view(2, len(counts)).unbind()
+        position_N = torch.arange(real, device=device) + shift_L.repeat_interleave(counts_L, output_size=real)
+        is_padding = torch.ones(padded, dtype=torch.bool, device=device).index_fill_(0, position_N, 0)
+        padding = true_positions(is_padding, padded - real).view(-1)
+        source_R = source_R.new_zeros(padded).index_copy_(0, position_N, source_R)
+        byrow_N = position_N.index_select(0, byrow_N)
     return SlotIndex(
         num_rows=num_rows,
         top_k=top_k,
@@ -345,28 +350,13 @@ def group_slots(
         pad_multiple=pad_multiple,
         source_R=source_R,
         slot_N=slot_N,
-        place_N=place_N,
+        position_N=position_N,
         byrow_N=byrow_N,
         cu_S=torch.searchsorted(byrow.values, firsts_S),
         padding=padding,
         counts=counts,
         real_L=real_L,
     )
-
-
-def _with_padding(counts: Sequence[int], multiple: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return the grouped positions of the real rows, the positions of the padding, and the number of both together.
-
-    With counts [1, 2] and multiple 2, the first key has a gap of 1. The real rows stand at [0, 2, 3], the padding at
-    [1], and the number is 4.
-    """
-    real, total = sum(counts), sum(round_up(count, multiple) for count in counts)
-    shifts = accumulate((-count % multiple for count in counts[:-1]), initial=0)
-    shift_L, counts_L = to_device([*shifts, *counts], device).view(2, len(counts)).unbind()
-    shift_N = shift_L.repeat_interleave(counts_L, output_size=real)
-    place_N = torch.arange(real, device=device) + shift_N
-    is_padding = torch.ones(total, dtype=torch.bool, device=device).index_fill_(0, place_N, 0)
-    return place_N, true_places(is_padding, total - real).view(-1), total
 
 
 def group_statically(
@@ -400,11 +390,16 @@ def group_statically(
     padded_L = real_L + (-real_L % pad_multiple)
     shift_L = running_total(padded_L) - running_total(real_L)
     in_order_N = torch.arange(len(keys_N), device=keys_N.device)
-    place_N = torch.where(sorted_N < num_keys, in_order_N + shift_L.index_select(0, sorted_N.int()), buffer_rows)
+    position_N = torch.where(sorted_N < num_keys, in_order_N + shift_L.index_select(0, sorted_N.int()), buffer_rows)
     filled_R = torch.full((buffer_rows + 1,), -1, dtype=torch.int64, device=keys_N.device)
-    filled_R.index_copy_(0, place_N, slot_N.div(top_k, rounding_mode="floor"))
-    place_SK = torch.empty_like(place_N).index_copy_(0, slot_N, place_N)
-    is_real_SK = place_SK < buffer_rows
+    filled_R.index_copy_(0, position_N, slot_N.div(top_k, rounding_mode="floor"))
+    padding = None
+    if pad_multiple > 1:
+        step = torch.arange(pad_multiple - 1, device=keys_N.device)
+        at = (padded_L.cumsum(0) - padded_L + real_L).unsqueeze(1) + step
+        padding = torch.where(step < (padded_L - real_L).unsqueeze(1), at, buffer_rows).view(-1)
+    position_SK = torch.empty_like(position_N).index_copy_(0, slot_N, position_N)
+    is_real_SK = position_SK < buffer_rows
     return SlotIndex(
         num_rows=num_rows,
         top_k=top_k,
@@ -413,10 +408,10 @@ def group_statically(
         source_R=filled_R[:buffer_rows].clamp(min=0),
         filled_R=filled_R[:buffer_rows],
         slot_N=slot_N,
-        place_N=place_N,
-        byrow_N=front(place_SK, is_real_SK),
+        position_N=position_N,
+        byrow_N=front(position_SK, is_real_SK),
         cu_S=running_total(is_real_SK.view(num_rows, top_k).sum(1)),
-        padding=None if pad_multiple == 1 else _padding(real_L, padded_L, pad_multiple, buffer_rows),
+        padding=padding,
         real_L=real_L,
         padded_L=padded_L,
         needed=needed,
@@ -448,13 +443,6 @@ def heaviest(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
     return torch.zeros_like(is_real_N).index_fill_(0, order_N[:room], True) & is_real_N
 
 
-def _padding(real_L: Tensor, padded_L: Tensor, pad_multiple: int, nowhere: int) -> Tensor:
-    """Return the positions of the padding, int64 (L * (pad_multiple - 1),). Unused entries are ``nowhere``."""
-    step = torch.arange(pad_multiple - 1, device=real_L.device)
-    at = (padded_L.cumsum(0) - padded_L + real_L).unsqueeze(1) + step
-    return torch.where(step < (padded_L - real_L).unsqueeze(1), at, nowhere).view(-1)
-
-
 def front(values_N: Tensor, is_kept_N: Tensor) -> Tensor:
     """Move the kept values to the front, in their order, and fill the rest with zeros.
 
@@ -481,7 +469,7 @@ def count_values(values_N: Tensor, length: int, *, graph_safe: bool = False) -> 
     return counts.scatter_add_(0, values_N, torch.ones_like(values_N))
 
 
-def true_places(mask: Tensor, count: int | None) -> Tensor:
+def true_positions(mask: Tensor, count: int | None) -> Tensor:
     """Return the positions at which the mask is True, in order: int64 (count, dims). No host sync.
 
     Args:

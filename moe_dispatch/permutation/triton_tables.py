@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -218,122 +219,97 @@ def group_slots(
 
     Cost: a stable sort, a scan, two launches, a copy from pinned memory.
     """
-    num_rows, top_k = keys_SK.shape
-    device, num_keys, real = keys_SK.device, len(counts), sum(counts)
     padded = [round_up(count, pad_multiple) for count in counts]
-    num_grouped, is_padded = sum(padded), pad_multiple > 1
     shifts = accumulate((each - count for each, count in zip(padded[:-1], counts, strict=False)), initial=0)
-    packed = [*counts, *padded, *shifts, *accumulate(counts)]
-    real_L, padded_L, shifts_L, ends_L = to_device(packed, device).view(4, num_keys).unbind()
-    new = _tables(device)
-    cleaned, slots, seen = _sorted(keys_SK, num_keys * entries_per_key, None, ())
-    source_R, byrow_N, cu_S = new(num_grouped), new(real), new(num_rows + 1)
-    place_N, masked_R, padding = (new(size) if is_padded else None for size in (real, num_grouped, num_grouped - real))
-    slot_N = slots[:real]
-    elements = max(real, num_rows + 1, num_keys * (pad_multiple - 1))
-    with torch.cuda.device_of(keys_SK):
-        place_kernel[(triton.cdiv(elements, _BLOCK),)](
-            *(slot_N, cleaned, seen, real_L, shifts_L, ends_L, source_R, masked_R, place_N, byrow_N, cu_S, padding),
-            *(real, num_keys, entries_per_key, num_rows, top_k, pad_multiple),
-            is_padded=is_padded,
-            fixed=False,
-            **_OPTIONS,
-        )
-    return SlotIndex(
-        num_rows=num_rows,
-        top_k=top_k,
-        num_grouped=num_grouped,
-        pad_multiple=pad_multiple,
-        source_R=source_R,
-        slot_N=slot_N,
-        place_N=place_N,
-        byrow_N=byrow_N,
-        cu_S=cu_S,
-        padding=padding,
-        masked_R=masked_R,
-        counts=counts,
-        real_L=real_L,
-        padded_L=padded_L,
-    )
+    packed = to_device([*counts, *padded, *shifts, *accumulate(counts)], keys_SK.device)
+    sizes, of_keys = (sum(counts), sum(padded)), packed.view(4, len(counts)).unbind()
+    return _group(keys_SK, sizes, of_keys, pad_multiple, entries_per_key, counts=counts)
 
 
 def group_statically(
     keys_SK: Tensor, num_keys: int, *, rows: int, buffer_rows: int, pad_multiple: int, weights_SK: Tensor | None
 ) -> SlotIndex:
     """Do what ``index.group_statically`` does. Cost: a sort, a scan, four launches; more to drop slots."""
+    wanted = None
     if weights_SK is not None:
         kept_N, wanted = kept_keys(keys_SK, num_keys, weights_SK, rows)
-        kept_SK, sizes = kept_N.view(keys_SK.shape), {"rows": rows, "buffer_rows": buffer_rows}
-        index = group_statically(kept_SK, num_keys, pad_multiple=pad_multiple, weights_SK=None, **sizes)
-        return replace(index, needed=wanted)
-    num_rows, top_k = keys_SK.shape
-    num_slots, is_padded, device = keys_SK.numel(), pad_multiple > 1, keys_SK.device
-    new = _tables(device)
-    source_R, filled_R, place_N, byrow_N = new(buffer_rows), new(buffer_rows), new(num_slots), new(num_slots)
-    padding, cu_S = new(num_keys * (pad_multiple - 1)) if is_padded else None, new(num_rows + 1)
-    real_L = torch.zeros(num_keys, dtype=torch.int64, device=device)
-    padded_L, shifts_L, ends_L = new(3 * num_keys).view(3, num_keys).unbind()
-    needed = torch.empty((), dtype=torch.int64, device=device)
-    cleaned, slots, seen = _sorted(keys_SK, num_keys, real_L, (source_R, filled_R, place_N, byrow_N, padding))
-    elements = max(num_slots, num_rows + 1, num_keys * (pad_multiple - 1))
+        keys_SK = kept_N.view(keys_SK.shape)
+    real_L = torch.zeros(num_keys, dtype=torch.int64, device=keys_SK.device)
+    of_keys = (real_L, *real_L.new_empty(3, num_keys).unbind())
+    index = _group(keys_SK, (keys_SK.numel(), buffer_rows), of_keys, pad_multiple, 1, counts=None)
+    return index if wanted is None else replace(index, needed=wanted)
+
+
+def _group(
+    keys_SK: Tensor,
+    sizes: tuple[int, int],
+    of_keys: Sequence[Tensor],
+    pad_multiple: int,
+    entries_per_key: int,
+    *,
+    counts: Sequence[int] | None,
+) -> SlotIndex:
+    """Make an index.
+
+    Args:
+        keys_SK: As in ``group_slots``.
+        sizes: N and R.
+        of_keys: int64 (L,) each: ``real_L``, ``padded_L``, the padding before each key, and where its real rows would
+            end. Without ``counts``, the first is 0 and the others may hold anything: kernels write them.
+        pad_multiple: As in ``group_slots``.
+        entries_per_key: As in ``group_slots``.
+        counts: As in ``group_slots``; None for an index of fixed size.
+    """
+    (num_rows, top_k), (real, grouped), num_slots = keys_SK.shape, sizes, keys_SK.numel()
+    real_L, padded_L, shifts_L, ends_L = of_keys
+    is_padded, fixed, num_keys = pad_multiple > 1, counts is None, len(real_L)
+    new = partial(torch.empty, dtype=torch.int64, device=keys_SK.device)
+    source_R, byrow_N, cu_S, has_key = new(grouped), new(real), new(num_rows + 1), new(num_slots)
+    position_N, source_or_none_R = (new(size) if is_padded or fixed else None for size in (real, grouped))
+    num_padding = num_keys * (pad_multiple - 1) if fixed else grouped - real
+    padding, needed = new(num_padding) if is_padded else None, new(()) if fixed else None
+    cleaned = torch.empty(num_slots, dtype=keys_SK.dtype, device=keys_SK.device)
     with torch.cuda.device_of(keys_SK):
-        edges_kernel[(1,)](
-            *(real_L, padded_L, shifts_L, ends_L, needed, num_keys, pad_multiple),
-            block=triton.next_power_of_2(num_keys),
-        )
-        place_kernel[(triton.cdiv(elements, _BLOCK),)](
-            *(slots, cleaned, seen, real_L, shifts_L, ends_L, source_R, filled_R, place_N, byrow_N, cu_S, padding),
-            *(num_slots, num_keys, 1, num_rows, top_k, pad_multiple),
+        elements = max(num_slots, grouped, num_padding) if fixed else num_slots
+        if elements:
+            start_kernel[(triton.cdiv(elements, _BLOCK),)](
+                *(keys_SK, cleaned, has_key),
+                *((real_L, source_R, source_or_none_R, position_N, byrow_N) if fixed else [None] * 5),
+                # A pointer that no mask lets through: without padding there is no such table.
+                *(padding if fixed and is_padded else has_key, num_slots, num_keys * entries_per_key, top_k),
+                *(*keys_SK.stride(), grouped, num_padding),
+                fixed=fixed,
+                **_OPTIONS,
+            )
+        slot_N, seen = cleaned.sort(stable=True).indices[:real], has_key.cumsum(0)
+        if fixed:
+            block = triton.next_power_of_2(num_keys)
+            edges_kernel[(1,)](real_L, padded_L, shifts_L, ends_L, needed, num_keys, pad_multiple, block=block)
+        place_kernel[(triton.cdiv(max(real, num_rows + 1, num_keys * (pad_multiple - 1)), _BLOCK),)](
+            *(slot_N, cleaned, seen, real_L, shifts_L, ends_L, source_R, source_or_none_R, position_N, byrow_N, cu_S),
+            *(padding, real, num_keys, entries_per_key, num_rows, top_k, pad_multiple),
             is_padded=is_padded,
-            fixed=True,
+            fixed=fixed,
             **_OPTIONS,
         )
     return SlotIndex(
         num_rows=num_rows,
         top_k=top_k,
-        num_grouped=buffer_rows,
+        num_grouped=grouped,
         pad_multiple=pad_multiple,
         source_R=source_R,
-        filled_R=filled_R,
-        slot_N=slots,
-        place_N=place_N,
+        filled_R=source_or_none_R if fixed else None,
+        masked_R=None if fixed else source_or_none_R,
+        slot_N=slot_N,
+        position_N=position_N,
         byrow_N=byrow_N,
         cu_S=cu_S,
         padding=padding,
+        counts=counts,
         real_L=real_L,
         padded_L=padded_L,
         needed=needed,
     )
-
-
-def _sorted(
-    keys_SK: Tensor, num_keys: int, real_L: Tensor | None, filled: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each slot its key or L, all slots in the order of their keys, and the number of keys up to a slot.
-
-    ``filled`` are the tables of an index of fixed size, which ``start_kernel`` fills.
-    """
-    num_slots, top_k = keys_SK.numel(), keys_SK.shape[1]
-    cleaned = torch.empty(num_slots, dtype=keys_SK.dtype, device=keys_SK.device)
-    has_key = torch.empty(num_slots, dtype=torch.int64, device=keys_SK.device)
-    source_R, filled_R, place_N, byrow_N, padding = filled or [None] * 5
-    grouped, num_padding = (0 if table is None else table.shape[0] for table in (source_R, padding))
-    elements = max(num_slots, grouped, num_padding)
-    if elements:
-        with torch.cuda.device_of(keys_SK):
-            start_kernel[(triton.cdiv(elements, _BLOCK),)](
-                *(keys_SK, cleaned, has_key, real_L, source_R, filled_R, place_N, byrow_N),
-                # A pointer that no mask lets through: without padding there is no such table.
-                *(has_key if padding is None else padding, num_slots, num_keys, top_k, *keys_SK.stride()),
-                *(grouped, num_padding),
-                fixed=bool(filled),
-                **_OPTIONS,
-            )
-    return cleaned, cleaned.sort(stable=True).indices, has_key.cumsum(0)
-
-
-def _tables(device: torch.device) -> Any:
-    return lambda size: torch.empty(size, dtype=torch.int64, device=device)
 
 
 def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tensor, Tensor]:

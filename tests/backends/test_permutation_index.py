@@ -32,12 +32,12 @@ def test_index_equals_the_plain_one(table: Table) -> None:
     assert index.byrow_N.tolist() == [position[pair] for pair in in_rows]
     assert index.cu_S.tolist() == [sum(pair[0] < s for pair in in_rows) for s in range(len(table.keys) + 1)]
     if table.multiple == 1:
-        assert index.place_N is None
+        assert index.position_N is None
         assert index.padding is None
     else:
-        assert index.place_N is not None
+        assert index.position_N is not None
         assert index.padding is not None
-        assert index.place_N.tolist() == real
+        assert index.position_N.tolist() == real
         assert index.padding.tolist() == [at for at, pair in enumerate(grouped) if pair is None]
 
 
@@ -134,8 +134,8 @@ def another_default_device() -> Iterator[None]:
 def test_index_lies_where_its_keys_lie(another_default_device: None) -> None:
     keys_SK = torch.tensor(EXAMPLE.keys, device="cpu")
     index = group_slots(keys_SK, EXAMPLE.counts, EXAMPLE.multiple)
-    assert index.place_N is not None
-    assert {index.source_R.device.type, index.place_N.device.type, index.cu_S.device.type} == {"cpu"}
+    assert index.position_N is not None
+    assert {index.source_R.device.type, index.position_N.device.type, index.cu_S.device.type} == {"cpu"}
     assert index.slot_N.tolist() == [1, 0, 3, 7, 6]
     assert index.to_slots(index.to_grouped(keys_SK.double())).tolist() == [[1, 0], [0, 1], [0, 0], [2, 1]]
 

@@ -113,9 +113,9 @@ def test_sums_are_rounded_once(permutation: Permutation, dtype: torch.dtype, wei
     out = reduced(permutation, rows_RD, index, weights_R if weighted else None)
     terms_RD = rows_RD.double() * (weights_R.double().unsqueeze(1) if weighted else 1)
     exact, magnitude = torch.zeros(2, 40, 6, dtype=torch.float64)
-    assert index.place_N is not None
-    exact.index_add_(0, index.source_R[index.place_N], terms_RD[index.place_N])
-    magnitude.index_add_(0, index.source_R[index.place_N], terms_RD[index.place_N].abs())
+    assert index.position_N is not None
+    exact.index_add_(0, index.source_R[index.position_N], terms_RD[index.position_N])
+    magnitude.index_add_(0, index.source_R[index.position_N], terms_RD[index.position_N].abs())
     half_ulp = torch.finfo(dtype).eps / 2 * exact.abs()
     accumulation = 16 * torch.finfo(accumulation_dtype(dtype)).eps * magnitude
     # A sum may round into the next binade, where the unit doubles.

@@ -40,9 +40,9 @@ def test_static_index_begins_with_the_eager_one(dtype: torch.dtype, slack: int, 
     assert int(padded_L.sum()) == padded
     assert on_the_host is None
     assert needed(index) == real
-    assert index.place_N is not None
-    place = list(range(real)) if eager.place_N is None else eager.place_N.tolist()
-    assert index.place_N.tolist() == place + [index.num_grouped] * (table.tensor.numel() - real)
+    assert index.position_N is not None
+    place = list(range(real)) if eager.position_N is None else eager.position_N.tolist()
+    assert index.position_N.tolist() == place + [index.num_grouped] * (table.tensor.numel() - real)
     expect_valid(index)
 
 
@@ -109,7 +109,7 @@ def test_what_is_dropped_has_no_key(case: tuple[Table, Tensor, int]) -> None:
     shorter = Table(left.tolist(), table.top_k, table.num_keys, table.multiple)
     index = static_index(table, weights=weights_N.view(-1, table.top_k), rows=room)
     wanted = static_index(shorter, rows=room)
-    for name in ("slot_N", "place_N", "byrow_N", "cu_S", "filled_R", "real_L", "padded_L"):
+    for name in ("slot_N", "position_N", "byrow_N", "cu_S", "filled_R", "real_L", "padded_L"):
         assert getattr(index, name).tolist() == getattr(wanted, name).tolist(), name
     assert needed(index) == sum(table.counts)
 

@@ -66,8 +66,8 @@ def slack_of_gradients_of_weights_read(patch: Patch) -> None:
 
 def place_off_by_one(patch: Patch) -> None:
     def later(index: SlotIndex) -> dict[str, Any]:
-        assert index.place_N is not None
-        return {"place_N": (index.place_N + 1).clamp(max=index.num_grouped)}
+        assert index.position_N is not None
+        return {"position_N": (index.position_N + 1).clamp(max=index.num_grouped)}
 
     _indexing(patch, later)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.backends import rank_major
 from moe_dispatch.backends.alltoall import fixed
+from moe_dispatch.backends.rank_major import arrive
 from moe_dispatch.errors import CapacityError
 from moe_dispatch.permutation import Permutation, SlotIndex, group_statically, index
 from moe_dispatch_testing import Ranks
@@ -183,15 +183,14 @@ def planted_order(patch: pytest.MonkeyPatch) -> None:
 
 def planted_demand(patch: pytest.MonkeyPatch) -> None:
     """What stays behind is not counted."""
-    arrive = rank_major.arrive
-    patch.setattr(fixed, "arrive", lambda *args, needed, **named: arrive(*args, **named))
+    patch.setattr(fixed, "arrive", lambda *args, needed, **options: arrive(*args, **options))
 
 
 def planted_gradient(patch: pytest.MonkeyPatch) -> None:
     """Dropped slots get the gradient of the last row."""
 
     def unmasked(self: Any, values_R: Tensor) -> Tensor:
-        values_N = values_R.index_select(0, self.place_N.clamp(max=self.num_grouped - 1))
+        values_N = values_R.index_select(0, self.position_N.clamp(max=self.num_grouped - 1))
         return torch.empty_like(values_N).index_copy_(0, self.slot_N, values_N).view(self.num_rows, self.top_k)
 
     patch.setattr(SlotIndex, "to_slots", unmasked)
