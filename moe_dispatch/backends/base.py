@@ -340,14 +340,7 @@ class BackendContext:
         return self.permutations[type(tensor), tensor.device.type]
 
     def group(
-        self,
-        local_ids_SK: Tensor,
-        weights_SK: Tensor,
-        capacity: Capacity | None,
-        *,
-        counts: Sequence[int] = (),
-        entries_per_key: int = 1,
-        real_L: Tensor | None = None,
+        self, local_ids_SK: Tensor, weights_SK: Tensor, capacity: Capacity | None, *, counts: Sequence[int] = ()
     ) -> SlotIndex:
         """Make the index that groups slots by the experts of this rank, 0 to L-1.
 
@@ -356,14 +349,10 @@ class BackendContext:
             weights_SK: floating (S, K). If the capacity is too small, the slots with the smallest weights are dropped.
             capacity: Capacity of a graph-safe dispatch; None for an index with as many rows as the routing needs.
             counts: Number of slots of each local expert, on the host; needed only without a capacity.
-            entries_per_key: As in ``group_slots``, without a capacity.
-            real_L: int64 (L,), ``counts`` on the device, if the caller has them there.
         """
         shape, permutation = self.shape, self.permutation_of(local_ids_SK)
         if capacity is None:
-            return permutation.group_slots(
-                local_ids_SK, counts, shape.pad_multiple, entries_per_key=entries_per_key, real_L=real_L
-            )
+            return permutation.group_slots(local_ids_SK, counts, shape.pad_multiple)
         return permutation.group_statically(
             local_ids_SK,
             shape.num_local_experts,

@@ -89,9 +89,9 @@ class TransformerEnginePermutation(Permutation):
     def expand(self, rows_SD: Tensor, index: SlotIndex, dtype: torch.dtype) -> Tensor:
         if dtype not in _DTYPES or not _has_rows(index):
             return self._torch.expand(rows_SD, index, dtype)
-        with torch.cuda.device_of(rows_SD):  # the kernels allocate on the current device
-            out = self._kernels.permute(rows_SD.to(dtype), row_map(index), index.num_grouped)
-        return clear_padding(out, index)
+        own = {"inp": rows_SD.to(dtype), "probs": None, "scale": None, "scale_hidden_dim": None}
+        found = self._kernels.run("permute_with_mask_map", index, rows_SD, num_out_tokens=index.num_grouped, **own)
+        return clear_padding(found[0], index)
 
     def expand_weighted(
         self,
@@ -108,8 +108,9 @@ class TransformerEnginePermutation(Permutation):
         if partners_RD is None or not (widens and promised and dtype in _DTYPES and _has_rows(index)):
             return self._torch.expand_weighted(rows_SD, index, weights_R, partners_RD, dtype)
         weights_SK = index.to_slots(weights_R.float())
-        with torch.cuda.device_of(rows_SD):
-            out, dots_SK = self._kernels.unpermute_backward(rows_SD.to(dtype), row_map(index), partners_RD, weights_SK)
+        own = {"fwd_output_grad": rows_SD.to(dtype), "fwd_input": partners_RD, "merging_probs": weights_SK}
+        name = "unpermute_with_mask_map_bwd_with_merging_probs"
+        out, dots_SK = self._kernels.run(name, index, rows_SD, num_out_tokens=index.num_grouped, **own)
         return clear_padding(out, index), index.to_grouped(dots_SK).to(weights_R.dtype)
 
     def reduce(self, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor) -> None:
@@ -117,8 +118,8 @@ class TransformerEnginePermutation(Permutation):
             self._torch.reduce(rows_RD, index, weights_R, out)
             return
         weights_SK = None if weights_R is None else index.to_slots(weights_R.float())
-        with torch.cuda.device_of(rows_RD):
-            out.copy_(self._kernels.unpermute(rows_RD, row_map(index), weights_SK))
+        own = {"inp": rows_RD, "merging_probs": weights_SK, "permuted_probs": None}
+        out.copy_(self._kernels.run("unpermute_with_mask_map", index, rows_RD, **own)[0])
 
     def sum_bags(self, rows: Tensor, members_N: Tensor, cu_S: Tensor, weights_N: Tensor | None, out: Tensor) -> None:
         self._torch.sum_bags(rows, members_N, cu_S, weights_N, out)
@@ -132,8 +133,6 @@ def _has_rows(index: SlotIndex) -> bool:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedKernels:
     """The kernels of transformer-engine, with one signature for all versions. ``kernels_of`` makes this object.
-
-    The argument ``map_SM`` of its methods is the table that ``row_map`` makes.
 
     Attributes:
         version: Version of the library.
@@ -149,50 +148,20 @@ class FusedKernels:
         numbers = re.match(r"(\d+)\.(\d+)", self.version)
         return numbers is not None and tuple(map(int, numbers.groups())) >= _ORDERS_ZEROING
 
-    def permute(self, rows_SD: Tensor, map_SM: Tensor, num_grouped: int) -> Tensor:
-        """Return the grouped rows, (R, D). Padding may hold anything."""
-        rows_RD: Tensor = self.functions["permute_with_mask_map"](
-            inp=rows_SD,
-            probs=None,
-            scale=None,
-            num_out_tokens=num_grouped,
-            scale_hidden_dim=None,
-            **_sizes(map_SM, rows_SD),
-        )[0]
-        return rows_RD
+    def run(self, name: str, index: SlotIndex, rows: Tensor, **arguments: Any) -> Any:
+        """Call a function with the arguments that all of them share, and its own.
 
-    def unpermute(self, rows_RD: Tensor, map_SM: Tensor, weights_SK: Tensor | None) -> Tensor:
-        """Return the sums, (S, D): added in the order of the map in float32, rounded once to the dtype of the rows."""
-        sums_SD: Tensor = self.functions["unpermute_with_mask_map"](
-            inp=rows_RD, merging_probs=weights_SK, permuted_probs=None, **_sizes(map_SM, rows_RD)
-        )[0]
-        return sums_SD
-
-    def unpermute_backward(
-        self, grad_SD: Tensor, map_SM: Tensor, rows_RD: Tensor, weights_SK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the rows, (R, D), and the gradient of the weights, (S, K).
-
-        Padding in the gradient of the rows may hold anything.
+        The kernels expect a table of weights with one column per expert. They are given one with K columns instead, so
+        their ``num_experts`` is K, and the "expert" of a slot is its k.
         """
-        grad_RD, grad_SK = self.functions["unpermute_with_mask_map_bwd_with_merging_probs"](
-            fwd_output_grad=grad_SD,
-            fwd_input=rows_RD,
-            merging_probs=weights_SK,
-            num_out_tokens=rows_RD.shape[0],
-            **_sizes(map_SM, grad_SD),
-        )
-        return grad_RD, grad_SK
-
-
-def _sizes(map_SM: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Return the arguments that all kernels share.
-
-    The kernels expect a table of weights with one column per expert. They are given one with K columns instead, so
-    their ``num_experts`` is K, and the "expert" of a slot is its k.
-    """
-    num_rows, top_k = map_SM.shape[0], map_SM.shape[1] // 2
-    return {"row_id_map": map_SM, "num_tokens": num_rows, "num_experts": top_k, "hidden_size": rows.shape[1]}
+        with torch.cuda.device_of(rows):  # the kernels allocate on the current device
+            return self.functions[name](
+                row_id_map=row_map(index),
+                num_tokens=index.num_rows,
+                num_experts=index.top_k,
+                hidden_size=rows.shape[1],
+                **arguments,
+            )
 
 
 def _load() -> FusedKernels:

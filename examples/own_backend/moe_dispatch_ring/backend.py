@@ -49,7 +49,7 @@ class RingRoute(Route):
         communicator: Communicator of the group.
         source_N: int64 (N,). Each real expert row is a copy of the gathered row with this index (rank * T + token).
         slot_N: int64 (N,). Slot of that gathered row, 0 to K-1.
-        place_N: int64 (N,). Position of each real row among the expert rows.
+        position_N: int64 (N,). Position of each real row among the expert rows.
         num_expert_rows: R.
         num_tokens: T.
         top_k: K.
@@ -58,7 +58,7 @@ class RingRoute(Route):
     communicator: Communicator
     source_N: Tensor
     slot_N: Tensor
-    place_N: Tensor
+    position_N: Tensor
     num_expert_rows: int
     num_tokens: int
     top_k: int
@@ -69,7 +69,7 @@ class RingRoute(Route):
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
         rows_ND = self._real(rows_RD)
         if weights_R is not None:
-            rows_ND = rows_ND * weights_R[self.place_N].unsqueeze(1)
+            rows_ND = rows_ND * weights_R[self.position_N].unsqueeze(1)
         return self._sum(rows_ND, "combine").to(rows_RD.dtype)
 
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -77,7 +77,7 @@ class RingRoute(Route):
         if grad_R is None:
             return grad_TD, None
         grad_SK = grad_R.new_zeros(self.communicator.size * self.num_tokens, self.top_k)
-        grad_SK[self.source_N, self.slot_N] = grad_R[self.place_N]
+        grad_SK[self.source_N, self.slot_N] = grad_R[self.position_N]
         return grad_TD, scatter_sum(self._by_rank(grad_SK), self.communicator, "dispatch.backward")
 
     def combine_backward(
@@ -87,22 +87,22 @@ class RingRoute(Route):
         if weights_R is None:
             return grad_RD, None
         grad_ND, weighted_RD = self._real(grad_RD), torch.zeros_like(grad_RD)
-        weighted_ND = grad_ND * weights_R[self.place_N].unsqueeze(1)
-        weighted_RD[self.place_N] = weighted_ND.to(grad_RD.dtype)
+        weighted_ND = grad_ND * weights_R[self.position_N].unsqueeze(1)
+        weighted_RD[self.position_N] = weighted_ND.to(grad_RD.dtype)
         if rows_RD is None:
             return weighted_RD, None
         grad_R = torch.zeros_like(weights_R)
-        grad_R[self.place_N] = (grad_ND * self._real(rows_RD)).sum(1).to(weights_R.dtype)
+        grad_R[self.position_N] = (grad_ND * self._real(rows_RD)).sum(1).to(weights_R.dtype)
         return weighted_RD, grad_R
 
     def to_experts(self, rows_PTD: Tensor) -> Tensor:
         """Copy gathered rows to their experts: (R, D), zero on padding."""
         rows_ND = rows_PTD.flatten(0, 1)[self.source_N]
-        return rows_ND.new_zeros(self.num_expert_rows, rows_ND.shape[1]).index_copy(0, self.place_N, rows_ND)
+        return rows_ND.new_zeros(self.num_expert_rows, rows_ND.shape[1]).index_copy(0, self.position_N, rows_ND)
 
     def _real(self, rows_RD: Tensor) -> Tensor:
         """Return the real rows (N, D) in a dtype for sums. Padding may hold NaN, so it is removed first."""
-        return rows_RD[self.place_N].to(torch.promote_types(rows_RD.dtype, torch.float32))
+        return rows_RD[self.position_N].to(torch.promote_types(rows_RD.dtype, torch.float32))
 
     def _sum(self, rows_ND: Tensor, label: str) -> Tensor:
         """Sum real expert rows per token, on the rank that sent the token: (T, D)."""
@@ -135,7 +135,7 @@ class Ring(Backend):
             communicator=communicator,
             source_N=source_N,
             slot_N=slot_N,
-            place_N=torch.arange(len(source_N), device=ids_TK.device) + padding_before_L[expert_N],
+            position_N=torch.arange(len(source_N), device=ids_TK.device) + padding_before_L[expert_N],
             num_expert_rows=int(padded_L.sum()),
             num_tokens=len(rows_TD),
             top_k=shape.top_k,
@@ -143,7 +143,7 @@ class Ring(Backend):
         weights_N = weights_PTK.flatten(0, 1)[source_N, slot_N]
         return Arrived(
             rows=route.to_experts(rows_PTD),
-            weights=weights_N.new_zeros(route.num_expert_rows).index_copy(0, route.place_N, weights_N),
+            weights=weights_N.new_zeros(route.num_expert_rows).index_copy(0, route.position_N, weights_N),
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,
             tokens_per_expert_list=tuple(padded_L.tolist()),

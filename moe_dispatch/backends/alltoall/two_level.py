@@ -121,8 +121,8 @@ class Nodes:
     def neighbour_of(self, ids_SK: Tensor) -> Tensor:
         """Return 1 + the place of each expert's rank on this node, int64; 0 for experts elsewhere and for no expert."""
         first = self.neighbours.start * self.num_local_experts
-        place_SK = (ids_SK.long() - first).div(self.num_local_experts, rounding_mode="floor") + 1
-        return torch.where((place_SK < 0) | (place_SK > self.ranks_per_node), 0, place_SK)
+        position_SK = (ids_SK.long() - first).div(self.num_local_experts, rounding_mode="floor") + 1
+        return torch.where((position_SK < 0) | (position_SK > self.ranks_per_node), 0, position_SK)
 
     def write_counts(self, counts_PC: Tensor, members_MT: Tensor) -> None:
         """Write the counts that only relays need, into the last columns of the rows of the relays.

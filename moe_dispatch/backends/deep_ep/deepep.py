@@ -89,9 +89,7 @@ class DeepEPOptions(BackendOptions):
         if isinstance(library, Library):
             device, variant = library.device, elastic.variant_of(library) or "v1"
         if variant != "v1":
-            return elastic.constraints(
-                device, variant, shape, ranks_per_node, expand=self.expand, deterministic=self.deterministic
-            )
+            return elastic.constraints(device, variant, shape, ranks_per_node, self)
         if self.expand:
             raise ConfigError("Backend 'deepep': expand needs v2 or V2.5, got v1. Leave expand out, or install V2.5.")
         return normal.constraints(device, shape, ranks_per_node)
@@ -108,19 +106,8 @@ class DeepEPOptions(BackendOptions):
 
     def open(self, context: BackendContext) -> Backend:
         library = openable(self.name, self._library(), context.communicator)
-        num_sms, on_its_stream = self.num_sms, self.allocate_on_comm_stream
-        driver: RankMajorDriver
-        if elastic.variant_of(library) is None:
-            driver = NormalDriver(library, context, num_sms=num_sms, on_its_stream=on_its_stream)
-        else:
-            driver = ElasticDriver(
-                library,
-                context,
-                num_sms=num_sms,
-                deterministic=self.deterministic,
-                expand=self.expand,
-                on_its_stream=on_its_stream,
-            )
+        driver_class = NormalDriver if elastic.variant_of(library) is None else ElasticDriver
+        driver: RankMajorDriver = driver_class(library, context, self)
         source = "detected" if self.ranks_per_node is None else "configured"
         nodes = self.ranks_on_a_node(context.shape)
         report_open(self.name, library, context.communicator, f"{nodes} ranks per node ({source}), {driver.buffers}")
@@ -197,21 +184,17 @@ class DeepEP(Backend):
         self.driver.close()
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return self._finish(self._start(rows_TD, ids_TK, weights_TK, sizes, asynchronously=False))
-
-    def finish(self, started: Callable[[], Arrived]) -> Arrived:
-        return started()
+        return self.finish(self._start(rows_TD, ids_TK, weights_TK, sizes, asynchronously=False))
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Callable[[], Arrived]:
-        started = self._start(rows_TD, ids_TK, weights_TK, sizes, asynchronously=True)
-        return lambda: self._finish(started)
+    ) -> _Sent:
+        return self._start(rows_TD, ids_TK, weights_TK, sizes, asynchronously=True)
 
     def _start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, *, asynchronously: bool
     ) -> _Sent:
-        """Send the rows, and return what ``_finish`` needs."""
+        """Send the rows, and return what ``finish`` needs."""
         shape, most_rows = self.context.shape, self.context.most_rows
         arriving = self.driver.send(
             pack(rows_TD, shape.wire_dtype),
@@ -223,7 +206,7 @@ class DeepEP(Backend):
         )
         return arriving, rows_TD.dtype, weights_TK.dtype, sizes.capacity
 
-    def _finish(self, started: _Sent) -> Arrived:
+    def finish(self, started: _Sent) -> Arrived:
         """Wait for the rows. Copy rank-major rows to their experts; expanded rows are there already."""
         arriving, dtype, weights_dtype, capacity = started
         arrived = arriving()

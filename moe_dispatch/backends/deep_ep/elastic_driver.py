@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.library import Library
 from moe_dispatch.permutation import round_up, running_total
 from moe_dispatch.probing import Rejected
+
+if TYPE_CHECKING:
+    from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 
 _MOST_RANKS, _MOST_EXPERTS = 1024, 2048
 _MOST_LOCAL_EXPERTS = {"v2": 256, "v2.5": 512}
@@ -57,20 +60,18 @@ def lacking(library: Library) -> Rejected | None:
     return None
 
 
-def constraints(
-    device: str, variant: str, shape: MoEShape, ranks_per_node: int, *, expand: bool, deterministic: bool
-) -> Constraints:
+def constraints(device: str, variant: str, shape: MoEShape, ranks_per_node: int, options: DeepEPOptions) -> Constraints:
     """Return the constraints of versions 2.1.0 and 2.5.0.
 
     Its kernels are compiled for the largest number of rows of any rank, so the ranks agree on this number.
     """
-    within_node = ranks_per_node >= shape.ep_size
+    expand, within_node = options.expand, ranks_per_node >= shape.ep_size
     # No float8 across nodes: gradients are sent in bfloat16 with the handle of the dispatch, and across nodes they need
     # not be laid out as the float8 rows were.
     float8: set[WireDtype] = {"float8_e4m3fn"} if within_node and not expand else set()
     # The deterministic sort of the library selects by boolean masks, so the host reads from the device how many entries
     # are True. It does so for the slots of expanded rows, and for the lists of rows that are forwarded between nodes.
-    sorts_by_masks = deterministic and (expand or not within_node)
+    sorts_by_masks = options.deterministic and (expand or not within_node)
     return Constraints(
         group_max=True,
         hidden_multiple=256,
@@ -110,23 +111,14 @@ class ElasticDriver(RankMajorDriver):
 
     buffers = "buffers for the largest number of rows of any rank"
 
-    def __init__(
-        self,
-        library: Library,
-        context: BackendContext,
-        *,
-        num_sms: int | None,
-        deterministic: bool,
-        expand: bool,
-        on_its_stream: bool,
-    ) -> None:
+    def __init__(self, library: Library, context: BackendContext, options: DeepEPOptions) -> None:
         shape, communicator = context.shape, context.communicator
         self._shape = shape
         self._expansion: dict[str, Any] = {}
-        if expand:
+        if options.expand:
             self._expansion = {"expert_alignment": shape.pad_multiple, "do_expand": True, "do_zero_padding": True}
-        self._num_sms = num_sms or 0  # 0 lets the library choose
-        self._on_its_stream = on_its_stream
+        self._num_sms = options.num_sms or 0  # 0 lets the library choose
+        self._on_its_stream = options.allocate_on_comm_stream
         self._is_v25 = variant_of(library) == "v2.5"
         self._deferred: list[Callable[[], None]] = []
         cls = library.module.EPBuffer if self._is_v25 else library.module.ElasticBuffer
@@ -138,7 +130,7 @@ class ElasticDriver(RankMajorDriver):
                     num_max_tokens_per_rank=rows,
                     hidden=shape.hidden_size,
                     num_topk=shape.top_k,
-                    deterministic=deterministic,
+                    deterministic=options.deterministic,
                     explicitly_destroy=True,
                 )
 

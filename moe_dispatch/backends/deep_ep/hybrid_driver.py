@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from moe_dispatch.backends.deep_ep.buffers import BufferPool, Handle, ProcessSwi
 from moe_dispatch.backends.deep_ep.library import Library, parameters
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation import round_up
+
+if TYPE_CHECKING:
+    from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 
 # A kernel processes rows in chunks. These environment variables set the rows per chunk of the dispatch kernel and of
 # the combine kernel. The default is 64 since permute fusion (a0d27f1, 2026-03-31), and was 128 before.
@@ -165,25 +168,17 @@ class HybridDriver:
     have none, except ``close``.
     """
 
-    def __init__(
-        self,
-        library: Library,
-        context: BackendContext,
-        *,
-        domain: int,
-        domain_is_configured: bool,
-        knobs: Mapping[str, int],
-        fuse_permute: bool,
-    ) -> None:
-        shape, cls = context.shape, library.module.HybridEPBuffer
+    def __init__(self, library: Library, context: BackendContext, options: HybridEPOptions) -> None:
+        shape, cls, knobs = context.shape, library.module.HybridEPBuffer, options.knobs
         found = rules(cls)
         self._cls = cls
         self._ragged = found.ragged
         self._communicator = context.communicator
-        self._domain = domain
+        self.domain = domain_of(shape, options.ranks_per_domain)
         # A version that detects its domains may know more than host names tell, so it is not told the domain. But if
         # the variable is set already, it is set anew: the library fails if the variable is larger than the group.
-        self._sets_domain = domain_is_configured or not found.fuses or _DOMAIN_VARIABLE in os.environ
+        is_configured = options.ranks_per_domain is not None
+        self._sets_domain = is_configured or not found.fuses or _DOMAIN_VARIABLE in os.environ
         _refuse_unknown(cls, knobs.keys() - parameters(cls.__init__))
         self._arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
         # Always given: the default of early versions is 0, and their kernel divides by it.
@@ -191,7 +186,7 @@ class HybridDriver:
         self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
         if shape.graph_safe:
             self._dispatch_arguments["non_blocking"] = True
-        if fuse_permute:
+        if options.fuse_permute:
             _refuse_unknown(cls, {"fuse_permute_dispatch"} - parameters(cls.dispatch_with_permute))
             variables = (*_CHUNK_VARIABLES, _PREPROCESSING_VARIABLE)
             chunks = (*found.chunks, _number(_PREPROCESSING_VARIABLE, _CHUNK))
@@ -207,13 +202,13 @@ class HybridDriver:
 
     def _make(self, rows: int) -> Any:
         # The constructor's parameter for the domain is deprecated and never read. Only the variable sets the domain.
-        with _domain_variable.at(str(self._domain)) if self._sets_domain else nullcontext():
+        with _domain_variable.at(str(self.domain)) if self._sets_domain else nullcontext():
             buffer = self._cls(group=self._communicator.group, max_num_of_tokens_per_rank=rows, **self._arguments)
-        taken = getattr(buffer, "num_of_hybrid_ep_ranks_per_nvlink_domain", self._domain)
-        if taken != self._domain:
+        taken = getattr(buffer, "num_of_hybrid_ep_ranks_per_nvlink_domain", self.domain)
+        if taken != self.domain:
             raise ConfigError(
                 f"Backend 'hybridep': the library found {taken} ranks per NVLink domain, but the constraints are for "
-                f"{self._domain}. Set the option ranks_per_domain={taken}."
+                f"{self.domain}. Set the option ranks_per_domain={taken}."
             )
         return buffer
 

@@ -86,20 +86,9 @@ class HybridEPOptions(BackendOptions):
 
     def open(self, context: BackendContext) -> Backend:
         library = openable(self.name, self._library(), context.communicator)
-        domain, is_configured = (
-            hybrid.domain_of(context.shape, self.ranks_per_domain),
-            self.ranks_per_domain is not None,
-        )
-        driver = HybridDriver(
-            library,
-            context,
-            domain=domain,
-            domain_is_configured=is_configured,
-            knobs=self.knobs,
-            fuse_permute=self.fuse_permute,
-        )
-        source = "configured" if is_configured else "detected"
-        report_open(self.name, library, context.communicator, f"{domain} ranks per NVLink domain ({source})")
+        driver = HybridDriver(library, context, self)
+        source = "detected" if self.ranks_per_domain is None else "configured"
+        report_open(self.name, library, context.communicator, f"{driver.domain} ranks per NVLink domain ({source})")
         return HybridEP(context, driver)
 
     def _library(self) -> Library | Rejected:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from moe_dispatch.backends.deep_ep.driver import Payload, RankMajorDriver, RankM
 from moe_dispatch.backends.deep_ep.library import Library, parameters
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.probing import Rejected
+
+if TYPE_CHECKING:
+    from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 
 _configuring = threading.Lock()  # guards ``num_sms``, an attribute of the class ``Buffer``
 _RANKS_PER_NODE = 8  # NUM_MAX_NVL_PEERS: the library takes a larger group for nodes of eight ranks each
@@ -74,10 +77,10 @@ class NormalDriver(RankMajorDriver):
     Cost of ``send``: one host sync, for the counts; none with ``worst_rows``.
     """
 
-    def __init__(self, library: Library, context: BackendContext, *, num_sms: int | None, on_its_stream: bool) -> None:
-        shape, cls = context.shape, library.module.Buffer
+    def __init__(self, library: Library, context: BackendContext, options: DeepEPOptions) -> None:
+        num_sms, shape, cls = options.num_sms, context.shape, library.module.Buffer
         self._num_experts = shape.num_experts
-        self._on_its_stream = on_its_stream
+        self._on_its_stream = options.allocate_on_comm_stream
         with _configuring:  # a configuration takes the number of multiprocessors from the class
             before = cls.num_sms
             try:
