@@ -299,11 +299,11 @@ class TwoLevelAllToAll(Backend):
         space.give(outgoing)
         rows_SD, weights_SK, ids_SK = form.unpack(received)
         experts, size = context.shape.num_local_experts, context.shape.ep_size
-        index = context.group(
-            nodes.keys(ids_SK - nodes.rank * experts, host[experts :: self._width][1 + size :]),
-            weights_SK,
-            None,
-            counts=host[:experts],
+        keys_SK = nodes.keys(ids_SK - nodes.rank * experts, host[experts :: self._width][1 + size :])
+        index = context.permutation_of(keys_SK).group_slots(
+            keys_SK,
+            host[:experts],
+            context.shape.pad_multiple,
             entries_per_key=nodes.num_nodes,
             real_L=counts[:experts],
         )
