@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar, cast, final, overload
 
 import torch
@@ -16,7 +17,7 @@ from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import ddp, operators, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.dispatchers.autograd import Combine, Dispatch, State, anchor, finish, pad, start, tie
+from moe_dispatch.dispatchers.autograd import Combine, Departed, Dispatch, State, anchor, finish, pad, start, tie
 from moe_dispatch.dispatchers.balancing import device_of_tables, place
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.checks import (
@@ -240,7 +241,7 @@ class Dispatcher(nn.Module):
             return self._dispatch_again(x, routing, plan, again)
         if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and operators.is_recorded(lease)):
             return operators.trace_dispatch(lease, x, routing, self._layout_in(plan, x), plan)
-        recorded, wants_weights = torch.is_grad_enabled(), False
+        recorded = torch.is_grad_enabled()
         try:
             channel = lease.enter()
             with profiler_range("dispatch"):
@@ -267,14 +268,9 @@ class Dispatcher(nn.Module):
                 ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
                 permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
                 ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)
-                wants_weights, shape = routing.topk_weights.requires_grad, x.shape
                 with torch.no_grad():
                     departed = start(
-                        channel,
-                        x_TD,
-                        ids_TK,
-                        weights_TK,
-                        known,
+                        *(channel, x_TD, ids_TK, weights_TK, known),
                         real_rows=real_rows,
                         valid_T=valid_T,
                         placed=(lease.placement, lease.table),
@@ -285,36 +281,19 @@ class Dispatcher(nn.Module):
                         channel.meter.record_drift(self.name, routing.drift)
                     if recorder is not None and note is not None:  # no rank refused the call, so all traces hold it
                         recorder.keep(note)
-
-                def arrive() -> Dispatched:
-                    with torch.no_grad():
-                        arrived = finish(channel, departed)
-                    state = State(
-                        lease=lease,
-                        layout=layout,
-                        shape=shape,
-                        num_rows=len(x_TD),
-                        real_rows=real_rows,
-                        padded=departed.padded,
-                        wants_weights=wants_weights,
-                        route=arrived.route,
-                    )
-                    sent_back = (arrived.rows, arrived.weights)
-                    rows, weights = Dispatch.apply(x_TD, weights_TK, state, sent_back)  # type: ignore[no-untyped-call]
-                    return Dispatched(
-                        rows=rows,
-                        tokens_per_expert=arrived.tokens_per_expert,
-                        real_tokens_per_expert=arrived.real_tokens_per_expert,
-                        host_counts=arrived.tokens_per_expert_list,
-                        weights=weights,
-                        pad_multiple=channel.shape.pad_multiple,
-                        placement=departed.placement,
-                        state=state,
-                    )
-
+                state = State(
+                    lease=lease,
+                    layout=layout,
+                    shape=x.shape,
+                    num_rows=len(x_TD),
+                    real_rows=real_rows,
+                    padded=departed.padded,
+                    wants_weights=routing.topk_weights.requires_grad,
+                )
                 if async_op:
+                    arrive = partial(_arrive, departed, state, x_TD, weights_TK)
                     return InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
-                return arrive()
+                return _arrive(departed, state, x_TD, weights_TK)
         except Exception as error:
             self._name_in(error)
             raise
@@ -585,6 +564,26 @@ def build_dispatcher(
 ) -> Dispatcher:
     """Return a Dispatcher to call ``dispatch`` and ``combine`` on. Arguments and errors are those of ``Dispatcher``."""
     return Dispatcher(config, group, control_group=control_group, name=name)
+
+
+def _arrive(departed: Departed, state: State, x_TD: Tensor, weights_TK: Tensor) -> Dispatched:
+    """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
+    channel = state.lease.shared
+    with torch.no_grad():
+        arrived = finish(channel, departed)
+    state = dataclasses.replace(state, route=arrived.route)
+    received = (arrived.rows, arrived.weights)
+    rows, weights = Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
+    return Dispatched(
+        rows=rows,
+        tokens_per_expert=arrived.tokens_per_expert,
+        real_tokens_per_expert=arrived.real_tokens_per_expert,
+        host_counts=arrived.tokens_per_expert_list,
+        weights=weights,
+        pad_multiple=channel.shape.pad_multiple,
+        placement=departed.placement,
+        state=state,
+    )
 
 
 def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device) -> Callable[[], Dispatched]:
