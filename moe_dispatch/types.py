@@ -19,11 +19,50 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Sizes
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.expert_rows import grouped_mm, split
 from moe_dispatch.layouts import Layout
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """The number of rows that a graph-safe dispatch has room for. It is the same on all ranks.
+
+    Attributes:
+        rows: Largest number of real rows that the experts of one rank take, without expert padding.
+        buffer_rows: R, the number of rows that the experts work on. ``rows`` rows and their padding fit into it,
+            whichever experts the rows go to.
+        pair_rows: Largest number of rows that a rank sends to any one rank; None if the backend has no such bound.
+    """
+
+    rows: int
+    buffer_rows: int
+    pair_rows: int | None = None
+
+    def holds(self, rows: int, pair_rows: int) -> bool:
+        """Return whether a dispatch that needs ``rows`` and ``pair_rows`` rows drops none."""
+        return rows <= self.rows and (self.pair_rows is None or pair_rows <= self.pair_rows)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """The sizes that the ranks agreed on, for one dispatch or for all dispatches of a forward.
+
+    Attributes:
+        padded_rows: Number of rows that every rank brings; None if each rank brings its own number.
+        group_max_rows: Largest number of rows that any rank brings, padding included. None if it is not needed.
+        capacity: Capacity of a graph-safe dispatch; None if sizes follow the routing.
+        tokens_per_expert: Number of slots of all ranks that name each expert, (E,), if the ranks counted them while
+            they agreed on the sizes of one dispatch (``Constraints.counts_with_sizes``); else None.
+    """
+
+    padded_rows: int | None = None
+    group_max_rows: int | None = None
+    capacity: Capacity | None = None
+    tokens_per_expert: tuple[int, ...] | None = None
 
 
 @final

@@ -20,7 +20,7 @@ from moe_dispatch.backends import (
     Sizes,
     load_backend,
 )
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.types import Capacity
 from moe_dispatch_testing.host_syncs import allow_host_syncs
 
 ROW_MULTIPLE = 64

@@ -10,12 +10,12 @@ import pytest
 import moe_dispatch
 from moe_dispatch import Dispatched, DispatcherConfig, Plan, Routing, backends, dispatchers, errors, layouts, replay
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
-from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape, Sizes
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.base import Arrived, BackendOptions, MoEShape
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.config import ConstraintOverrides
+from moe_dispatch.types import Capacity, Sizes
 
 PACKAGE = """
     BSHD Dispatched Dispatcher DispatcherConfig Masked MoEDispatchError Plan Routing Rows SBHD THD

@@ -15,12 +15,12 @@ from moe_dispatch.backends.base import (
     Constraints,
     MoEShape,
     Route,
-    Sizes,
 )
 from moe_dispatch.backends.registry import known_backends, load_backend, parse_backend, register_backend
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.communication import Communicator
 from moe_dispatch.probing import Rejected, Usable
+from moe_dispatch.types import Sizes
 
 __all__ = [
     "PROTOCOL",

@@ -17,17 +17,16 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    Sizes,
     WireDtype,
     grouped_bytes,
 )
-from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import SlotIndex, accumulation_dtype
+from moe_dispatch.types import Capacity, Sizes
 
 
 @final

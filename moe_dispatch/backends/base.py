@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from moe_dispatch.backends.capacity import Capacity, CapacityFactor, capacity_of, worst_rows
+from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.workspace import Workspace
 from moe_dispatch.communication import Communicator
@@ -25,6 +25,7 @@ from moe_dispatch.permutation import (
     index_bytes,
 )
 from moe_dispatch.probing import Rejected, Usable
+from moe_dispatch.types import Capacity, Sizes
 
 PROTOCOL = 1
 """Version of the contract between dispatchers and backends. A backend states the version it was written for."""
@@ -35,25 +36,6 @@ DropOrder = Literal["weight", "position"]
 
 MARKED_DISPATCHERS = 64
 """Numbers of dispatchers that marks tell apart, with 0 for an unknown one. A mark is ``facts * 64 + dispatcher``."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """The sizes that the ranks agreed on, for one dispatch or for all dispatches of a forward.
-
-    Attributes:
-        padded_rows: Number of rows that every rank brings; None if each rank brings its own number.
-        group_max_rows: Largest number of rows that any rank brings, padding included. None if it is not needed.
-        capacity: Capacity of a graph-safe dispatch; None if sizes follow the routing.
-        tokens_per_expert: Number of slots of all ranks that name each expert, (E,), if the ranks counted them while
-            they agreed on the sizes of one dispatch (``Constraints.counts_with_sizes``); else None.
-    """
-
-    padded_rows: int | None = None
-    group_max_rows: int | None = None
-    capacity: Capacity | None = None
-    tokens_per_expert: tuple[int, ...] | None = None
 
 
 @final

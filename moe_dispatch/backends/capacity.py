@@ -6,10 +6,11 @@ It is fixed before the first dispatch and does not depend on the routing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+
+from moe_dispatch.types import Capacity
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.base import MoEShape
@@ -17,27 +18,6 @@ if TYPE_CHECKING:
 CapacityFactor = Literal["worst"] | float
 # A factor in a config. A factor above 1024 is taken for a typo: the worst case is P times the balanced load.
 Factor = Literal["worst"] | Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Capacity:
-    """The number of rows that a graph-safe dispatch has room for. It is the same on all ranks.
-
-    Attributes:
-        rows: Largest number of real rows that the experts of one rank take, without expert padding.
-        buffer_rows: R, the number of rows that the experts work on. ``rows`` rows and their padding fit into it,
-            whichever experts the rows go to.
-        pair_rows: Largest number of rows that a rank sends to any one rank; None if the backend has no such bound.
-    """
-
-    rows: int
-    buffer_rows: int
-    pair_rows: int | None = None
-
-    def holds(self, rows: int, pair_rows: int) -> bool:
-        """Return whether a dispatch that needs ``rows`` and ``pair_rows`` rows drops none."""
-        return rows <= self.rows and (self.pair_rows is None or pair_rows <= self.pair_rows)
 
 
 def capacity_of(shape: MoEShape, *, pair_factor: CapacityFactor | None = None) -> Capacity:

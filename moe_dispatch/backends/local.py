@@ -17,16 +17,15 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    Sizes,
     WireDtype,
     grouped_bytes,
 )
-from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import SlotIndex, count_values
+from moe_dispatch.types import Capacity, Sizes
 
 
 @final

@@ -9,12 +9,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import MARKED_DISPATCHERS, Sizes
+from moe_dispatch.backends.base import MARKED_DISPATCHERS
 from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError
-from moe_dispatch.types import Plan
+from moe_dispatch.types import Plan, Sizes
 
 REFUSED = -1
 """Number of rows that a rank tells its peers instead of its own, if it refuses a call."""

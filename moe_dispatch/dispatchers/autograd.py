@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Size, Tensor
 
-from moe_dispatch.backends.base import Arrived, Route, Sizes
+from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
@@ -26,7 +26,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan
+from moe_dispatch.types import Plan, Sizes
 
 
 @final

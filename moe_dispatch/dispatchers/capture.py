@@ -9,10 +9,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import InputError, StateError
-from moe_dispatch.types import Plan
+from moe_dispatch.types import Capacity, Plan
 
 
 @final

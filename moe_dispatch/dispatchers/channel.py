@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape, Sizes
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
@@ -35,6 +34,7 @@ from moe_dispatch.dispatchers.recorder import Recorder
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
 from moe_dispatch.permutation import choose_permutation
+from moe_dispatch.types import Capacity, Sizes
 from moe_dispatch.watchdog import watch_group
 
 Group = dist.ProcessGroup | DeviceMesh | None

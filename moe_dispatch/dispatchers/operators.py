@@ -23,8 +23,6 @@ from torch.library import get_ctx
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from moe_dispatch.backends.base import Sizes
-from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import to_device
 from moe_dispatch.custom_operators import operator
@@ -43,7 +41,7 @@ from moe_dispatch.dispatchers.checks import (
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.layouts import Layout, Rows
 from moe_dispatch.permutation import accumulation_dtype, merge_slots
-from moe_dispatch.types import Dispatched, Plan, Routing
+from moe_dispatch.types import Capacity, Dispatched, Plan, Routing, Sizes
 
 
 @operator(

@@ -10,10 +10,11 @@ from typing import TypeVar, final
 
 import torch
 
-from moe_dispatch.backends.capacity import Capacity, balanced_pair_rows, balanced_rows, grown
+from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows, grown
 from moe_dispatch.communication import Communicator, raise_alike
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.errors import CapacityError, InputError, StateError
+from moe_dispatch.types import Capacity
 
 Result = TypeVar("Result")
 

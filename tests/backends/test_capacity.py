@@ -8,16 +8,9 @@ import math
 import pytest
 
 from moe_dispatch.backends import MoEShape
-from moe_dispatch.backends.capacity import (
-    Capacity,
-    balanced_pair_rows,
-    balanced_rows,
-    capacity_of,
-    grown,
-    sized,
-    worst_rows,
-)
+from moe_dispatch.backends.capacity import balanced_pair_rows, balanced_rows, capacity_of, grown, sized, worst_rows
 from moe_dispatch.permutation import round_up
+from moe_dispatch.types import Capacity
 
 
 def shape(experts: int, ranks: int, top_k: int, tokens: int, pad_multiple: int = 1, factor: float = 0) -> MoEShape:

@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.backends.base import Sizes
 from moe_dispatch.communication import Communicator, Started
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.types import Sizes
 
 LOCAL, SLOTS, HIDDEN, ROWS = 2, 4, 16, 32
 

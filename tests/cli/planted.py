@@ -22,7 +22,7 @@ from moe_dispatch.backends import (
     Usable,
 )
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.types import Capacity
 
 
 class Planted(BackendOptions):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, Routing, build_dispatcher
-from moe_dispatch.backends.capacity import Capacity
 from moe_dispatch.errors import CapacityError
+from moe_dispatch.types import Capacity
 from tests.deep_ep_backends.static_layer import PER_EXPERT, one_layer
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, config, rank_of
 from tests.dispatchers.layer import Group, on_ranks, random_routing

@@ -14,13 +14,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, Backend, BackendContext, MoEShape, Route, Sizes, WireDtype, marks_agree
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.base import Arrived, Backend, BackendContext, MoEShape, Route, WireDtype, marks_agree
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import Started, read_host
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation import SlotIndex
+from moe_dispatch.types import Capacity, Sizes
 
 # The exchange of counts sends ``rows + mark * MARK``, where ``mark`` is the mark of the sending rank. Every number of
 # rows is smaller than ``MARK``, so a floor division gives the mark, and the remainder is the number of rows.

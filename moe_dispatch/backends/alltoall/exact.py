@@ -22,12 +22,12 @@ from moe_dispatch.backends.alltoall.backend import (
     exchange,
     restored_leg,
 )
-from moe_dispatch.backends.base import BackendContext, Route, Sizes, WireDtype
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.base import BackendContext, Route, WireDtype
 from moe_dispatch.backends.rank_major import RankMajorRoute, back_wire
 from moe_dispatch.backends.wire import packet, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import SlotIndex, group_slots
+from moe_dispatch.types import Capacity, Sizes
 
 
 @final

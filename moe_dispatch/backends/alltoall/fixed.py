@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import AllToAllRoute, Leg, form_of, rank_members
-from moe_dispatch.backends.base import Arrived, Backend, Route, Sizes
-from moe_dispatch.backends.capacity import Capacity, tokens_of
+from moe_dispatch.backends.base import Arrived, Backend, Route
+from moe_dispatch.backends.capacity import tokens_of
 from moe_dispatch.backends.rank_major import arrive
 from moe_dispatch.permutation import front, running_total
+from moe_dispatch.types import Capacity, Sizes
 
 
 @final

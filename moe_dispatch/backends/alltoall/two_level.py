@@ -38,12 +38,12 @@ from moe_dispatch.backends.alltoall.backend import (
     send,
 )
 from moe_dispatch.backends.alltoall.exact import ExactRoute, SlotWay, blank_exact, restored_route, send_along
-from moe_dispatch.backends.base import Arrived, Backend, BackendContext, MoEShape, Route, Sizes, WireDtype
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.base import Arrived, Backend, BackendContext, MoEShape, Route, WireDtype
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.communication import to_device
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import SlotIndex
+from moe_dispatch.types import Capacity, Sizes
 
 WITHIN_NODE = ".within_node"  # behind the labels of the collectives of the second leg
 _SUFFIXES = ("", WITHIN_NODE)

@@ -18,10 +18,9 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
-    Sizes,
     WireDtype,
 )
-from moe_dispatch.backends.capacity import Capacity, capacity_of
+from moe_dispatch.backends.capacity import capacity_of
 from moe_dispatch.backends.deep_ep import elastic_driver as elastic
 from moe_dispatch.backends.deep_ep import normal_driver as normal
 from moe_dispatch.backends.deep_ep.buffers import Handle
@@ -35,6 +34,7 @@ from moe_dispatch.backends.wire import from_float8, row_format, to_float8
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import SlotIndex
 from moe_dispatch.probing import Rejected, Usable
+from moe_dispatch.types import Capacity, Sizes
 
 Release = Literal["v1.2.1", "v2-2.1.0", "v2.5.0"]
 # The function that waits for the rows, the dtypes of rows and weights to return, and the capacity.

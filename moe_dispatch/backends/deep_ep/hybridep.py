@@ -9,8 +9,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape, Sizes
-from moe_dispatch.backends.capacity import Capacity
+from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
 from moe_dispatch.backends.deep_ep.buffers import Handle
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
@@ -20,6 +19,7 @@ from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import running_total
 from moe_dispatch.probing import Rejected, Usable
+from moe_dispatch.types import Capacity, Sizes
 
 Release = Literal["hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
 
