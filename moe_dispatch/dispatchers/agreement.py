@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def facts_of(dtype: torch.dtype, recorded: bool) -> Facts:
     return {"the dtype of x": str(dtype).removeprefix("torch."), "grad mode": "enabled" if recorded else "disabled"}
 
 
-@cache
+@lru_cache(maxsize=1024)
 def mark_of(dtype: torch.dtype, recorded: bool, number: int | None) -> int:
     """Return the facts and the number of the dispatcher as a mark, which ``marks_agree`` compares.
 

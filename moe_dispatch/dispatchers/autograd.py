@@ -20,7 +20,7 @@ from moe_dispatch.backends.local import count_experts
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import HostCopy, raise_alike
-from moe_dispatch.dispatchers.agreement import described, facts_of, mark_of, settle
+from moe_dispatch.dispatchers.agreement import described, facts_of, mark_of, settle, tell_peers
 from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import problem_of_ids
@@ -146,25 +146,32 @@ def start(
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
     config, needs, dtype = channel.config, channel.needs, x_TD.dtype
-    if valid_T is not None:
-        ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
-    if real_rows is not None:
-        ids_TK = ids_TK.index_select(0, real_rows)
-    given_TK, num_rows, count, eager = ids_TK, x_TD.shape[0], ids_TK.shape[0], not config.graph_safe
-    number = None if lease is None else lease.number
-    mark = mark_of(dtype, recorded, number) if eager and needs.exchanges_counts else None
-    permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
-    ids_TK, outcome = permutation.valid_ids(ids_TK, config.num_experts, mark, asks=eager)
+    eager, number = not config.graph_safe, None if lease is None else lease.number
     placement, table = placed
-    if table is not None and config.balance is None:
-        ids_TK = slots_of(ids_TK, table.copies_EC.to(ids_TK.device))
+    try:
+        if valid_T is not None:
+            ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
+        if real_rows is not None:
+            ids_TK = ids_TK.index_select(0, real_rows)
+        given_TK, mark = ids_TK, mark_of(dtype, recorded, number) if eager and needs.exchanges_counts else None
+        permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
+        ids_TK, outcome = permutation.valid_ids(ids_TK, config.num_experts, mark, asks=eager)
+        if table is not None and config.balance is None:
+            ids_TK = slots_of(ids_TK, table.copies_EC.to(ids_TK.device))
+    except Exception as error:
+        tell_peers(channel, error, in_dispatch=True, x=x_TD, has_sizes=plan.settled)
+        raise
+    num_rows, count = x_TD.shape[0], ids_TK.shape[0]
     if config.debug or not plan.settled:
+        tally: list[Tensor] = []
+        if channel.sums_tallies and not plan.settled:
+            tally = [outcome.view(1), count_experts(ids_TK, channel.shape.num_experts)]
         plan = settle(
             channel,
             plan,
             facts=facts_of(dtype, recorded),
             lease=lease,
-            tally=[outcome.view(1), count_experts(ids_TK, channel.shape.num_experts)] if channel.sums_tallies else (),
+            tally=tally,
             problem=lambda: problem_of_ids(given_TK, config.num_experts),
         )
     sizes = plan.sizes if traced is None else traced(plan.sizes)

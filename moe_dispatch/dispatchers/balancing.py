@@ -31,14 +31,14 @@ def place(lease: Lease, placement: ExpertPlacement, device: torch.device) -> Non
                 "plans a placement for each dispatch. Leave balance or this call out."
             )
         check_placement("Dispatcher.place", channel, placement)
-        facts = facts_of(placement)
+        facts = facts_of_placement(placement)
     except ConfigError as error:
         problem = error
     raise_alike(channel.control, problem, facts=facts, of_call=True, label="place")
     lease.place(placement, device)
 
 
-def facts_of(placement: ExpertPlacement) -> dict[str, list[int]]:
+def facts_of_placement(placement: ExpertPlacement) -> dict[str, list[int]]:
     """Return the parts of a placement that must be equal on all ranks, with names for an error."""
     return {f"the expert slots of rank {rank}": list(slots) for rank, slots in enumerate(placement.slots)}
 
@@ -96,7 +96,7 @@ def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement, Slo
 
     Args:
         channel: Channel of the dispatcher; its config has ``balance``.
-        ids_TK: Valid ids of the rows that are sent, as in ``Outgoing``.
+        ids_TK: Valid ids of the rows that are sent, int64 (T, K).
 
     Raises:
         ConfigError: The planner raises, or its placement does not fit.
@@ -123,7 +123,7 @@ def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement, Slo
         except Exception as error:
             problem = error
         if config.debug or not is_built_in(name):
-            raise_alike(channel.control, problem, facts=facts_of(found), of_call=True, label="balance")
+            raise_alike(channel.control, problem, facts=facts_of_placement(found), of_call=True, label="balance")
         elif problem is not None:
             raise problem
         return found, channel.table_of(found, ids_TK.device)

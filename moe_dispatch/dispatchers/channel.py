@@ -57,8 +57,8 @@ _NO_RANGE = nullcontext()
 class Channel:
     """One backend, open on one group, for one config.
 
-    Only four attributes change later: the refcount ``users``, the capacity (in ``grow``), the recorder and ``numbers``,
-    which counts the dispatchers that the ranks have built on the channel.
+    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), the recorder, and
+    ``numbers``, which counts the dispatchers that the ranks have built on the channel.
 
     Attributes:
         context: The objects that the backend is opened with.
@@ -66,7 +66,7 @@ class Channel:
             and the backend need not know the largest.
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
-        checked: The kinds of tensors that ``check_call`` has found to fit.
+        checked: The kinds of tensors that ``check_call`` and ``check_combine`` have found to fit.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
         sums_tallies: Whether ranks that agree on sizes also sum their counts of slots in a tally.
     """

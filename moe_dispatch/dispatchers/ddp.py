@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_dispatch.dispatchers.autograd import Dispatch
+
 
 def look(rows: Tensor, group: dist.ProcessGroup | None) -> bool:
     """Warn if DistributedDataParallel manages parameters that the experts used. Return whether this could be seen.
@@ -50,7 +52,7 @@ def _leaves_before_dispatch(rows: Tensor) -> Iterator[Tensor]:
     nodes: list[Any] = [rows.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or node.name() == "DispatchBackward":
+        if node is None or node in seen or isinstance(node, Dispatch._backward_cls):
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:

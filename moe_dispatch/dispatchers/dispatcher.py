@@ -261,16 +261,20 @@ class Dispatcher(nn.Module):
                     real_rows, valid_T = (None, None) if layout.all_real else rows_to_send(channel, known, x_TD)
                     recorder = channel.recorder
                     note = None if recorder is None else recorder.note(lease, self.name, x, routing, layout)
+                    weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
+                    ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
+                    permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
+                    ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)
                 except Exception as error:
                     tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
                     raise
-                weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
-                ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
-                permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
-                ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)
                 with torch.no_grad():
                     departed = start(
-                        *(channel, x_TD, ids_TK, weights_TK, known),
+                        channel,
+                        x_TD,
+                        ids_TK,
+                        weights_TK,
+                        known,
                         real_rows=real_rows,
                         valid_T=valid_T,
                         placed=(lease.placement, lease.table),

@@ -87,7 +87,7 @@ def dispatch(
     def traced(settled: Sizes) -> Sizes:
         # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
         sizes = dataclasses.replace(settled, capacity=given.capacity)
-        foreseen = None if given.capacity is None else _foreseen_rows(link, len(rows))
+        foreseen = None if given.capacity is None else _foreseen_rows(link, None)
         return sizes if foreseen is None else dataclasses.replace(sizes, padded_rows=foreseen)
 
     with torch.no_grad(), profiler_range("dispatch"):
@@ -310,7 +310,7 @@ def _sizes_from(numbers: Sequence[int | None]) -> Sizes:
     return Sizes(padded_rows=padded_rows, group_max_rows=group_max_rows, capacity=capacity)
 
 
-def _foreseen_rows(link: Channel, brought: int) -> int | None:
+def _foreseen_rows(link: Channel, brought: int | None) -> int | None:
     """Return how many rows with padding go to the backend; None if this cannot be known without a plan.
 
     In graph-safe mode it is the largest possible number, so that no shape depends on T.

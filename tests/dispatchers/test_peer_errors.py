@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_dispatch import BSHD, THD, Dispatcher, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, LayoutError, PeerError, StateError
 from moe_dispatch.layouts import Layout
+from moe_dispatch.permutation import Permutation
 from tests.dispatchers.layer import HIDDEN, SAFE, Group, identity_round, outcomes, raises_everywhere, small_config
 from tests.dispatchers.layer import random_routing as routing
 from tests.dispatchers.layer import random_rows as rows
@@ -210,3 +211,30 @@ def test_peers_wait_no_longer_than_the_group_without_debug(backend: str) -> None
     waited = outcomes(body, 4, seconds=seconds)
     assert waited[WRONG] < seconds / 2
     assert all(isinstance(one, float) and one < 4 * seconds for one in waited), waited
+
+
+@pytest.mark.parametrize("step", ["merge_slots", "valid_ids"])
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_memory_that_runs_out_while_ids_are_cleaned_is_told(
+    backend: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs out on rank 1 only, whose rows name no expert but 0."""
+    plain = getattr(Permutation, step)
+
+    def fails(ids_TK: Tensor, *args: Any, **options: Any) -> Any:
+        if int(ids_TK.max()) == 0:
+            raise RuntimeError("out of memory")
+        return plain(ids_TK, *args, **options)
+
+    monkeypatch.setattr(Permutation, step, staticmethod(fails))
+
+    def body(group: Group) -> None:
+        assert group is not None
+        x = rows(4)
+        ids = torch.tensor([[0, -1]] * 4) if group.rank() else torch.tensor([[0, 1]] * 4)
+        build_dispatcher(small_config(backend, top_k=2), group).dispatch(x, Routing(ids, torch.rand(4, 2)))
+
+    first, second = outcomes(body, 2)
+    assert isinstance(first, PeerError)
+    assert "rank 1 refused: RuntimeError: out of memory" in str(first)
+    assert isinstance(second, RuntimeError)

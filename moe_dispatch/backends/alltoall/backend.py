@@ -151,9 +151,7 @@ class Underway:
         dtype: Dtype of the rows.
         counts: Counts on the device; the first L are the numbers of slots of the experts of this rank.
         host: The same counts on the host, as ``read_counts`` returns them.
-        owner_TK: 1 + the rank of each slot's expert, 0 for none.
-        weights_TK: Weights of the slots.
-        way: The way back of the slots, with ``reduction="exact"``.
+        kept: What ``ExactAllToAll`` adds for its route.
     """
 
     leg: Leg
@@ -164,9 +162,7 @@ class Underway:
     dtype: torch.dtype
     counts: Tensor
     host: list[int]
-    owner_TK: Tensor
-    weights_TK: Tensor
-    way: Any = None
+    kept: Any = None
 
 
 class AllToAll(Backend):
@@ -227,8 +223,6 @@ class AllToAll(Backend):
             dtype=rows_TD.dtype,
             counts=counts,
             host=host,
-            owner_TK=owner_TK,
-            weights_TK=weights_TK,
         )
 
     @final
@@ -238,9 +232,8 @@ class AllToAll(Backend):
             started.work.wait()
         context.workspace.give(started.outgoing)
         rows_SD, weights_SK, ids_SK = started.form.unpack(started.received)
-        index = context.permutations[
-            type(ids_SK), ids_SK.device.type
-        ].group_slots(
+        permutation = context.permutations[type(ids_SK), ids_SK.device.type]
+        index = permutation.group_slots(
             ids_SK - self.first_expert,  # below 0 or above L-1 for experts of other ranks
             started.host[:experts],
             context.shape.pad_multiple,
@@ -399,7 +392,8 @@ def reduced_packets(
     row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(context.shape.wire_dtype))
     form = packet(row, index.top_k, None if values_R is None else values_R.dtype)
     packets = context.workspace.take((index.num_rows, form.stride), rows_RD.device)
-    context.permutations[type(rows_RD), rows_RD.device.type].reduce(rows_RD, index, weights_R, form.read(packets))
+    permutation = context.permutations[type(index.source_R), rows_RD.device.type]
+    permutation.reduce(rows_RD, index, weights_R, form.read(packets))
     if values_R is not None:
         form.weights(packets).copy_(index.to_slots(values_R))
     return form, packets

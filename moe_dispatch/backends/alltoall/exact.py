@@ -140,11 +140,13 @@ class ExactAllToAll(AllToAll):
         started = super().start(rows_TD, ids_TK, weights_TK, sizes, mark)
         width, size, host = self.width, self.context.shape.ep_size, started.host
         by_rank = [sum(host[begin : begin + width - 1]) for begin in range(width, len(host), width)]
-        way = SlotWay.make(started.leg, by_rank[:size], by_rank[size:], started.owner_TK, range(size))
-        return replace(started, way=way)
+        owner_TK = (ids_TK + (width - 1)).div(width - 1, rounding_mode="floor")
+        way = SlotWay.make(started.leg, by_rank[:size], by_rank[size:], owner_TK, range(size))
+        return replace(started, kept=(way, weights_TK))
 
     def route(self, started: Underway, index: SlotIndex) -> RankMajorRoute:
-        return ExactRoute(context=self.context, ways=(started.way,), index=index, weights_TK=started.weights_TK)
+        way, weights_TK = started.kept
+        return ExactRoute(context=self.context, ways=(way,), index=index, weights_TK=weights_TK)
 
     def restore(self, tensors: Sequence[Tensor]) -> Route:
         return restored_route(self.context, tensors, ("",))

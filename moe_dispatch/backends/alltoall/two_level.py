@@ -273,9 +273,10 @@ class TwoLevelAllToAll(Backend):
         work = context.communicator.all_to_all(from_ranks, to_ranks, ones, ones, label="counts")
         form = form_of(context.shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
+        in_order = ordered(context, packets, members_MT) if packets.is_cpu else None  # as in the one-level form
         host = read_counts(counts, from_ranks, experts, work)
         first, second = nodes.splits(host)
-        source_S, outgoing = ordered(context, packets, members_MT, sum(first.rows_out))
+        source_S, outgoing = in_order or ordered(context, packets, members_MT, sum(first.rows_out))
         leg, received, work = send(context, source_S, outgoing, len(rows_TD), first.rows_out, first.rows_in)
         way = SlotWay.make(leg, first.slots_out, first.slots_in, node_TK, nodes.relays) if nodes.exact else None
         return leg, way, outgoing, received, work, form, second, host, counts, rows_TD.dtype, weights_TK
