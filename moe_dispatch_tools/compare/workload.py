@@ -65,11 +65,6 @@ def replayed(path: Path, config: DispatcherConfig, *, ranks: int, steps: int) ->
     return trace.calls[:steps]
 
 
-def drawn_batch(scenario: Scenario, ranks: int, step: int, rank: int) -> Batch:
-    """Draw the rows, upstream gradients and routing of a rank."""
-    return scenario.batches(ranks, step)[rank]
-
-
 def recorded_batch(scenario: Scenario, part: Part, step: int, rank: int) -> Batch:
     """Draw rows and upstream gradients for the recorded ids and weights of the tokens of a rank."""
     generator = torch.Generator().manual_seed(scenario.seed * 10_000_019 + step * 10_007 + rank)
@@ -227,7 +222,7 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
         return Material(
             scenario=scenario,
             steps=tuple(
-                Step(scenario, experts, layout, partial(drawn_batch, scenario, ranks, step, rank))
+                Step(scenario, experts, layout, lambda step=step: scenario.batches(ranks, step)[rank])  # type: ignore[misc]
                 for step in range(workload.steps)
             ),
             tokens=tokens,
