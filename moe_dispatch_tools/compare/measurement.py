@@ -80,7 +80,6 @@ class Variant:
             MoEDispatchError: The backend cannot be used on this group or for this config.
         """
         if self.backend is None:
-            assert place.group is not None
             return PEERS[self.label](base, place.group)
         config = self.config(base, max_tokens)
         group = None if place.size == 1 and config.backend_name == "local" else place.group

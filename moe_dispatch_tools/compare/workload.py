@@ -80,12 +80,6 @@ def recorded_batch(scenario: Scenario, part: Part, step: int, rank: int) -> Batc
     return Batch(x_TD=x_TD, ids_TK=ids_TK, weights_TK=weights_TK, upstream_TD=upstream_TD)
 
 
-def recorded_layout(part: Part) -> InputLayout:
-    """Return the layout of the rows of a rank. If only the device knew it, only the device knows it again."""
-    layout = part.layout if part.on_host else DeviceKnown(part.layout)
-    return InputLayout(layout=layout, leading=tuple(part.shape[:-1]), real_T=real_rows(part))
-
-
 def real_rows(part: Part) -> Tensor:
     """Return the indices of the rows that are tokens, int64."""
     valid_T = part.layout.valid_T(part.num_rows)
@@ -230,13 +224,14 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
             plain=min(tokens) > 0 and workload.routing in PLAIN_ROUTINGS,
         )
     calls = replayed(workload.trace, config, ranks=ranks, steps=workload.steps)
-    parts = [call.parts[rank] for call in calls]
+    steps = []
+    for step, part in enumerate(call.parts[rank] for call in calls):
+        known = part.layout if part.on_host else DeviceKnown(part.layout)  # what only the device knew, it knows again
+        layout = InputLayout(layout=known, leading=tuple(part.shape[:-1]), real_T=real_rows(part))
+        steps.append(Step(scenario, experts, layout, partial(recorded_batch, scenario, part, step, rank)))
     return Material(
         scenario=scenario,
-        steps=tuple(
-            Step(scenario, experts, recorded_layout(part), partial(recorded_batch, scenario, part, step, rank))
-            for step, part in enumerate(parts)
-        ),
+        steps=tuple(steps),
         tokens=tuple(max(len(real_rows(call.parts[peer])) for call in calls) for peer in range(ranks)),
         room=max(1, *(part.num_rows for call in calls for part in call.parts)),
         plain=all(_is_plain(part) for call in calls for part in call.parts),
