@@ -24,14 +24,7 @@ from moe_dispatch_tools.ranks import num_ranks, this_rank
 Finding = dict[str, Any]
 
 
-def run(
-    config: DispatcherConfig,
-    *,
-    backend: str | None,
-    emulated: bool,
-    ranks: int,
-    as_json: bool,
-) -> int:
+def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks: int, as_json: bool) -> int:
     """Run the self-tests and print the findings.
 
     Args:
