@@ -138,7 +138,7 @@ def test_a_config_of_ours(ending: str, tmp_path: Path) -> None:
         ),
         ({**QWEN3, "torch_dtype": "int8"}, r"plan: dtype must be one of bfloat16, float16, float32, got 'int8'\. Give"),
         ({**QWEN3, "num_experts_per_tok": 129}, r"top_k \(129\) must not exceed num_experts \(128\)"),
-        ("{", r"DispatcherConfig\.load: .*config\.json.* line 1"),
+        ("{", r"DispatcherConfig\.load: .*config\.json: .*line 1"),
         ({"num_experts": 8}, r"DispatcherConfig: top_k: Field required"),
     ],
 )
