@@ -16,7 +16,7 @@ import typer
 import moe_dispatch
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch_tools import console, options
-from moe_dispatch_tools.options import Backend, Backends, Json, count, flag, option
+from moe_dispatch_tools.options import Backend, Backends, BackendsAndPeers, Json, count, flag, option
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -233,17 +233,7 @@ def compare_command(
         Path | None,
         typer.Argument(metavar="CONFIG", help="DispatcherConfig, YAML or JSON; else 64 experts, top-8, hidden 1024."),
     ] = None,
-    backends: Annotated[
-        str | None,
-        option(
-            "Names with commas; +OPTION=VALUE sets an option.",
-            "--backends",
-            "-b",
-            of=options.PEERS,
-            backends=True,
-            metavar="NAMES",
-        ),
-    ] = None,
+    backends: BackendsAndPeers = None,
     peers: Annotated[bool, flag("--peers", "Add the floor, torchtitan and transformers.")] = False,
     mode: Annotated[str, option("eager, graph-safe or both.", of=options.MODES, metavar="MODES")] = "eager,graph-safe",
     ranks: Annotated[

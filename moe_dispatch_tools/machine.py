@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,53 +18,26 @@ _PACKAGES = ("torch", "torchtitan", "transformers")
 _ALLOCATOR_VARIABLES = ("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES", "PYTORCH_")
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """Versions and devices.
+def this_machine() -> dict[str, Any]:
+    """Read versions and devices.
 
-    Attributes:
-        moe_dispatch: Version of this package.
-        python: Version of Python.
-        torch: Version of torch.
-        cuda: Version of CUDA that torch was built with; None for a build without CUDA.
-        nccl: Version of the NCCL in torch; None for a build without NCCL.
-        gloo: Whether torch was built with gloo.
-        cpu_cores: Number of cores that this process may use.
-        gpus: Description of each GPU.
+    Versions of CUDA and NCCL are those of torch, and None for a build without them. The cores are those that this
+    process may use.
     """
-
-    moe_dispatch: str
-    python: str
-    torch: str
-    cuda: str | None
-    nccl: str | None
-    gloo: bool
-    cpu_cores: int
-    gpus: tuple[str, ...]
-
-
-def this_machine() -> Machine:
-    """Read versions and devices."""
-    return Machine(
-        moe_dispatch=moe_dispatch.__version__,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        nccl=_nccl_version(),
-        gloo=dist.is_gloo_available(),
-        cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        gpus=tuple(map(_gpu, range(torch.cuda.device_count()))) if torch.cuda.is_available() else (),
-    )
-
-
-def _nccl_version() -> str | None:
-    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
-
-
-def _gpu(index: int) -> str:
-    found = torch.cuda.get_device_properties(index)
-    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() * torch.cuda.is_available()))
+    return {
+        "moe_dispatch": moe_dispatch.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+        "gloo": dist.is_gloo_available(),
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "gpus": [
+            f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+            for gpu in gpus
+        ],
+    }
 
 
 def describe_machine(transport: str) -> dict[str, str]:
@@ -79,10 +51,10 @@ def describe_machine(transport: str) -> dict[str, str]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "processor": model[0].partition(": ")[2] if model else platform.processor(),
-        "cores": str(machine.cpu_cores),
-        "gpus": "; ".join(machine.gpus) or "none",
+        "cores": str(machine["cpu_cores"]),
+        "gpus": "; ".join(machine["gpus"]) or "none",
         "ranks on": transport,
-        "system": f"{platform.system()} {platform.machine()}, Python {machine.python}",
+        "system": f"{platform.system()} {platform.machine()}, Python {machine['python']}",
         "packages": ", ".join(
             [f"moe-dispatch {moe_dispatch.__version__}", *(f"{name} {_version(name)}" for name in _PACKAGES)]
         ),

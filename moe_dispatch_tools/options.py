@@ -80,7 +80,6 @@ Backend = Annotated[
     str,
     typer.Argument(metavar="BACKEND", help="Name, or PACKAGE.MODULE:CLASS.", autocompletion=completing(backends=True)),
 ]
-Backends = Annotated[
-    str | None,
-    option("Names with commas; +OPTION=VALUE sets an option.", "--backends", "-b", backends=True, metavar="NAMES"),
-]
+_NAMES: Any = ("Names with commas; +OPTION=VALUE sets an option.", "--backends", "-b")
+Backends = Annotated[str | None, option(*_NAMES, backends=True, metavar="NAMES")]
+BackendsAndPeers = Annotated[str | None, option(*_NAMES, of=PEERS, backends=True, metavar="NAMES")]

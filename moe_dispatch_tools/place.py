@@ -25,29 +25,28 @@ class Place:
 
     Attributes:
         device: Device of the model.
-        group: Group of all ranks, data- and expert-parallel at once; None for a process without peers.
+        group: Group of all ranks, data- and expert-parallel at once.
         control: CPU group of the same ranks if ``group`` is on GPUs, on which dispatchers agree on sizes.
     """
 
     device: torch.device
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup
     control: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
         """Rank of this process."""
-        return 0 if self.group is None else self.group.rank()
+        return self.group.rank()
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return 1 if self.group is None else self.group.size()
+        return self.group.size()
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum a tensor over ranks, into a new tensor without gradient."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
-        if self.group is not None:
-            self.group.allreduce([total]).wait()
+        self.group.allreduce([total]).wait()
         return total
 
 
@@ -67,16 +66,6 @@ def describe(ranks_here: int) -> str:
         return "GPUs (NCCL)"
     few = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "CPUs (gloo)" + (f": {few} GPUs are too few for {ranks_here} ranks" if few else "")
-
-
-def alone() -> Place:
-    """Return the place of a process without peers: its GPU if there is one, else one thread of its CPU.
-
-    On an idle machine a second thread would halve the time. On a busy machine it would multiply the time, because
-    operators that take less than a millisecond wait until the second thread is scheduled.
-    """
-    torch.set_num_threads(1)
-    return Place(device=torch.device("cuda" if use_gpus(1) else "cpu"))
 
 
 @contextmanager
@@ -117,6 +106,7 @@ def place_of_rank(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
     """
     gpu = use_gpus(ranks_here)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+    assert dist.group.WORLD is not None
     yield Place(
         device=torch.device("cuda", local_rank) if gpu else torch.device("cpu"),
         group=dist.group.WORLD,

@@ -6,8 +6,8 @@ Dimensions are those of ``moe_dispatch_tools.loads``. S: expert slots of all ran
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -71,39 +71,20 @@ class ExpertCost:
     flop_per_byte: float | None = None
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacementPlan:
-    """The plan of one way to place experts.
-
-    Attributes:
-        planner, spare, once: As in ``Choice``.
-        imbalance: Rows of the busiest rank divided by the mean, as a mean over dispatches.
-        worst_imbalance: The largest of these numbers.
-        peak_rows: Most rows of a rank in any dispatch.
-        copied_experts: Number of expert weights in slots of other ranks than their own, as a mean over dispatches.
-        copied_bytes: Bytes of these weights in the dtype of the rows; None if the size of an expert is not known.
-        slot_bytes: Bytes of the weights in all expert slots of one rank; None if the size of an expert is not known.
-        break_even: Tokens per expert from which the busiest rank saves more time with rows than the weights take to
-            travel, forward and backward. None if the machine is not known, or if no rows are saved.
-    """
-
-    planner: str
-    spare: int
-    once: bool
-    imbalance: float
-    worst_imbalance: float
-    peak_rows: float
-    copied_experts: float
-    copied_bytes: float | None
-    slot_bytes: int | None
-    break_even: float | None
-
-
 def placement_plans(
     experts_CPE: Tensor, shape: MoEShape, choices: Iterable[Choice], cost: ExpertCost
-) -> Iterator[PlacementPlan]:
-    """Plan placements for recorded or simulated dispatches.
+) -> Iterator[dict[str, Any]]:
+    """Plan placements for recorded or simulated dispatches, each as plain data.
+
+    - planner, spare, once: As in ``Choice``.
+    - imbalance: Rows of the busiest rank divided by the mean, as a mean over dispatches.
+    - worst_imbalance: The largest of these numbers.
+    - peak_rows: Most rows of a rank in any dispatch.
+    - copied_experts: Number of expert weights in slots of other ranks than their own, as a mean over dispatches.
+    - copied_bytes: Bytes of these weights in the dtype of the rows; None if the size of an expert is not known.
+    - slot_bytes: Bytes of the weights in all expert slots of one rank; None if the size of an expert is not known.
+    - break_even: Tokens per expert from which the busiest rank saves more time with rows than the weights take to
+      travel, forward and backward. None if the machine is not known, or if no rows are saved.
 
     Args:
         experts_CPE: Rows of each rank for each expert.
@@ -121,18 +102,16 @@ def placement_plans(
         copied = float(moves.sum((1, 2)).mean())
         saved = float((unplaced_C - imbalance_C).mean()) * local  # rows of the busiest rank, for one token per expert
         busiest_link = float(torch.maximum(moves.sum(1), moves.sum(2)).amax(1).mean())
-        yield PlacementPlan(
-            planner=choice.planner,
-            spare=choice.spare,
-            once=choice.once,
-            imbalance=float(imbalance_C.mean()),
-            worst_imbalance=float(imbalance_C.max()),
-            peak_rows=float(rows_CP.max()),
-            copied_experts=copied,
-            copied_bytes=None if cost.nbytes is None else copied * cost.nbytes,
-            slot_bytes=None if cost.nbytes is None else (local + choice.spare) * cost.nbytes,
-            break_even=_break_even(saved, busiest_link, cost),
-        )
+        yield {
+            **asdict(choice),
+            "imbalance": float(imbalance_C.mean()),
+            "worst_imbalance": float(imbalance_C.max()),
+            "peak_rows": float(rows_CP.max()),
+            "copied_experts": copied,
+            "copied_bytes": None if cost.nbytes is None else copied * cost.nbytes,
+            "slot_bytes": None if cost.nbytes is None else (local + choice.spare) * cost.nbytes,
+            "break_even": _break_even(saved, busiest_link, cost),
+        }
 
 
 def _placements(choice: Choice, experts_CPE: Tensor, shape: MoEShape) -> list[ExpertPlacement]:

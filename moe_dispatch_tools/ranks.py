@@ -87,7 +87,7 @@ def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
     local_rank, here = _place_here()
     with joined(local_rank=local_rank, ranks_here=here) as place:
         try:
-            return body(place, on_message if place.rank == 0 else _drop)
+            return body(place, on_message if place.rank == 0 else lambda message: None)
         except Exception as error:
             if not _is_first_to_fail():
                 wait_for_failed_peer()
@@ -104,10 +104,6 @@ def wait_for_failed_peer() -> None:
 def _run_in_process(rank: int, body: Body, size: int, *, send: Send) -> Any:
     with place_of_rank(local_rank=rank, ranks_here=size) as place:
         return body(place, send)
-
-
-def _drop(message: Any) -> None:
-    """Ignore a message of a rank other than 0."""
 
 
 def _is_first_to_fail() -> bool:

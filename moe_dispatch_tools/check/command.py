@@ -33,10 +33,14 @@ def run(backend: NamedBackend, ep_sizes: Sequence[int], *, verbose: bool, as_jso
 def _show(report: Report, ep_sizes: Sequence[int], *, verbose: bool) -> None:
     for case in report.passed if verbose else ():
         console.line(case, mark="ok")
-    for reason, excused in _by_reason(report.excused).items():
+    by_reason: dict[str, list[Excuse]] = {}
+    for excuse in report.excused:
+        by_reason.setdefault(excuse.reason, []).append(excuse)
+    for reason, excused in by_reason.items():
         ranks = ", ".join(map(str, sorted({excuse.ep_size for excuse in excused})))
-        scenarios = ", ".join(dict.fromkeys(excuse.scenario for excuse in excused)) if verbose else _counted(excused)
-        console.line(f"excused by {reason}, on {ranks} ranks: {scenarios}", mark="-")
+        scenarios = dict.fromkeys(excuse.scenario for excuse in excused)
+        told = ", ".join(scenarios) if verbose else f"{len(scenarios)} scenario{'s' * (len(scenarios) > 1)}"
+        console.line(f"excused by {reason}, on {ranks} ranks: {told}", mark="-")
     for failure in report.failed:
         console.line(f"{failure.case}: {failure.summary}", mark="failed")
         if verbose:
@@ -44,15 +48,3 @@ def _show(report: Report, ep_sizes: Sequence[int], *, verbose: bool) -> None:
     counts = f"{len(report.passed)} cases passed, {len(report.failed)} failed, on {', '.join(map(str, ep_sizes))} ranks"
     verdict = "conforms" if report.conforms else "does not conform"
     console.line(f"backend {report.backend} {verdict}: {counts}", mark="ok" if report.conforms else "failed")
-
-
-def _counted(excused: Sequence[Excuse]) -> str:
-    number = len({excuse.scenario for excuse in excused})
-    return f"{number} scenario{'s' * (number > 1)}"
-
-
-def _by_reason(excused: Sequence[Excuse]) -> dict[str, list[Excuse]]:
-    found: dict[str, list[Excuse]] = {}
-    for excuse in excused:
-        found.setdefault(excuse.reason, []).append(excuse)
-    return found

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from statistics import mean, median
 from typing import Any, final
 
@@ -79,7 +80,6 @@ class Variant:
             MoEDispatchError: The backend cannot be used on this group or for this config.
         """
         if self.backend is None:
-            assert place.group is not None
             return PEERS[self.label](base, place.group)
         config = self.config(base, max_tokens)
         group = None if place.size == 1 and config.backend_name == "local" else place.group
@@ -163,13 +163,6 @@ class Runner:
         """The dispatcher; None for a peer."""
         return self.opened.dispatcher if isinstance(self.opened, Ours) else None
 
-    @property
-    def of_this_rank(self) -> list[Any]:
-        """What all ranks gather, for ``_join_ranks`` and ``_measure_loads``."""
-        one = self.result
-        numbers = [one.from_reference, one.from_first, one.host_syncs, one.peak_bytes]
-        return [*numbers, self.nbytes, self.rounds, self.busy, self.rows]
-
     def note(self, **found: Any) -> None:
         """Change the result."""
         self.result = replace(self.result, **found)
@@ -204,7 +197,8 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> C
                 if isinstance(runner.contender, Ours) and runner.contender.experts is not None:
                     runner.busy.append((free, _time(runner.contender, call, place, full=True)[1]))
         send(1)
-    mine = [runner.of_this_rank for runner in runners]
+    of_result = attrgetter("from_reference", "from_first", "host_syncs", "peak_bytes")
+    mine = [[*of_result(one.result), one.nbytes, one.rounds, one.busy, one.rows] for one in runners]
     everyone = Communicator(place.control or place.group).gather_json(mine, label="compare")
     found = {id(runner): of_ranks for runner, of_ranks in zip(runners, zip(*everyone, strict=True), strict=True)}
     for runner in running:

@@ -65,11 +65,6 @@ def replayed(path: Path, config: DispatcherConfig, *, ranks: int, steps: int) ->
     return trace.calls[:steps]
 
 
-def drawn_batch(scenario: Scenario, ranks: int, step: int, rank: int) -> Batch:
-    """Draw the rows, upstream gradients and routing of a rank."""
-    return scenario.batches(ranks, step)[rank]
-
-
 def recorded_batch(scenario: Scenario, part: Part, step: int, rank: int) -> Batch:
     """Draw rows and upstream gradients for the recorded ids and weights of the tokens of a rank."""
     generator = torch.Generator().manual_seed(scenario.seed * 10_000_019 + step * 10_007 + rank)
@@ -83,12 +78,6 @@ def recorded_batch(scenario: Scenario, part: Part, step: int, rank: int) -> Batc
     )
     weights_TK = torch.where(ids_TK < 0, float("nan"), weights_TK)
     return Batch(x_TD=x_TD, ids_TK=ids_TK, weights_TK=weights_TK, upstream_TD=upstream_TD)
-
-
-def recorded_layout(part: Part) -> InputLayout:
-    """Return the layout of the rows of a rank. If only the device knew it, only the device knows it again."""
-    layout = part.layout if part.on_host else DeviceKnown(part.layout)
-    return InputLayout(layout=layout, leading=tuple(part.shape[:-1]), real_T=real_rows(part))
 
 
 def real_rows(part: Part) -> Tensor:
@@ -227,7 +216,7 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
         return Material(
             scenario=scenario,
             steps=tuple(
-                Step(scenario, experts, layout, partial(drawn_batch, scenario, ranks, step, rank))
+                Step(scenario, experts, layout, lambda step=step: scenario.batches(ranks, step)[rank])  # type: ignore[misc]
                 for step in range(workload.steps)
             ),
             tokens=tokens,
@@ -235,13 +224,14 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
             plain=min(tokens) > 0 and workload.routing in PLAIN_ROUTINGS,
         )
     calls = replayed(workload.trace, config, ranks=ranks, steps=workload.steps)
-    parts = [call.parts[rank] for call in calls]
+    steps = []
+    for step, part in enumerate(call.parts[rank] for call in calls):
+        known = part.layout if part.on_host else DeviceKnown(part.layout)  # what only the device knew, it knows again
+        layout = InputLayout(layout=known, leading=tuple(part.shape[:-1]), real_T=real_rows(part))
+        steps.append(Step(scenario, experts, layout, partial(recorded_batch, scenario, part, step, rank)))
     return Material(
         scenario=scenario,
-        steps=tuple(
-            Step(scenario, experts, recorded_layout(part), partial(recorded_batch, scenario, part, step, rank))
-            for step, part in enumerate(parts)
-        ),
+        steps=tuple(steps),
         tokens=tuple(max(len(real_rows(call.parts[peer])) for call in calls) for peer in range(ranks)),
         room=max(1, *(part.num_rows for call in calls for part in call.parts)),
         plain=all(_is_plain(part) for call in calls for part in call.parts),

@@ -24,14 +24,7 @@ from moe_dispatch_tools.ranks import num_ranks, this_rank
 Finding = dict[str, Any]
 
 
-def run(
-    config: DispatcherConfig,
-    *,
-    backend: str | None,
-    emulated: bool,
-    ranks: int,
-    as_json: bool,
-) -> int:
+def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks: int, as_json: bool) -> int:
     """Run the self-tests and print the findings.
 
     Args:
@@ -98,7 +91,11 @@ def diagnose(
                 config=config.replace(backend=spec), alone=alone, on_cpu=release is not None
             )
     places = [(name, device) for name in known_permutations() for device in ("cpu", "cuda") if permutations]
-    verdicts = {(name, device): _probe_permutation(name, device) for name, device in places}
+    absent = Rejected("torch sees no CUDA device")
+    verdicts = {
+        (name, device): probe_permutation(name, device) if device == "cpu" or torch.cuda.is_available() else absent
+        for name, device in places
+    }
     for (name, device), verdict in verdicts.items():
         if isinstance(verdict, Usable):
             local = config.replace(backend="local", permutation=name, device=device)
@@ -126,7 +123,7 @@ def diagnose(
             }
         )
     return {
-        "machine": dataclasses.asdict(this_machine()),
+        "machine": this_machine(),
         "topology": topology,
         "model": {field: getattr(config, field) for field in ("num_experts", "top_k", "hidden_size")},
         "backends": backends,
@@ -150,11 +147,6 @@ def _described(verdict: Usable | Rejected) -> Finding:
 
 def _probe(name: str, release: str | None) -> Usable | Rejected:
     return probe_backend(name) if release is None else _options(name, release).probe()
-
-
-def _probe_permutation(name: str, device: str) -> Usable | Rejected:
-    present = device == "cpu" or torch.cuda.is_available()
-    return probe_permutation(name, device) if present else Rejected("torch sees no CUDA device")
 
 
 def _options(name: str, release: str | None) -> BackendOptions:

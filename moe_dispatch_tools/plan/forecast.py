@@ -180,11 +180,6 @@ class Dispatches:
         return cls(config=config, shape=shape, loads=loads, experts_CPE=experts_CPE, dtypes=dtypes)
 
     @property
-    def home_shape(self) -> MoEShape:
-        """Sizes of the group without spare expert slots."""
-        return dataclasses.replace(self.shape, num_experts=self.config.num_experts)
-
-    @property
     def capacity_shape(self) -> MoEShape:
         """Sizes for capacities: with the row limit of the config, or else the largest number of rows of a rank."""
         most = self.shape.max_tokens_per_rank or max(int(self.loads.rows_CP.max()), 1)
@@ -314,8 +309,8 @@ def forecast(
             "Raise max_tokens_per_rank, or plan fewer tokens."
         )
     shape = shape_of(config, cluster.ep_size, cluster.ranks_per_node)
-    dispatches = source.dispatches(dataclasses.replace(shape, num_experts=config.num_experts), tokens)
-    found = Dispatches.count(config, shape, dispatches, [model.dtype])
+    home = dataclasses.replace(shape, num_experts=config.num_experts)  # without spare expert slots
+    found = Dispatches.count(config, shape, source.dispatches(home, tokens), [model.dtype])
     loads = found.loads
     cost = ExpertCost(itemsize=model.dtype.itemsize, nbytes=model.expert_bytes, flop_per_byte=cluster.flop_per_byte)
     fields = ("num_experts", "top_k", "hidden_size", "spare_experts_per_rank", "balance", "wire_dtype", "graph_safe")
@@ -345,15 +340,14 @@ def forecast(
         ],
         "needed_factor": needed_factor(found),
         "capacities": capacity_plans(found, factors),
-        "placements": [
-            dataclasses.asdict(plan)
-            for plan in placement_plans(
+        "placements": list(
+            placement_plans(
                 found.experts_CPE[:: -(-len(loads.rows_CP) // MOST_DISPATCHES)],
-                found.home_shape,
+                home,
                 choices_for(config, others=balance),
                 cost,
             )
-        ],
+        ),
     }
 
 

@@ -171,17 +171,11 @@ def _group_limit(path: Path, text: dict[str, Any], config: DispatcherConfig) -> 
                 f"{names[1]} ({allowed}) hold top_k ({config.top_k}) experts, got groups of "
                 f"{config.num_experts / groups:g} experts. Correct {path}."
             )
-        return GroupLimit(
-            num_groups=groups, topk_groups=allowed, scored_experts=min(_scored_experts(text, config, allowed), size)
-        )
+        scored = 1 if text.get("topk_method") == "group_limited_greedy" else 2  # DeepSeek-V2, or V3
+        if "moe_router_num_groups" in text:
+            scored = max(config.top_k // allowed, 1)
+        return GroupLimit(num_groups=groups, topk_groups=allowed, scored_experts=min(scored, size))
     return None
-
-
-def _scored_experts(text: dict[str, Any], config: DispatcherConfig, allowed: int) -> int:
-    """Return how many scores make up the score of a group: 1 in DeepSeek-V2, 2 in DeepSeek-V3."""
-    if "moe_router_num_groups" in text:
-        return max(config.top_k // allowed, 1)
-    return 1 if text.get("topk_method") == "group_limited_greedy" else 2
 
 
 def _count_layers(path: Path, config: dict[str, Any]) -> int:

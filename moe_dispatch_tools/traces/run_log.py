@@ -24,7 +24,6 @@ from torch import Tensor
 
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.errors import TraceError
 from moe_dispatch_tools.traces.trace import config_from, versions_here
 
@@ -119,7 +118,19 @@ class RunLog:
         assert file is not None
         with file:
             writer = RunWriter(dispatcher, file)
-            writer._write(_header(dispatcher, channel, run))
+            writer._write(
+                {
+                    FORMAT_KEY: FORMAT,
+                    "run": run,
+                    "rank": channel.communicator.rank,
+                    "ep_size": channel.communicator.size,
+                    "name": dispatcher.name,
+                    "backend": channel.backend_name,
+                    "config": channel.config.model_dump(mode="json"),
+                    "versions": versions_here(),
+                    "totals": _totals(dispatcher),
+                }
+            )
             yield writer
 
     @staticmethod
@@ -197,20 +208,6 @@ def _created(path: Path) -> tuple[TextIO | None, TraceError | None]:
     except OSError as error:
         told = f"{path} must be in a directory that can be written, got {error.strerror}. Use another directory"
     return None, TraceError(f"RunLog.record: {told}.")
-
-
-def _header(dispatcher: Dispatcher, channel: Channel, run: str) -> dict[str, Any]:
-    return {
-        FORMAT_KEY: FORMAT,
-        "run": run,
-        "rank": channel.communicator.rank,
-        "ep_size": channel.communicator.size,
-        "name": dispatcher.name,
-        "backend": channel.backend_name,
-        "config": channel.config.model_dump(mode="json"),
-        "versions": versions_here(),
-        "totals": _totals(dispatcher),
-    }
 
 
 def _totals(dispatcher: Dispatcher) -> dict[str, Any]:

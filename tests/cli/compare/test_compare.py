@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -208,7 +208,9 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
     variant = Variant(label=backend.label, backend=backend, mode="eager")
     task = Task(config=DispatcherConfig(**FIELDS), variants=(variant,), workloads=(Workload(),))
     material = make_material(Workload(), task.config, rank=0, ranks=2)
-    refused = measurement._open(variant, task, Place(device=torch.device("cuda")), material).result.refused
+    refused = measurement._open(
+        variant, task, Place(device=torch.device("cuda"), group=cast(Any, None)), material
+    ).result.refused
     assert refused is not None
     assert re.match(
         r"compare: an emulation needs CPU tensors, got 'hybridep\+emulate=true' on ranks with GPUs\. Leave it out, or "

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ COST = ExpertCost(itemsize=2, nbytes=1000, flop_per_byte=600)
 def test_placements_by_hand() -> None:
     """Each rank has 36 rows for expert 0 and 4 for the others: a copy of expert 0 on each rank takes 36."""
     experts_CPE = torch.tensor([36, 4, 4, 4, 4, 4, 4, 4]).expand(3, 4, 8)
-    none, every, _, least = placement_plans(experts_CPE, SHAPE, CHOICES, COST)
+    none, every, _, least = (SimpleNamespace(**of) for of in placement_plans(experts_CPE, SHAPE, CHOICES, COST))
     assert (none.peak_rows, none.copied_experts, none.copied_bytes) == (160, 0, 0)
     assert none.imbalance == pytest.approx(160 / 64)
     assert every.imbalance < 1.2
@@ -188,9 +189,9 @@ def test_placements_by_hand() -> None:
     assert least.copied_experts <= every.copied_experts
     # Rank 1 gets a copy of the only busy expert. That saves rank 0 half of its rows: one for each token per expert.
     shape = dataclasses.replace(SHAPE, num_experts=2, ep_size=2, ranks_per_node=2)
-    none, least = placement_plans(
-        torch.tensor([[[10, 0], [10, 0]]]), shape, (Choice(), Choice("least_loaded", 1)), COST
-    )
+    choices = (Choice(), Choice("least_loaded", 1))
+    plans = placement_plans(torch.tensor([[[10, 0], [10, 0]]]), shape, choices, COST)
+    none, least = (SimpleNamespace(**of) for of in plans)
     assert (none.imbalance, least.imbalance, least.copied_experts) == (2, 1, 1)
     # A row takes 6 FLOP for each weight. A weight and its gradient are 2 times 2 bytes, the time of 2400 FLOP.
     assert (none.break_even, least.break_even) == (None, 2400 / 6)
