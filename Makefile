@@ -24,10 +24,10 @@ SIMGPU := $(SIMGPU_VENV)/.installed
 SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test slow kit multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build clean
+.PHONY: help install demo notebook test slow kit placed multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch comes first and alone: asked for by its pinned version, pip may take a build that lies on this machine.
 $(DEV): pyproject.toml constraints.txt

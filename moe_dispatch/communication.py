@@ -3,18 +3,20 @@
 Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other ways. These functions talk to other ranks:
 
 ======================  ===========================================================================================
-dispatch on alltoall    ``AllToAll.start`` (counts) and ``send`` (rows) in ``backends/alltoall/backend.py``
+dispatch on alltoall    ``AllToAll.start`` (counts) and ``start_rows`` (rows) in ``backends/alltoall/backend.py``
 its combine             ``Leg.start_return``; also the backward of dispatch
 backward of combine     ``exchange``; also ``dispatch(again=...)``
 the other forms         ``FixedAllToAll.start``; ``TwoLevelAllToAll.start`` and ``finish``
 allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``
 sizes of a call         ``agreement.settle``; ``agreement.tell_peers`` if this rank refuses the call
-a refusal among counts  ``autograd.start``
+a refusal among counts  ``agreement.tell_peers`` by ``Backend.refuse``; the peers in ``autograd.start``
 expert weights          ``SlotWeights.fetch`` and its backward
 a plan of experts       ``balancing.plan_balance``; ``balancing.place``
 a dispatcher is built   ``lease_channel``
 between steps           ``overflow`` (check, grow, retry), ``read_metrics``, ``run_self_test``
-data, not rows          ``broadcast_layout``, ``RoutingTable.gathered``, ``Trace.record``
+data, not rows          ``broadcast_layout``; ``RoutingTable.gathered`` and calls with ``group=``; ``Trace.record``
+a slice of the batch    ``integrations/transformers/batch_slice.py``
+deep_ep, not its rows   ``HybridDriver.close``; opening ``ElasticDriver``
 ======================  ===========================================================================================
 """
 

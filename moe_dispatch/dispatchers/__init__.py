@@ -9,18 +9,18 @@
 
 There are two kinds of padding:
 
-- Rank padding makes the number of rows of each rank fit the backend's ``Constraints`` (``padded`` and ``brought``).
-  ``agreement`` settles the number if the ranks need a common one, ``autograd.pad`` adds the rows, and
-  ``autograd.trim`` removes them from what comes back.
-- Expert padding makes the rows of each expert a multiple of the config's ``pad_multiple``. ``group_slots`` in
-  ``permutation.index`` (or in ``triton_tables``) adds these rows after the exchange. If the backend has
-  ``pads_experts``, its library adds them.
+- Rank padding makes the number of rows of each rank fit the backend's ``Constraints``. ``autograd.start`` decides the
+  number: that of the plan, which ``agreement.settle`` sets if the ranks need a common one, else its own, by
+  ``Constraints.padded``. ``autograd.pad`` adds the rows, and ``autograd.trim`` removes them from what comes back.
+- Expert padding makes the rows of each expert a multiple of the config's ``pad_multiple``. After the exchange, the
+  backend calls ``group_slots`` or, in graph-safe mode, ``group_statically`` of ``permutation.index`` (or of
+  ``triton_tables``), which add these rows. If the backend has ``pads_experts``, its library adds them.
 
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
 ``metrics``. ``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that
-hold them. The other modules serve the dispatcher outside of a call: ``requirements`` (what a config and a backend need
-from a group), ``overflow`` (it reads what graph-safe calls needed), ``balancing``, ``capture``, ``recorder``,
-``self_test`` and ``ddp``.
+hold them. In a call, ``balancing`` plans expert slots if the config asks for it, ``recorder`` keeps ids for a trace,
+and ``ddp`` warns of a wrong wrapper. Outside of a call: ``requirements`` (what config and backend need from a group),
+``overflow`` (it reads what graph-safe calls needed), ``capture`` and ``self_test``.
 """
 
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher

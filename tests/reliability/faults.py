@@ -135,17 +135,17 @@ class Trap:
             return start(communicator, *args)
 
         Communicator._start = counted  # type: ignore[method-assign, assignment]
-        for name in ("combine", "dispatch"):
-            self._follow(f"{name}.backward", f"run_{name}_backward")
+        self._follow("combine.backward", autograd.Combine)
+        self._follow("dispatch.backward", autograd.Dispatch)
 
-    def _follow(self, verb: str, function: str) -> None:
-        original = getattr(autograd, function)
+    def _follow(self, verb: str, function: Any) -> None:
+        original = function.backward
 
         def followed(*args: Any) -> Any:
             with self.during(verb):
                 return original(*args)
 
-        setattr(autograd, function, followed)
+        function.backward = staticmethod(followed)
 
     @contextmanager
     def during(self, verb: str) -> Iterator[None]:

@@ -213,7 +213,7 @@ class AllToAll(Backend):
         rows = host[experts::width]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
         source_S, outgoing = in_order or ordered(context, packets, members_PT, sum(rows_out))
-        leg, received, work = send(context, source_S, outgoing, len(rows_TD), rows_out, rows_in)
+        leg, received, work = start_rows(context, source_S, outgoing, len(rows_TD), rows_out, rows_in)
         return Underway(
             leg=leg,
             work=work,
@@ -244,6 +244,7 @@ class AllToAll(Backend):
         return arrived
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        """Do both halves. The dispatcher calls ``start`` and ``finish`` instead."""
         return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
 
     def route(self, started: Underway, index: SlotIndex) -> RankMajorRoute:
@@ -322,7 +323,7 @@ def ordered(
     return source_S, outgoing
 
 
-def send(
+def start_rows(
     context: BackendContext,
     source_S: Tensor,
     outgoing: Tensor,

@@ -35,7 +35,7 @@ from moe_dispatch.backends.alltoall.backend import (
     reduced_packets,
     refuse_counts,
     restored_leg,
-    send,
+    start_rows,
 )
 from moe_dispatch.backends.alltoall.exact import ExactRoute, SlotWay, blank_exact, restored_route, send_along
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, MoEShape, Route, WireDtype
@@ -277,7 +277,7 @@ class TwoLevelAllToAll(Backend):
         host = read_counts(counts, from_ranks, experts, work)
         first, second = nodes.splits(host)
         source_S, outgoing = in_order or ordered(context, packets, members_MT, sum(first.rows_out))
-        leg, received, work = send(context, source_S, outgoing, len(rows_TD), first.rows_out, first.rows_in)
+        leg, received, work = start_rows(context, source_S, outgoing, len(rows_TD), first.rows_out, first.rows_in)
         way = SlotWay.make(leg, first.slots_out, first.slots_in, node_TK, nodes.relays) if nodes.exact else None
         return leg, way, outgoing, received, work, form, second, host, counts, rows_TD.dtype, weights_TK
 
@@ -292,7 +292,7 @@ class TwoLevelAllToAll(Backend):
         members_PS = rank_members(owner_SK, nodes.ranks_per_node)
         source_S, outgoing = ordered(context, relayed, members_PS, sum(second.rows_out))
         space.give(relayed)
-        inner, received, work = send(
+        inner, received, work = start_rows(
             context, source_S, outgoing, len(relayed), second.rows_out, second.rows_in, WITHIN_NODE
         )
         if work is not None:

@@ -252,7 +252,10 @@ class HybridDriver:
         return rows_RD, probs_R, padded_L, Handle(pooled=pooled, raw=handle)
 
     def send_again(self, rows_TD: Tensor, num_grouped: int, handle: Handle) -> Tensor:
-        """Send other rows the way of an earlier dispatch: (R, D), with the R of that dispatch. No host sync."""
+        """Send other rows the way of an earlier dispatch: (R, D), with the R of that dispatch. No host sync.
+
+        The backward of combine runs it too.
+        """
         rows_RD: Tensor = handle.buffer.dispatch_with_permute(
             hidden=rows_TD, handle=handle.raw, num_permuted_tokens=num_grouped, **self._dispatch_arguments
         )[0]
