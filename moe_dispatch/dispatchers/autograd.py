@@ -225,7 +225,7 @@ def finish(channel: Channel, departed: Departed) -> Arrived:
         raise problem
     channel.meter.record(
         arrived,
-        padded=departed.padded - len(departed.given_TK),
+        padded=departed.padded - departed.given_TK.shape[0],
         cut=departed.num_cut,
         valid_T=departed.valid_T,
         table=departed.table,

@@ -95,12 +95,13 @@ def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | Non
     if not isinstance(routing, Routing):
         raise no_routing(routing)
     ids, weights = routing.topk_ids, routing.topk_weights
+    num_rows = x_TD.shape[0]  # ``len`` of a tensor takes longer
     kinds = (
         *(x_TD.dtype, x_TD.device, x_TD.shape[1]),
         *(ids.dtype, ids.device, ids.shape[1:]),
         *(weights.dtype, weights.device, weights.shape[1:]),
     )
-    if kinds not in channel.checked or not len(x_TD) == len(ids) == len(weights):
+    if kinds not in channel.checked or not num_rows == ids.shape[0] == weights.shape[0]:
         check_tensors(x_TD, routing, channel.config, channel.needs)
         if channel.needs.differentiable:  # otherwise it matters whether a tensor requires grad
             channel.checked.add(kinds)
@@ -109,9 +110,9 @@ def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | Non
             raise foreign_plan(channel, plan)
         if plan.num_rows is None:  # the plan was made without a tensor, so the layout is checked now
             draft_plan(channel, plan.layout, x)
-        elif plan.num_rows != len(x_TD):
+        elif plan.num_rows != num_rows:
             raise LayoutError(
-                f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {len(x_TD)}. "
+                f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
                 "Make a plan per micro-batch. [MD06]"
             )
     return routing

@@ -285,19 +285,20 @@ class Dispatcher(nn.Module):
                         channel.meter.record_drift(self.name, routing.drift)
                     if recorder is not None and note is not None:  # no rank refused the call, so all traces hold it
                         recorder.keep(note)
-                state = State(
+                state_with = partial(
+                    State,
                     lease=lease,
                     layout=layout,
                     shape=x.shape,
-                    num_rows=len(x_TD),
+                    num_rows=x_TD.shape[0],
                     real_rows=real_rows,
                     padded=departed.padded,
                     wants_weights=routing.topk_weights.requires_grad,
                 )
                 if async_op:
-                    arrive = partial(_arrive, departed, state, x_TD, weights_TK)
+                    arrive = partial(_arrive, channel, departed, state_with, x_TD, weights_TK)
                     return InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
-                return _arrive(departed, state, x_TD, weights_TK)
+                return _arrive(channel, departed, state_with, x_TD, weights_TK)
         except Exception as error:
             self._name_in(error)
             raise
@@ -570,12 +571,16 @@ def build_dispatcher(
     return Dispatcher(config, group, control_group=control_group, name=name)
 
 
-def _arrive(departed: Departed, state: State, x_TD: Tensor, weights_TK: Tensor) -> Dispatched:
-    """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
-    channel = state.lease.shared
+def _arrive(
+    channel: Channel, departed: Departed, state_with: Callable[..., State], x_TD: Tensor, weights_TK: Tensor
+) -> Dispatched:
+    """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent.
+
+    ``state_with`` makes the state from the route.
+    """
     with torch.no_grad():
         arrived = finish(channel, departed)
-    state = dataclasses.replace(state, route=arrived.route)
+    state = state_with(route=arrived.route)
     received = (arrived.rows, arrived.weights)
     rows, weights = Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
     return Dispatched(

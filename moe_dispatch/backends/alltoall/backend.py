@@ -213,7 +213,7 @@ class AllToAll(Backend):
         rows = host[experts::width]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
         source_S, outgoing = in_order or ordered(context, packets, members_PT, sum(rows_out))
-        leg, received, work = start_rows(context, source_S, outgoing, len(rows_TD), rows_out, rows_in)
+        leg, received, work = start_rows(context, source_S, outgoing, rows_TD.shape[0], rows_out, rows_in)
         return Underway(
             leg=leg,
             work=work,
@@ -318,7 +318,7 @@ def ordered(
         assert count is not None
         pairs = torch.nonzero_static(members_PT, size=count)
     source_S = pairs.select(1, 1).contiguous()
-    outgoing = context.workspace.take((len(source_S), packets.shape[1]), packets.device)
+    outgoing = context.workspace.take((source_S.shape[0], packets.shape[1]), packets.device)
     context.permutations[type(packets), packets.device.type].gather(packets, source_S, outgoing)
     return source_S, outgoing
 
