@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -50,6 +53,21 @@ def how_to_install(extra: str, checkout: Path = Path(__file__).parents[1]) -> st
         return f"In {checkout}, run: pip install -e '.[{extra}]'."
     # No index is asked for moe-dispatch, because it is installed: pip only installs what its metadata lists.
     return f"Run: pip install 'moe-dispatch[{extra}]'."
+
+
+def loaded_nccl() -> tuple[int, int, int] | None:
+    """Return the version of the NCCL that this process has loaded; None if none is loaded, or it cannot be asked.
+
+    ``torch.cuda.nccl.version()`` is the version that torch was compiled with. It stays the same if another NCCL is
+    installed. Builds of torch that link NCCL statically may export its function from ``libtorch_cuda.so``.
+    """
+    for name in ("libnccl.so.2", "libtorch_cuda.so"):
+        with suppress(OSError, AttributeError):  # not loaded, or without the function
+            number = ctypes.c_int()
+            # RTLD_NOLOAD finds a library only if the process has loaded it. Not every system has it.
+            if ctypes.CDLL(name, mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number)) == 0:
+                return number.value // 10000, number.value // 100 % 100, number.value % 100
+    return None
 
 
 def import_whole(name: str, package: str) -> ModuleType:

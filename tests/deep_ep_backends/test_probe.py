@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import BackendUnavailableError
+from moe_dispatch.probing import loaded_nccl
 from moe_dispatch_testing.emulation import emulated_deep_ep
 
 Install = Callable[..., None]
@@ -99,7 +103,7 @@ def test_the_variant_is_told_by_attributes(installed: Install, monkeypatch: pyte
     assert "has no HybridEPBuffer: it is not built from the branch hybrid-ep" in reason(HybridEPOptions)
     installed(Buffer=v1.Buffer, ElasticBuffer=v2.ElasticBuffer, __version__="2.1.0")
     assert DeepEPOptions().probe() == Usable(version="2.1.0", features=("v2", "compact", "expand"))
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 32, 3))
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.elastic_driver.loaded_nccl", lambda: (2, 32, 3))
     installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
     assert DeepEPOptions().probe() == Usable(version="2.5.0", features=("v2.5", "compact", "expand"))
     hybrid = emulated_deep_ep("hybridep-94a9f8f")
@@ -113,17 +117,61 @@ def test_the_variant_is_told_by_attributes(installed: Install, monkeypatch: pyte
     assert reason(DeepEPOptions) == "deep_ep of unknown version has neither EPBuffer, ElasticBuffer nor Buffer"
 
 
+@pytest.fixture
+def nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Load a library that says that it is some version of NCCL. Only the first one of a process is found by name."""
+
+    def load(number: int) -> None:
+        source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+        source.write_text(f"int ncclGetVersion(int* version) {{ *version = {number}; return 0; }}")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+        real = ctypes.CDLL
+        # torch has no NCCL here, so the loader is asked for this file in place of the library of that name.
+        monkeypatch.setattr(
+            ctypes, "CDLL", lambda name, mode: real(str(library) if name == "libnccl.so.2" else name, mode=mode)
+        )
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))  # what torch was compiled with
+        real(str(library))
+
+    return load
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the stand-in of NCCL needs a C compiler")
+def test_v25_asks_the_nccl_that_is_loaded(
+    nccl: Callable[[int], None], installed: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream says ``pip install nvidia-nccl-cu13``, after which torch goes on naming the version of its build."""
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu130")
+    installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
+    nccl(23203)
+    assert loaded_nccl() == (2, 32, 3)
+    assert DeepEPOptions().probe() == Usable(version="2.5.0", features=("v2.5", "compact", "expand"))
+
+
+def test_v25_goes_on_if_the_nccl_cannot_be_asked(
+    installed: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.elastic_driver.loaded_nccl", lambda: None)
+    installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
+    assert isinstance(DeepEPOptions().probe(), Usable)
+    assert "needs NCCL 2.32.3 or later; which NCCL is loaded is unknown" in caplog.text
+
+
 @pytest.mark.parametrize(
-    ("nccl", "torch_version", "told"),
+    ("nccl_version", "torch_version", "told"),
     [
-        ((2, 32, 2), "2.10.0+cu130", "NCCL 2.32.3 or later, got 2.32.2"),
+        (
+            (2, 32, 2),
+            "2.10.0+cu130",
+            'NCCL 2.32.3 or later, got 2.32.2; run pip install "nvidia-nccl-cu13>=2.32.3" --no-deps',
+        ),
         ((2, 33, 0), "2.9.1", "torch 2.10 or later, got 2.9"),
     ],
 )
 def test_v25_needs_recent_versions(
-    nccl: tuple[int, ...], torch_version: str, told: str, installed: Install, monkeypatch: pytest.MonkeyPatch
+    nccl_version: tuple[int, ...], torch_version: str, told: str, installed: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.elastic_driver.loaded_nccl", lambda: nccl_version)
     monkeypatch.setattr(torch, "__version__", torch_version)
     installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
     assert reason(DeepEPOptions) == f"deep_ep 2.5.0 needs {told}"

@@ -6,6 +6,7 @@ and csrc/buffers/ep.hpp.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from moe_dispatch.backends.deep_ep.driver import Payload, RankMajorDriver, RankM
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.library import Library
 from moe_dispatch.permutation import round_up, running_total
-from moe_dispatch.probing import Rejected
+from moe_dispatch.probing import Rejected, loaded_nccl
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
+
+logger = logging.getLogger("moe_dispatch")
 
 _MOST_RANKS, _MOST_EXPERTS = 1024, 2048
 _MOST_LOCAL_EXPERTS = {"v2": 256, "v2.5": 512}
@@ -52,11 +55,18 @@ def lacking(library: Library) -> Rejected | None:
     """
     if variant_of(library) != "v2.5" or library.emulated:
         return None
-    found = {"torch": tuple(map(int, torch.__version__.split(".")[:2])), "NCCL": torch.cuda.nccl.version()}
+    found = {"torch": tuple(map(int, torch.__version__.split(".")[:2])), "NCCL": loaded_nccl()}
     for name, least in _V25_NEEDS.items():
-        if found[name] < least:
-            needed, seen = (".".join(map(str, numbers)) for numbers in (least, found[name]))
-            return Rejected(f"deep_ep {library.version} needs {name} {needed} or later, got {seen}")
+        needed, seen = ".".join(map(str, least)), found[name]
+        if seen is None:
+            logger.warning(
+                "deep_ep %s needs NCCL %s or later; which NCCL is loaded is unknown.", library.version, needed
+            )
+        elif seen < least:
+            way_out = f'; run pip install "nvidia-nccl-cu13>={needed}" --no-deps' if name == "NCCL" else ""
+            return Rejected(
+                f"deep_ep {library.version} needs {name} {needed} or later, got {'.'.join(map(str, seen))}{way_out}"
+            )
     return None
 
 

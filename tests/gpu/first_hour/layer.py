@@ -25,6 +25,7 @@ from torch import Tensor
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher, capture
 from moe_dispatch.backends.registry import known_backends, probe_backend
 from moe_dispatch.permutation import known_permutations, probe_permutation
+from moe_dispatch.probing import loaded_nccl
 
 BACKENDS = ("local", "alltoall", "allgather")
 VERBS = ("dispatch", "combine", "backward")
@@ -85,7 +86,7 @@ def environment(device: str, *, small: bool) -> Values:
         found["device"] = f"{torch.cuda.device_count()} x {facts.name}, sm_{facts.major}{facts.minor}"
         found["device memory"] = f"{facts.total_memory / 2**30:.0f} GiB"
         found["multiprocessors"] = facts.multi_processor_count
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = ".".join(map(str, loaded_nccl() or ["unknown"]))
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
