@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
-from moe_dispatch.backends.registry import AUTO, choose_backend, parse_backend
+from moe_dispatch.backends.registry import AUTO, choose_backend, load_backend, parse_backend
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
 from moe_dispatch.balance.planners import check_planner
 from moe_dispatch.communication import canonical_json
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.errors import ConfigError, did_you_mean, shown
 from moe_dispatch.probing import how_to_install
 
 ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
@@ -29,8 +29,12 @@ ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
 # on 128 rows at a time.
 PAD_MULTIPLES = {"bf16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
 
+WATCHDOG_SECONDS = (0.1, 1e6)  # the shortest and the longest time limit: a fifth is a beat, and torch counts in ms
+
 RowCounts = Literal["agree", "assume", "check", "static"]
-_Count = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+# Hidden inputs, because pydantic would write out the whole of a deep or huge value.
+_FROZEN = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
 
 @final
@@ -48,7 +52,7 @@ class ConstraintOverrides(BaseModel):
         max_local_experts: Largest number of experts on each rank.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = _FROZEN
 
     row_multiple: _Count | None = None
     max_rows: _Count | None = None
@@ -124,7 +128,7 @@ class DispatcherConfig(BaseModel):
             the name of its field.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = _FROZEN
 
     backend: str | dict[str, Any] = "auto"
     num_experts: _Count
@@ -143,7 +147,7 @@ class DispatcherConfig(BaseModel):
     on_overflow: Literal["raise", "drop", "drop_by_position"] | None = None
     permutation: PermutationName = "auto"
     device: Literal["cpu", "cuda"] | None = None
-    watchdog: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    watchdog: Annotated[float, Field(ge=WATCHDOG_SECONDS[0], le=WATCHDOG_SECONDS[1])] | None = None
     debug: bool = False
     constraints: ConstraintOverrides = ConstraintOverrides()
 
@@ -153,7 +157,10 @@ class DispatcherConfig(BaseModel):
             try:
                 super().__init__(**fields)
             except ValidationError as error:
-                raise ConfigError(_problems(error)) from error
+                raise ConfigError(_problems(error, fields)) from error
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise ConfigError(f"DispatcherConfig: a config is frozen. Make a copy with config.replace({name}=...).")
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, DispatcherConfig) else NotImplemented
@@ -298,8 +305,8 @@ class DispatcherConfig(BaseModel):
 _TYPES = {"bool", "dict", "float", "int", "str"}  # names that pydantic gives to the types of a union
 
 
-def _problems(error: ValidationError) -> str:
-    """Describe what pydantic found, in one line for each field."""
+def _problems(error: ValidationError, fields: Mapping[str, Any]) -> str:
+    """Describe what pydantic found in ``fields``, in one line for each field."""
     lines: dict[tuple[str, str], list[str]] = {}
     for found in error.errors():
         cause = found.get("ctx", {}).get("error")
@@ -309,12 +316,22 @@ def _problems(error: ValidationError) -> str:
         # For a union, pydantic reports each type separately and appends the type to the name of the field:
         # ("pad_multiple", "constrained-int") and ("pad_multiple", "literal['bf16', ...]"). Both belong in one line.
         field = ".".join(part for part in map(str, found["loc"]) if part.isidentifier() and part not in _TYPES)
-        got = "nothing" if found["type"] == "missing" else repr(found["input"])
+        got = "nothing." if found["type"] == "missing" else f"{shown(found['input'])}."
+        if found["type"] == "extra_forbidden":
+            got += did_you_mean(str(found["loc"][-1]), _names_beside(found["loc"], fields))
         lines.setdefault((field, got), []).append(found["msg"])
     return "\n".join(
-        f"DispatcherConfig: {field}: {'; or '.join(said)}, got {got}." if said else field
+        f"DispatcherConfig: {field}: {'; or '.join(said)}, got {got}" if said else field
         for (field, got), said in lines.items()
     )
+
+
+def _names_beside(where: tuple[int | str, ...], fields: Mapping[str, Any]) -> Iterable[str]:
+    """Return the names that are known in the place of a field, an option of the backend or a constraint."""
+    if len(where) == 1:
+        return DispatcherConfig.model_fields
+    owner = ConstraintOverrides if where[0] == "constraints" else load_backend(fields["backend"]["name"])
+    return owner.model_fields
 
 
 def overridden(fields: Mapping[str, Any], environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -344,7 +361,7 @@ def _options(fields: Mapping[str, Any], variable: str, field: str) -> dict[str, 
     if isinstance(value, dict):
         return value
     raise ConfigError(
-        f"DispatcherConfig.load: {variable}: {field} has no options, because it is {value!r}. "
+        f"DispatcherConfig.load: {variable}: {field} has no options, because it is {shown(value)}. "
         f"Set {ENVIRONMENT_PREFIX}{field.upper()} instead."
     )
 
@@ -353,7 +370,7 @@ def json_or_text(value: str) -> Any:
     """Parse a value as JSON. A text that is not JSON is returned unchanged."""
     try:
         return json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, an integer of thousands of digits, or too deep
         return value
 
 

@@ -1,4 +1,30 @@
-"""The exceptions that this library raises on purpose. Each one is also the built-in exception that it resembles."""
+"""The exceptions that this library raises on purpose, and how their texts show values and suggest names.
+
+Each exception is also the built-in exception that it resembles.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections import abc
+
+_values = reprlib.Repr()
+_values.maxlevel, _values.maxstring, _values.maxother = 2, 200, 200
+
+
+def shown(value: object) -> str:
+    """Return the ``repr`` of a value for the text of an error: short, and quick for a value of any size or depth."""
+    try:
+        return _values.repr(value)
+    except ValueError:  # Python refuses to write an integer of more than 4300 digits
+        return "an integer of thousands of digits"
+
+
+def did_you_mean(name: str, known: abc.Iterable[str]) -> str:
+    """Return a sentence with the known name that is most like ``name``, after a space; empty if there is none."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class MoEDispatchError(Exception):

@@ -178,7 +178,7 @@ class BackendOptions(BaseModel, ABC):
         auto_reason: Why ``backend="auto"`` does not choose this backend, for the log.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
     name: ClassVar[str]
     protocol: ClassVar[int] = PROTOCOL

@@ -5,13 +5,12 @@ No backend is imported before it is used.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from moe_dispatch.backends.base import PROTOCOL, BackendOptions
-from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, did_you_mean, shown
 from moe_dispatch.probing import Rejected, Usable
 
 ENTRY_POINT_GROUP = "moe_dispatch.backends"
@@ -44,7 +43,9 @@ def parse_backend(spec: str | Mapping[str, Any]) -> BackendOptions | None:
     options = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = options.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f'backend: a mapping must have "name", a string, got {spec!r}. Write {{"name": "alltoall"}}.')
+        raise ConfigError(
+            f'backend: a mapping must have "name", a string, got {shown(spec)}. Write {{"name": "alltoall"}}.'
+        )
     if name != AUTO:
         return load_backend(name).model_validate(options)
     if options:
@@ -107,14 +108,15 @@ def load_backend(name: str) -> type[BackendOptions]:
     source = _BUILT_IN.get(name) or _third_party().get(name)
     if source is None:
         known_names = known_backends()
-        near = difflib.get_close_matches(name, known_names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"Unknown backend {name!r}. Known backends: {', '.join(known_names)}.{hint} [MD01]")
+        raise ConfigError(
+            f"Unknown backend {shown(name)}. Known backends: {', '.join(known_names)}."
+            f"{did_you_mean(name, known_names)} [MD01]"
+        )
     try:
         return _LOADED.setdefault(name, _checked(name, source.load()))
     except ConfigError:
         raise
-    except Exception as error:  # the import of another package may raise anything
+    except (Exception, SystemExit) as error:  # the import of another package may raise anything
         raise BackendUnavailableError(
             f"Backend {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
             f"Repair its package, or choose one of: {', '.join(sorted({*_BUILT_IN} - {name}))}. [MD02]"

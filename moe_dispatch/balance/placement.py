@@ -11,7 +11,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.errors import ConfigError, shown
 
 FORMAT = 1
 _FORMAT_KEY = "moe_dispatch_placement"
@@ -50,13 +50,13 @@ class ExpertPlacement:
             slots = tuple(tuple(int(expert) for expert in of_rank) for of_rank in self.slots)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"ExpertPlacement: slots must be a list of ids for each rank, got {self.slots!r}. "
+                f"ExpertPlacement: slots must be a list of ids for each rank, got {shown(self.slots)}. "
                 "Pass [[0, 1], [2, 3]] for two ranks with two slots."
             ) from error
         object.__setattr__(self, "slots", slots)
         if not self.slots or not self.slots[0]:
             raise ConfigError(
-                f"ExpertPlacement: there must be at least one rank with one slot, got {self.slots!r}. "
+                f"ExpertPlacement: there must be at least one rank with one slot, got {shown(self.slots)}. "
                 "Pass the slots of every rank."
             )
         for rank, of_rank in enumerate(self.slots):
@@ -68,14 +68,15 @@ class ExpertPlacement:
         if not 1 <= self.num_experts <= self.num_slots:
             raise ConfigError(
                 f"ExpertPlacement: num_experts must lie in 1..{self.num_slots}, the number of slots "
-                f"({self.num_ranks} ranks x {self.slots_per_rank}), got {self.num_experts}. Use more slots per rank."
+                f"({self.num_ranks} ranks x {self.slots_per_rank}), got {shown(self.num_experts)}. Use more "
+                "slots per rank."
             )
         for rank, of_rank in enumerate(self.slots):
             for slot, expert in enumerate(of_rank):
                 if not EMPTY <= expert < self.num_experts:
                     raise ConfigError(
-                        f"ExpertPlacement: slots must hold ids in -1..{self.num_experts - 1}, got {expert} in slot "
-                        f"{slot} of rank {rank}. Use -1 for an empty slot."
+                        f"ExpertPlacement: slots must hold ids in -1..{self.num_experts - 1}, got {shown(expert)} in "
+                        f"slot {slot} of rank {rank}. Use -1 for an empty slot."
                     )
             twice = next((expert for expert in of_rank if expert != EMPTY and of_rank.count(expert) > 1), None)
             if twice is not None:
@@ -191,7 +192,7 @@ class ExpertPlacement:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"ExpertPlacement.load: cannot read {path}: {error.strerror}. Check the path.") from error
-        except ValueError as error:  # no UTF-8, or no JSON
+        except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or too deep
             raise ConfigError(f"{where}: the file must be JSON, got {error}. Write it with save.") from error
         fields = {_FORMAT_KEY, "num_experts", "slots"}
         if not isinstance(found, dict) or set(found) != fields or found[_FORMAT_KEY] != FORMAT:
@@ -201,7 +202,9 @@ class ExpertPlacement:
                 "Write it with save."
             )
         if not isinstance(found["num_experts"], int):
-            raise ConfigError(f"{where}: num_experts must be an integer, got {found['num_experts']!r}. Correct it.")
+            raise ConfigError(
+                f"{where}: num_experts must be an integer, got {shown(found['num_experts'])}. Correct it."
+            )
         try:
             return cls(found["num_experts"], found["slots"])
         except ConfigError as error:

@@ -12,7 +12,6 @@ experts until no rank is far above the mean.
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.errors import ConfigError, did_you_mean, shown
 
 ENTRY_POINT_GROUP = "moe_dispatch.planners"
 
@@ -381,9 +380,10 @@ def check_planner(name: str) -> None:
         ConfigError: The name is unknown.
     """
     if name not in known_planners():
-        near = difflib.get_close_matches(name, known_planners(), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"Unknown planner {name!r}. Known planners: {', '.join(known_planners())}.{hint}")
+        known = known_planners()
+        raise ConfigError(
+            f"Unknown planner {shown(name)}. Known planners: {', '.join(known)}.{did_you_mean(name, known)}"
+        )
 
 
 def load_planner(name: str) -> Planner:
@@ -398,7 +398,7 @@ def load_planner(name: str) -> Planner:
     point = _declared_planners()[name]
     try:
         planner: Planner = point.load()
-    except Exception as error:  # the import of another package may raise anything
+    except (Exception, SystemExit) as error:  # the import of another package may raise anything
         raise ConfigError(
             f"Planner {name!r} cannot be used here: its import raised {type(error).__name__}: {error}. "
             f"Repair its package, or choose one of: {', '.join(sorted(_BUILT_IN))}."

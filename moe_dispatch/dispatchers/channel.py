@@ -28,11 +28,11 @@ from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import Communicator, control_device, device_types, raise_alike
-from moe_dispatch.config import ENVIRONMENT_PREFIX, DispatcherConfig
+from moe_dispatch.config import ENVIRONMENT_PREFIX, WATCHDOG_SECONDS, DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.recorder import Recorder
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
-from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError, shown
 from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Capacity, Sizes
 from moe_dispatch.watchdog import watch_group
@@ -356,10 +356,11 @@ def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: 
     if seconds is None and text:
         with suppress(ValueError):
             seconds = float(text)
-        if seconds is None or not 0 < seconds < math.inf:
+        shortest, longest = WATCHDOG_SECONDS
+        if seconds is None or not shortest <= seconds <= longest:
             raise ConfigError(
-                f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds above 0, got {text!r}. Set it to 60, or "
-                "unset it."
+                f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds from {shortest} to {longest:.0f}, got "
+                f"{shown(text)}. Set it to 60, or unset it."
             )
     if seconds is None:
         return None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from functools import cache
 
-from moe_dispatch.errors import BackendUnavailableError, ConfigError
+from moe_dispatch.errors import BackendUnavailableError, ConfigError, did_you_mean
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.rows import TorchPermutation
 from moe_dispatch.permutation.te_rows import TransformerEnginePermutation
@@ -54,9 +53,10 @@ def choose_permutation(name: str, device_type: str) -> Permutation:
         logger.warning("permutation=\"auto\": using 'torch', because 'triton' cannot be used: %s.", verdict.reason)
         return TorchPermutation()
     if name not in _CLASSES:
-        near = difflib.get_close_matches(name, _CLASSES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"Unknown permutation {name!r}. Known permutations: auto, {', '.join(_CLASSES)}.{hint}")
+        raise ConfigError(
+            f"Unknown permutation {name!r}. Known permutations: auto, {', '.join(_CLASSES)}."
+            f"{did_you_mean(name, _CLASSES)}"
+        )
     verdict = probe_permutation(name, device_type)
     if isinstance(verdict, Rejected):
         usable = [other for other in _CLASSES if isinstance(probe_permutation(other, device_type), Usable)]

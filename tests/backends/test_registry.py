@@ -95,6 +95,12 @@ def test_entry_point_cannot_take_the_name_of_ours(install: Install) -> None:
     assert known_backends().count("alltoall") == 1
 
 
+def __getattr__(name: str) -> None:
+    if name == "EndsTheProgram":  # as an entry point whose import does
+        raise SystemExit(2)
+    raise AttributeError(name)
+
+
 ENTRY_POINTS: list[tuple[str, type[Exception], str]] = [
     (
         "no_such_package.at_all:Backend",
@@ -103,6 +109,7 @@ ENTRY_POINTS: list[tuple[str, type[Exception], str]] = [
     ),
     ("no_such_package.at_all:Backend", ImportError, "choose one of: allgather, alltoall"),
     (f"{__name__}:Missing", BackendUnavailableError, "its import raised AttributeError"),
+    (f"{__name__}:EndsTheProgram", BackendUnavailableError, "its import raised SystemExit: 2"),
     (f"{__name__}:OfTheFuture", ConfigError, r"Backend 'other' speaks protocol 2, this moe-dispatch speaks 1. Install"),
     (f"{__name__}:NoBackend", ConfigError, r"'other' must be a subclass of moe_dispatch.backends.BackendOptions, got"),
 ]

@@ -60,6 +60,8 @@ FILES = {
     "p3.json": '{"moe_dispatch_placement": 2, "num_experts": 1, "slots": [[0]]}',
     "p4.json": '{"moe_dispatch_placement": 1, "num_experts": "1", "slots": [[0]]}',
     "p5.json": '{"moe_dispatch_placement": 1, "num_experts": 2, "slots": [[0]]}',
+    "deep.json": "[" * 100_000 + "]" * 100_000,
+    "digits.json": "1" * 5000,
 }
 
 
@@ -95,6 +97,10 @@ FILES = {
         (ExpertPlacement.load, ("p3.json",), r"with moe_dispatch_placement 1"),
         (ExpertPlacement.load, ("p4.json",), r"must be an integer, got '1'"),
         (ExpertPlacement.load, ("p5.json",), r"p5\.json: ExpertPlacement: num_experts"),
+        (ExpertPlacement.load, ("deep.json",), r"deep\.json: the file must be JSON, got .*recursion"),
+        (ExpertPlacement.load, ("digits.json",), r"digits\.json: the file must be JSON, got .*digits"),
+        (ExpertPlacement, (10**5000, ((0,),)), r"num_experts must lie in 1\.\.1, .* got an integer of thousands"),
+        (ExpertPlacement, (1, ((10**5000,),)), r"ids in -1\.\.0, got an integer of thousands of digits in slot 0"),
         (ExpertPlacement.load, ("missing.json",), r"cannot read .*missing\.json: No such file"),
         (COPIES.save, ("missing/p.json",), r"cannot write"),
     ],

@@ -134,6 +134,12 @@ def _raises(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> Ex
     raise IndexError("list index out of range")
 
 
+def __getattr__(name: str) -> None:
+    if name == "ends_the_program":  # as an entry point whose import does
+        raise SystemExit(2)
+    raise AttributeError(name)
+
+
 def _none(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) -> None:
     return None
 
@@ -152,6 +158,7 @@ def _too_large(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) ->
             r"must return a placement of 4 experts on 2 ranks with 2 slots each, got one of 4 experts on 2 ranks "
             r"with 7 slots each",
         ),
+        ("ends_the_program", r"Planner 'other' cannot be used here: its import raised SystemExit: 2"),
         ("_missing", r"Planner 'other' cannot be used here: its import raised AttributeError"),
     ],
 )

@@ -6,12 +6,20 @@ import json
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends.alltoall.options import AllToAllOptions
+from moe_dispatch.errors import ConfigError
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"capacity": 3}, r"(?s)capacity.*Extra inputs are not permitted"),
@@ -56,6 +64,24 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"backend": {"name": "hybridep", "emulate": "old"}},
         r"^DispatcherConfig: backend.emulate: .* boolean; or .*'hybridep-744' or 'hybridep-746', got 'old'\.$",
     ),
+    "misspelled field": ({"backnd": "local"}, r"backnd: Extra .*, got 'local'. Did you mean 'backend'\?$"),
+    "misspelled option": (
+        {"backend": {"name": "alltoall", "reductions": "exact"}},
+        r"backend.reductions: Extra .*, got 'exact'. Did you mean 'reduction'\?$",
+    ),
+    "misspelled constraint": ({"constraints": {"max_row": 3}}, r"max_row: Extra .*, got 3. Did you mean 'max_rows'\?$"),
+    "more experts than an int holds": ({"num_experts": 10**5000}, "less than 2147483648, got an integer of thousands"),
+    "nested beyond Python's limit": ({"top_k": nested(5000)}, r"valid integer, got \[\[\[...\]\]\]\.$"),
+    "option nested beyond Python's limit": (
+        {"backend": {"name": "alltoall", "reduction": nested(5000)}},
+        r"backend.reduction: .*, got \[\[\[...\]\]\]\.$",
+    ),
+    "name nested beyond Python's limit": (
+        {"backend": {"name": nested(5000)}},
+        r"a mapping must have \"name\", a string, got \{'name': \[\[...\]\]\}",
+    ),
+    "watchdog no clock can count": ({"watchdog": 1e300}, r"watchdog: .* less than or equal to 1000000, got 1e\+300"),
+    "watchdog too short": ({"watchdog": 1e-300}, "watchdog: .* greater than or equal to 0.1, got 1e-300"),
     "override of no constraint": ({"constraints": {"rows": 3}}, r"(?s)rows.*Extra inputs are not permitted"),
     "override below 1": ({"constraints": {"row_multiple": 0}}, r"(?s)row_multiple.*greater than or equal to 1"),
 }
@@ -70,7 +96,7 @@ def test_wrong_config(name: str) -> None:
 
 def test_config_is_frozen() -> None:
     config = DispatcherConfig(**SIZES)
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigError, match=r"a config is frozen. Make a copy with config.replace\(top_k=...\)"):
         config.top_k = 3
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,55 @@ def test_malformed_file(tmp_path: Path, name: str, text: str | bytes | None, tol
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=f"(?s){told}"):
         DispatcherConfig.load(tmp_path / name, environment={})
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+DIGITS = "1" * 5000
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "told"),
+    [
+        ("TOP_K", DEEP, r"top_k: .*valid integer, got '\[\[\["),
+        ("TOP_K", DIGITS, "top_k: .*valid integer, got '111"),
+        ("BACKEND", DEEP, r"Unknown backend '\[\[\["),
+        ("BALANCE", DEEP, r"Unknown planner '\[\[\["),
+        ("TOP_K__X", "1", "top_k has no options, because it is 2"),
+    ],
+)
+def test_hostile_variables(variable: str, text: str, told: str) -> None:
+    environment = {"MOE_DISPATCH_TOP_K": "2", f"MOE_DISPATCH_{variable}": text}
+    with pytest.raises(ConfigError, match=told) as caught:
+        DispatcherConfig.load(environment=environment, num_experts=8, hidden_size=64)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("moe.json", f'{{"top_k": {DEEP}}}', "cannot read .*recursion"),
+        ("moe.json", f'{{"top_k": {DIGITS}}}', "cannot read .*digits"),
+        ("moe.yaml", f"top_k: {DIGITS}", "cannot read .*digits"),
+        ("moe.yaml", f"top_k: {DEEP[90_000:-90_000]}", "cannot read .*recursion"),
+    ],
+)
+def test_hostile_files(tmp_path: Path, name: str, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        DispatcherConfig.load(_write(tmp_path, name, text))
+    assert len(str(caught.value)) < 600
+
+
+def test_a_yaml_file_of_aliases_that_stand_for_a_billion_words(tmp_path: Path) -> None:
+    """Writing the value out, in our text or in the text of pydantic's error under it, would take minutes."""
+    words = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    words += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 9)]
+    fields = "top_k: *a8\nconstraints: {max_rows: *a8}\nbackend: {name: alltoall, levels: *a8}\n"
+    path = _write(tmp_path, "moe.yaml", "\n".join(words) + "\n" + fields)
+    with pytest.raises(ConfigError, match=r"top_k: Input should be a valid integer, got \[\[\[\.\.\.\]") as caught:
+        DispatcherConfig.load(path)
+    assert len("".join(traceback.format_exception(caught.value))) < 50_000
+    with pytest.raises(ConfigError, match=r"top_k has no options, because it is \[\[\[\.\.\.\]"):
+        DispatcherConfig.load(path, environment={"MOE_DISPATCH_TOP_K__X": "1"})
 
 
 def test_yaml_without_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
