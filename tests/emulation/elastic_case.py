@@ -56,13 +56,8 @@ def ranks_of(tokens: Tokens, token: int, size: int) -> list[int]:
     return [rank for choice, rank in enumerate(owners) if rank >= 0 and rank not in owners[choice + 1 :]]
 
 
-def added(rows: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """The release's sum: two rows without a bias in bfloat16, all else in float32 and rounded once."""
-    if not rows and not biases:
-        return torch.zeros(HIDDEN, dtype=torch.bfloat16)
-    if not biases and len(rows) <= 2:
-        return rows[0] if len(rows) == 1 else rows[0] + rows[1]
-    total = torch.zeros(HIDDEN)
-    for row in [*biases, *rows]:
-        total = total + row.float()
-    return total.bfloat16()
+def added(rows: list[Tensor]) -> Tensor:
+    """The release's sum: two rows in bfloat16, more in float32 and rounded once."""
+    if len(rows) <= 2:
+        return sum(rows, torch.zeros(HIDDEN, dtype=torch.bfloat16))
+    return torch.stack([row.float() for row in rows]).sum(0).bfloat16()

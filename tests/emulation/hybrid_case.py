@@ -13,14 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
-from moe_dispatch_testing.ranks import Ranks
 
 HIDDEN, LOCAL, TOP_K, ROWS = 32, 4, 3, 64
-# Connected groups are used again: connecting takes longer than most of these tests.
-run_ranks = Ranks().run
 APRIL, JULY, RAGGED = "hybridep-34152ae", "hybridep-94a9f8f", "hybridep-746"
 CURRENT = pytest.mark.parametrize("release", [APRIL, JULY, RAGGED])
-EVERY = pytest.mark.parametrize("release", [APRIL, JULY, RAGGED])
 SIZES = pytest.mark.parametrize("size", [2, 4])
 BEFORE_RAGGED = pytest.mark.parametrize("release", [APRIL, JULY])
 FUSED = pytest.mark.parametrize("fused", [False, True])
@@ -154,12 +150,3 @@ def environment(monkeypatch: pytest.MonkeyPatch, **values: object) -> Iterator[N
         for name, value in values.items():
             patch.setenv(name, str(value))
         yield
-
-
-def outcome(call: Any) -> str:
-    """What a call did on this rank: "returned", or the error with its type."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "returned"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing import Ranks
@@ -75,3 +77,17 @@ def outcome(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "returned"
+
+
+Call = Callable[[Any, "Tokens"], object]
+
+
+def call_on_two_ranks(open_buffer: Callable[[Any], Any], call: Call, counts: Sequence[int] = (5, 7)) -> list[str]:
+    """The same call on two ranks that hold tokens and an open buffer; how it ended on each."""
+    everyone = make_tokens(counts)
+
+    def body(group: dist.ProcessGroup) -> str:
+        buffer = open_buffer(group)
+        return outcome(lambda: call(buffer, everyone[group.rank()]))
+
+    return run_ranks(body, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,135 +10,122 @@ import torch
 import torch.distributed as dist
 
 from tests.emulation.elastic_case import CAPACITY, COUNTS, deep_ep, dispatched, open_buffer
-from tests.emulation.tokens import HIDDEN, NUM_EXPERTS, TOP_K, Tokens, make_tokens, outcome, run_ranks
+from tests.emulation.tokens import (
+    HIDDEN,
+    NUM_EXPERTS,
+    TOP_K,
+    Call,
+    Tokens,
+    call_on_two_ranks,
+    make_tokens,
+    outcome,
+    run_ranks,
+)
 
-Call = Callable[[Any, Tokens], object]
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def unfilled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The release refuses to run while torch fills fresh memory."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+def again(buffer: Any, tokens: Tokens, **options: Any) -> object:
+    """A dispatch with the handle of an earlier one."""
+    handle = dispatched(buffer, tokens)[3]
+    return buffer.dispatch(**{"x": tokens.x, "handle": handle} | options)
 
 
-def refuse(call: Call, **options: Any) -> list[str]:
-    """The same call on two ranks that hold tokens and an open buffer; how it ended on each."""
-    everyone = make_tokens(COUNTS[2])
-
-    def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(group, **options)
-        return outcome(lambda: call(buffer, everyone[group.rank()]))
-
-    return run_ranks(body, 2)
+def combined(buffer: Any, tokens: Tokens, *, do_expand: bool = False, **options: Any) -> object:
+    """A combine with the rows of its dispatch, but for what ``options`` make of them."""
+    x, *_, handle, _ = dispatched(buffer, tokens, do_expand=do_expand)
+    return buffer.combine(handle=handle, **{"x": x} | {name: make(x) for name, make in options.items()})
 
 
-BAD_DISPATCHES: dict[str, tuple[Callable[[Tokens], dict[str, Any]], str]] = {
-    "padding of a compact form": (lambda t: {"do_zero_padding": True}, "do_zero_padding needs do_expand"),
-    "strided rows": (lambda t: {"x": t.x.repeat(1, 2)[:, ::2]}, "x must be contiguous and 2-D"),
-    "row bytes": (lambda t: {"x": t.x[:, :24].contiguous()}, "multiple of 32 bytes, got 24"),
-    "more tokens than the maximum": (lambda t: {"num_max_tokens_per_rank": 4}, "at most num_max_tokens_per_rank rows"),
-    "scale packs of 8 bytes": (lambda t: {"x": (t.x, torch.ones(len(t.x), 2).double())}, "scales must have 4 bytes"),
-    "ids of int32": (lambda t: {"topk_idx": t.topk_idx.int()}, "topk_idx must be contiguous int64"),
-    "ids of other rows": (lambda t: {"topk_idx": t.topk_idx[1:]}, "topk_idx must be contiguous int64"),
+# What both ranks must say.
+REFUSED: dict[str, tuple[Call, str]] = {
+    "padding of a compact form": (lambda b, t: dispatched(b, t, do_zero_padding=True), "do_zero_padding needs do_exp"),
+    "strided rows": (lambda b, t: dispatched(b, t, x=t.x.repeat(1, 2)[:, ::2]), "x must be contiguous and 2-D"),
+    "row bytes": (lambda b, t: dispatched(b, t, x=t.x[:, :24].contiguous()), "multiple of 32 bytes, got 24"),
+    "too many tokens": (lambda b, t: dispatched(b, t, num_max_tokens_per_rank=4), "at most num_max_tokens_per_rank r"),
+    "ids of int32": (lambda b, t: dispatched(b, t, topk_idx=t.topk_idx.int()), "topk_idx must be contiguous int64"),
+    "ids of other rows": (lambda b, t: dispatched(b, t, topk_idx=t.topk_idx[1:]), "topk_idx must be contiguous int64"),
     "ids beyond the experts": (
-        lambda t: {"topk_idx": t.topk_idx + NUM_EXPERTS},
+        lambda b, t: dispatched(b, t, topk_idx=t.topk_idx + NUM_EXPERTS),
         r"EmulatedAbort: .*topk_idx must be below num_experts \(8\), got 1",
     ),
-    "weights of bfloat16": (lambda t: {"topk_weights": t.topk_weights.bfloat16()}, "topk_weights must be contiguous"),
-    "counters of int64": (
-        lambda t: {"cumulative_local_expert_recv_stats": torch.zeros(4, dtype=torch.int64)},
-        "cumulative_local_expert_recv_stats must be int32",
+    "weights of bfloat16": (
+        lambda b, t: dispatched(b, t, topk_weights=t.topk_weights.bfloat16()),
+        "must be contiguous",
     ),
-    "514 experts": (lambda t: {"num_experts": 514}, "with at most 256 experts per rank, got 514"),
-    "rows larger than the buffer": (lambda t: {"x": t.x.float().repeat(1, 256)}, "num_bytes must be .* or more"),
-    "an event but memory of the compute stream": (
-        lambda t: {"previous_event": deep_ep.ElasticBuffer.capture()},
-        "previous_event needs allocate_on_comm_stream",
+    "514 experts": (lambda b, t: dispatched(b, t, num_experts=514), "with at most 256 experts per rank, got 514"),
+    "rows larger than the buffer": (lambda b, t: dispatched(b, t, x=t.x.float().repeat(1, 256)), "num_bytes must be"),
+    "tensors elsewhere": (lambda b, t: dispatched(b, t, x=t.x.to("meta")), "takes CPU tensors, got one on meta"),
+    "a handle but no SMs": (again, "^TypeError: unsupported operand type"),
+    "a handle and ids": (lambda b, t: again(b, t, topk_idx=t.topk_idx, num_sms=4, num_experts=8), "^AssertionError: "),
+    "a handle and a CPU sync": (lambda b, t: again(b, t, do_cpu_sync=True, num_sms=4), "Cannot do CPU sync with cach"),
+    "a handle of another alignment": (lambda b, t: again(b, t, expert_alignment=8, num_sms=4), "^AssertionError: "),
+    "a handle of other rows": (lambda b, t: again(b, t, x=t.x[:1], num_sms=4), "RuntimeError: .*topk_idx must be"),
+    "a compact handle expanded": (
+        lambda b, t: again(b, t, do_expand=True, num_sms=4),
+        "EmulatedAbort: .*with do_expand, a handle must come from an expanded dispatch",
     ),
-    "an overlap for an event": (
-        lambda t: {"previous_event": deep_ep.EventOverlap(), "allocate_on_comm_stream": True},
-        "TypeError: .*an event must be an EventHandle",
+    "a handle on one rank": (
+        lambda b, t: again(b, t, num_sms=10) if b.rank_idx else [dispatched(b, t), dispatched(b, t)],
+        "every rank must pass the same use of a handle",
     ),
-    "no number of experts": (lambda t: {"num_experts": None, "num_sms": 4}, "TypeError: .*num_experts must be an int"),
-    "tensors elsewhere": (lambda t: {"x": t.x.to("meta")}, "takes CPU tensors, got one on meta"),
+    "float32 sums": (lambda b, t: combined(b, t, x=torch.Tensor.float), "contiguous bfloat16 rows, got torch.float32"),
+    "a row too few": (lambda b, t: combined(b, t, x=lambda x: x[1:]), "RuntimeError: .*rows of its dispatch, got"),
+    "narrow sums": (lambda b, t: combined(b, t, x=lambda x: x[:, :128].contiguous()), "256 in combine, got 128"),
+    "weights of float64": (
+        lambda b, t: combined(b, t, topk_weights=lambda x: torch.ones(len(x), TOP_K).double()),
+        "topk_weights must be",
+    ),
+    "missing expanded rows": (
+        lambda b, t: combined(b, t, do_expand=True, x=lambda x: x[:1]),
+        "EmulatedAbort: .*rows or more, got 1",
+    ),
+    "another maximum on a rank": (
+        lambda b, t: dispatched(b, t, num_max_tokens_per_rank=CAPACITY - b.rank_idx),
+        "EmulatedHang: ElasticBuffer.dispatch: every rank must pass the same row sizes",
+    ),
+    "another width on a rank": (
+        lambda b, t: dispatched(b, t, x=t.x[:, : HIDDEN // (1 + b.rank_idx)].contiguous()),
+        "EmulatedHang: ElasticBuffer.dispatch: every rank must pass the same row sizes",
+    ),
+    "other experts on a rank": (
+        lambda b, t: dispatched(b, t, num_experts=NUM_EXPERTS * (1 + b.rank_idx)),
+        "EmulatedHang: ElasticBuffer.dispatch: every rank must pass the same num_experts",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", BAD_DISPATCHES)
-def test_dispatch_refuses(case: str) -> None:
-    change, said = BAD_DISPATCHES[case]
-    for end in refuse(lambda buffer, tokens: dispatched(buffer, tokens, **change(tokens))):
+@pytest.mark.parametrize("case", REFUSED)
+def test_calls_are_refused_on_both_ranks(case: str) -> None:
+    call, said = REFUSED[case]
+    for end in call_on_two_ranks(open_buffer, call):
         assert re.search(said, end), end
 
 
-BAD_COMBINES: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
-    "float32 rows": (lambda x: {"x": x.float()}, "x must be contiguous bfloat16 rows, got torch.float32"),
-    "a row too few": (lambda x: {"x": x[1:]}, "rows of its dispatch, got"),
-    "narrow rows": (lambda x: {"x": x[:, :128].contiguous()}, "multiple of 256 in combine, got 128"),
-    "weights of float64": (lambda x: {"topk_weights": torch.ones(len(x), TOP_K).double()}, "topk_weights must be"),
-    "a bias of other rows": (lambda x: {"bias": torch.ones(1, HIDDEN).bfloat16()}, "a bias must be contiguous"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_COMBINES)
-def test_combine_refuses(case: str) -> None:
-    change, said = BAD_COMBINES[case]
-
-    def call(buffer: Any, tokens: Tokens) -> object:
-        x, *_, handle, _ = dispatched(buffer, tokens)
-        return buffer.combine(**{"x": x, "handle": handle} | change(x))
-
-    for end in refuse(call):
-        assert re.search("^RuntimeError: .*" + said, end), end
-
-
-def test_a_top_k_of_33_does_not_compile() -> None:
-    everyone = make_tokens(COUNTS[2], top_k=33, num_experts=64)
-
-    def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(group, num_topk=33)
-        return outcome(lambda: dispatched(buffer, everyone[group.rank()], num_experts=64))
-
-    assert all("top-k must be at most 32, got 33" in end for end in run_ranks(body, 2))
-
-
-def test_an_expert_named_twice_traps_its_rank_and_hangs_the_others() -> None:
-    """In v1 such a token is fine, and its row counts twice."""
-    ends = refuse(lambda buffer, tokens: dispatched(buffer, tokens, topk_idx=torch.full_like(tokens.topk_idx, 5)))
-    assert ends[0].startswith("EmulatedHang: deep_ep: a token must not name an expert twice")
-    assert ends[1].startswith("EmulatedAbort: deep_ep: a token must not name an expert twice")
-
-
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("call", "refused_on", "error", "said"),
     [
-        ({"num_max_tokens_per_rank": CAPACITY - 1}, "row sizes"),
-        ({"x": torch.ones(7, HIDDEN // 2).bfloat16()}, "row sizes"),
-        ({"num_experts": 2 * NUM_EXPERTS}, "num_experts"),
+        # In v1 such a token is fine, and its row counts twice.
+        (
+            lambda b, t: dispatched(b, t, topk_idx=torch.full_like(t.topk_idx, 5)),
+            1,
+            "EmulatedAbort: deep_ep: a token must not name an expert twice",
+            "EmulatedHang: deep_ep: a token must not name an expert twice",
+        ),
+        (
+            lambda b, t: dispatched(b, t, x=t.x[0] if b.rank_idx else t.x),
+            1,
+            "RuntimeError: deep_ep: x must be contiguous and 2-D",
+            "EmulatedHang: .*wait here for rank 1, which raised RuntimeError: deep_ep: x must be",
+        ),
     ],
-    ids=["maximum", "hidden", "experts"],
+    ids=["an expert named twice", "x of one dimension"],
 )
-def test_a_rank_that_differs_hangs_all(change: dict[str, Any], named: str) -> None:
-    ends = refuse(lambda buffer, tokens: dispatched(buffer, tokens, **(change if buffer.rank_idx else {})))
-    assert all(f"EmulatedHang: ElasticBuffer.dispatch: every rank must pass the same {named}" in end for end in ends)
-
-
-def test_one_rank_with_a_handle_hangs_all() -> None:
-    def call(buffer: Any, tokens: Tokens) -> object:
-        handle = dispatched(buffer, tokens)[3]
-        if buffer.rank_idx:
-            return buffer.dispatch(tokens.x, handle=handle, num_sms=handle.num_sms)
-        return dispatched(buffer, tokens)
-
-    assert all("every rank must pass the same use of a handle" in end for end in refuse(call))
-
-
-def test_a_rank_that_refuses_keeps_its_error_and_hangs_the_others() -> None:
-    ends = refuse(lambda buffer, tokens: dispatched(buffer, tokens, **({"x": tokens.x[0]} if buffer.rank_idx else {})))
-    assert "EmulatedHang" in ends[0]
-    assert "wait here for rank 1, which raised RuntimeError: deep_ep: x must be" in ends[0]
-    assert ends[1].startswith("RuntimeError: deep_ep: x must be contiguous and 2-D")
+def test_a_rank_that_refuses_keeps_its_error_and_hangs_the_others(
+    call: Call, refused_on: int, error: str, said: str
+) -> None:
+    for rank, end in enumerate(call_on_two_ranks(open_buffer, call)):
+        assert re.match(error if rank == refused_on else said, end), end
 
 
 def test_a_handle_of_another_dispatch_is_believed_and_gives_memory_that_nobody_wrote() -> None:
@@ -154,39 +140,6 @@ def test_a_handle_of_another_dispatch_is_believed_and_gives_memory_that_nobody_w
         return bool(buffer.combine(rows, handle)[0].isnan().any())
 
     assert any(run_ranks(body, 2))
-
-
-CACHED: dict[str, tuple[dict[str, Any], str]] = {
-    "no SMs are named": ({}, "TypeError: unsupported operand type"),
-    "ids": ({"topk_idx": torch.zeros(5, TOP_K, dtype=torch.int64), "num_sms": 4, "num_experts": 8}, "AssertionError: "),
-    "a CPU sync": ({"do_cpu_sync": True, "num_sms": 4}, "AssertionError: Cannot do CPU sync with cached handle"),
-    "another alignment": ({"expert_alignment": 8, "num_sms": 4}, "AssertionError: "),
-    "other rows": ({"x": torch.ones(1, HIDDEN).bfloat16(), "num_sms": 4}, "RuntimeError: .*topk_idx must be"),
-    "a compact handle expanded": (
-        {"do_expand": True, "num_sms": 4},
-        "EmulatedAbort: .*with do_expand, a handle must come from an expanded dispatch",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CACHED)
-def test_cached_dispatch_refuses(case: str) -> None:
-    options, said = CACHED[case]
-
-    def call(buffer: Any, tokens: Tokens) -> object:
-        handle = dispatched(buffer, tokens)[3]
-        return buffer.dispatch(**{"x": tokens.x, "handle": handle} | options)
-
-    for end in refuse(call):
-        assert re.search("^" + said, end), end
-
-
-def test_expanded_rows_that_are_missing_are_read_past_the_end() -> None:
-    def call(buffer: Any, tokens: Tokens) -> object:
-        x, *_, handle, _ = dispatched(buffer, tokens, do_expand=True)
-        return buffer.combine(x[:1], handle)
-
-    assert all("EmulatedAbort" in end and "rows or more, got 1" in end for end in refuse(call))
 
 
 def test_memory_that_torch_fills_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

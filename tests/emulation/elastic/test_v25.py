@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,27 +11,14 @@ import torch.distributed as dist
 
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.emulation.elastic_case import COUNTS, dispatched, open_buffer
-from tests.emulation.tokens import Tokens, make_tokens, outcome, run_ranks
+from tests.emulation.tokens import Call, Tokens, call_on_two_ranks, make_tokens, run_ranks
 
 RELEASE = "v2.5.0"
 deep_ep: Any = emulated_deep_ep(RELEASE)
 
 
-@pytest.fixture(autouse=True)
-def unfilled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The release refuses to run while torch fills fresh memory."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-
-
-def refused(call: Callable[[Any, Tokens], object], **options: Any) -> list[str]:
-    """How the call ended on each of two ranks."""
-    everyone = make_tokens(COUNTS[2])
-
-    def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(group, RELEASE, **options)
-        return outcome(lambda: call(buffer, everyone[group.rank()]))
-
-    return run_ranks(body, 2)
+def refused(call: Call) -> list[str]:
+    return call_on_two_ranks(lambda group: open_buffer(group, RELEASE), call)
 
 
 @pytest.mark.parametrize("do_expand", [False, True])
@@ -125,19 +111,6 @@ def test_dispatch_refuses(case: str) -> None:
     options, said = BAD_CALLS[case]
     for end in refused(lambda buffer, tokens: dispatched(buffer, tokens, **options)):
         assert re.search(said, end), end
-
-
-def test_513_experts_of_a_rank_do_not_fit_and_512_do() -> None:
-    (tokens,) = make_tokens(COUNTS[1])
-    dispatched(open_buffer(None, RELEASE), tokens, num_experts=512)
-    with pytest.raises(RuntimeError, match="at most 512 experts per rank"):
-        dispatched(open_buffer(None, RELEASE), tokens, num_experts=513)
-
-
-def test_odd_numbers_of_sms_become_even() -> None:
-    (tokens,) = make_tokens(COUNTS[1])
-    assert dispatched(open_buffer(None, RELEASE), tokens, num_sms=5)[3].num_sms == 6
-    assert dispatched(open_buffer(None), tokens, num_sms=5)[3].num_sms == 5
 
 
 @pytest.mark.parametrize("release", ["v2-2.1.0", RELEASE])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,15 +22,15 @@ from tests.emulation.hybrid_case import (
     LOCAL,
     RAGGED,
     ROWS,
+    Source,
     environment,
     make_sources,
     open_buffer,
     opened,
-    outcome,
     returned,
-    run_ranks,
     sent,
 )
+from tests.emulation.tokens import outcome, run_ranks
 
 CHUNK_RULE = "MAX_NUM_OF_TOKENS_PER_RANK must be multiple of NUM_OF_TOKENS_PER_CHUNK"
 
@@ -47,9 +48,6 @@ def round_trip(release: str, capacity: int, rows: int) -> Callable[[dist.Process
         return outcome(run)
 
     return body
-
-
-# Capacity, chunks and rows
 
 
 @pytest.mark.parametrize(
@@ -102,10 +100,12 @@ def test_impossible_sizes_are_refused(release: str, sizes: dict[str, Any]) -> No
     assert "The config is not valid" in outcome(lambda: opened(release).update_template_config(**sizes))
 
 
-@pytest.mark.parametrize(("release", "most"), [(APRIL, 21824), (JULY, 21824), (RAGGED, 21824)])
-def test_the_most_rows_across_nodes(release: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@CURRENT
+def test_the_most_rows_across_nodes(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 21824
+
     def body(group: dist.ProcessGroup) -> list[str]:
-        return [outcome(lambda rows=rows: open_buffer(release, group, rows=rows)) for rows in (most, most + 64)]
+        return [outcome(partial(open_buffer, release, group, rows=rows)) for rows in (most, most + 64)]
 
     with environment(monkeypatch, NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=1):
         for fits, refused in run_ranks(body, 2):
@@ -114,33 +114,12 @@ def test_the_most_rows_across_nodes(release: str, most: int, monkeypatch: pytest
     assert outcome(lambda: open_buffer(release, None, rows=most + 64)) == "returned"  # no rule inside a node
 
 
-def test_domains_must_divide_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        environment(monkeypatch, NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN=3),
-        pytest.raises(AssertionError, match="The number of ranks 4 should be divisible by the number of ranks per"),
-    ):
-        run_ranks(lambda group: open_buffer(JULY, group), 4)
-
-
 @pytest.mark.parametrize(("size", "rows", "fits"), [(1, 66, False), (2, 65, False), (1, 68, True), (2, 66, True)])
 @BEFORE_RAGGED
 def test_tma_loads_whole_16_bytes(release: str, size: int, rows: int, fits: bool) -> None:
     sources = make_sources([rows] * size)
     ends = run_ranks(lambda group: outcome(lambda: sent(open_buffer(release, group), sources[group.rank()])), size)
     assert all((end == "returned") if fits else ("TMA 16B alignment error" in end) for end in ends)
-
-
-@pytest.mark.parametrize(("release", "fused", "most"), [(APRIL, False, 256), (APRIL, True, 1024), (JULY, False, 1024)])
-def test_the_most_experts_a_rank_can_have(release: str, fused: bool, most: int) -> None:
-    for local in (most, most + 4):
-        x, routing = torch.zeros(4, HIDDEN).bfloat16(), torch.zeros(4, local, dtype=torch.bool)
-        buffer = open_buffer(release, None, local=local)
-        call = {"hidden": x, "routing_map": routing, "fuse_permute_dispatch": fused}
-        said = outcome(lambda buffer=buffer, call=call: buffer.dispatch_with_permute(**call))
-        assert (f"a rank must have at most {most} experts" in said) == (local > most), said
-
-
-# Arguments of a call
 
 
 BAD_CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -223,27 +202,97 @@ def test_a_cached_handle_needs_the_number_of_rows(release: str) -> None:
         buffer.dispatch_with_permute(hidden=source.x[:32], handle=handle, num_permuted_tokens=len(rows))
 
 
-def test_a_handle_of_another_kind_has_another_length() -> None:
-    (source,) = make_sources([ROWS])
-    april, july = open_buffer(APRIL, None), open_buffer(JULY, None)
-    rows, _, _, _, unfused = sent(april, source)
-    with pytest.raises(ValueError, match=r"not enough values to unpack \(expected 11, got 9\)"):
-        returned(april, rows, unfused, fused=True)
-    with pytest.raises(ValueError, match=r"too many values to unpack \(expected 7\)"):
-        july.combine(rows, None, unfused)
-    assert returned(july, rows, sent(july, source, fused=True)[4])[0].shape == (ROWS, HIDDEN)  # one kind since then
+# Ranks that do not agree: the real ones wait for ever, so every rank must be told.
+Disagreement = Callable[[Any, Source, int], object]
 
 
-def test_deprecated_arguments_warn_and_still_say_whether_to_block() -> None:
-    (source,) = make_sources([ROWS])
-    with (
-        pytest.warns(UserWarning, match="The use_host_meta is deprecated"),
-        pytest.raises(AssertionError, match="required for non-blocking"),
-    ):
-        sent(open_buffer(JULY, None), source, use_host_meta=False)
+def sent_again(buffer: Any, source: Source, rank: int) -> object:
+    """A new dispatch on rank 0, one with a handle on rank 1."""
+    rows, _, _, _, handle = sent(buffer, source)
+    return sent(buffer, source, **({"handle": handle, "num_permuted_tokens": len(rows)} if rank else {}))
 
 
-# Ranks that disagree, and growing buffers
+DISAGREEMENTS: dict[str, tuple[list[str], tuple[int, int], Disagreement, str]] = {
+    "unequal rows": (
+        [APRIL, JULY],
+        (64, 32),
+        lambda b, s, rank: sent(b, s, pad_multiple=1),
+        r"every rank must pass the same num_of_tokens_per_rank, got \[64, 32\] by rank",
+    ),
+    "unequal slots": (
+        [RAGGED],
+        (40, 5),
+        lambda b, s, rank: sent(b, s),
+        r"every rank must pass the same num_of_tokens_per_rank, got \[48, 16\] by rank",
+    ),
+    "different calls": (
+        [APRIL, JULY, RAGGED],
+        (ROWS, ROWS),
+        lambda b, s, rank: b.dispatch(s.x, routing_map=s.routing) if rank else sent(b, s, pad_multiple=1),
+        "every rank must be in the same call",
+    ),
+    "a handle on one rank": (
+        [APRIL, JULY, RAGGED],
+        (ROWS, ROWS),
+        sent_again,
+        r"every rank must pass the same handle, got \['none', 'cached'\] by rank",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "release"), [(case, release) for case, (releases, *_) in DISAGREEMENTS.items() for release in releases]
+)
+def test_ranks_that_do_not_agree_are_told(case: str, release: str) -> None:
+    _, counts, call, said = DISAGREEMENTS[case]
+    sources = make_sources(counts)
+
+    def body(group: dist.ProcessGroup) -> str:
+        buffer = open_buffer(release, group)
+        return outcome(lambda: call(buffer, sources[group.rank()], group.rank()))
+
+    for end in run_ranks(body, 2):
+        assert re.match(f"EmulatedHang: HybridEPBuffer.*{said}", end), end
+
+
+@CURRENT
+def test_a_rank_that_was_opened_smaller_grows_alone(release: str) -> None:
+    sources = make_sources([1024] * 2)
+
+    def body(group: dist.ProcessGroup) -> str:
+        buffer = open_buffer(release, group, rows=1024 if group.rank() else 512)
+        return outcome(lambda: sent(buffer, sources[group.rank()]))
+
+    assert all("got growth only on ranks [0] of 2" in said for said in run_ranks(body, 2))
+
+
+@CURRENT
+def test_the_peers_of_a_rank_that_refuses_hear_of_it(release: str) -> None:
+    sources = make_sources([ROWS] * 2)
+
+    def body(group: dist.ProcessGroup) -> str:
+        buffer, source = open_buffer(release, group), sources[group.rank()]
+        rows = source.x[:32] if group.rank() else source.x
+        return outcome(lambda: buffer.dispatch_with_permute(hidden=rows, routing_map=source.routing, pad_multiple=1))
+
+    waiting, refusing = run_ranks(body, 2)
+    assert refusing.startswith("AssertionError: The hidden and the routing")
+    assert waiting.startswith("EmulatedHang: ")
+    assert "rank 1, which raised AssertionError: The hidden and the routing" in waiting
+
+
+def test_the_handle_of_another_dispatch_gives_other_sums() -> None:
+    """A swapped handle is not refused, there as here: the sums must show it."""
+    sources, others = make_sources([ROWS] * 2), make_sources([ROWS] * 2, seed=9)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        buffer = open_buffer(JULY, group)
+        rows, _, _, _, handle = sent(buffer, sources[group.rank()], num_permuted_tokens=512)
+        other = sent(buffer, others[group.rank()], num_permuted_tokens=512)[4]
+        right, wrong = returned(buffer, rows, handle)[0], returned(buffer, rows, other)[0]
+        return (right.isnan().any() or right.shape != wrong.shape), bool((right == wrong).all())
+
+    assert run_ranks(body, 2) == [(False, False)] * 2
 
 
 def test_a_reallocation_ends_the_handles_of_ragged_releases() -> None:

@@ -11,20 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.emulation.normal_case import COUNTS, deep_ep, dispatched, open_buffer
-from tests.emulation.tokens import NUM_EXPERTS, Tokens, make_tokens, outcome, run_ranks
-
-Call = Callable[[Any, Tokens], object]
-
-
-def refuse(call: Call) -> list[str]:
-    """The same call on two ranks that hold tokens and an open buffer; how it ended on each."""
-    everyone = make_tokens(COUNTS[2])
-
-    def body(group: dist.ProcessGroup) -> str:
-        buffer = open_buffer(group)
-        return outcome(lambda: call(buffer, everyone[group.rank()]))
-
-    return run_ranks(body, 2)
+from tests.emulation.tokens import NUM_EXPERTS, Call, Tokens, call_on_two_ranks, make_tokens, outcome, run_ranks
 
 
 def with_layout(buffer: Any, tokens: Tokens, **changed: Any) -> object:
@@ -41,68 +28,86 @@ def with_layout(buffer: Any, tokens: Tokens, **changed: Any) -> object:
     return buffer.dispatch(**arguments | changed)
 
 
-BAD_DISPATCHES: dict[str, tuple[Callable[[Tokens], dict[str, Any]], str]] = {
-    "strided rows": (lambda t: {"x": t.x.repeat(1, 2)[:, ::2]}, "RuntimeError: .*x must be contiguous and 2-D"),
-    "odd rows": (lambda t: {"x": t.x[:, :12].contiguous()}, "EmulatedAbort: .*multiple of 32 bytes below 16384"),
-    "wide rows": (lambda t: {"x": t.x.repeat(1, 32)}, "EmulatedAbort: .*below 16384, got 8192"),
-    "too few flags": (lambda t: {"is_token_in_rank": torch.ones(1, 2, dtype=torch.bool)}, "is_token_in_rank must be"),
-    "counts of int64": (lambda t: {"num_tokens_per_rank": torch.zeros(2, dtype=torch.int64)}, "must be int32"),
+def combined(buffer: Any, tokens: Tokens, **options: Any) -> object:
+    """A combine with the rows of its dispatch, but for what ``options`` make of them."""
+    x, *_, handle, _ = dispatched(buffer, tokens)
+    return buffer.combine(handle=handle, **{"x": x} | {name: make(x) for name, make in options.items()})
+
+
+def with_handle(buffer: Any, tokens: Tokens, verb: str) -> object:
+    """A call with a handle, which on rank 1 is that of another dispatch."""
+    other = make_tokens(COUNTS[2], seed=5)
+    handle = [dispatched(buffer, each)[4] for each in (tokens, other[buffer.rank])][buffer.rank]
+    if verb == "dispatch":
+        return buffer.dispatch(tokens.x, handle=handle)
+    return buffer.combine(torch.ones(len(handle[3]), 256).bfloat16(), handle)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# What both ranks must say.
+REFUSED: dict[str, tuple[Call, str]] = {
+    "strided rows": (lambda b, t: with_layout(b, t, x=t.x.repeat(1, 2)[:, ::2]), "x must be contiguous and 2-D"),
+    "odd rows": (lambda b, t: with_layout(b, t, x=t.x[:, :12].contiguous()), "multiple of 32 bytes below 16384"),
+    "wide rows": (lambda b, t: with_layout(b, t, x=t.x.repeat(1, 32)), "EmulatedAbort: .*below 16384, got 8192"),
+    "too few flags": (lambda b, t: with_layout(b, t, is_token_in_rank=torch.ones(1, 2) > 0), "is_token_in_rank must"),
+    "counts of int64": (lambda b, t: with_layout(b, t, num_tokens_per_rank=int32(1, 1).long()), "must be int32"),
     "other counts": (
-        lambda t: {"num_tokens_per_rank": torch.tensor([1, 1], dtype=torch.int32)},
+        lambda b, t: with_layout(b, t, num_tokens_per_rank=int32(1, 1)),
         "EmulatedAbort: .*must count is_token_in_rank, got .1, 1.",
     ),
-    "258 experts": (lambda t: {"num_tokens_per_expert": torch.zeros(258, dtype=torch.int32)}, "at most 128 per rank"),
-    "ids without weights": (lambda t: {"topk_weights": None}, "must be given together"),
-    "weights of bfloat16": (lambda t: {"topk_weights": t.topk_weights.bfloat16()}, "topk_weights must be float32"),
-    "ids of int32": (lambda t: {"topk_idx": t.topk_idx.int()}, "topk_idx must be contiguous int64"),
-    "scales of bfloat16 rows": (lambda t: {"x": (t.x, torch.ones(len(t.x), 2))}, "scales must be float32 or int32"),
-    "an odd number of SMs": (lambda t: {"config": deep_ep.Config(3)}, "the number of SMs must be even, got 3"),
-    "long queues": (lambda t: {"config": deep_ep.Config(20, 6, 100000)}, "EmulatedAbort: .*num_nvl_bytes must be"),
-    "a stream without an event": (lambda t: {"allocate_on_comm_stream": True}, "needs previous_event and async"),
+    "258 experts": (lambda b, t: with_layout(b, t, num_tokens_per_expert=int32(*[0] * 258)), "at most 128 per rank"),
+    "ids without weights": (lambda b, t: with_layout(b, t, topk_weights=None), "must be given together"),
+    "weights of bfloat16": (lambda b, t: with_layout(b, t, topk_weights=t.topk_weights.bfloat16()), "be float32"),
+    "ids of int32": (lambda b, t: with_layout(b, t, topk_idx=t.topk_idx.int()), "topk_idx must be contiguous int64"),
+    "scales of bfloat16 rows": (lambda b, t: with_layout(b, t, x=(t.x, torch.ones(len(t.x), 2))), "scales must be"),
+    "an odd number of SMs": (lambda b, t: with_layout(b, t, config=deep_ep.Config(3)), "SMs must be even, got 3"),
+    "long queues": (lambda b, t: with_layout(b, t, config=deep_ep.Config(20, 6, 100000)), "num_nvl_bytes must be"),
+    "a stream without an event": (lambda b, t: with_layout(b, t, allocate_on_comm_stream=True), "previous_event and"),
     "worst tokens without ids": (
-        lambda t: {"topk_idx": None, "topk_weights": None, "num_worst_tokens": 99},
+        lambda b, t: with_layout(b, t, topk_idx=None, topk_weights=None, num_worst_tokens=99),
         "num_worst_tokens needs topk_idx",
     ),
-    "tensors elsewhere": (lambda t: {"x": t.x.to("meta")}, "RuntimeError: .*takes CPU tensors, got one on meta"),
+    "tensors elsewhere": (lambda b, t: with_layout(b, t, x=t.x.to("meta")), "takes CPU tensors, got one on meta"),
+    "float32 sums": (lambda b, t: combined(b, t, x=torch.Tensor.float), "contiguous bfloat16 rows, got torch.float32"),
+    "a row too few": (lambda b, t: combined(b, t, x=lambda x: x[1:]), "rows that dispatch returned, got"),
+    "narrow sums": (lambda b, t: combined(b, t, x=lambda x: x[:, :128].contiguous()), "256 in combine, got 128"),
+    "weights of other rows": (lambda b, t: combined(b, t, topk_weights=lambda x: torch.ones(1, 3)), "must be float32"),
+    "other channels": (lambda b, t: combined(b, t, config=lambda x: deep_ep.Config(10)), "must have the 10 channels"),
+    "another width on a rank": (
+        lambda b, t: with_layout(b, t, x=t.x[:, : 256 // (1 + b.rank)].contiguous()),
+        "EmulatedHang: Buffer.dispatch: every rank must pass the same layout",
+    ),
+    "other experts on a rank": (
+        lambda b, t: with_layout(b, t, **({"num_tokens_per_expert": int32(*[0] * 16)} if b.rank else {})),
+        "EmulatedHang: Buffer.dispatch: every rank must pass the same layout",
+    ),
+    "different calls": (
+        lambda b, t: combined(b, t) if b.rank else [dispatched(b, t), dispatched(b, t)],
+        "EmulatedHang: .*must be in the same call",
+    ),
+    "destroy on a rank": (
+        lambda b, t: b.destroy() if b.rank else dispatched(b, t),
+        r"must be in the same call, got \['Buffer.dispatch', 'Buffer.destroy'\]",
+    ),
+    "a handle of another dispatch": (
+        lambda b, t: with_handle(b, t, "dispatch"),
+        "EmulatedHang: .*must come from one dispatch",
+    ),
+    "a combine with a handle of another dispatch": (
+        lambda b, t: with_handle(b, t, "combine"),
+        "EmulatedHang: .*must come from one dispatch",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", BAD_DISPATCHES)
-def test_dispatch_refuses(case: str) -> None:
-    change, said = BAD_DISPATCHES[case]
-    for end in refuse(lambda buffer, tokens: with_layout(buffer, tokens, **change(tokens))):
+@pytest.mark.parametrize("case", REFUSED)
+def test_calls_are_refused_on_both_ranks(case: str) -> None:
+    call, said = REFUSED[case]
+    for end in call_on_two_ranks(open_buffer, call):
         assert re.search(said, end), end
-
-
-BAD_COMBINES: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
-    "float32 rows": (lambda x: {"x": x.float()}, "x must be contiguous bfloat16 rows, got torch.float32"),
-    "a row too few": (lambda x: {"x": x[1:]}, "rows that dispatch returned, got"),
-    "narrow rows": (lambda x: {"x": x[:, :128].contiguous()}, "EmulatedHang: .*multiple of 256 in combine, got 128"),
-    "weights of other rows": (lambda x: {"topk_weights": torch.ones(1, 3)}, "topk_weights must be float32 with"),
-    "a bias of float32": (lambda x: {"bias": torch.ones(1, 256)}, "a bias must be bfloat16"),
-    "other channels": (lambda x: {"config": deep_ep.Config(10)}, "the config must have the 10 channels"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_COMBINES)
-def test_combine_refuses(case: str) -> None:
-    change, said = BAD_COMBINES[case]
-
-    def call(buffer: Any, tokens: Tokens) -> object:
-        x, *_, handle, _ = dispatched(buffer, tokens)
-        return buffer.combine(**{"x": x, "handle": handle} | change(x))
-
-    for end in refuse(call):
-        assert re.search(said, end), end
-
-
-def test_top_k_of_33_traps() -> None:
-    everyone = make_tokens(COUNTS[2], top_k=33, num_experts=64)
-
-    def body(group: dist.ProcessGroup) -> str:
-        return outcome(lambda: dispatched(open_buffer(group), everyone[group.rank()]))
-
-    assert all("EmulatedAbort" in end and "top-k must be at most 32, got 33" in end for end in run_ranks(body, 2))
 
 
 def test_too_few_worst_tokens_end_the_rank_and_hang_its_peers() -> None:
@@ -118,43 +123,10 @@ def test_too_few_worst_tokens_end_the_rank_and_hang_its_peers() -> None:
     assert ends[1].startswith("EmulatedHang: deep_ep: num_worst_tokens (3) must hold every row that rank 0")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"x": torch.ones(7, 512).bfloat16()}, {"num_tokens_per_expert": torch.zeros(16, dtype=torch.int32)}],
-    ids=["hidden", "experts"],
-)
-def test_a_rank_that_differs_hangs_all(change: dict[str, Any]) -> None:
-    ends = refuse(lambda buffer, tokens: with_layout(buffer, tokens, **(change if buffer.rank == 1 else {})))
-    assert all(end.startswith("EmulatedHang: Buffer.dispatch: every rank must pass the same layout") for end in ends)
-
-
 def test_a_rank_that_refuses_keeps_its_error_and_hangs_the_others() -> None:
-    ends = refuse(lambda buffer, tokens: with_layout(buffer, tokens, **({"x": tokens.x[0]} if buffer.rank else {})))
-    assert "EmulatedHang" in ends[0]
-    assert "wait here for rank 1, which raised RuntimeError: deep_ep: x must be" in ends[0]
+    ends = call_on_two_ranks(open_buffer, lambda b, t: with_layout(b, t, x=t.x[0] if b.rank else t.x))
+    assert re.search("EmulatedHang.*wait here for rank 1, which raised RuntimeError: deep_ep: x must be", ends[0])
     assert ends[1].startswith("RuntimeError: deep_ep: x must be contiguous and 2-D")
-
-
-def test_ranks_in_different_calls_hang() -> None:
-    def call(buffer: Any, tokens: Tokens) -> object:
-        x, *_, handle, _ = dispatched(buffer, tokens)
-        return buffer.combine(x, handle) if buffer.rank else buffer.dispatch(tokens.x, handle=handle)
-
-    assert all("must be in the same call" in end and "EmulatedHang" in end for end in refuse(call))
-
-
-@pytest.mark.parametrize("verb", ["dispatch", "combine"])
-def test_a_handle_of_another_dispatch_on_one_rank_hangs(verb: str) -> None:
-    other = make_tokens(COUNTS[2], seed=5)
-
-    def call(buffer: Any, tokens: Tokens) -> object:
-        handles = [dispatched(buffer, each)[4] for each in (tokens, other[buffer.rank])]
-        handle = handles[buffer.rank]
-        if verb == "dispatch":
-            return buffer.dispatch(tokens.x, handle=handle)
-        return buffer.combine(torch.ones(len(handle[3]), 256).bfloat16(), handle)
-
-    assert all("EmulatedHang" in end and "must come from one dispatch" in end for end in refuse(call))
 
 
 @pytest.mark.parametrize("size", [1, 3, 12])
@@ -191,9 +163,6 @@ def test_destroy_is_asked_for_met_by_all_and_final() -> None:
     for not_asked, again in run_ranks(body, 2):
         assert not_asked == "AssertionError: `explicitly_destroy` flag must be set"
         assert again.startswith("AttributeError: 'NoneType' object has no attribute")
-    everyone = make_tokens(COUNTS[2])
-    ends = refuse(lambda buffer, tokens: buffer.destroy() if buffer.rank else dispatched(buffer, everyone[0]))
-    assert all("must be in the same call, got ['Buffer.dispatch', 'Buffer.destroy']" in end for end in ends)
 
 
 def test_the_number_of_sms_is_even_and_of_the_class() -> None:

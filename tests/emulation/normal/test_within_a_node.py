@@ -8,10 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing import run_processes
-from tests.emulation.normal_case import COUNTS, deep_ep, dispatched, open_buffer
+from tests.emulation.normal_case import COUNTS, dispatched, open_buffer
 from tests.emulation.tokens import (
-    HIDDEN,
-    NUM_EXPERTS,
     TOP_K,
     Tokens,
     expected_rows,
@@ -22,27 +20,6 @@ from tests.emulation.tokens import (
 )
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
-
-
-@SIZES
-def test_layout_counts_tokens_once_per_rank_and_experts_by_slot(size: int) -> None:
-    everyone = make_tokens(COUNTS[size])
-
-    def body(group: dist.ProcessGroup) -> None:
-        tokens = everyone[group.rank()]
-        per_rank, per_node, per_expert, in_rank, _ = open_buffer(group).get_dispatch_layout(
-            tokens.topk_idx, NUM_EXPERTS
-        )
-        assert per_node is None
-        assert per_rank.dtype == per_expert.dtype == torch.int32
-        for rank in range(size):
-            index = goes_to(tokens, rank, size)
-            assert in_rank[:, rank].nonzero().flatten().tolist() == index.tolist()
-            assert per_rank[rank] == len(index)
-        slots = tokens.topk_idx[tokens.topk_idx >= 0]
-        assert per_expert.tolist() == torch.bincount(slots, minlength=NUM_EXPERTS).tolist()
-
-    run_ranks(body, size)
 
 
 @SIZES
@@ -110,20 +87,6 @@ def test_combine_sums_in_float32_by_rank_after_the_biases_and_rounds_once(size: 
     run_ranks(body, size)
 
 
-def test_weights_that_dispatch_zeroed_add_up_to_those_that_were_sent() -> None:
-    """How a backward of dispatch finds the gradient of the weights."""
-    everyone = make_tokens(COUNTS[4])
-
-    def body(group: dist.ProcessGroup) -> None:
-        tokens = everyone[group.rank()]
-        buffer = open_buffer(group)
-        x, _, weights, _, handle, _ = dispatched(buffer, tokens)
-        _, summed, _ = buffer.combine(x, handle, topk_weights=weights)
-        assert torch.equal(summed, torch.where(tokens.topk_idx >= 0, tokens.topk_weights, 0.0))
-
-    run_ranks(body, 4)
-
-
 def test_num_worst_tokens_leaves_all_but_the_tail_of_the_ids_unwritten() -> None:
     everyone = make_tokens(COUNTS[4])
     worst = 4 * max(COUNTS[4])
@@ -148,68 +111,6 @@ def test_num_worst_tokens_leaves_all_but_the_tail_of_the_ids_unwritten() -> None
         assert buffer.dispatch(everyone[rank].x, handle=handle)[0].shape[0] == worst
 
     run_ranks(body, 4)
-
-
-def test_float8_rows_travel_with_their_scales() -> None:
-    everyone = make_tokens(COUNTS[2])
-    scales = [torch.rand(count, HIDDEN // 128) for count in COUNTS[2]]
-
-    def body(group: dist.ProcessGroup) -> None:
-        rank = group.rank()
-        x8 = [tokens.x.to(torch.float8_e4m3fn) for tokens in everyone]
-        (x, received), *_ = dispatched(open_buffer(group), everyone[rank], x=(x8[rank], scales[rank]))
-        index = [goes_to(tokens, rank, 2) for tokens in everyone]
-        expected = torch.cat([rows.view(torch.uint8)[index] for rows, index in zip(x8, index, strict=True)])
-        assert x.dtype == torch.float8_e4m3fn
-        assert torch.equal(x.view(torch.uint8), expected)
-        assert torch.equal(received, torch.cat([scale[index] for scale, index in zip(scales, index, strict=True)]))
-
-    run_ranks(body, 2)
-
-
-def test_handle_holds_what_is_read_and_leaves_the_rest_unwritten() -> None:
-    everyone = make_tokens(COUNTS[4])
-    sent = torch.tensor([[len(goes_to(tokens, rank, 4)) for rank in range(4)] for tokens in everyone])
-
-    def body(group: dist.ProcessGroup) -> None:
-        config = deep_ep.Config(4, 6, 256, 6, 128)  # two channels
-        handle = dispatched(open_buffer(group), everyone[group.rank()], config=config)[4]
-        assert [tensor.dtype for tensor in handle] == [*[torch.int32] * 4, torch.bool, torch.int32]
-        assert handle[0].tolist() == sent.cumsum(0).tolist()
-        assert handle[1].shape == (4, 2)
-        assert handle[3].shape == (int(sent[:, group.rank()].sum()),)
-
-    run_ranks(body, 4)
-
-
-def test_results_are_outside_autograd() -> None:
-    everyone = make_tokens(COUNTS[2])
-
-    def body(group: dist.ProcessGroup) -> None:
-        tokens = everyone[group.rank()]
-        buffer = open_buffer(group)
-        wanted = Tokens(tokens.x.requires_grad_(), tokens.topk_idx, tokens.topk_weights.requires_grad_())
-        x, _, weights, _, handle, _ = dispatched(buffer, wanted)
-        y, summed, _ = buffer.combine(x.requires_grad_(), handle, topk_weights=weights.requires_grad_())
-        again = buffer.dispatch(wanted.x, handle=handle)[0]
-        assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in (y, summed, again))
-
-    run_ranks(body, 2)
-
-
-def test_no_topk_is_needed_to_move_rows() -> None:
-    everyone = make_tokens(COUNTS[2])
-
-    def body(group: dist.ProcessGroup) -> None:
-        rank = group.rank()
-        buffer = open_buffer(group)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(everyone[rank].topk_idx, NUM_EXPERTS)
-        layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-        x, ids, weights, *_ = buffer.dispatch(everyone[rank].x, **layout)
-        assert (ids, weights) == (None, None)
-        assert torch.equal(x, expected_rows(everyone, rank)[0])
-
-    run_ranks(body, 2)
 
 
 def in_a_process(rank: int, everyone: list[tuple[Tensor, Tensor, Tensor]]) -> bool:

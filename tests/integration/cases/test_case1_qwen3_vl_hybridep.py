@@ -23,7 +23,8 @@ from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.errors import LayoutError
 from moe_dispatch.layouts import SBHD, padded_length, sequence_multiple, shard_for_context_parallel
 from moe_dispatch_testing import Ranks
-from tests.emulation.hybrid_case import make_sources, open_buffer, outcome, returned, sent
+from tests.emulation.hybrid_case import make_sources, open_buffer, returned, sent
+from tests.emulation.tokens import outcome
 from tests.integration.cases.measuring import relative, run_page
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""HybridEPBuffer with permute: expert rows, their order and padding, and the sums that come back."""
+"""HybridEPBuffer: expert rows, their order and padding, and the sums that come back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch_testing import run_processes
 from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 from tests.emulation.hybrid_case import (
     APRIL,
     CURRENT,
-    EVERY,
     FUSED,
     HIDDEN,
     JULY,
@@ -30,16 +28,16 @@ from tests.emulation.hybrid_case import (
     make_sources,
     open_buffer,
     returned,
-    run_ranks,
     sent,
 )
+from tests.emulation.tokens import run_ranks
 
 DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 POISON = torch.iinfo(torch.int32).min
 
 
 @SIZES
-@EVERY
+@CURRENT
 def test_expert_rows_are_by_expert_then_rank_then_token_with_zero_padding(release: str, size: int) -> None:
     sources = make_sources([ROWS] * size)
 
@@ -219,84 +217,6 @@ def test_overflow_drops_the_last_expert_rows_and_raises_the_flag(release: str, f
     assert 1 in flags
 
 
-@pytest.mark.parametrize(
-    ("release", "fused", "flag"),
-    [(APRIL, False, 0), (APRIL, True, POISON), (JULY, False, POISON), (JULY, True, POISON), (RAGGED, False, 0)],
-)
-def test_in_blocking_mode_only_some_releases_write_the_overflow_flag(release: str, fused: bool, flag: int) -> None:
-    sources = make_sources([ROWS])
-    handle = sent(open_buffer(release, None), sources[0], fused=fused)[4]
-    assert flag_of(release, handle).tolist() == [flag]
-
-
-@pytest.mark.parametrize(
-    ("release", "unfused", "fused", "plain"), [(APRIL, 9, 11, 7), (JULY, 11, 11, 7), (RAGGED, 12, 12, 8)]
-)
-def test_handle_lengths(release: str, unfused: int, fused: int, plain: int) -> None:
-    (source,) = make_sources([ROWS])
-    buffer = open_buffer(release, None)
-    assert len(sent(buffer, source)[4]) == unfused
-    assert len(sent(buffer, source, fused=True)[4]) == fused
-    assert len(buffer.dispatch(source.x, routing_map=source.routing)[3]) == plain
-
-
-@CURRENT
-def test_a_rank_without_rows_takes_part(release: str) -> None:
-    sources = make_sources([ROWS] * 2, away_from=1)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        buffer = open_buffer(release, group)
-        rows, probs, _, counts, handle = sent(buffer, sources[group.rank()], pad_multiple=16)
-        return rows, counts, returned(buffer, rows, handle, probs)
-
-    outs = run_ranks(body, 2)
-    assert outs[1][0].shape == (0, HIDDEN)
-    assert outs[1][1].tolist() == [0] * LOCAL
-    for source, (_, _, (sums, probs)) in zip(sources, outs, strict=True):
-        times = source.routing.sum(1, keepdim=True)
-        torch.testing.assert_close(sums.float(), source.x.float() * times, rtol=1e-2, atol=1e-5)
-        assert torch.equal(probs, source.probs)
-
-
-def test_works_between_real_processes() -> None:
-    for rank, (rows, sums) in enumerate(run_processes(in_a_process, 2)):
-        sources = make_sources([ROWS] * 2)
-        assert torch.equal(rows, expected_rows(sources, rank, pad=16).rows)
-        assert sums.shape == (ROWS, HIDDEN)
-
-
-def in_a_process(rank: int) -> Any:
-    sources = make_sources([ROWS] * 2)
-    assert dist.group.WORLD is not None
-    buffer = open_buffer(JULY, dist.group.WORLD)
-    rows, _, _, _, handle = sent(buffer, sources[rank], pad_multiple=16)
-    return rows, returned(buffer, rows, handle)[0]
-
-
-def test_inputs_that_require_grad_give_outputs_outside_autograd() -> None:
-    (source,) = make_sources([ROWS])
-    buffer = open_buffer(JULY, None)
-    given = Source(source.x.clone().requires_grad_(), source.routing, source.probs.clone().requires_grad_())
-    rows, probs, _, _, handle = sent(buffer, given)
-    sums, back = returned(buffer, rows.requires_grad_(), handle, probs)
-    assert [out.requires_grad for out in (probs, sums, back)] == [False] * 3
-
-
-@CURRENT
-def test_a_count_may_be_an_integer_tensor(release: str) -> None:
-    """As megatron-core passes it; pybind takes whatever has ``__index__``."""
-
-    def body(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-        buffer = hybrid_ep_buffer(release)(group, HIDDEN, ROWS, LOCAL)
-        (source, *_) = make_sources([ROWS] * 2)
-        rows, _, _, counts, handle = buffer.dispatch_with_permute(hidden=source.x, routing_map=source.routing)
-        again = buffer.dispatch_with_permute(hidden=source.x, handle=handle, num_permuted_tokens=counts.sum())
-        return rows, again[0]
-
-    for rows, again in run_ranks(body, 2):
-        assert torch.equal(rows, again)
-
-
 @CURRENT
 def test_a_rank_may_move_no_probs_in_combine(release: str) -> None:
     """It gets none back; the other reads memory that nobody wrote for rows that lay there."""
@@ -319,3 +239,51 @@ def test_a_rank_may_move_no_probs_in_combine(release: str) -> None:
     assert first is not None
     assert bool(first[went].isnan().any())
     torch.testing.assert_close(first[~went], source.probs[~went])
+
+
+@CURRENT
+def test_combine_without_permute_sums_over_ranks(release: str) -> None:
+    sources = make_sources([ROWS] * 2)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        buffer, source = open_buffer(release, group), sources[group.rank()]
+        rows, probs, _, handle = buffer.dispatch(source.x, routing_map=source.routing, probs=source.probs)
+        own = slice(group.rank() * LOCAL, (group.rank() + 1) * LOCAL)
+        masked = torch.zeros_like(probs)
+        masked[:, own] = probs[:, own]
+        return buffer.combine(rows, masked, handle)
+
+    for source, (sums, probs) in zip(sources, run_ranks(body, 2), strict=True):
+        ranks = source.routing.view(ROWS, 2, LOCAL).any(2).sum(1, keepdim=True)
+        assert torch.equal(sums, (source.x.float() * ranks).bfloat16())
+        assert torch.equal(probs, source.probs)
+
+
+@FUSED
+def test_ragged_ranks_send_what_they_have_and_get_as_many_rows_back(fused: bool) -> None:
+    counts = [5, 0, 33, 16]
+    sources = make_sources(counts)
+
+    def body(group: dist.ProcessGroup) -> Any:
+        buffer, source = open_buffer(RAGGED, group), sources[group.rank()]
+        rows, probs, _, _, handle = sent(buffer, source, pad_multiple=4, num_of_tokens_per_rank=33, fused=fused)
+        assert handle[8] == 48  # slots
+        again = buffer.dispatch_with_permute(
+            hidden=source.x, handle=handle, num_permuted_tokens=len(rows), pad_multiple=4, fuse_permute_dispatch=fused
+        )[0]
+        plain, _, _, plain_handle = buffer.dispatch(source.x, routing_map=source.routing, num_of_tokens_per_rank=33)
+        return (
+            rows,
+            again,
+            returned(buffer, rows, handle, probs, fused=fused),
+            buffer.combine(plain, None, plain_handle),
+        )
+
+    outs = run_ranks(body, 4)
+    expected = expected_sums(sources, [out[0] for out in outs], pad=4)
+    for rank, (rows, again, (sums, probs), (plain, _)) in enumerate(outs):
+        assert torch.equal(rows, expected_rows(sources, rank, pad=4).rows)
+        assert torch.equal(again, rows)
+        assert torch.equal(sums, expected[rank])
+        assert torch.equal(probs, sources[rank].probs)
+        assert plain.shape == (counts[rank], HIDDEN)
