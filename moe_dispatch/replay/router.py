@@ -23,7 +23,8 @@ def replayed(
         ids_TK: int64 (T, K), the result of ``routing_for``: -1 for a slot that goes nowhere, -2 for an unknown one.
         scores_TE: floating (T, E), the scores of **all** experts, after softmax or sigmoid. Scores of experts that the
             router did not choose must not be zeroed, because a replayed expert may be one of them.
-        normalize: Whether the weights of a row are divided by their sum.
+        normalize: Whether the weights of a row are divided by their sum. A row whose replayed experts all score 0, as a
+            softmax in float16 may underflow, keeps the weights 0.
         own_ids_TK: int64 (T, K), the router's own choice; by default the K largest scores. Give it if the router
             chooses otherwise, for example with a bias or by groups of experts.
         scale: Factor of the weights, after they are normalised.
@@ -71,5 +72,7 @@ def replayed(
     weights_TK = torch.where(goes, scores_TE.gather(1, chosen.clamp(min=0)), 0)
     if normalize:
         total_T1 = weights_TK.sum(1, keepdim=True)
-        weights_TK = weights_TK / torch.where(goes.any(1, keepdim=True), total_T1, 1)
+        # Below the smallest normal number, the quotient or its gradient would be infinite or NaN.
+        vanishes_T1 = total_T1.abs() < torch.finfo(total_T1.dtype).tiny
+        weights_TK = weights_TK / torch.where(vanishes_T1, 1, total_T1)
     return Routing(chosen, weights_TK if scale == 1.0 else weights_TK * scale, drift)

@@ -111,6 +111,21 @@ def test_unknown_rows_take_the_choice_of_the_router() -> None:
     assert scores.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("below", [20.0, 88.0, 95.0, 400.0])
+def test_replayed_experts_without_a_score_keep_finite_weights(below: float, dtype: torch.dtype) -> None:
+    """The softmax of logits far below the largest one underflows to 0, or to a number whose reciprocal is infinite."""
+    logits = torch.tensor([[200.0, -200, 200 - below, 200 - below]], dtype=dtype, requires_grad=True)
+    scores = logits.softmax(1)
+    routing = replayed(torch.tensor([[2, 3]]), scores, normalize=True)
+    assert routing.topk_weights.isfinite().all()
+    total = float(routing.topk_weights.detach().sum())
+    assert total == pytest.approx(1, rel=1e-2) if 2 * scores[0, 2] >= torch.finfo(dtype).tiny else total < 1e-3
+    routing.topk_weights[0, 0].backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
 def test_order_of_slots_is_no_drift() -> None:
     routing = replayed(torch.tensor([[1, 0]]), torch.tensor([[0.6, 0.3, 0.1]]), normalize=True)
     assert routing.drift is not None
