@@ -87,6 +87,33 @@ def test_balanced_loads_need_no_copy() -> None:
         assert least_loaded(counts, home, ranks_per_node=4) == home
 
 
+@pytest.mark.parametrize("planner", [eplb, least_loaded])
+@pytest.mark.parametrize("spare", [0, 1, 2])
+@pytest.mark.parametrize("num_local", [1, 4, 16])
+@pytest.mark.parametrize("num_ranks", [4, 16, 64])
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_no_plan_is_worse_than_none_if_few_ranks_have_rows(
+    num_ranks: int, num_local: int, spare: int, exponent: float, planner: Any
+) -> None:
+    """A rank sends rows to its own copies, so copies on the ranks that have rows get more than an even share."""
+    home, on_node = ExpertPlacement.contiguous(num_ranks * num_local, num_ranks, spare=spare), min(num_ranks, 8)
+    few = zipf(home.num_experts, exponent, 0) // 10 + torch.arange(home.num_experts) % 7
+    counts = torch.zeros(num_ranks, home.num_experts, dtype=torch.int64)
+    counts[: max(1, num_ranks // 8)] = few
+    found = planner(counts, home, ranks_per_node=on_node)
+    before = busiest_over_mean(counts, home, on_node)
+    assert busiest_over_mean(counts, found, on_node) <= before
+    if exponent and num_ranks == 4 and num_local > 1 and spare:
+        assert busiest_over_mean(counts, found, on_node) < 1.1 < before
+
+
+def test_groups_that_would_be_worse_stay_at_home() -> None:
+    home = ExpertPlacement.contiguous(16, 4, spare=2)
+    counts = torch.zeros(4, 16, dtype=torch.int64)
+    counts[0] = 5
+    assert eplb(counts, home, ranks_per_node=2, num_groups=4) == home
+
+
 def test_one_rank_and_no_spare_slot() -> None:
     for home in (ExpertPlacement.contiguous(4, 1), ExpertPlacement.contiguous(4, 2)):
         for planner in (eplb, least_loaded):
