@@ -262,14 +262,11 @@ def compare_command(
         option("Largest difference from the reference.", metavar="X", default="by dtype"),
     ] = None,
     expert_width: Annotated[
-        int | None, count("Also time experts of this width.", default="2 x hidden size if experts are placed")
+        int | None,
+        count("Time experts of this width.", default="2 x hidden size if experts are placed"),
     ] = None,
-    seed: Annotated[int, count("Seed of all data.", least=0)] = 0,
     rounds: Annotated[int, count("Timed rounds, at least one per batch.")] = 10,
-    starts: Annotated[int | None, count("Sets of new processes.", default="1, or those of --against")] = None,
-    save: Annotated[Path | None, option("Write the results as JSON.", metavar="FILE")] = None,
     picture: Annotated[Path | None, option("Draw the times as PNG or SVG.", metavar="FILE")] = None,
-    against: Annotated[Path | None, option("Show ratios to a run saved by --save.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> int:
     """Compare backends, and peers, on the same tokens.
@@ -290,15 +287,12 @@ def compare_command(
     moe-dispatch compare -b alltoall,alltoall+balance=least_loaded spare.yaml
     moe-dispatch compare experiment.yaml --trace run.safetensors --tolerance 0.01
     moe-dispatch compare --peers --tokens 16,4096 --picture times.png
-    moe-dispatch compare -b alltoall,floor --starts 6 --save before.json
-    moe-dispatch compare -b alltoall,floor --against before.json
+    moe-dispatch compare -b alltoall,floor --rounds 200 --json > now.json
     torchrun --nproc-per-node 8 --no-python moe-dispatch compare experiment.yaml
     """  # noqa: D301
     from moe_dispatch_tools.compare import command as compare
 
-    workloads, own_ranks = compare.make_workloads(
-        tokens=tokens, steps=steps, dtype=dtype, routing=routing, seed=seed, trace=trace
-    )
+    workloads, own_ranks = compare.make_workloads(tokens=tokens, steps=steps, dtype=dtype, routing=routing, trace=trace)
     sizes = {"num_experts": experts, "top_k": top_k, "hidden_size": hidden}
     task = compare.make_task(
         config,
@@ -311,9 +305,7 @@ def compare_command(
         tolerance=tolerance,
         expert_width=expert_width,
     )
-    ranks = own_ranks if ranks is None else ranks
-    files = {"save": save, "picture": picture, "earlier_file": against}
-    return compare.run(task, ranks, starts=starts, peers=peers, **files, as_json=as_json)
+    return compare.run(task, ranks or own_ranks, peers=peers, picture=picture, as_json=as_json)
 
 
 @app.command("report")

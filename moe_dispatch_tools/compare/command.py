@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,24 +17,14 @@ from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch.probing import how_to_install
 from moe_dispatch_testing.scenario import ROUTINGS, TOLERANCES, DtypeName
 from moe_dispatch_tools import console
-from moe_dispatch_tools.compare.display import draw, show_against, show_case
+from moe_dispatch_tools.compare.display import draw, show_case
 from moe_dispatch_tools.compare.measurement import Task, Variant, measure
 from moe_dispatch_tools.compare.peers import PEERS, missing_packages
-from moe_dispatch_tools.compare.results import (
-    FORMAT,
-    NEEDED_STARTS,
-    CaseResult,
-    against,
-    case_name,
-    join,
-    load_run,
-    measured,
-)
 from moe_dispatch_tools.compare.workload import MOST_STEPS, Workload, replayed
-from moe_dispatch_tools.machine import describe_machine
+from moe_dispatch_tools.machine import this_machine
 from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, parse_backend
 from moe_dispatch_tools.place import describe
-from moe_dispatch_tools.ranks import num_ranks, on_ranks, ranks_here, this_rank, under_torchrun
+from moe_dispatch_tools.ranks import num_ranks, on_ranks, ranks_here, this_rank
 from moe_dispatch_tools.traces import Trace
 
 DEFAULT_RANKS = 4
@@ -52,7 +40,6 @@ def make_workloads(
     steps: int | None = None,
     dtype: str = "bfloat16",
     routing: str | None = None,
-    seed: int = 0,
     trace: Path | None = None,
 ) -> tuple[tuple[Workload, ...], int]:
     """Make the workloads of the command line, and their default number of ranks. An option not given is None.
@@ -62,8 +49,7 @@ def make_workloads(
         TraceError: The trace cannot be read.
     """
     dtypes = _choices("dtype", dtype, TOLERANCES)
-    base = Workload(seed=seed, trace=trace)
-    base = dataclasses.replace(base, steps=base.steps if steps is None else steps)
+    base = Workload() if steps is None else Workload(steps=steps)
     if trace is not None:
         for option, given in {"tokens": tokens, "routing": routing}.items():
             if given is not None:
@@ -73,8 +59,7 @@ def make_workloads(
                 )
         found = Trace.load(trace)
         recorded = len(found.calls)
-        steps = min(recorded, MOST_STEPS) if steps is None else steps
-        base = dataclasses.replace(base, steps=steps, recorded=recorded)
+        base = Workload(trace=trace, recorded=recorded, steps=steps or min(recorded, MOST_STEPS))
         return tuple(dataclasses.replace(base, dtype=cast(DtypeName, name)) for name in dtypes), found.ep_size
     words = list(dict.fromkeys((tokens or str(base.tokens)).split(",")))
     if not all(map(str.isdecimal, words)):
@@ -172,137 +157,66 @@ def _names(config: DispatcherConfig, backends: str | None, bare: bool, peers: bo
     return [*found, *(name for name in PEERS if peers and name not in found and not missing_packages(name))]
 
 
-def run(
-    task: Task,
-    ranks: int,
-    *,
-    starts: int | None = None,
-    peers: bool = False,
-    save: Path | None = None,
-    picture: Path | None = None,
-    earlier_file: Path | None = None,
-    as_json: bool = False,
-) -> int:
+def run(task: Task, ranks: int, *, peers: bool = False, picture: Path | None = None, as_json: bool = False) -> int:
     """Run the task, and show the results. Return the exit status: 0 if all backends agree, else 1.
 
     Args:
         task: Cases and variants.
         ranks: Number of processes to start; ignored under torchrun.
-        starts: Number of starts. None for 1, or the number of starts of the earlier run.
         peers: Whether the peers were asked for. Those that are not installed are named.
-        save: File to write the results to, as JSON.
         picture: File to draw the times to.
-        earlier_file: File of an earlier run to compare with.
         as_json: Whether to print JSON and nothing else.
 
     Raises:
-        ConfigError: A file cannot be read, written or compared with, or there are several starts under torchrun.
+        ConfigError: The picture cannot be written.
         TraceError: The trace does not fit the config or the number of ranks.
         RankFailed, PeerFailed: As for ``on_ranks``.
     """
     ranks, first = num_ranks(ranks), this_rank() == 0
-    earlier = None
-    if first:
-        if picture and picture.suffix not in PICTURES:
-            raise ConfigError(
-                f"--picture must end in {' or '.join(PICTURES)}, got {str(picture)!r}. Name the file compare.png."
-            )
-        for option, file in {"save": save, "picture": picture}.items():
-            if file is not None and not (os.access(file.parent, os.W_OK) and not file.is_dir()):
-                raise ConfigError(
-                    f"--{option} must be a file in a folder that can be written, got {str(file)!r}. Make it."
-                )
-        if earlier_file is not None:
-            earlier = load_run(earlier_file)
-            _require_shared(task, earlier, ranks, earlier_file)
-    if starts is None:
-        then = [] if earlier is None else list(measured(earlier).values())
-        starts = max((len(one["starts"]) for one in then), default=1)
-    if under_torchrun() and starts > 1:
+    if picture and not (picture.suffix in PICTURES and os.access(picture.parent, os.W_OK) and not picture.is_dir()):
         raise ConfigError(
-            f"--starts must be 1 under torchrun, which starts the processes only once, got {starts}. Leave it out, or "
-            "use --ranks without torchrun."
+            f"--picture must be a file in a folder that can be written, and end in {' or '.join(PICTURES)}, got "
+            f"{str(picture)!r}. Name, for example, compare.png."
         )
     workload = task.workloads[0]
     if workload.trace is not None:  # check the trace before ranks start
         replayed(workload.trace, task.config, ranks=ranks, steps=workload.steps)
-    notes = _notes(task, peers)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each profile of memory prints two lines per rank
-    machine = describe_machine(describe(ranks_here(ranks)))
-    cases = _measured(task, ranks, starts, notes=notes, shown=first and not as_json)
+    document: dict[str, Any] = {
+        "machine": {**this_machine(), "ranks_on": describe(ranks_here(ranks))},
+        "ranks": ranks,
+        "rounds": task.rounds,
+        "notes": _notes(task, peers),
+        "config": task.config.model_dump(mode="json", exclude={"backend"}),
+        "cases": [],
+    }
+    cases, shown, done = document["cases"], first and not as_json, 0
+    for note in document["notes"] if shown else ():
+        console.line(note, mark="-")
+
+    def heard(message: dict[str, Any] | int) -> None:
+        nonlocal done
+        if isinstance(message, int):
+            done += message
+            show_progress(done, task.parts)
+        else:
+            cases.append(message)
+
+    try:
+        with console.progress("compare", visible=first) as show_progress:
+            on_ranks(partial(measure, task), ranks, heard)
+    finally:  # if a rank fails, the cases before are shown
+        for case in cases if shown else ():
+            show_case(case, task)
     if not first:  # only rank 0 may end with status 1: torchrun ends all ranks when one of them fails
         return 0
-    agree = all(case.passes(task.explicit) for case in cases)
-    document: dict[str, Any] = {
-        "format": FORMAT,
-        "agree": agree,
-        "machine": machine,
-        "ranks": ranks,
-        "transport": cases[0].transport,
-        "rounds": task.rounds,
-        "notes": notes,
-        "config": task.config.model_dump(mode="json", exclude={"backend"}),
-        "cases": [case.document(task.config) for case in cases],
-    }
-    if earlier is not None:
-        document["against"] = against(document, earlier)
-    if save:
-        save.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if picture:
         draw(cases, picture)
     if as_json:
         console.document(document)
-        return 0 if agree else 1
-    if earlier is not None:
-        show_against(document["against"])
-    for file in (save, picture):
-        if file is not None:
-            console.line(f"wrote {file}")
-    if save and starts < NEEDED_STARTS:
-        console.line(f"starts: {starts}. A verdict of --against needs {NEEDED_STARTS} or more: --starts", mark="-")
-    return 0 if agree else 1
-
-
-def _measured(task: Task, ranks: int, num_starts: int, *, notes: Sequence[str], shown: bool) -> list[CaseResult]:
-    """Measure all cases in every start. If ``shown``, print each case when its last start ends."""
-    starts: list[list[CaseResult]] = []
-    done, show = 0, cast(Callable[[int, int], None], print)
-    for note in notes if shown else ():
-        console.line(note, mark="-")
-    with ExitStack() as bar:
-
-        def show_bar() -> Callable[[int, int], None]:
-            return bar.enter_context(console.progress("compare", visible=this_rank() == 0))
-
-        def heard(message: CaseResult | int) -> None:
-            nonlocal done, show
-            if isinstance(message, int):
-                done += message
-                show(done, num_starts * task.parts)
-                return
-            starts[-1].append(message)
-            if shown and len(starts) == num_starts:
-                bar.close()  # the bar and the tables share a terminal
-                show_case(join([start[len(starts[-1]) - 1] for start in starts]), task, num_starts)
-                show = show_bar()
-
-        show = show_bar()
-        for _ in range(num_starts):
-            starts.append([])
-            on_ranks(partial(measure, task), ranks, heard)
-    return [join(of_case) for of_case in zip(*starts, strict=True)]
-
-
-def _require_shared(task: Task, earlier: dict[str, Any], ranks: int, file: Path) -> None:
-    names = {case_name(workload, task.config, ranks) for workload in task.workloads}
-    wanted = {(case, one.label, one.mode) for case in names for one in task.variants}
-    found = measured(earlier)
-    if not wanted & found.keys():
-        case, backend, mode = next(iter(found), ("no case", "nobody", "-"))
-        raise ConfigError(
-            f"--against must share a case and a backend with this run, got {str(file)!r}, which shares none. It has, "
-            f"for example, {backend}, {mode} in {case}. Ask for its cases, or name another file."
-        )
+    elif picture:
+        console.line(f"wrote {picture}")
+    return 0 if all(case["agree"] for case in cases) else 1
 
 
 def _notes(task: Task, peers: bool) -> list[str]:

@@ -26,7 +26,15 @@ RowFunction = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
 class Contender(ABC):
-    """An implementation of the layer on one rank."""
+    """An implementation of the layer on one rank.
+
+    Attributes:
+        dispatcher: The dispatcher; None for a peer.
+        counts_L: Rows that each expert of this rank got in the last timed call; empty for a peer.
+    """
+
+    dispatcher: Dispatcher | None = None
+    counts_L = torch.zeros(0)
 
     def prepare(self, call: Call) -> None:  # noqa: B027 - optional
         """Learn what may be known of a call before the clock starts. Collective."""
@@ -40,49 +48,34 @@ class Contender(ABC):
         """Run the forward with the experts of the conformance kit."""
 
     @abstractmethod
-    def timed(self, call: Call, mark: Callable[[], None], *, full: bool = False) -> Tensor:
-        """Run the forward. Call ``mark`` when the rows have arrived, and when the experts are done.
-
-        Args:
-            call: Tensors of the call.
-            mark: Function that notes the time, or a counter.
-            full: Whether to run experts that take time. Otherwise they cost nothing.
-        """
+    def timed(self, call: Call, mark: Callable[[], None]) -> Tensor:
+        """Run the forward. Call ``mark``, which notes the time, when rows have arrived and when experts are done."""
 
     def close(self) -> None:  # noqa: B027 - optional
         """Release buffers and groups that outlive a call."""
 
 
 @final
-class TimedExperts:
-    """Experts that take time: gated, with an up matrix (D, 2W) and a down matrix (W, D), in the dtype of the rows."""
-
-    def __init__(self, dispatcher: Dispatcher, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        config, size = dispatcher.config, dispatcher._channel.shape.ep_size
-        local, hidden = config.num_experts // size, config.hidden_size
-        shapes = ((local, hidden, 2 * width), (local, width, hidden))
-        self.own = tuple(
-            torch.randn(shape).div_(shape[1] ** 0.5).to(device, dtype).requires_grad_() for shape in shapes
-        )
-        self.slot_weights = SlotWeights(dispatcher)
-
-
-@final
 class Ours(Contender):
-    """A dispatcher of moe-dispatch, and the plan that each call makes.
+    """A dispatcher of moe-dispatch, and the plan that each call makes."""
 
-    Attributes:
-        experts: Experts that take time, whose weights travel; None if experts are not timed.
-        received_L: Rows that each expert of this rank got in the last timed call.
-    """
+    dispatcher: Dispatcher
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
-        self.experts: TimedExperts | None = None
-        self.received_L = torch.zeros(0)
+        self._experts: tuple[Tensor, ...] = ()
+
+    def make_experts(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make gated experts that take time, each with an up matrix (D, 2W) and a down matrix (W, D)."""
+        config, self._slot_weights = self.dispatcher.config, SlotWeights(self.dispatcher)
+        local, hidden = config.num_experts // self.dispatcher._channel.shape.ep_size, config.hidden_size
+        shapes = ((local, hidden, 2 * width), (local, width, hidden))
+        self._experts = tuple(
+            torch.randn(shape).div_(shape[1] ** 0.5).to(device, dtype).requires_grad_() for shape in shapes
+        )
 
     def leaves(self, call: Call) -> tuple[Tensor, ...]:
-        return call.x, call.weights_TK, *(self.experts.own if self.experts else ())
+        return call.x, call.weights_TK, *self._experts
 
     def checked(self, step: Step, call: Call, rank: int) -> Tensor:
         dispatcher, experts, numbers = self.dispatcher, call.experts, None
@@ -96,21 +89,19 @@ class Ours(Contender):
             experts, numbers = Experts(matrix_EWW=matrix_SWW, bias_ED=bias_SD), range(len(bias_SD))
         return dispatcher.combine(context.run_experts(sent, experts, numbers), sent)
 
-    def timed(self, call: Call, mark: Callable[[], None], *, full: bool = False) -> Tensor:
+    def timed(self, call: Call, mark: Callable[[], None]) -> Tensor:
         dispatcher = self.dispatcher
         sent = dispatcher.dispatch(call.x, call.routing, dispatcher.plan(call.layout, like=call.x))
         mark()
-        weights: tuple[Tensor, ...] = ()
-        self.received_L = sent.real_tokens_per_expert
-        if self.experts is not None:
-            sent, weights = self.experts.slot_weights.fetch(sent, *self.experts.own)
         rows = sent.rows
-        if full:
-            up, gate = sent.grouped_mm(rows, weights[0]).chunk(2, 1)
-            rows = sent.grouped_mm(up * torch.sigmoid(gate), weights[1])
+        if self._experts:
+            sent, (up_gate, down) = self._slot_weights.fetch(sent, *self._experts)
+            up, gate = sent.grouped_mm(sent.rows, up_gate).chunk(2, 1)
+            rows = sent.grouped_mm(up * torch.sigmoid(gate), down)
         if dispatcher.config.weights == "experts":
             rows = (rows * sent.weights.unsqueeze(1)).to(rows.dtype)
         mark()
+        self.counts_L = sent.real_tokens_per_expert
         return dispatcher.combine(rows, sent)
 
     def close(self) -> None:
@@ -139,7 +130,7 @@ class Peer(Contender):
 
         return self.layer(call, experts)
 
-    def timed(self, call: Call, mark: Callable[[], None], *, full: bool = False) -> Tensor:
+    def timed(self, call: Call, mark: Callable[[], None]) -> Tensor:
         def experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
             mark()
             mark()
@@ -148,10 +139,10 @@ class Peer(Contender):
         return self.layer(call, experts)
 
 
-def run_layer(contender: Contender, call: Call, mark: Callable[[], Any], *, full: bool = False) -> None:
+def run_layer(contender: Contender, call: Call, mark: Callable[[], Any]) -> None:
     """Run forward and backward. Call ``mark`` at the start and at the end of each phase in ``PHASES``."""
     mark()
-    y = contender.timed(call, mark, full=full)
+    y = contender.timed(call, mark)
     mark()
-    torch.autograd.grad(y, contender.leaves(call), call.upstream, allow_unused=True)  # free experts use no weights
+    torch.autograd.grad(y, contender.leaves(call), call.upstream)
     mark()

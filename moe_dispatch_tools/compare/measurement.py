@@ -6,13 +6,13 @@ All variants get the same tokens. Dimensions are those of ``moe_dispatch.types``
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
-from operator import attrgetter
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import Any, final
 
 import torch
@@ -22,23 +22,23 @@ from torch.profiler import ProfilerActivity, profile
 from moe_dispatch.backends.volume import Volume
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.dispatchers import build_dispatcher
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError, MoEDispatchError
 from moe_dispatch_testing.counting import count_collectives
 from moe_dispatch_testing.host_syncs import count_host_syncs
 from moe_dispatch_testing.rank_context import Call
-from moe_dispatch_tools.compare.contenders import Contender, Ours, TimedExperts, run_layer
+from moe_dispatch_tools.compare.contenders import Contender, Ours, run_layer
 from moe_dispatch_tools.compare.peers import PEERS
-from moe_dispatch_tools.compare.results import PHASES, QUANTITIES, CaseResult, Load, VariantResult
 from moe_dispatch_tools.compare.workload import Material, Step, Workload, make_material
 from moe_dispatch_tools.loads import dtype_names
 from moe_dispatch_tools.names import NamedBackend, noting
 from moe_dispatch_tools.place import Place
 from moe_dispatch_tools.ranks import Send
 
-_EXCHANGES = 5  # which are timed, to learn how long a byte takes
-_FLOP_PER_WEIGHT = 6  # of a row, in forward and backward
+QUANTITIES = ("y", "x", "weights", "experts")
+PHASES = ("dispatch", "experts", "combine", "backward")
+Outcome = dict[str, Any]
 
 
 @final
@@ -55,6 +55,11 @@ class Variant:
     label: str
     mode: str
     backend: NamedBackend | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in errors."""
+        return f"{self.label}, {self.mode}"
 
     def config(self, base: DispatcherConfig, max_tokens: int) -> DispatcherConfig:
         """Make the config of a backend. In graph-safe mode, its buffers fit the worst routing, or have its capacity.
@@ -99,8 +104,8 @@ class Task:
         rounds: Smallest number of timed rounds. Variants take turns, so that a change in the machine's load affects all
             of them.
         tolerance: Largest allowed difference from the reference; None for the tolerance of the dtype.
-        expert_width: Width of the experts whose time is measured too; None for twice the hidden size if any variant has
-            spare expert slots, else experts are not timed.
+        expert_width: Width of the experts; None for twice the hidden size if any variant has spare expert slots, else
+            for experts that cost nothing.
     """
 
     config: DispatcherConfig
@@ -113,7 +118,7 @@ class Task:
 
     @property
     def width(self) -> int | None:
-        """Width of the timed experts; None if experts are not timed."""
+        """Width of the experts; None for experts that cost nothing."""
         placed = any(
             one.backend.fields.get("spare_experts_per_rank", self.config.spare_experts_per_rank)
             for one in self.variants
@@ -123,146 +128,155 @@ class Task:
 
     @property
     def parts(self) -> int:
-        """Number of messages "1" of one start."""
+        """Number of messages "1" of ``measure``."""
         return sum(workload.steps + max(self.rounds, workload.steps) for workload in self.workloads)
 
 
-@final
-@dataclass(kw_only=True, slots=True, eq=False)
-class Runner:
-    """A variant on this rank, and what this rank found so far. The lists have an entry for each round or step.
-
-    Attributes:
-        rounds: Seconds of the phases in ``PHASES``, and processor seconds.
-        busy: Busy seconds of a step around experts that cost nothing, and of a step with experts.
-        rows: Rows that the experts of this rank got.
-    """
-
-    variant: Variant
-    opened: Contender | None = None
-    result: VariantResult
-    nbytes: list[float] = field(default_factory=list)
-    rounds: list[list[float]] = field(default_factory=list)
-    busy: list[tuple[float, float]] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    copied_bytes: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """Name in errors."""
-        return f"{self.variant.label}, {self.variant.mode}"
-
-    @property
-    def contender(self) -> Contender:
-        """The open contender."""
-        assert self.opened is not None
-        return self.opened
-
-    @property
-    def dispatcher(self) -> Dispatcher | None:
-        """The dispatcher; None for a peer."""
-        return self.opened.dispatcher if isinstance(self.opened, Ours) else None
-
-    def note(self, **found: Any) -> None:
-        """Change the result."""
-        self.result = replace(self.result, **found)
-
-
 def measure(task: Task, place: Place, send: Send) -> None:
-    """Run a task. Collective. Call ``send`` with 1 after every part, and with the ``CaseResult`` of each case."""
+    """Run a task. Collective. Call ``send`` with 1 after every part, and with the result of each case as JSON.
+
+    A case has its workload, and an outcome for each variant. A cost is that of one step.
+
+    - refused: Why the variant could not run. Then its other values are None.
+    - emulated: Whether its library is an emulation. Its bytes, syncs, memory and times would say nothing.
+    - dropped: Whether rows were dropped because a buffer was too small. Then the differences say nothing.
+    - agrees: Whether the variant ran, and differs from the reference by at most the tolerance.
+    - from_reference: Largest difference from the dense float64 reference, by name in ``QUANTITIES``, divided by the
+      largest value; None if it is not finite. from_first: The same difference from the first variant that ran.
+    - bytes_sent: Bytes of the collectives of torch.distributed by phase, sum of all ranks, mean of all steps. None if
+      another library sends the rows.
+    - row_dtypes: Names of the dtypes of the rows on the wire, dispatch first.
+    - rows_padded: Padding rows by cause, sum of all ranks, mean of all steps.
+    - peak_rows: Most rows that a rank's experts got in any step. imbalance: Rows of the busiest rank divided by the
+      mean of all ranks, mean of all steps.
+    - host_syncs: Host syncs of rank 0 in the first step, including the plan.
+    - peak_bytes: Peak of the allocated memory, on the rank with the highest peak.
+    - rounds: Milliseconds of the phases of the slowest rank in each round, and the processor time of the busiest rank.
+    - milliseconds: Medians of the rounds, of the phases, their "total" and the "processor".
+    - ratio: Quartiles of the ratio of the totals to the first variant that ran, over rounds.
+    - overhead_ms: Median of how many milliseconds dispatch and combine take longer than the floor's.
+    """
     logging.getLogger("moe_dispatch").setLevel(logging.ERROR)  # the result names the emulated backends
     for workload in task.workloads:
         send(_measure_case(task, workload, place, send))
 
 
-def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> CaseResult:
+def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> dict[str, Any]:
     material = make_material(workload, task.config, rank=place.rank, ranks=place.size)
     steps, dtype = material.steps, material.scenario.torch_dtype
-    runners = [_open(variant, task, place, material) for variant in task.variants]
+    tolerance = task.tolerance or material.scenario.tolerance
+    outcomes = [_empty(variant) for variant in task.variants]
+    opened: dict[int, Contender] = {}
+    for index, variant in enumerate(task.variants):
+        with noting(variant.name):
+            try:
+                opened[index] = _open(variant, task, place, material)
+            except MoEDispatchError as refusal:
+                outcomes[index]["refused"] = str(refusal)
     for step in steps:
-        _hold_against_reference(step, runners, place)
+        hold_against_reference(step, opened, outcomes, task.variants, place)
         send(1)
-    running = [runner for runner in runners if runner.result.refused is None]
-    for runner in running:
-        if isinstance(runner.contender, Ours) and task.width is not None:
-            runner.contender.experts = TimedExperts(runner.contender.dispatcher, task.width, dtype, place.device)
-        with noting(runner.name):
-            _count(runner, steps, place, partial(runner.variant.open, task.config, material.room, place))
-    for index in range(max(task.rounds, len(steps))):
-        call = steps[index % len(steps)].call(place.device)
-        for runner in running:
-            with noting(runner.name):
-                times, free = _time(runner.contender, call, place)
-                runner.rounds.append(times)
-                if isinstance(runner.contender, Ours) and runner.contender.experts is not None:
-                    runner.busy.append((free, _time(runner.contender, call, place, full=True)[1]))
+    for index, contender in opened.items():
+        variant = task.variants[index]
+        if isinstance(contender, Ours) and task.width is not None:
+            contender.make_experts(task.width, dtype, place.device)
+        with noting(variant.name):
+            reopen = partial(variant.open, task.config, material.room, place)
+            outcomes[index] |= _count(contender, steps, place, reopen, emulated=outcomes[index]["emulated"])
+            outcomes[index]["row_dtypes"] = _row_dtypes(contender, dtype, place.size)
+    for number in range(max(task.rounds, len(steps))):
+        call = steps[number % len(steps)].call(place.device)
+        for index, contender in opened.items():
+            if not outcomes[index]["emulated"]:
+                with noting(task.variants[index].name):
+                    outcomes[index]["rounds"].append(_time(contender, call, place))
         send(1)
-    of_result = attrgetter("from_reference", "from_first", "host_syncs", "peak_bytes")
-    mine = [[*of_result(one.result), one.nbytes, one.rounds, one.busy, one.rows] for one in runners]
-    everyone = Communicator(place.control or place.group).gather_json(mine, label="compare")
-    found = {id(runner): of_ranks for runner, of_ranks in zip(runners, zip(*everyone, strict=True), strict=True)}
-    for runner in running:
-        _join_ranks(runner, found[id(runner)], dtype, place.size)
-    speed, tokens_per_expert = None, 0.0
-    if task.width is not None and (timed := [runner for runner in running if runner.busy]):
-        speed = _measure_loads(timed, [found[id(one)] for one in timed], task, dtype, place)
-        tokens_per_expert = mean(map(sum, zip(*(rank[7] for rank in found[id(timed[0])]), strict=True)))
-        tokens_per_expert /= task.config.num_experts
-    for runner in running:
-        runner.contender.close()
-    return CaseResult(
-        workload=workload,
-        tolerance=task.tolerance or material.scenario.tolerance,
-        transport="nccl" if place.device.type == "cuda" else "gloo",
-        tokens=material.tokens,
-        variants=tuple(runner.result for runner in runners),
-        tokens_per_expert=tokens_per_expert,
-        flop_per_byte=speed,
-    )
+    everyone = Communicator(place.control or place.group).gather_json(outcomes, label="compare")
+    for contender in opened.values():
+        contender.close()
+    ran = [_joined([of_rank[index] for of_rank in everyone], tolerance) for index in opened]
+    floor = next((one for one in ran if one["backend"] == "floor"), None)
+    for one in ran:
+        if one["rounds"] and ran[0]["rounds"]:
+            one["ratio"] = _quartiles([a / b for a, b in zip(_totals(one), _totals(ran[0]), strict=True)])
+        if one["rounds"] and floor:
+            pairs = zip(one["rounds"], floor["rounds"], strict=True)
+            one["overhead_ms"] = median(mine[0] + mine[2] - least[0] - least[2] for mine, least in pairs)
+    missing = {one["backend"] for one in outcomes} - {one["backend"] for one in ran}
+    return {
+        "case": str(workload),
+        "agree": bool(ran) and all(one["agrees"] for one in ran) and not (task.explicit and missing),
+        "tolerance": tolerance,
+        "transport": "nccl" if place.device.type == "cuda" else "gloo",
+        "tokens": list(material.tokens),
+        "steps": workload.steps,
+        "dtype": workload.dtype,
+        "routing": workload.routing if workload.trace is None else None,
+        "trace": workload.trace and {"file": str(workload.trace), "dispatches": workload.recorded},
+        "outcomes": [ran.pop(0) if index in opened else one for index, one in enumerate(outcomes)],
+    }
 
 
-def _open(variant: Variant, task: Task, place: Place, material: Material) -> Runner:
-    emulated = variant.backend is not None and variant.backend.emulated
-    runner = Runner(variant=variant, result=VariantResult(backend=variant.label, mode=variant.mode, emulated=emulated))
-    try:
-        if emulated and place.device.type != "cpu":
+def _empty(variant: Variant) -> Outcome:
+    names = ("refused", "dropped", "agrees", "row_dtypes", "rows_padded", "peak_rows", "imbalance", "host_syncs")
+    return {
+        "backend": variant.label,
+        "mode": variant.mode,
+        "emulated": variant.backend is not None and variant.backend.emulated,
+        **dict.fromkeys((*names, "peak_bytes", "bytes_sent", "ratio", "overhead_ms")),
+        "from_reference": dict.fromkeys(QUANTITIES, 0.0),
+        "from_first": dict.fromkeys(QUANTITIES, 0.0),
+        "rounds": [],
+        "milliseconds": dict.fromkeys((*PHASES, "total", "processor")),
+    }
+
+
+def _open(variant: Variant, task: Task, place: Place, material: Material) -> Contender:
+    if variant.backend is None:
+        rows = material.plain and material.scenario.dtype in ("bfloat16", "float32")
+        if not rows or task.width is not None:
             raise ConfigError(
-                f"compare: an emulation needs CPU tensors, got {variant.label!r} on ranks with GPUs. Leave it out, or "
-                "hide the GPUs: CUDA_VISIBLE_DEVICES=."
+                f"compare: {variant.label} needs float32 or bfloat16, tokens that each name top_k different experts, "
+                "no padding rows, and experts that cost nothing. Leave it out, or use another --dtype, --routing or "
+                "--trace, no --expert-width and no spare_experts_per_rank."
             )
-        if variant.backend is None and not (material.plain and material.scenario.dtype in ("bfloat16", "float32")):
-            raise ConfigError(
-                f"compare: {variant.label} needs float32 or bfloat16, and tokens that each name top_k different "
-                "experts, without padding rows. Leave it out, or use another --dtype, --routing or --trace."
-            )
-        with noting(runner.name):
-            runner.opened = variant.open(task.config, material.room, place)
-    except MoEDispatchError as refusal:
-        runner.note(refused=str(refusal))
-    return runner
-
-
-def _hold_against_reference(step: Step, runners: Sequence[Runner], place: Place) -> None:
-    """Run one batch through every contender, and keep the largest differences so far."""
-    expected = _summed(step.expected(), place)
-    first: dict[str, Tensor] | None = None
-    for runner in runners:
-        if runner.result.refused is not None:
-            continue
-        try:
-            with noting(runner.name):
-                found = _summed(_results(runner.contender, step, place), place)
-        except MoEDispatchError as refusal:  # all ranks raise it
-            runner.note(refused=str(refusal))
-            runner.contender.close()
-            continue
-        first, result, dispatcher = first or found, runner.result, runner.dispatcher
-        runner.note(
-            from_reference=_largest(result.from_reference, found, expected),
-            from_first=_largest(result.from_first, found, first),
+    elif variant.backend.emulated and place.device.type != "cpu":
+        raise ConfigError(
+            f"compare: an emulation needs CPU tensors, got {variant.label!r} on ranks with GPUs. Leave it out, or "
+            "hide the GPUs: CUDA_VISIBLE_DEVICES=."
         )
-        if dispatcher is not None and dispatcher.config.on_overflow == "drop" and dispatcher.config.graph_safe:
-            runner.note(dropped=result.dropped or dispatcher.check().overflowed)
+    return variant.open(task.config, material.room, place)
+
+
+def hold_against_reference(
+    step: Step, opened: dict[int, Contender], outcomes: list[Outcome], variants: Sequence[Variant], place: Place
+) -> None:
+    """Run one batch through every contender, and note the largest differences so far in its outcome.
+
+    Args:
+        step: Batch.
+        opened: Contenders by index of their variant. One that raises an error of this library is closed and left out.
+        outcomes: Outcome of each variant on this rank.
+        variants: Variants.
+        place: Place of this rank.
+    """
+    expected, first = _summed(step.expected(), place), None
+    for index, contender in [*opened.items()]:
+        outcome = outcomes[index]
+        try:
+            with noting(variants[index].name):
+                found = _summed(_results(contender, step, place), place)
+        except MoEDispatchError as refusal:  # all ranks raise it
+            outcome["refused"] = str(refusal)
+            opened.pop(index).close()
+            continue
+        first = first or found
+        for kind, other in (("from_reference", expected), ("from_first", first)):
+            for name, largest in outcome[kind].items():
+                outcome[kind][name] = max(largest, relative_difference(found[name], other[name]))
+        dispatcher = contender.dispatcher
+        if dispatcher is not None and dispatcher.config.graph_safe and dispatcher.config.on_overflow == "drop":
+            outcome["dropped"] = outcome["dropped"] or dispatcher.check().overflowed
 
 
 def _results(contender: Contender, step: Step, place: Place) -> dict[str, Tensor]:
@@ -283,10 +297,6 @@ def _summed(results: dict[str, Tensor], place: Place) -> dict[str, Tensor]:
     return {**results, "experts": place.sum(results["experts"].double().to(place.device)).cpu()}
 
 
-def _largest(so_far: dict[str, float], found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    return {name: max(so_far.get(name, 0.0), relative_difference(found[name], expected[name])) for name in QUANTITIES}
-
-
 def relative_difference(got: Tensor, expected: Tensor) -> float:
     """Return the largest difference, divided by the largest expected value unless this is 0; infinite for a NaN."""
     if got.numel() == 0:
@@ -295,43 +305,43 @@ def relative_difference(got: Tensor, expected: Tensor) -> float:
     return float(difference) / (float(expected.double().abs().max()) or 1.0)
 
 
-def _count(runner: Runner, steps: Sequence[Step], place: Place, reopen: Callable[[], Contender]) -> None:
+def _count(
+    contender: Contender, steps: Sequence[Step], place: Place, reopen: Callable[[], Contender], *, emulated: bool
+) -> Outcome:
     """Count rows, bytes and padding of all steps, and host syncs and memory of the first step. This also warms up."""
-    contender, dispatcher, sums = runner.contender, runner.dispatcher, torch.zeros(len(PHASES), dtype=torch.float64)
+    dispatcher = contender.dispatcher
     before = dispatcher.metrics(gather=True) if dispatcher else None
+    sums, received = torch.zeros(len(PHASES), dtype=torch.float64), []
     for step in steps:
         call, marks = step.call(place.device), list[int]()
         contender.prepare(call)
         with count_collectives() as collectives:
             run_layer(contender, call, lambda: marks.append(collectives.nbytes))  # noqa: B023 - called at once
         sums += torch.tensor(marks, dtype=torch.float64).diff()
-        if isinstance(contender, Ours):
-            runner.rows.append(int(contender.received_L.sum()))
-    runner.nbytes = (sums / len(steps)).tolist()
+        received.append(int(contender.counts_L.sum()))
+    found: Outcome = {"received": received}
+    if dispatcher is None or "emulate" not in type(dispatcher._channel.options).model_fields:
+        found["bytes_sent"] = dict(zip(PHASES, (sums / len(steps)).tolist(), strict=True))
     if dispatcher is not None and before is not None:
-        after = dispatcher.metrics(gather=True)
-        copied = [metrics.bytes_sent.get("weights", 0) for metrics in (before, after)]
-        runner.copied_bytes = (copied[1] - copied[0]) / len(steps)
-        causes = {cause: (rows - before.rows_padded[cause]) / len(steps) for cause, rows in after.rows_padded.items()}
-        runner.note(rows_padded=causes)
+        after = dispatcher.metrics(gather=True).rows_padded
+        found["rows_padded"] = {cause: (rows - before.rows_padded[cause]) / len(steps) for cause, rows in after.items()}
     call = steps[0].call(place.device)
     contender.prepare(call)
     if place.rank == 0:
         with count_host_syncs() as reads:
             run_layer(contender, call, lambda: None)
-        runner.note(host_syncs=len(reads))
+        found["host_syncs"] = None if emulated else len(reads)
     else:
         run_layer(contender, call, lambda: None)
-    if not runner.result.emulated:
 
-        def live() -> None:
-            fresh = reopen()
-            for _ in range(2):  # the second run can reuse buffers
-                fresh.prepare(call)
-                run_layer(fresh, call, lambda: None)
-            fresh.close()
+    def live() -> None:
+        fresh = reopen()
+        for _ in range(2):  # the second run can reuse buffers
+            fresh.prepare(call)
+            run_layer(fresh, call, lambda: None)
+        fresh.close()
 
-        runner.note(peak_bytes=peak_bytes(live, place.device))
+    return found if emulated else found | {"peak_bytes": peak_bytes(live, place.device)}
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
@@ -361,17 +371,19 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     return peak - left
 
 
-def clock(place: Place) -> float:
-    """Return seconds during which this rank was busy: processor time on CPUs, which ranks share, else elapsed time."""
-    return time.process_time() if place.device.type == "cpu" else time.perf_counter()
+def _row_dtypes(contender: Contender, dtype: torch.dtype, ranks: int) -> str:
+    """Return the names of the dtypes of the rows on the wire. They do not depend on the number of rows."""
+    if contender.dispatcher is None:
+        return dtype_names([dtype])
+    counts: dict[str, Any] = dict.fromkeys((part.name for part in fields(Volume)), torch.zeros(ranks))
+    leg = Volume(**{**counts, "legs": None})
+    shape = shape_of(contender.dispatcher.config, ranks)
+    wire = contender.dispatcher._channel.options.wire_bytes(shape, replace(leg, legs=(leg, leg)), dtype)
+    return dtype_names(() if wire is None else wire.row_dtypes)
 
 
-def _time(contender: Contender, call: Call, place: Place, *, full: bool = False) -> tuple[list[float], float]:
-    """Time one call on this rank. All ranks start together.
-
-    Returns:
-        Seconds of the phases in ``PHASES`` and processor seconds, and busy seconds.
-    """
+def _time(contender: Contender, call: Call, place: Place) -> list[float]:
+    """Return milliseconds of the phases on this rank, and processor milliseconds. All ranks start together."""
     marks: list[float] = []
 
     def mark() -> None:
@@ -381,120 +393,43 @@ def _time(contender: Contender, call: Call, place: Place, *, full: bool = False)
 
     contender.prepare(call)
     place.sum(torch.zeros(1, device=place.device))
-    processor, busy = time.process_time(), clock(place)
-    run_layer(contender, call, mark, full=full)
-    phases = [end - start for start, end in pairwise(marks)]
-    return [*phases, time.process_time() - processor], clock(place) - busy
+    processor = time.process_time()
+    run_layer(contender, call, mark)
+    return [1e3 * (end - start) for start, end in (*pairwise(marks), (processor, time.process_time()))]
 
 
-def _join_ranks(runner: Runner, of_ranks: Sequence[Any], dtype: torch.dtype, ranks: int) -> None:
-    """Join what the ranks found: the sum of the bytes, the slowest rank of each round, the largest of the rest."""
-    reference, first, syncs, peaks, nbytes, rounds, *_ = zip(*of_ranks, strict=True)
-    backend, emulated, dispatcher = runner.variant.backend, runner.result.emulated, runner.dispatcher
-    slowest = (max(of_round, key=lambda one: sum(one[:-1])) for of_round in zip(*rounds, strict=True))
-    counted = backend is None or "emulate" not in backend.load().model_fields
-    runner.note(
-        from_reference={name: max(of_rank[name] for of_rank in reference) for name in QUANTITIES},
-        from_first={name: max(of_rank[name] for of_rank in first) for name in QUANTITIES},
-        host_syncs=None if emulated else syncs[0],
-        peak_bytes=None if emulated else max(peaks),
-        bytes_sent=dict(zip(PHASES, map(sum, zip(*nbytes, strict=True)), strict=True)) if counted else None,
-        starts=() if emulated else (tuple(tuple(1e3 * seconds for seconds in one) for one in slowest),),
-        row_dtypes=str(dtype).removeprefix("torch.")
-        if dispatcher is None
-        else _row_dtypes(dispatcher.config, dtype, ranks),
-    )
+def _joined(of_ranks: Sequence[Outcome], tolerance: float) -> Outcome:
+    """Join the outcomes of a variant on all ranks."""
+    found: Outcome = dict(of_ranks[0])
+    received = [[*rows] for rows in zip(*(one["received"] for one in of_ranks), strict=True)]
+    del found["received"]
+    if any(map(any, received)):
+        found["peak_rows"] = max(map(max, received))
+        found["imbalance"] = mean(max(rows) / max(mean(rows), 1) for rows in received)
+    largest = {
+        kind: {name: max(one[kind][name] for one in of_ranks) for name in QUANTITIES}
+        for kind in ("from_reference", "from_first")
+    }
+    found["agrees"] = bool(found["dropped"]) or max(largest["from_reference"].values()) <= tolerance
+    for kind, values in largest.items():
+        found[kind] = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    if found["bytes_sent"]:
+        found["bytes_sent"] = {phase: sum(one["bytes_sent"][phase] for one in of_ranks) for phase in PHASES}
+    if found["peak_bytes"] is not None:
+        found["peak_bytes"] = max(one["peak_bytes"] for one in of_ranks)
+    if found["rounds"]:
+        rounds = [*zip(*(one["rounds"] for one in of_ranks), strict=True)]
+        slowest = [max((one[:-1] for one in ranks), key=sum) for ranks in rounds]
+        found["rounds"] = [[*one, max(rank[-1] for rank in ranks)] for one, ranks in zip(slowest, rounds, strict=True)]
+        *phases, processor = map(median, zip(*found["rounds"], strict=True))
+        numbers = (*phases, median(_totals(found)), processor)
+        found["milliseconds"] = dict(zip(found["milliseconds"], numbers, strict=True))
+    return found
 
 
-def _row_dtypes(config: DispatcherConfig, dtype: torch.dtype, ranks: int) -> str:
-    """Return the names of the dtypes of the rows on the wire. They do not depend on the number of rows."""
-    names = [part.name for part in fields(Volume) if part.name != "legs"]
-    counts: dict[str, Any] = dict.fromkeys(names, torch.zeros(ranks, dtype=torch.float64))
-    leg = Volume(**counts)
-    options = config.backend_options
-    wire = (
-        None if options is None else options.wire_bytes(shape_of(config, ranks), replace(leg, legs=(leg, leg)), dtype)
-    )
-    return dtype_names(() if wire is None else wire.row_dtypes)
+def _totals(outcome: Outcome) -> list[float]:
+    return [sum(one[:-1]) for one in outcome["rounds"]]
 
 
-def _measure_loads(
-    runners: Sequence[Runner], found: Sequence[Any], task: Task, dtype: torch.dtype, place: Place
-) -> float | None:
-    """Note the loads of the ranks, and return the FLOP of the experts in the time of one byte. Collective.
-
-    Balanced variants are compared with the first one that is not. Without such a variant there is no break-even.
-    """
-    weights = 3 * task.config.hidden_size * (task.width or 0)
-    speed, plain, base = None, None, None
-    for runner, of_ranks in zip(runners, found, strict=True):
-        busy, rows = ([rank[index] for rank in of_ranks] for index in (6, 7))
-        rows_CP = list(zip(*rows, strict=True))
-        load = Load(
-            imbalance=mean(max(rows_P) / max(mean(rows_P), 1) for rows_P in rows_CP),
-            peak_rows=max(map(max, rows_CP)),
-            copied_bytes=runner.copied_bytes,
-        )
-        if not runner.result.emulated:
-            slowest = [[max(pair[side] for pair in one) for one in zip(*busy, strict=True)] for side in (0, 1)]
-            times = (median(slowest[0]), median(slowest[1]))
-            base, even = base or times[1], None
-            assert runner.dispatcher is not None
-            if runner.dispatcher.config.balance is None:
-                if plain is None:
-                    plain = times
-                    peak = mean(map(max, rows_CP))
-                    speed = flop_per_byte(
-                        times, peak, weights, _seconds_per_byte(runner.dispatcher, dtype, weights, place)
-                    )
-            elif plain is not None:
-                even = break_even(plain, times, mean(map(sum, rows_CP)) / task.config.num_experts)
-            load = replace(load, busiest_ms=1e3 * times[1], busiest_ratio=times[1] / base, break_even=even)
-        runner.note(load=load)
-    return speed
-
-
-def flop_per_byte(plain: tuple[float, float], peak_rows: float, weights: int, byte_seconds: float) -> float | None:
-    """Return the FLOP of the experts in the time of one byte between ranks; None if the experts took no time.
-
-    Args:
-        plain: Seconds of a step without balancing: around experts that cost nothing, and with experts.
-        peak_rows: Rows of the busiest rank.
-        weights: Number of weights of an expert.
-        byte_seconds: Seconds of a byte.
-    """
-    free, full = plain
-    return _FLOP_PER_WEIGHT * weights * peak_rows / (full - free) * byte_seconds if full > free else None
-
-
-def break_even(plain: tuple[float, float], balanced: tuple[float, float], tokens_per_expert: float) -> float | None:
-    """Return the tokens per expert from which balancing saves time; None if it saves none with any number.
-
-    The time of experts is taken as proportional to the tokens. Everything else that balancing adds is taken as fixed:
-    the exchange of counts, the planner, and the weights with their gradients.
-
-    Args:
-        plain: Seconds of a step without balancing: around experts that cost nothing, and with experts.
-        balanced: The same with balancing, of the same steps.
-        tokens_per_expert: Rows at experts divided by the number of experts, in these steps.
-    """
-    saved = (plain[1] - plain[0]) - (balanced[1] - balanced[0])
-    return tokens_per_expert * max(balanced[0] - plain[0], 0.0) / saved if saved > 0 else None
-
-
-def _seconds_per_byte(dispatcher: Dispatcher, dtype: torch.dtype, numbers: int, place: Place) -> float:
-    """Measure how long a byte takes to the other ranks, on the slowest rank. Each rank sends each ``numbers``."""
-    link, size, found = dispatcher._channel.communicator, place.size, []
-    sent = torch.zeros(size, numbers, dtype=dtype, device=place.device)
-    for _ in range(1 + _EXCHANGES):
-        place.sum(torch.zeros(1, device=place.device))
-        started = clock(place)
-        work = link.all_to_all(torch.empty_like(sent), sent, [1] * size, [1] * size, label="compare")
-        if work is not None:
-            work.wait()
-        if place.device.type == "cuda":
-            torch.cuda.synchronize(place.device)
-        found.append(clock(place) - started)
-    mine = median(found[1:]) / max(sent[1:].nbytes, 1)
-    everyone: list[float] = Communicator(place.control or place.group).gather_json(mine, label="compare")
-    return max(everyone)
+def _quartiles(values: list[float]) -> list[float]:
+    return quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3

@@ -67,7 +67,7 @@ def replayed(path: Path, config: DispatcherConfig, *, ranks: int, steps: int) ->
 
 def recorded_batch(scenario: Scenario, part: Part, step: int, rank: int) -> Batch:
     """Draw rows and upstream gradients for the recorded ids and weights of the tokens of a rank."""
-    generator = torch.Generator().manual_seed(scenario.seed * 10_000_019 + step * 10_007 + rank)
+    generator = torch.Generator().manual_seed(step * 10_007 + rank)
     real_T = real_rows(part)
     ids_TK, weights_TK = part.routing.topk_ids[real_T], part.routing.topk_weights[real_T].double()
     x_TD, upstream_TD = (
@@ -107,7 +107,6 @@ class Workload:
         steps: Number of batches, each with its own tokens and routing. With a trace: number of dispatches.
         dtype: Dtype of the rows.
         routing: Name in ``moe_dispatch_testing.scenario.ROUTINGS``; not used with a trace.
-        seed: Seed of all data.
         trace: File that ``Trace.record`` wrote. Its dispatches decide ids, weights and layouts.
         recorded: Number of dispatches in the trace.
         equal: Whether all ranks have ``tokens`` tokens.
@@ -117,7 +116,6 @@ class Workload:
     steps: int = 3
     dtype: DtypeName = "bfloat16"
     routing: str = "uniform"
-    seed: int = 0
     trace: Path | None = None
     recorded: int = 0
     equal: bool = False
@@ -144,7 +142,6 @@ class Workload:
             pad_multiple=config.pad_multiple_rows,
             weights=config.weights,
             wire_dtype=config.wire_dtype,
-            seed=self.seed,
         )
 
 

@@ -15,7 +15,7 @@ from tests.cli.conftest import Command
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-SHOWN = re.findall(r"^```sh\nmoe-dispatch ([^\n]*)\n```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SHOWN = re.findall(r"^```sh\nmoe-dispatch ([^\n]*)\n```\n[^`]*?```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 # So few that they take seconds, and all kinds of excuses are among them, more than once.
 FEW = ("skewed", "wire_bfloat16", "wire_float8", "skewed_graph_safe", "balanced_graph_safe")
 
@@ -34,7 +34,8 @@ def test_output_on_the_page(arguments: str, output: str, command: Command, monke
     monkeypatch.chdir(ROOT)
     answer = command(*shlex.split(arguments))
     assert answer.status == 0
-    assert without_numbers(answer.out) == without_numbers(output)
+    pattern = ".*".join(re.escape(without_numbers(part)) for part in output.split("[...]"))
+    assert re.fullmatch(pattern, without_numbers(answer.out)), without_numbers(answer.out)
 
 
 def test_page_shows_every_command() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.backends import known_backends
+from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
 from moe_dispatch_testing.reference import reference
 from moe_dispatch_tools.compare import measurement, peers, workload
@@ -24,13 +25,6 @@ from tests.cli.conftest import Command
 from tests.cli.test_command import start
 
 FIELDS: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "pad_multiple": 16}
-KEYS = "format agree machine ranks transport rounds notes config cases"
-MACHINE_KEYS = "date|processor|cores|gpus|ranks on|system|packages|allocator"
-CASE_KEYS = "case tolerance tokens steps dtype routing trace tokens_per_expert flop_per_byte outcomes"
-OUTCOME_KEYS = """
-    backend mode refused emulated dropped from_reference from_first bytes_sent row_dtypes rows_padded host_syncs
-    peak_bytes starts load agrees milliseconds time_ratio ratio_interval overhead_ms
-"""
 PHASES = ["dispatch", "experts", "combine", "backward"]
 
 
@@ -60,24 +54,20 @@ def outcome(report: dict[str, Any], backend: str, mode: str = "eager") -> dict[s
     return dict(found)
 
 
-def test_json_has_its_keys(command: Command, config: str) -> None:
+def test_json_has_numbers_by_quantity_and_phase(command: Command, config: str) -> None:
     report = compared(command, "-b", "alltoall", config)
-    assert list(report) == KEYS.split()
-    assert list(report["machine"]) == MACHINE_KEYS.split("|")
     (case,) = report["cases"]
-    assert list(case) == CASE_KEYS.split()
-    assert [list(one) for one in case["outcomes"]] == [OUTCOME_KEYS.split()] * 2
     one = case["outcomes"][0]
     assert list(one["from_reference"]) == ["y", "x", "weights", "experts"]
     assert list(one["bytes_sent"]) == PHASES
     assert list(one["milliseconds"]) == [*PHASES, "total", "processor"]
-    assert [len(start) for start in one["starts"]] == [10]
-    assert (case["tokens"], report["transport"], case["tolerance"]) == ([16, 14], "gloo", 2e-2)
+    assert (len(one["rounds"]), one["milliseconds"]["total"] > 0) == (10, True)
+    assert (case["tokens"], case["transport"], case["tolerance"]) == ([16, 14], "gloo", 2e-2)
 
 
 def test_backends_agree_in_both_modes(command: Command, config: str) -> None:
     report = compared(command, "-b", "alltoall,allgather", config, "--dtype", "float32")
-    assert report["agree"]
+    assert report["cases"][0]["agree"]
     outcomes = report["cases"][0]["outcomes"]
     assert [(one["backend"], one["mode"]) for one in outcomes] == [
         (backend, mode) for backend in ("alltoall", "allgather") for mode in MODES
@@ -86,8 +76,8 @@ def test_backends_agree_in_both_modes(command: Command, config: str) -> None:
         assert one["agrees"]
         assert 0 < max(one["from_reference"].values()) < 2e-6
     assert set(outcome(report, "alltoall")["from_first"].values()) == {0.0}
-    assert outcome(report, "alltoall")["time_ratio"] == 1.0
-    assert outcome(report, "allgather")["time_ratio"] > 0
+    assert outcome(report, "alltoall")["ratio"] == [1.0] * 3
+    assert 0 < outcome(report, "allgather")["ratio"][1] <= outcome(report, "allgather")["ratio"][2]
 
 
 def test_costs_are_those_of_the_backends(command: Command, config: str) -> None:
@@ -145,7 +135,7 @@ def test_backend_that_cannot_run_is_told_and_counts_if_it_was_named(command: Com
     assert outcome(report, "alltoall")["agrees"]
     assert outcome(report, "local")["refused"].startswith("Backend 'local': ep_size must be one of 1, got 2.")
     everything = compared(command, config, "--mode", "eager")
-    assert everything["agree"]
+    assert everything["cases"][0]["agree"]
     assert [one["backend"] for one in everything["cases"][0]["outcomes"]] == known_backends()
     answer = command("compare", "-b", "local", config, "--ranks", "2", "--tokens", "4", "--mode", "eager")
     assert answer.out.endswith("failed not run: local\n")
@@ -164,7 +154,7 @@ def test_dtype_that_a_backend_does_not_carry_is_told(command: Command, config: s
     emulated = outcome(compared(command, *arguments), arguments[1])
     assert emulated["agrees"]
     assert (emulated["emulated"], emulated["bytes_sent"], emulated["host_syncs"]) == (True, None, None)
-    assert " emulated " in command("compare", *arguments, "--ranks", "2", "--tokens", "4").out
+    assert (emulated["rounds"], emulated["peak_bytes"]) == ([], None)
 
 
 def test_config_is_honoured(command: Command, tmp_path: Path) -> None:
@@ -172,7 +162,7 @@ def test_config_is_honoured(command: Command, tmp_path: Path) -> None:
     report = compared(command, file, "--mode", "eager", "--dtype", "float32")
     assert report["cases"][0]["tokens"] == [16, 16], "equal counts are promised"
     assert (report["config"]["weights"], report["config"]["row_counts"]) == ("experts", "check")
-    assert report["agree"]
+    assert report["cases"][0]["agree"]
     (variant,) = make_task(Path(file), None, "eager", (Workload(),)).variants
     assert variant.backend is not None
     assert variant.backend.options == {"reduction": "exact"}
@@ -182,7 +172,7 @@ def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: P
     room = {"graph_safe": True, "max_tokens_per_rank": 4, "capacity_factor": 0.5, "on_overflow": "drop"}
     file = written(tmp_path, **room)
     report = compared(command, "-b", "alltoall", file, "--routing", "skewed")
-    assert report["agree"], "nothing is dropped"
+    assert report["cases"][0]["agree"], "nothing is dropped"
     notes = [
         'graph-safe mode runs with capacity_factor "worst" instead of 0.5, because dropped rows would change the '
         "results",
@@ -199,7 +189,7 @@ def test_tolerance_of_the_command_line(command: Command, config: str, tolerance:
     """Of bfloat16, whose own is between."""
     report = compared(command, "-b", "alltoall", config, "--mode", "eager", "--tolerance", tolerance, status=status)
     assert report["cases"][0]["tolerance"] == float(tolerance)
-    assert report["agree"] == (status == 0)
+    assert report["cases"][0]["agree"] == (status == 0)
 
 
 def test_emulation_is_refused_where_ranks_have_gpus() -> None:
@@ -208,15 +198,12 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
     variant = Variant(label=backend.label, backend=backend, mode="eager")
     task = Task(config=DispatcherConfig(**FIELDS), variants=(variant,), workloads=(Workload(),))
     material = make_material(Workload(), task.config, rank=0, ranks=2)
-    refused = measurement._open(
-        variant, task, Place(device=torch.device("cuda"), group=cast(Any, None)), material
-    ).result.refused
-    assert refused is not None
-    assert re.match(
+    told = (
         r"compare: an emulation needs CPU tensors, got 'hybridep\+emulate=true' on ranks with GPUs\. Leave it out, or "
-        r"hide the GPUs: CUDA_VISIBLE_DEVICES=\.$",
-        refused,
+        r"hide the GPUs: CUDA_VISIBLE_DEVICES=\.$"
     )
+    with pytest.raises(ConfigError, match=told):
+        measurement._open(variant, task, Place(device=torch.device("cuda"), group=cast(Any, None)), material)
 
 
 @pytest.mark.parametrize(
@@ -231,9 +218,8 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
         (["-b", "alltoall+capacity_factor=0"], "capacity_factor"),
         (["-b", "alltoall,transformers"], "The peer 'transformers' is not installed: no transformers. In "),
         (["--tokens", "64,-1"], "--tokens must be whole numbers with commas between, got '64,-1'. Write"),
-        (["--picture", "compare.jpg"], "--picture must end in .png or .svg, got 'compare.jpg'. Name the file"),
-        (["--save", "nowhere/now.json"], "--save must be a file in a folder that can be written, got 'nowhere/"),
-        (["--against", "nowhere.json"], "--against must be a file that compare --save wrote, got 'nowhere.json' .No"),
+        (["--picture", "compare.jpg"], "--picture must be .*, and end in .png or .svg, got 'compare.jpg'. Name"),
+        (["--picture", "nowhere/now.png"], "--picture must be a file in a folder that can be written, .*'nowhere/"),
     ],
 )
 def test_wrong_requests_are_refused(
