@@ -16,7 +16,7 @@ a dispatcher is built   ``lease_channel``
 between steps           ``overflow`` (check, grow, retry), ``read_metrics``, ``run_self_test``
 data, not rows          ``broadcast_layout``; ``RoutingTable.gathered`` and calls with ``group=``; ``Trace.record``
 a slice of the batch    ``integrations/transformers/batch_slice.py``
-deep_ep, not its rows   ``HybridDriver.close``; opening ``ElasticDriver``
+deep_ep, not its rows   ``HybridEP.close``; opening ``ElasticDeepEP``
 ======================  ===========================================================================================
 """
 

@@ -122,6 +122,7 @@ def test_config_fields() -> None:
         "expand",
         "allocate_on_comm_stream",
         "ranks_per_node",
+        "gin_within_node",
         "emulate",
     ]
     assert list(HybridEPOptions.model_fields) == [

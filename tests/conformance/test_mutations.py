@@ -20,10 +20,10 @@ from moe_dispatch.backends.alltoall.fixed import FixedAllToAll
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.deep_ep import hybridep
 from moe_dispatch.backends.deep_ep.buffers import Handle
-from moe_dispatch.backends.deep_ep.deepep import DeepEPRoute
-from moe_dispatch.backends.deep_ep.hybrid_driver import HybridDriver
-from moe_dispatch.backends.deep_ep.hybridep import HybridEP, HybridRoute
-from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
+from moe_dispatch.backends.deep_ep.deepep_v1 import NormalDeepEP
+from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
+from moe_dispatch.backends.deep_ep.hybridep import HybridEP
+from moe_dispatch.backends.deep_ep.rank_rows import DeepEPRoute
 from moe_dispatch.dispatchers import autograd, dispatcher
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
@@ -38,7 +38,7 @@ Patch = pytest.MonkeyPatch
 
 
 # Each of these routes applies the weights in its own way.
-ROUTES = (AllToAllRoute, DeepEPRoute, HybridRoute)
+ROUTES = (AllToAllRoute, DeepEPRoute, ExpertMajorRoute)
 
 
 def padding_trimmed_from_the_front(patch: Patch) -> None:
@@ -263,15 +263,15 @@ def float32_sums_for_float64_rows(patch: Patch) -> None:
 
 def handle_of_another_call(patch: Patch) -> None:
     """Pass the handle of the first combine to every later one."""
-    for cls in (NormalDriver, HybridDriver):
+    for cls in (NormalDeepEP, HybridEP):
         patch.setattr(cls, "combine", _with_the_first_handle(cls.combine))
 
 
 def _with_the_first_handle(combine: Any) -> Any:
     first: dict[int, Handle] = {}
 
-    def swapped(driver: Any, rows: Tensor, values: Tensor | None, handle: Handle) -> Any:
-        return combine(driver, rows, values, first.setdefault(id(driver), handle))
+    def swapped(backend: Any, rows: Tensor, values: Tensor | None, handle: Handle, **more: Any) -> Any:
+        return combine(backend, rows, values, handle=first.setdefault(id(backend), handle), **more)
 
     return swapped
 
@@ -299,13 +299,13 @@ def zero_weights_taken_for_padding(patch: Patch) -> None:
 
 
 def gradient_of_weights_of_another_slot(patch: Patch) -> None:
-    backward = HybridRoute.dispatch_backward
+    backward = ExpertMajorRoute.dispatch_backward
 
-    def rolled(route: HybridRoute, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
+    def rolled(route: ExpertMajorRoute, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
         grad_TD, grad_TK = backward(route, grad_RD, grad_R)
         return grad_TD, None if grad_TK is None else grad_TK.roll(1, 1)
 
-    patch.setattr(HybridRoute, "dispatch_backward", rolled)
+    patch.setattr(ExpertMajorRoute, "dispatch_backward", rolled)
 
 
 DEEPEP: BackendSpec = {"name": "deepep", "emulate": "v1.2.1"}

@@ -11,9 +11,9 @@ import torch
 
 from moe_dispatch import Routing, Rows, build_dispatcher
 from moe_dispatch.backends import Sizes
-from moe_dispatch.backends.deep_ep.buffers import BufferPool
-from moe_dispatch.backends.deep_ep.deepep import DeepEP
-from moe_dispatch.backends.deep_ep.hybridep import HybridEP
+from moe_dispatch.backends.base import BackendContext, MoEShape
+from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
+from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import InputError, PeerError
 from moe_dispatch_testing.emulation import EmulatedHang, emulated_deep_ep
 from tests.deep_ep_backends.vendors import (
@@ -23,10 +23,10 @@ from tests.deep_ep_backends.vendors import (
     V1,
     V2,
     V25,
+    backend_of,
     config,
     identity,
     names,
-    pool_of,
     rank_of,
 )
 from tests.dispatchers.layer import Group, on_ranks, outcomes, raises_everywhere, random_routing
@@ -51,9 +51,9 @@ def test_v1_takes_the_hints_and_across_nodes_a_queue_for_every_multiprocessor(
         backend = {**V1, "ranks_per_node": 8, "num_sms": 32}
         dispatcher = build_dispatcher(config(backend, num_experts=16), group)
         identity(dispatcher, 2 + rank_of(group))
-        driver = dispatcher._channel.backend.driver  # type: ignore[attr-defined]
+        backend_of_rank: Any = backend_of(dispatcher)
         dispatcher.close()
-        return [driver._dispatch_config, driver._combine_config]
+        return [backend_of_rank._dispatch_config, backend_of_rank._combine_config]
 
     configs = on_ranks(body, size)[0]
     ((nvl_bytes, rdma_bytes, queues),) = set(found)
@@ -86,7 +86,7 @@ def test_buffers_grow_by_what_the_ranks_agreed_on(backend: dict[str, Any]) -> No
         early = dispatcher.dispatch(x, Routing(torch.tensor([[0, 7]] * 3), torch.ones(3, 2)))
         for rows in (3, 600, 5, 1300):
             identity(dispatcher, rows if rank_of(group) == 1 else 3)
-            sizes.append(pool_of(dispatcher).rows)
+            sizes.append(backend_of(dispatcher).rows)
         dispatcher.combine(early.rows, early).sum().backward()
         assert x.grad is not None
         assert bool((x.grad == 2).all())
@@ -100,9 +100,9 @@ def test_buffers_grow_by_what_the_ranks_agreed_on(backend: dict[str, Any]) -> No
 def test_a_known_maximum_is_reserved_when_the_channel_opens(backend: dict[str, Any]) -> None:
     def body(group: Group) -> int:
         dispatcher = build_dispatcher(config(backend, max_tokens_per_rank=700), group)
-        opened = pool_of(dispatcher).rows
+        opened = backend_of(dispatcher).rows
         identity(dispatcher, 700)
-        assert pool_of(dispatcher).rows == opened
+        assert backend_of(dispatcher).rows == opened
         with pytest.raises(InputError, match=r"at most max_tokens_per_rank \(700\) rows per rank, got 701"):
             dispatcher.plan(Rows(), like=torch.ones(701, 256))
         dispatcher.close()
@@ -117,18 +117,17 @@ def test_a_buffer_that_grows_on_one_rank_alone_is_seen(
     backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planted bug: a rank decides from a count of its own. The real library would wait for ever."""
-    cls = DeepEP if backend is V2 else HybridEP
-    original = cls.reserve
+    original = LibraryBackend.reserve
 
     def by_its_own_count(self: Any, sizes: Sizes) -> None:
         mine = 2000 if self.context.communicator.rank == 1 else 3
         original(self, Sizes(padded_rows=mine, group_max_rows=mine))
 
-    monkeypatch.setattr(cls, "reserve", by_its_own_count)
+    monkeypatch.setattr(LibraryBackend, "reserve", by_its_own_count)
 
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(config(backend), group)
-        pool_of(dispatcher).reserve(3)
+        original(backend_of(dispatcher), Sizes(group_max_rows=3))
         identity(dispatcher, 3)
 
     results = outcomes(body, 2, seconds=3)
@@ -144,7 +143,7 @@ def test_buffers_are_no_larger_than_rows_can_be() -> None:
         for fields in known:
             dispatcher = build_dispatcher(config({**HYBRID, "ranks_per_domain": 1}, **fields), group)
             identity(dispatcher, 17000 if rank_of(group) == 1 else 5)
-            found.append(pool_of(dispatcher).rows)
+            found.append(backend_of(dispatcher).rows)
             dispatcher.close()
         return found
 
@@ -163,13 +162,23 @@ def test_a_buffer_that_refuses_to_go_does_not_keep_the_others() -> None:
             if self.rows == 1024:
                 raise RuntimeError("not now")
 
-    pool = BufferPool("deepep", Buffer, most_rows=None)
-    pool.reserve(1)
-    pool.reserve(1000)
+    class Backend(LibraryBackend):
+        name = "deepep"
+
+        def make(self, rows: int) -> Buffer:
+            return Buffer(rows)
+
+        def dispatch(self, *call: Any) -> Any:
+            raise NotImplementedError
+
+    shape = MoEShape(num_experts=8, top_k=2, hidden_size=16, ep_size=1, pad_multiple=1)
+    backend = Backend(BackendContext(shape=shape, communicator=Communicator(None)))
+    backend.reserve(Sizes(group_max_rows=1))
+    backend.reserve(Sizes(group_max_rows=1000))
     with pytest.raises(RuntimeError, match="not now"):
-        pool.close()
+        backend.close()
     assert sorted(gone) == [512, 1024]
-    pool.close()
+    backend.close()
     assert len(gone) == 2
 
 
@@ -189,14 +198,14 @@ def test_a_mark_reaches_peers_before_they_make_buffers() -> None:
 
 @pytest.mark.parametrize("backend", ALL, ids=names)
 def test_a_rank_without_room_keeps_its_own_error(backend: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = BufferPool.reserve
+    original = LibraryBackend.reserve
 
-    def reserve(self: BufferPool, rows: int) -> None:
+    def reserve(self: LibraryBackend, sizes: Sizes) -> None:
         if threading.current_thread().name == "rank-1":
             raise MemoryError("no room on this rank")
-        original(self, rows)
+        original(self, sizes)
 
-    monkeypatch.setattr(BufferPool, "reserve", reserve)
+    monkeypatch.setattr(LibraryBackend, "reserve", reserve)
     results = outcomes(lambda group: build_dispatcher(config(backend, max_tokens_per_rank=64), group), 2, seconds=3)
     assert isinstance(results[1], MemoryError)
     assert isinstance(results[0], Exception)

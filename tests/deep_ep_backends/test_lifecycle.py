@@ -14,16 +14,16 @@ import torch
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.deep_ep import library
-from moe_dispatch.backends.deep_ep.normal_driver import NormalDriver
+from moe_dispatch.backends.deep_ep.deepep_v1 import NormalDeepEP
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from tests.deep_ep_backends.vendors import (
     ALL,
     HYBRID,
     V1,
+    backend_of,
     config,
     identity,
     names,
-    pool_of,
     rank_of,
 )
 from tests.dispatchers.layer import Group, on_ranks, random_routing
@@ -65,13 +65,13 @@ def test_two_dispatchers_of_different_sizes_side_by_side(backend: dict[str, Any]
 
 def test_the_last_of_a_channel_frees_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[int] = []
-    original = NormalDriver.close
+    original = NormalDeepEP.close
 
-    def close(self: NormalDriver) -> None:
+    def close(self: NormalDeepEP) -> None:
         freed.append(1)
         original(self)
 
-    monkeypatch.setattr(NormalDriver, "close", close)
+    monkeypatch.setattr(NormalDeepEP, "close", close)
 
     def body(group: Group) -> None:
         one, two = (build_dispatcher(config(V1), group) for _ in range(2))
@@ -96,7 +96,7 @@ def test_collected_without_close_says_so_and_leaves_the_buffers(caplog: pytest.L
     def watching(group: Group) -> None:
         dispatcher = build_dispatcher(config(HYBRID, top_k=3), group)
         dispatcher.plan(like=torch.ones(3, 256))
-        alive.append(weakref.ref(pool_of(dispatcher).current.buffer))
+        alive.append(weakref.ref(backend_of(dispatcher).buffer()))
 
     on_ranks(body, 2)
     on_ranks(watching, 2)

@@ -85,8 +85,24 @@ def test_an_import_that_raises(code: str, told: str, package: Callable[[str], No
 
 
 @pytest.fixture
-def installed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A module in place of the installed deep_ep."""
+def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Put a CUDA toolkit of some version in the place of the installed one."""
+
+    def put(version: str) -> Path:
+        nvcc = tmp_path / version / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.0'\n")
+        nvcc.chmod(0o755)
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / version))
+        return nvcc
+
+    return put
+
+
+@pytest.fixture
+def installed(hopper: None, toolkit: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A module in place of the installed deep_ep, beside a CUDA toolkit that every release takes."""
+    toolkit("13.1")
 
     def put(**names: Any) -> None:
         module = ModuleType("deep_ep")
@@ -103,7 +119,7 @@ def test_the_variant_is_told_by_attributes(installed: Install, monkeypatch: pyte
     assert "has no HybridEPBuffer: it is not built from the branch hybrid-ep" in reason(HybridEPOptions)
     installed(Buffer=v1.Buffer, ElasticBuffer=v2.ElasticBuffer, __version__="2.1.0")
     assert DeepEPOptions().probe() == Usable(version="2.1.0", features=("v2", "compact", "expand"))
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.elastic_driver.loaded_nccl", lambda: (2, 32, 3))
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep_v2.loaded_nccl", lambda: (2, 32, 3))
     installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
     assert DeepEPOptions().probe() == Usable(version="2.5.0", features=("v2.5", "compact", "expand"))
     hybrid = emulated_deep_ep("hybridep-94a9f8f")
@@ -151,7 +167,7 @@ def test_v25_asks_the_nccl_that_is_loaded(
 def test_v25_goes_on_if_the_nccl_cannot_be_asked(
     installed: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.elastic_driver.loaded_nccl", lambda: None)
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep_v2.loaded_nccl", lambda: None)
     installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
     assert isinstance(DeepEPOptions().probe(), Usable)
     assert "needs NCCL 2.32.3 or later; which NCCL is loaded is unknown" in caplog.text
@@ -171,10 +187,35 @@ def test_v25_goes_on_if_the_nccl_cannot_be_asked(
 def test_v25_needs_recent_versions(
     nccl_version: tuple[int, ...], torch_version: str, told: str, installed: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.elastic_driver.loaded_nccl", lambda: nccl_version)
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep_v2.loaded_nccl", lambda: nccl_version)
     monkeypatch.setattr(torch, "__version__", torch_version)
     installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
     assert reason(DeepEPOptions) == f"deep_ep 2.5.0 needs {told}"
+
+
+def test_v25_needs_a_recent_compiler(
+    toolkit: Callable[[str], Path], installed: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles at the first dispatch, so nothing else would say so before."""
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep_v2.loaded_nccl", lambda: (2, 32, 3))
+    installed(EPBuffer=emulated_deep_ep("v2.5.0").EPBuffer, __version__="2.5.0")
+    old = toolkit("12.9")
+    assert reason(DeepEPOptions) == f"deep_ep 2.5.0 needs nvcc 13.1 or later, got 12.9 ({old})"
+    monkeypatch.setenv("EP_JIT_NVCC_COMPILER", str(toolkit("13.2")))
+    monkeypatch.setenv("CUDA_HOME", str(old.parents[1]))
+    assert isinstance(DeepEPOptions().probe(), Usable)
+    monkeypatch.setenv("EP_JIT_NVCC_COMPILER", "/no/nvcc")
+    told = "deep_ep 2.5.0 compiles its kernels with /no/nvcc, which is missing; set CUDA_HOME to a CUDA toolkit"
+    assert reason(DeepEPOptions) == told
+
+
+def test_hybridep_needs_the_compiler_of_its_variable(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library runs "$CUDA_HOME/bin/nvcc", which is "/bin/nvcc" without the variable."""
+    installed(HybridEPBuffer=emulated_deep_ep("hybridep-746").HybridEPBuffer, __version__="1.2")
+    assert isinstance(HybridEPOptions().probe(), Usable)
+    monkeypatch.delenv("CUDA_HOME")
+    told = "deep_ep 1.2 compiles its kernels with /bin/nvcc, which is missing; set CUDA_HOME to a CUDA toolkit"
+    assert reason(HybridEPOptions) == told
 
 
 def test_an_older_v1_is_refused_with_what_it_lacks(installed: Install) -> None:
@@ -223,10 +264,10 @@ def test_whatever_a_probe_stumbles_over_is_a_reason(installed: Install, monkeypa
 
 def test_real_libraries_need_a_group(installed: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     found = library.Library(module=emulated_deep_ep("v2-2.1.0"), version="2.1.0", emulated=False)
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.deepep.find_library", lambda release: found)
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.library.find_library", lambda release: found)
     with pytest.raises(ValueError, match="'deepep' needs a process group, even for one rank, got None"):
         build_dispatcher(DispatcherConfig(backend="deepep", num_experts=8, top_k=2, hidden_size=256))
     found = library.Library(module=emulated_deep_ep("hybridep-94a9f8f"), version="x", emulated=False)
-    monkeypatch.setattr("moe_dispatch.backends.deep_ep.hybridep.find_library", lambda release: found)
+    monkeypatch.setattr("moe_dispatch.backends.deep_ep.library.find_library", lambda release: found)
     with pytest.raises(ValueError, match="'hybridep' needs a process group, even for one rank, got None"):
         build_dispatcher(DispatcherConfig(backend="hybridep", num_experts=8, top_k=2, hidden_size=256))

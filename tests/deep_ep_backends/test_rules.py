@@ -10,7 +10,8 @@ import torch
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends import Constraints, MoEShape
-from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
+from moe_dispatch.backends.deep_ep import hybrid_rules as hybrid
+from moe_dispatch.backends.deep_ep import hybridep as hybridep_module
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.backends.deep_ep.library import parameters
@@ -194,7 +195,7 @@ def test_refused_at_build_on_all_ranks_alike(
 
 
 def test_an_option_of_later_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid, "parameters", lambda function: parameters(function) - {"num_blocks_permute"})
+    monkeypatch.setattr(hybridep_module, "parameters", lambda function: parameters(function) - {"num_blocks_permute"})
     with pytest.raises(ConfigError, match="the installed HybridEPBuffer must have num_blocks_permute, got a version"):
         build_dispatcher(config({**HYBRID, "num_blocks_permute": 8}))
 

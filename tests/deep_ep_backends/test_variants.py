@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.base import Constraints, MoEShape
-from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
+from moe_dispatch.backends.deep_ep import hybrid_rules as hybrid
 from moe_dispatch.backends.deep_ep.buffers import ProcessSwitch
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.errors import ConfigError, InputError, StateError

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing
-from moe_dispatch.backends.deep_ep.buffers import BufferPool
-from moe_dispatch.backends.deep_ep.deepep import DeepEP
-from moe_dispatch.backends.deep_ep.hybridep import HybridEP
+from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
 from tests.dispatchers.layer import Group, random_routing
 
 V1: dict[str, Any] = {"name": "deepep", "emulate": "v1.2.1"}
@@ -39,12 +37,10 @@ def identity(dispatcher: Dispatcher, rows: int, *, seed: int = 0) -> None:
     torch.testing.assert_close(dispatcher.combine(sent.rows, sent), 2 * x)
 
 
-def pool_of(dispatcher: Dispatcher) -> BufferPool:
+def backend_of(dispatcher: Dispatcher) -> LibraryBackend:
     backend = dispatcher._channel.backend
-    assert isinstance(backend, (DeepEP, HybridEP))
-    driver: Any = backend.driver
-    pool: BufferPool = driver._pool
-    return pool
+    assert isinstance(backend, LibraryBackend)
+    return backend
 
 
 def rank_of(group: Group) -> int:

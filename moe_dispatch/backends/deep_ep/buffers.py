@@ -1,108 +1,111 @@
-"""Buffers of a vendor library: made for a number of rows, and replaced when ranks agree on more rows."""
+"""The base of the backends that call a buffer class of ``deep_ep``: its buffers, and settings of the process."""
 
 from __future__ import annotations
 
+import os
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import Any, ClassVar, final
 
+import torch
+
+from moe_dispatch.backends.base import Backend, BackendContext
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation import round_up
+from moe_dispatch.types import Sizes
 
 # Number of rows of the smallest buffer. The libraries round smaller numbers up to this.
 _SMALLEST_ROWS = 512
 
 
 @final
-class PooledBuffer:
-    """One buffer of a pool. It cannot be used any more after the pool is closed."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Handle:
+    """The library's handle of one dispatch.
 
-    def __init__(self, name: str, buffer: Any) -> None:
-        self._name, self._buffer = name, buffer
+    Attributes:
+        place: Number of the buffer that made the handle, in the order of making.
+        raw: The handle, which only the library reads.
+    """
 
-    @property
-    def buffer(self) -> Any:
-        """The buffer.
-
-        Raises:
-            StateError: The pool is closed, so this call (often a backward) came too late.
-        """
-        if self._buffer is None:
-            raise StateError(
-                f"Backend {self._name!r}: its buffers must be open, got a call after close(). "
-                "Close the dispatcher after the last backward."
-            )
-        return self._buffer
-
-    def clear(self) -> None:
-        """Drop the buffer, and call its ``destroy`` if it has one."""
-        buffer, self._buffer = self._buffer, None
-        if hasattr(buffer, "destroy"):
-            buffer.destroy()
+    place: int
+    raw: Any
 
 
-@final
-class BufferPool:
-    """The buffers of one channel. The last buffer is the largest, and the only one that new calls use.
+class LibraryBackend(Backend):
+    """Base of the backends over ``deep_ep``. It holds the buffers of one channel.
 
-    To make or destroy a buffer is collective, so all ranks must do it together: ``reserve`` gets a number of rows that
-    all ranks agreed on, and ``close`` is called on all ranks. Earlier buffers stay until ``close``, because dispatches
-    under way refer to them. Sizes are powers of two, so all earlier buffers together are smaller than the last one.
+    The last buffer is the largest, and the only one that new calls use. To make or destroy a buffer is collective:
+    ``reserve`` gets a number of rows that all ranks agreed on, and ``close`` is called on all ranks. Earlier buffers
+    stay until ``close``, because dispatches under way refer to them. Sizes are powers of two, so all earlier buffers
+    together are smaller than the last one.
 
     Args:
-        name: Name of the backend, for errors.
-        make: Function that makes a buffer for a number of rows per rank.
-        most_rows: Largest number of rows that a rank can bring, if there is one. No buffer is made for more.
+        context: The objects that the backend is built with.
         multiple: Number of which all sizes are multiples.
 
     Attributes:
+        name: Name of the backend, for errors.
+        details: Description of the buffers, for the log.
         rows: Number of rows per rank that the last buffer has room for.
-        closed: Whether ``close`` was called.
     """
 
-    def __init__(self, name: str, make: Callable[[int], Any], *, most_rows: int | None, multiple: int = 1) -> None:
-        self._name, self._make, self._most_rows, self._multiple = name, make, most_rows, multiple
-        self._buffers: list[PooledBuffer] = []
-        self.rows = 0
-        self.closed = False
+    collective_close = True
+    name: ClassVar[str]
+    details: str
 
-    def reserve(self, rows: int) -> None:
-        """Make a larger buffer if the last one has no room for ``rows`` rows per rank. Collective if it does."""
-        if rows > self.rows:
-            bucket = max(_SMALLEST_ROWS, 1 << (rows - 1).bit_length())
-            if self._most_rows is not None:
-                bucket = min(bucket, max(rows, self._most_rows))
-            bucket = round_up(bucket, self._multiple)
-            self._buffers.append(PooledBuffer(self._name, self._make(bucket)))
-            self.rows = bucket
+    def __init__(self, context: BackendContext, *, multiple: int = 1) -> None:
+        super().__init__(context)
+        self._multiple = multiple
+        self._buffers: list[Any] = []
+        self.rows = 0
+
+    @abstractmethod
+    def make(self, rows: int) -> Any:
+        """Make a buffer for ``rows`` rows per rank. Collective."""
+
+    def reserve(self, sizes: Sizes) -> None:
+        """Make a larger buffer if the last one has no room for these sizes. Collective if it does."""
+        if sizes.group_max_rows is None or max(sizes.group_max_rows, 1) <= self.rows:
+            return
+        rows, most_rows = max(sizes.group_max_rows, 1), self.context.most_rows
+        bucket = max(_SMALLEST_ROWS, 1 << (rows - 1).bit_length())
+        if most_rows is not None:
+            bucket = min(bucket, max(rows, most_rows))
+        bucket = round_up(bucket, self._multiple)
+        with unfilled():
+            self._buffers.append(self.make(bucket))
+        self.rows = bucket
+
+    def buffer(self, place: int = -1) -> Any:
+        """Return a buffer, by default the last one.
+
+        Raises:
+            StateError: The backend is closed, so this call (often a backward) came too late.
+        """
+        if not self._buffers:
+            raise StateError(
+                f"Backend {self.name!r}: its buffers must be open, got a call after close(). "
+                "Close the dispatcher after the last backward."
+            )
+        return self._buffers[place]
 
     @property
-    def current(self) -> PooledBuffer:
-        """The last buffer, which new calls use."""
-        return self._buffers[-1]
+    def place(self) -> int:
+        """Number of the last buffer."""
+        return len(self._buffers) - 1
 
     def close(self) -> None:
         """Destroy all buffers, even if destroying one of them raises. Collective. A second call does nothing."""
-        self.closed = True
         with ExitStack() as stack:
-            for pooled in self._buffers:
-                stack.callback(pooled.clear)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Handle:
-    """The opaque handle that the library returned for one dispatch, and the buffer that the handle belongs to."""
-
-    pooled: PooledBuffer
-    raw: Any
-
-    @property
-    def buffer(self) -> Any:
-        """The buffer. Raises StateError after the pool was closed."""
-        return self.pooled.buffer
+            while self._buffers:
+                buffer = self._buffers.pop(0)
+                if hasattr(buffer, "destroy"):
+                    stack.callback(buffer.destroy)
 
 
 @final
@@ -113,7 +116,7 @@ class ProcessSwitch:
     """
 
     def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        self._name, self._read, self._write = name, read, write
+        self.name, self._read, self._write = name, read, write
         self._lock = threading.Lock()
         self._inside = 0
         self._before: Any = None
@@ -132,7 +135,7 @@ class ProcessSwitch:
                 self._write(value)
             elif value != self._value:
                 raise ConfigError(
-                    f"{self._name} must have one value in all threads, got {value!r} while it is {self._value!r}. "
+                    f"{self.name} must have one value in all threads, got {value!r} while it is {self._value!r}. "
                     "Open these dispatchers one after the other."
                 )
             self._inside += 1
@@ -143,3 +146,31 @@ class ProcessSwitch:
                 self._inside -= 1
                 if not self._inside:
                     self._write(self._before)
+
+
+def environment_switch(name: str) -> ProcessSwitch:
+    """Return the switch of an environment variable, which is not set if its value is None."""
+
+    def write(value: str | None) -> None:
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+    return ProcessSwitch(name, partial(os.environ.get, name), write)
+
+
+_torch_deterministic: Any = torch.utils.deterministic  # type checkers do not see that this module has properties
+_filling = ProcessSwitch(
+    "torch.utils.deterministic.fill_uninitialized_memory",
+    lambda: _torch_deterministic.fill_uninitialized_memory,
+    lambda value: setattr(_torch_deterministic, "fill_uninitialized_memory", value),
+)
+
+
+def unfilled() -> AbstractContextManager[None]:
+    """Keep torch from filling fresh memory inside a ``with`` block. Every call of the library needs this.
+
+    In deterministic mode torch fills fresh memory on the current stream. The libraries allocate results for kernels on
+    their own stream, which does not wait for the fill, so the fill may overwrite what a kernel has written.
+    """
+    return _filling.at(False)

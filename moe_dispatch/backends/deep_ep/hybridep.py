@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, final
+import atexit
+import os
+import shutil
+import threading
+from collections.abc import Set
+from contextlib import nullcontext
+from functools import cache, partial
+from math import lcm
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, Literal, final
 
 import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, Backend, BackendContext, BackendOptions, Constraints, MoEShape
-from moe_dispatch.backends.deep_ep import hybrid_driver as hybrid
-from moe_dispatch.backends.deep_ep.buffers import Handle
+from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
+from moe_dispatch.backends.deep_ep import hybrid_rules
+from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend, environment_switch, unfilled
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
-from moe_dispatch.backends.deep_ep.hybrid_driver import HybridDriver
-from moe_dispatch.backends.deep_ep.library import Library, find_library, openable, probed, report_open
+from moe_dispatch.backends.deep_ep.hybrid_rules import CHUNK, CHUNK_VARIABLES, DOMAIN_VARIABLE
+from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions, lacking_nvcc, parameters
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import running_total
-from moe_dispatch.probing import Rejected, Usable
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch.permutation import round_up, running_total
 from moe_dispatch.types import Capacity, Sizes
 
 Release = Literal["hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]
 
+_PREPROCESSING_VARIABLE = "NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API"
+_SHARED_ROWS_MULTIPLE = 16  # ragged versions round ``num_of_tokens_per_rank`` up to a multiple of this
+_domain_variable = environment_switch(DOMAIN_VARIABLE)
+_cache_variable = environment_switch("HYBRID_EP_CACHE_DIR")
+_making_folder = threading.Lock()
+
 
 @final
-class HybridEPOptions(BackendOptions):
+class HybridEPOptions(LibraryOptions):
     """Options of ``hybridep``. None stands for the library's default.
 
     Attributes:
@@ -52,7 +67,6 @@ class HybridEPOptions(BackendOptions):
 
     @property
     def release(self) -> str | None:
-        """Name of the release to emulate; None for the installed library."""
         return "hybridep-746" if self.emulate is True else self.emulate or None
 
     @property
@@ -66,75 +80,36 @@ class HybridEPOptions(BackendOptions):
         }
         return {name: number for name, number in given.items() if number is not None}
 
-    def probe(self) -> Usable | Rejected:
-        def features(library: Library) -> tuple[str, ...]:
-            found = hybrid.rules(library.module.HybridEPBuffer)
-            return ("ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows",)
+    def features(self, library: Library) -> tuple[str, ...]:
+        found = hybrid_rules.rules(library.module.HybridEPBuffer)
+        return ("ragged rows" if found.ragged else f"chunks of {' and '.join(map(str, found.chunks))} rows",)
 
-        return probed(self._library, features)
+    def lacking(self, library: Library) -> str | None:
+        if hasattr(library.module, "HybridEPBuffer"):
+            # The library finds its compiler only by this variable, and needs it at the first dispatch.
+            nvcc = Path(f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc")
+            return None if library.emulated else lacking_nvcc(library.version, nvcc)
+        if hasattr(library.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
+            return f"deep_ep {library.version} is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
+        return f"deep_ep {library.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep"
 
     def constraints(self, shape: MoEShape) -> Constraints:
-        found, device, library = hybrid.NEWEST, "cuda", self._library()
+        found, device, library = hybrid_rules.NEWEST, "cuda", self.library()
         if isinstance(library, Library):  # otherwise only for tables: before any other use, ``probe`` refuses
-            found, device = hybrid.rules(library.module.HybridEPBuffer), library.device
-        domain = hybrid.domain_of(shape, self.ranks_per_domain)
-        return hybrid.constraints(found, device, shape, domain, fuse_permute=self.fuse_permute)
+            found, device = hybrid_rules.rules(library.module.HybridEPBuffer), library.device
+        domain = hybrid_rules.domain_of(shape, self.ranks_per_domain)
+        return hybrid_rules.constraints(found, device, shape, domain, fuse_permute=self.fuse_permute)
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         row_bytes = shape.hidden_size * torch.bfloat16.itemsize
         return payload(volume, out_bytes=row_bytes, back_bytes=row_bytes, row_dtypes=(torch.bfloat16,))
 
-    def open(self, context: BackendContext) -> Backend:
-        library = openable(self.name, self._library(), context.communicator)
-        driver = HybridDriver(library, context, self)
-        source = "detected" if self.ranks_per_domain is None else "configured"
-        report_open(self.name, library, context.communicator, f"{driver.domain} ranks per NVLink domain ({source})")
-        return HybridEP(context, driver)
-
-    def _library(self) -> Library | Rejected:
-        found = find_library(self.release)
-        if isinstance(found, Rejected) or hasattr(found.module, "HybridEPBuffer"):
-            return found
-        if hasattr(found.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
-            return Rejected(
-                f"deep_ep {found.version} is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
-            )
-        return Rejected(f"deep_ep {found.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep")
+    def open_with(self, library: Library, context: BackendContext) -> HybridEP:
+        return HybridEP(library, context, self)
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HybridRoute(ExpertMajorRoute):
-    """The route of one dispatch through HybridEP. It calls the library with the saved handle.
-
-    Attributes:
-        driver: Driver of the open library.
-        handle: Opaque handle of the library, whose length differs between versions.
-        ids_TK: int64 (T, K), the expert id of each slot. It finds the gradient of a slot in the library's (T, E).
-        is_real_R: bool (R,), False on padding. Behind the last expert's rows it may hold anything.
-    """
-
-    driver: HybridDriver
-    handle: Handle
-    ids_TK: Tensor
-    is_real_R: Tensor
-
-    @property
-    def is_real(self) -> Tensor:
-        return self.is_real_R
-
-    def spread(self, rows_TD: Tensor) -> Tensor:
-        return self.driver.send_again(rows_TD, len(self.is_real_R), self.handle)
-
-    def collect(self, rows_RD: Tensor, values_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        rows_TD, values_TE = self.driver.combine(rows_RD, values_R, self.handle)
-        if values_TE is None:
-            return rows_TD, None
-        return rows_TD, torch.where(self.ids_TK < 0, 0, values_TE.gather(1, self.ids_TK.clamp(min=0)))
-
-
-@final
-class HybridEP(Backend):
+class HybridEP(LibraryBackend):
     """HybridEP (``HybridEPBuffer``). It groups rows by expert and pads them on the device.
 
     Rows travel in bfloat16, and weights as dense float32 probabilities. The library's combine only adds, so this class
@@ -151,30 +126,90 @@ class HybridEP(Backend):
     Source: DeepEP branch hybrid-ep, 1dddd19 to 94a9f8f, and pull requests 744 and 746.
     """
 
-    collective_close = True
+    name = "hybridep"
 
-    def __init__(self, context: BackendContext, driver: HybridDriver) -> None:
-        super().__init__(context)
-        self.driver = driver
+    def __init__(self, library: Library, context: BackendContext, options: HybridEPOptions) -> None:
+        shape, cls, knobs = context.shape, library.module.HybridEPBuffer, options.knobs
+        found = hybrid_rules.rules(cls)
+        super().__init__(context, multiple=lcm(*found.chunks))
+        self._class, self._ragged = cls, found.ragged
+        self._domain = hybrid_rules.domain_of(shape, options.ranks_per_domain)
+        is_configured, known = options.ranks_per_domain is not None, parameters(cls.__init__)
+        source = "configured" if is_configured else "detected"
+        self.details = f"{self._domain} ranks per NVLink domain ({source})"
+        # A version that detects its domains may know more than host names tell, so it is not told the domain. But if
+        # the variable is set already, it is set anew: the library fails if the variable is larger than the group.
+        self._sets_domain = is_configured or not found.fuses or DOMAIN_VARIABLE in os.environ
+        _refuse_unknown(cls, knobs.keys() - known)
+        self._arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
+        if "load_cached_kernels" in known:  # otherwise each buffer compiles all of its kernels again
+            self._arguments["load_cached_kernels"] = True
+        # Always given: the default of early versions is 0, and their kernel divides by it.
+        self._dispatch_arguments: dict[str, Any] = {"pad_multiple": shape.pad_multiple}
+        self._combine_arguments: dict[str, Any] = dict(self._dispatch_arguments)
+        if shape.graph_safe:
+            self._dispatch_arguments["non_blocking"] = True
+        if options.fuse_permute:
+            _refuse_unknown(cls, {"fuse_permute_dispatch"} - parameters(cls.dispatch_with_permute))
+            chunks = (*found.chunks, hybrid_rules.number(_PREPROCESSING_VARIABLE, CHUNK))
+            if len(set(chunks)) > 1:
+                raise ConfigError(
+                    "Backend 'hybridep': fuse_permute needs equal chunks in all kernels, got "
+                    f"{chunks[0]} (dispatch), {chunks[1]} (combine) and {chunks[2]} (preprocessing). Set "
+                    f"{', '.join((*CHUNK_VARIABLES, _PREPROCESSING_VARIABLE))} to one number."
+                )
+            self._dispatch_arguments["fuse_permute_dispatch"] = True
+            self._combine_arguments["fuse_unpermute_combine"] = True
 
-    def reserve(self, sizes: Sizes) -> None:
-        rows = sizes.padded_rows if sizes.padded_rows is not None else sizes.group_max_rows
-        if rows is not None:
-            self.driver.reserve(rows)
+    def make(self, rows: int) -> Any:
+        # The constructor's parameter for the domain is deprecated and never read. Only the variable sets the domain.
+        domain = _domain_variable.at(str(self._domain)) if self._sets_domain else nullcontext()
+        with _making_folder:
+            folder = _fresh_folder()
+        with domain, _cache_variable.at(folder):
+            group = self.context.communicator.group
+            buffer = self._class(group=group, max_num_of_tokens_per_rank=rows, **self._arguments)
+        taken = getattr(buffer, "num_of_hybrid_ep_ranks_per_nvlink_domain", self._domain)
+        if taken != self._domain:
+            raise ConfigError(
+                f"Backend 'hybridep': the library found {taken} ranks per NVLink domain, but the constraints are for "
+                f"{self._domain}. Set the option ranks_per_domain={taken}."
+            )
+        return buffer
 
     def close(self) -> None:
-        self.driver.close()
+        """Release the buffers when no kernel uses the memory of another rank any more."""
+        if self._buffers:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self.context.communicator.max([0], label="close")
+        super().close()
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        """Send each row once to each NVLink domain and rank that needs it, and copy it there to its experts.
+
+        The library returns the rows of each expert by source rank, then by row, then zero padding; their probabilities,
+        which are exactly the bits that were sent, and +0.0 on padding; and the number of rows of each local expert,
+        with padding and without dropped rows. In graph-safe mode this number is on the device, the last expert-major
+        rows are dropped if more are needed, and rows behind those of the last expert may hold anything.
+        """
         map_TE, probs_TE = _dense(ids_TK, _marked(weights_TK), self.context.shape.num_experts)
-        capacity = sizes.capacity
-        rows_RD, probs_R, padded_L, handle = self.driver.send(
-            rows_TD.bfloat16().contiguous(),
-            map_TE,
-            probs_TE,
-            group_max_rows=sizes.group_max_rows,
-            room=None if capacity is None else capacity.buffer_rows,
-        )
+        capacity, given = sizes.capacity, dict(self._dispatch_arguments)
+        if self._ragged:  # all ranks pass the same number
+            given["num_of_tokens_per_rank"] = round_up(sizes.group_max_rows or 1, _SHARED_ROWS_MULTIPLE)
+        if capacity is not None:
+            given["num_permuted_tokens"] = capacity.buffer_rows
+        with unfilled():
+            rows_RD, probs_R, _, padded_L, raw = self.buffer().dispatch_with_permute(
+                hidden=rows_TD.bfloat16().contiguous(), routing_map=map_TE, probs=probs_TE, **given
+            )
+        if rows_RD is None:
+            raise StateError(
+                "Backend 'hybridep': every rank must receive a row, got none on rank "
+                f"{self.context.communicator.rank}. The installed version cannot combine without rows. Install a "
+                "version of 2026-04 (34152ae) or later."
+            )
+        handle = Handle(place=self.place, raw=raw)
         on_host = None if capacity is not None else tuple(read_host(padded_L))
         padded_L = padded_L.to(rows_TD.device, torch.int64, non_blocking=True)
         is_real_R = (probs_R != 0) | torch.signbit(probs_R)
@@ -186,9 +221,79 @@ class HybridEP(Backend):
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,
             tokens_per_expert_list=on_host,
-            route=HybridRoute(driver=self.driver, handle=handle, ids_TK=ids_TK, is_real_R=is_real_R),
-            demand=None if capacity is None else _demand(real_L, hybrid.overflow_flag(handle), capacity),
+            route=ExpertMajorRoute(
+                spread=partial(self.send_again, num_grouped=len(is_real_R), handle=handle),
+                collect=partial(self.combine, ids_TK=ids_TK, handle=handle),
+                is_real=lambda: is_real_R,
+            ),
+            demand=None if capacity is None else _demand(real_L, _overflowed(raw), capacity),
         )
+
+    def send_again(self, rows_TD: Tensor, *, num_grouped: int, handle: Handle) -> Tensor:
+        """Send other rows the way of an earlier dispatch: (R, D), with the R of that dispatch. No host sync.
+
+        The backward of combine runs it too.
+        """
+        with unfilled():
+            rows_RD: Tensor = self.buffer(handle.place).dispatch_with_permute(
+                hidden=rows_TD, handle=handle.raw, num_permuted_tokens=num_grouped, **self._dispatch_arguments
+            )[0]
+        return rows_RD
+
+    def combine(
+        self, rows_RD: Tensor, values_R: Tensor | None, *, ids_TK: Tensor, handle: Handle
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send expert rows back and add them, without weights. No host sync.
+
+        Args:
+            rows_RD: bfloat16 (R, D).
+            values_R: float32 (R,), one value per expert row, sent back with the rows; None for no values.
+            ids_TK: The expert id of each slot. It finds the value of a slot in the library's (T, E).
+            handle: Handle of the dispatch.
+
+        Returns:
+            The summed rows, (T, D), and the values, (T, K), or None.
+        """
+        with unfilled():
+            rows_TD, values_TE = self.buffer(handle.place).combine_with_unpermute(
+                hidden=rows_RD, probs=values_R, handle=handle.raw, **self._combine_arguments
+            )
+        if values_TE is None:
+            return rows_TD, None
+        return rows_TD, torch.where(ids_TK < 0, 0, values_TE.gather(1, ids_TK.clamp(min=0)))
+
+
+def _overflowed(raw: Any) -> Tensor:
+    """Return whether a graph-safe dispatch dropped rows, bool () on the device.
+
+    In every version with such a flag, it is the last tensor of the handle. Only a dispatch without a host sync writes
+    it.
+    """
+    flag: Tensor = [part for part in raw if isinstance(part, Tensor)][-1]
+    return flag.view(()) != 0
+
+
+def _refuse_unknown(cls: type[Any], unknown: Set[str]) -> None:
+    if unknown:
+        raise ConfigError(
+            f"Backend 'hybridep': the installed {cls.__name__} must have {', '.join(sorted(unknown))}, got a version "
+            "without. Leave the option out, or install a later version."
+        )
+
+
+@cache
+def _fresh_folder() -> str:
+    """Make the folder in which the buffers of this process share compiled kernels. It is removed at exit.
+
+    The library keeps kernels by process id. These ids repeat in containers, so an old folder may have kernels of
+    another build.
+    """
+    parent = os.environ.get(_cache_variable.name)
+    if parent is not None:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    folder = mkdtemp(prefix="hybridep-", dir=parent)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _marked(weights_TK: Tensor) -> Tensor:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
+import subprocess
 import sys
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, final
 
 import torch
 
-from moe_dispatch.communication import Communicator
+from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions
+from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.probing import Rejected, Usable, import_whole
 
@@ -96,47 +101,78 @@ def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def openable(backend: str, found: Library | Rejected, communicator: Communicator) -> Library:
-    """Return the library that ``probe`` found usable, or refuse to open it for these ranks.
+@cache
+def lacking_nvcc(version: str, nvcc: Path, least: tuple[int, int] = (0, 0)) -> str | None:
+    """Return why a version of the library cannot compile its kernels with the nvcc at this path, or None."""
+    if not nvcc.is_file():
+        return f"deep_ep {version} compiles its kernels with {nvcc}, which is missing; set CUDA_HOME to a CUDA toolkit"
+    if least > (0, 0):
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+        found = re.search(r"release (\d+)\.(\d+)", told)
+        if found is not None and (int(found[1]), int(found[2])) < least:
+            return f"deep_ep {version} needs nvcc {_dotted(least)} or later, got {found[1]}.{found[2]} ({nvcc})"
+    return None
 
-    Raises:
-        ConfigError: There is no process group, and the library is not the emulation.
-    """
-    assert isinstance(found, Library)
-    if communicator.group is None and not found.emulated:
-        raise ConfigError(f"Backend {backend!r} needs a process group, even for one rank, got None. Pass group=.")
-    return found
 
+class LibraryOptions(BackendOptions):
+    """Base of the options of the backends over ``deep_ep``, with all that is the same for both."""
 
-def report_open(backend: str, library: Library, communicator: Communicator, details: str) -> None:
-    """Log the library and details of an open channel. Rank 0 logs; it warns once per process about an emulation."""
-    if communicator.rank:
-        return
-    if library.emulated:
-        _announce(backend, library.version)
-    logger.info("backend %r: deep_ep %s, %d ranks, %s.", backend, library.version, communicator.size, details)
+    @property
+    @abstractmethod
+    def release(self) -> str | None:
+        """Name of the release to emulate; None for the installed library."""
+
+    @abstractmethod
+    def lacking(self, library: Library) -> str | None:
+        """Return why this backend cannot use a library, or None."""
+
+    @abstractmethod
+    def features(self, library: Library) -> tuple[str, ...]:
+        """Return the features of the library for ``probe``."""
+
+    @abstractmethod
+    def open_with(self, library: Library, context: BackendContext) -> LibraryBackend:
+        """Open the backend with the library that ``probe`` found usable."""
+
+    @final
+    def library(self) -> Library | Rejected:
+        """Return the library to call, or why there is none."""
+        found = find_library(self.release)
+        reason = None if isinstance(found, Rejected) else self.lacking(found)
+        return found if reason is None else Rejected(reason)
+
+    @final
+    def probe(self) -> Usable | Rejected:
+        """Never raises. Reading features raises if an environment variable is malformed or a class lacks a method."""
+        try:
+            found = self.library()
+            if isinstance(found, Rejected):
+                return found
+            more = ("emulated",) if found.emulated else ()
+            return Usable(version=found.version, features=(*self.features(found), *more))
+        except ConfigError as error:
+            return Rejected(str(error).rstrip("."))
+        except Exception as error:
+            return Rejected(f"reading the constraints of deep_ep raised {type(error).__name__}: {error}".rstrip("."))
+
+    @final
+    def open(self, context: BackendContext) -> Backend:
+        library, communicator = self.library(), context.communicator
+        assert isinstance(library, Library)
+        if communicator.group is None and not library.emulated:
+            raise ConfigError(f"Backend {self.name!r} needs a process group, even for one rank, got None. Pass group=.")
+        backend = self.open_with(library, context)
+        if communicator.rank == 0:
+            if library.emulated:
+                _announce(self.name, library.version)
+            told = (self.name, library.version, communicator.size, backend.details)
+            logger.info("backend %r: deep_ep %s, %d ranks, %s.", *told)
+        return backend
 
 
 @cache
 def _announce(backend: str, release: str) -> None:
     logger.warning("backend %r runs on the emulation of deep_ep %s: for tests, not for speed.", backend, release)
-
-
-def probed(find: Callable[[], Library | Rejected], features: Callable[[Library], tuple[str, ...]]) -> Usable | Rejected:
-    """Return whether the library that ``find`` returns can be used, and its ``features``. Never raises.
-
-    Both functions raise, for example, if an environment variable is malformed or a class lacks a method.
-    """
-    try:
-        found = find()
-        if isinstance(found, Rejected):
-            return found
-        more = ("emulated",) if found.emulated else ()
-        return Usable(version=found.version, features=(*features(found), *more))
-    except ConfigError as error:
-        return Rejected(str(error).rstrip("."))
-    except Exception as error:
-        return Rejected(f"reading the constraints of deep_ep raised {type(error).__name__}: {error}".rstrip("."))
 
 
 def parameters(function: Callable[..., Any]) -> frozenset[str]:

@@ -16,7 +16,7 @@ from moe_dispatch import DispatcherConfig, build_dispatcher
 from moe_dispatch_testing import count_collectives, run_ranks
 from moe_dispatch_testing.emulation import EmulatedHang, emulated_deep_ep
 from moe_dispatch_testing.ranks import thread_group
-from tests.deep_ep_backends.vendors import pool_of
+from tests.deep_ep_backends.vendors import backend_of
 from tests.dispatchers.layer import outcomes
 from tests.integration.cases import thd_grid, thd_layer
 from tests.integration.cases.measuring import run_page
@@ -197,7 +197,7 @@ def rdma_bytes(
         node = {} if ranks_per_node is None else {"ranks_per_node": ranks_per_node}
         backend = {"name": "deepep", "emulate": "v1.2.1", **node}
         dispatcher = build_dispatcher(config("v1.2.1", backend=backend, num_experts=2 * size), group)
-        found: int = pool_of(dispatcher).current.buffer.num_rdma_bytes
+        found: int = backend_of(dispatcher).buffer().num_rdma_bytes
         dispatcher.close()
         return found
 

@@ -1,4 +1,4 @@
-"""The driver of ``deep_ep.Buffer``, the buffer class of v1, in normal mode.
+"""``deepep`` over ``deep_ep.Buffer``, the buffer class of v1, in normal mode.
 
 Source: DeepEP v1.2.1, deep_ep/buffer.py and csrc.
 """
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
-from moe_dispatch.backends.deep_ep.buffers import BufferPool, Handle
-from moe_dispatch.backends.deep_ep.driver import Payload, RankMajorDriver, RankMajorRows
+from moe_dispatch.backends.deep_ep.buffers import Handle, unfilled
 from moe_dispatch.backends.deep_ep.library import Library, parameters
+from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRows
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.probing import Rejected
+from moe_dispatch.types import Sizes
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
@@ -29,14 +29,12 @@ _IN_NODE = frozenset({2, 4, 8})
 _ACROSS_NODES = frozenset({16, 32, 64, 128, 144, 160})
 
 
-def lacking(library: Library) -> Rejected | None:
-    """Return why a v1 is too old, or None if it has all parameters that the driver needs."""
+def lacking(library: Library) -> str | None:
+    """Return why a v1 is too old, or None if it has all parameters that are needed."""
     missing = {"explicitly_destroy"} - parameters(library.module.Buffer.__init__)
     missing |= {"num_worst_tokens"} - parameters(library.module.Buffer.dispatch)
     if missing:
-        return Rejected(
-            f"Buffer of deep_ep {library.version} lacks {', '.join(sorted(missing))}; install v1.2.1 or later"
-        )
+        return f"Buffer of deep_ep {library.version} lacks {', '.join(sorted(missing))}; install v1.2.1 or later"
     return None
 
 
@@ -71,15 +69,17 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraint
 
 
 @final
-class NormalDriver(RankMajorDriver):
-    """The driver of v1. It has one buffer, whose size depends only on the hidden size and the number of ranks.
+class NormalDeepEP(DeepEP):
+    """``deepep`` over v1. It has one buffer, whose size depends only on the hidden size and the number of ranks.
 
     Cost of ``send``: one host sync, for the counts; none with ``worst_rows``.
     """
 
     def __init__(self, library: Library, context: BackendContext, options: DeepEPOptions) -> None:
+        super().__init__(context)
         num_sms, shape, cls = options.num_sms, context.shape, library.module.Buffer
-        self._num_experts = shape.num_experts
+        self._class = cls
+        self._ids_dtype: torch.dtype = getattr(library.module, "topk_idx_t", torch.int64)  # int32 in some builds
         self._on_its_stream = options.allocate_on_comm_stream
         with _configuring:  # a configuration takes the number of multiprocessors from the class
             before = cls.num_sms
@@ -91,68 +91,63 @@ class NormalDriver(RankMajorDriver):
                 cls.set_num_sms(before)
         configs = (self._dispatch_config, self._combine_config)
         sizes = (shape.hidden_size * torch.bfloat16.itemsize, shape.ep_size)
-        nvl_bytes = max(config.get_nvl_buffer_size_hint(*sizes) for config in configs)
-        rdma_bytes, queues = 0, {}
+        self._bytes = [max(config.get_nvl_buffer_size_hint(*sizes) for config in configs), 0]
+        self._queues = {}
         if shape.ep_size > _RANKS_PER_NODE:
-            rdma_bytes = max(config.get_rdma_buffer_size_hint(*sizes) for config in configs)
+            self._bytes[1] = max(config.get_rdma_buffer_size_hint(*sizes) for config in configs)
             # Across nodes a kernel needs one queue pair per multiprocessor. The library's default is 24.
-            queues = {"num_qps_per_rank": max(24, num_sms or 0)}
-        self.buffers = f"{nvl_bytes} bytes of NVLink and {rdma_bytes} of RDMA buffer per rank"
+            self._queues = {"num_qps_per_rank": max(24, num_sms or 0)}
+        self.details = "{} bytes of NVLink and {} of RDMA buffer per rank".format(*self._bytes)
+        super().reserve(Sizes(group_max_rows=1))
 
-        def make(_: int) -> Any:
-            return cls(context.communicator.group, nvl_bytes, rdma_bytes, explicitly_destroy=True, **queues)
+    def make(self, rows: int) -> Any:
+        group = self.context.communicator.group
+        return self._class(group, *self._bytes, explicitly_destroy=True, **self._queues)
 
-        self._pool = BufferPool("deepep", make, most_rows=None)
-        self._pool.reserve(1)
-
-    def reserve(self, rows: int) -> None:
+    def reserve(self, sizes: Sizes) -> None:
         """Do nothing: the buffer takes any number of rows."""
 
     def send(
-        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, *, asynchronously: bool, worst_rows: int | None
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None
     ) -> Callable[[], RankMajorRows]:
-        pooled = self._pool.current
-        buffer = pooled.buffer
-        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids_TK, self._num_experts)
-        received, ids_SK, weights_SK, counts, handle, event = buffer.dispatch(
-            payload,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=is_in_rank,
-            num_tokens_per_expert=per_expert,
-            topk_idx=ids_TK,
-            topk_weights=weights_TK,
-            num_worst_tokens=worst_rows or 0,  # if not 0, ids behind the rows that arrive are -1
-            config=self._dispatch_config,
-            async_finish=asynchronously,
-            # Tensors allocated on the library's stream need an event that orders the current stream before it.
-            previous_event=buffer.capture() if asynchronously and self._on_its_stream else None,
-            allocate_on_comm_stream=asynchronously and self._on_its_stream,
-        )
-        rows = RankMajorRows(
-            payload=received,
-            ids_SK=ids_SK,
-            weights_SK=weights_SK,
-            counts=counts,
-            handle=Handle(pooled=pooled, raw=handle),
-        )
+        buffer, ids_TK = self.buffer(), ids_TK.to(self._ids_dtype)
+        with unfilled():
+            per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
+                ids_TK, self.context.shape.num_experts
+            )
+            received, ids_SK, weights_SK, counts, raw, event = buffer.dispatch(
+                payload,
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                is_token_in_rank=is_in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=ids_TK,
+                topk_weights=weights_TK,
+                num_worst_tokens=worst_rows or 0,  # if not 0, ids behind the rows that arrive are -1
+                config=self._dispatch_config,
+                async_finish=True,
+                # Tensors allocated on the library's stream need an event that orders the current stream before it.
+                previous_event=buffer.capture() if self._on_its_stream else None,
+                allocate_on_comm_stream=self._on_its_stream,
+            )
+        handle = Handle(place=self.place, raw=raw)
 
         def arrived() -> RankMajorRows:
-            if asynchronously:
-                event.current_stream_wait()
-            return rows
+            event.current_stream_wait()
+            return RankMajorRows(received, ids_SK.long(), weights_SK, counts, handle)
 
         return arrived
 
     def send_again(self, payload: Payload, handle: Handle) -> Payload:
-        received: Payload = handle.buffer.dispatch(payload, handle=handle.raw, config=self._dispatch_config)[0]
+        with unfilled():
+            received: Payload = self.buffer(handle.place).dispatch(
+                payload, handle=handle.raw, config=self._dispatch_config
+            )[0]
         return received
 
     def combine(self, rows_SD: Tensor, values_SK: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
-        rows_TD, values_TK, _ = handle.buffer.combine(
-            rows_SD, handle.raw, topk_weights=values_SK, config=self._combine_config
-        )
+        with unfilled():
+            rows_TD, values_TK, _ = self.buffer(handle.place).combine(
+                rows_SD, handle.raw, topk_weights=values_SK, config=self._combine_config
+            )
         return rows_TD, values_TK
-
-    def close(self) -> None:
-        self._pool.close()

@@ -1,0 +1,170 @@
+"""``deepep``, whatever the release: each row is sent once to each rank that owns one of its experts.
+
+Rows arrive rank-major, that is ordered by source rank. Combine sends one sum per arrived row back the same way.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Arrived, BackendContext, WireDtype
+from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
+from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
+from moe_dispatch.backends.wire import from_float8, to_float8
+from moe_dispatch.permutation import SlotIndex
+from moe_dispatch.types import Capacity, Sizes
+
+# Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with its float32 scales (T, D/128).
+Payload = Tensor | tuple[Tensor, Tensor]
+
+
+@final
+class RankMajorRows(NamedTuple):
+    """The rows that one dispatch brought to this rank.
+
+    Attributes:
+        payload: (S, D), ordered by source rank, then by row of the source rank.
+        ids_SK: Local expert ids, int64; -1 for experts of other ranks, for slots without an expert, and behind the rows
+            that arrived.
+        weights_SK: float32 (S, K).
+        counts: Number of rows of each local expert, on the host; empty if the host did not wait for the counts.
+        handle: Handle of this dispatch, for combine and the backwards.
+    """
+
+    payload: Payload
+    ids_SK: Tensor
+    weights_SK: Tensor
+    counts: Sequence[int]
+    handle: Handle
+
+
+# The function that waits for the rows, the dtypes of rows and weights to return, and the capacity.
+_Sent = tuple[Callable[[], RankMajorRows | Arrived], torch.dtype, torch.dtype, Capacity | None]
+
+
+class DeepEP(LibraryBackend):
+    """DeepEP V2.5 (``EPBuffer``), v2 (``ElasticBuffer``) or v1 (``Buffer``, normal mode), whichever is installed.
+
+    A row arrives once on each rank that needs it, ordered by source rank. moe-dispatch then copies rows to their
+    experts, pads them and applies the weights. Weights travel and are returned in float32.
+
+    A subclass calls one buffer class. It defines ``make`` and the abstract methods here, none of which is
+    differentiable.
+
+    Cost: one host sync per dispatch, and none in ``again=``, combine or a backward. In graph-safe mode there is none at
+    all, but as many rows as in the worst case are delivered, ``ep_size * max_tokens_per_rank``.
+
+    Source: DeepEP v1.2.1, main of 2026-07 (2.1.0) and main of 2026-09 (2.5.0).
+    """
+
+    name = "deepep"
+
+    @abstractmethod
+    def send(
+        self, payload: Payload, ids_TK: Tensor, weights_TK: Tensor, worst_rows: int | None
+    ) -> Callable[[], RankMajorRows | Arrived]:
+        """Send each row once to each rank that owns at least one of its experts. Return before they have arrived.
+
+        Args:
+            payload: The rows, (T, D).
+            ids_TK: int64 (T, K), global expert ids.
+            weights_TK: float32 (T, K).
+            worst_rows: Largest number of rows that all ranks together can send to one rank. The result then has S =
+                ``worst_rows``, however many rows arrive, and the host waits for no count. None: the host reads the
+                number of rows that arrive, which is S.
+
+        Returns:
+            A function that makes the current stream wait for the payload, and returns the rows. It is called once. If
+            the library itself delivers expert-major rows, the result is complete but for the dtypes.
+        """
+
+    @abstractmethod
+    def send_again(self, payload: Payload, handle: Handle) -> Payload:
+        """Send other rows the way of an earlier dispatch, without an exchange of counts or a host sync."""
+
+    @abstractmethod
+    def combine(self, rows_SD: Tensor, values_SK: Tensor | None, handle: Handle) -> tuple[Tensor, Tensor | None]:
+        """Send rows back to the ranks that they came from, and add the rows that belong to one source row.
+
+        Args:
+            rows_SD: bfloat16 (S, D). They are added in float32 and rounded once.
+            values_SK: float32 (S, K), values that are sent back and added like the rows; None for no values.
+            handle: Handle of the dispatch.
+
+        Returns:
+            The summed rows, (T, D), and the summed values, (T, K), or None.
+        """
+
+    @final
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
+
+    @final
+    def start(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
+    ) -> _Sent:
+        shape, most_rows = self.context.shape, self.context.most_rows
+        # In graph-safe mode: as many rows as all ranks together can send. In eager mode the library counts them.
+        worst_rows = shape.ep_size * most_rows if shape.graph_safe and most_rows is not None else None
+        arriving = self.send(
+            pack(rows_TD, shape.wire_dtype), ids_TK.contiguous(), weights_TK.float().contiguous(), worst_rows
+        )
+        return arriving, rows_TD.dtype, weights_TK.dtype, sizes.capacity
+
+    @final
+    def finish(self, started: _Sent) -> Arrived:
+        """Wait for the rows. Copy rank-major rows to their experts; expanded rows are there already."""
+        arriving, dtype, weights_dtype, capacity = started
+        arrived = arriving()
+        if isinstance(arrived, Arrived):
+            return replace(arrived, rows=arrived.rows.to(dtype), weights=arrived.weights.to(weights_dtype))
+        payload, ids_SK, weights_SK, counts, handle = arrived
+        index = self.context.group(ids_SK, weights_SK, capacity, counts=counts)
+        route = DeepEPRoute(context=self.context, backend=self, handle=handle, index=index)
+        return arrive(route, unpack(payload, dtype), weights_SK.to(weights_dtype), dtype)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DeepEPRoute(RankMajorRoute):
+    """The route of a dispatch whose rows arrived by source rank.
+
+    The library sends rows to experts in bfloat16 or float8, and everything else in bfloat16.
+    """
+
+    context: BackendContext
+    backend: DeepEP
+    handle: Handle
+    index: SlotIndex
+
+    @contextmanager
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+        yield unpack(self.backend.send_again(pack(rows_TD, wire), self.handle), rows_TD.dtype)
+
+    def collect(
+        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
+    ) -> tuple[Tensor, Tensor | None]:
+        sums_SD = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1], dtype=torch.bfloat16)
+        self.permutation.reduce(rows_RD, self.index, weights_R, sums_SD)
+        values_SK = None if values_R is None else self.index.to_slots(values_R).float()
+        rows_TD, values_TK = self.backend.combine(sums_SD, values_SK, self.handle)
+        if values_R is None or values_TK is None:
+            return rows_TD.to(rows_RD.dtype), None
+        return rows_TD.to(rows_RD.dtype), values_TK.to(values_R.dtype)
+
+
+def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
+    """Convert rows to the form that the library takes."""
+    return to_float8(rows_TD) if wire == "float8_e4m3fn" else rows_TD.bfloat16().contiguous()
+
+
+def unpack(payload: Payload, dtype: torch.dtype) -> Tensor:
+    """Return the rows that the library delivered: bfloat16 rows as they are, float8 rows in ``dtype``."""
+    return payload if isinstance(payload, Tensor) else from_float8(*payload, dtype)
