@@ -5,6 +5,7 @@ Modules that import torch are imported inside the functions. Help and completion
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import platform
 from collections.abc import Callable
@@ -179,7 +180,6 @@ def plan_command(
     capacity_factor: Annotated[list[float] | None, option("Capacity factor to plan; repeatable.", metavar="X")] = None,
     graph_safe: Annotated[bool, flag("--graph-safe", "Plan graph-safe mode.")] = False,
     balance: Annotated[bool, flag("--balance", "Plan placements with copies of experts.")] = False,
-    flop_per_byte: Annotated[float | None, option("FLOP of a device per byte that it sends.", metavar="X")] = None,
     changes: Annotated[
         list[str] | None, option("Change a config field; repeatable.", "--set", metavar="FIELD=VALUE")
     ] = None,
@@ -201,29 +201,42 @@ def plan_command(
     moe-dispatch plan config.json --tokens 4096 --routing zipf --balance
     moe-dispatch plan experiment.yaml --tokens 64 --set spare_experts_per_rank=1
     """  # noqa: D301
-    from moe_dispatch_tools.plan import command as plan
-    from moe_dispatch_tools.plan.forecast import MicroBatch
+    import torch
 
-    batch_of_rank = MicroBatch(
+    from moe_dispatch_tools.names import planned_backends
+    from moe_dispatch_tools.plan.display import show
+    from moe_dispatch_tools.plan.forecast import FACTORS, MicroBatch, forecast, graph_safe_config
+    from moe_dispatch_tools.plan.models import parse_changes, read_model
+    from moe_dispatch_tools.plan.routing import routing_of
+
+    torch.set_num_threads(1)  # a second thread slows down many small operators
+    rows = MicroBatch(
         tokens=tokens, batch_size=batch, seq_length=seq, tp=tp, cp=cp, sequence_parallel=sequence_parallel
     )
-    return plan.run(
-        config,
-        batch_of_rank,
-        ep_size=ep,
+    fields = parse_changes(changes or ())
+    later: dict[str, Any] = {}
+    if graph_safe:  # eager configs refuse these fields
+        later = {name: fields.pop(name) for name in ("capacity_factor", "on_overflow") if name in fields}
+    model = read_model(config, layers=layers, dtype=dtype, changes=fields)
+    source, ranks = routing_of(routing, config, model, ep_size=ep, seed=seed, graph_safe=graph_safe)
+    if graph_safe:
+        most = rows.rows(model.config, source.tokens)["rows_per_rank"]
+        model = dataclasses.replace(model, config=graph_safe_config(model.config, most, later))
+    found = forecast(
+        model,
+        rows,
+        source,
+        ep_size=ranks,
         nodes=nodes,
-        layers=layers,
-        dtype=dtype,
-        routing=routing,
-        seed=seed,
-        backends=backends,
-        factors=capacity_factor,
-        graph_safe=graph_safe,
-        changes=changes,
+        backends=planned_backends(model.config, backends),
+        factors=capacity_factor or FACTORS,
         balance=balance,
-        flop_per_byte=flop_per_byte,
-        as_json=as_json,
     )
+    if as_json:
+        console.document(found)
+    else:
+        show(found)
+    return int(all(backend["refused"] for backend in found["backends"]))
 
 
 @app.command("compare")

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -35,12 +36,12 @@ def line(text: str = "", *, mark: str = "", indent: int = 0) -> None:
     console.print(" " * indent + shown + escape(text), highlight=False, soft_wrap=True)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "", text_columns: int = 1) -> None:
+def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "", text_columns: int = 1) -> None:
     """Print a table without breaking its cells; a terminal breaks the lines of a table that is too wide for it.
 
     Args:
         headings: Heading of each column.
-        rows: Cells of each row.
+        rows: Cells of each row. None is shown as "-".
         caption: Text below the table.
         text_columns: Number of leading columns with text, aligned to the left. The others are numbers.
     """
@@ -48,8 +49,13 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: st
     for index, heading in enumerate(headings):
         shown.add_column(heading, justify="left" if index < text_columns else "right", no_wrap=True)
     for row in rows:
-        shown.add_row(*map(escape, row))
+        shown.add_row(*("-" if cell is None else escape(str(cell)) for cell in row))
     Console(width=_UNLIMITED).print(shown, highlight=False, soft_wrap=True)
+
+
+def size(nbytes: float | None) -> str | None:
+    """Format a number of bytes, for example "24.3 GB", of 1e9 bytes each."""
+    return None if nbytes is None else decimal(round(nbytes))
 
 
 def document(value: Mapping[str, Any]) -> None:

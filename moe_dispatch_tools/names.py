@@ -12,8 +12,8 @@ from typing import Any, final
 
 from pydantic import ValidationError
 
-from moe_dispatch.backends import BackendOptions, load_backend, register_backend
-from moe_dispatch.config import json_or_text
+from moe_dispatch.backends import BackendOptions, known_backends, load_backend, register_backend
+from moe_dispatch.config import DispatcherConfig, json_or_text
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 
 # Fields of the config that may differ between the backends of a comparison. They stand among the options of a backend.
@@ -90,6 +90,27 @@ def parse_backend(text: str, *, fields: Collection[str] = ()) -> NamedBackend:
             )
         (of_config if option in fields else options)[option] = json_or_text(value)
     return NamedBackend(label=text, where=where, options=options, fields=of_config)
+
+
+def own_backend(config: DispatcherConfig) -> NamedBackend | None:
+    """Return the backend of a config with its options; None for "auto"."""
+    if config.backend_name == "auto":
+        return None
+    options = {} if isinstance(config.backend, str) else {**config.backend}
+    options.pop("name", None)
+    return NamedBackend(label=config.backend_name, where=config.backend_name, options=options)
+
+
+def planned_backends(config: DispatcherConfig, text: str | None) -> list[NamedBackend]:
+    """Return the backends named in a text with commas, or all known ones, with the options of the config for its own.
+
+    Raises:
+        ConfigError: An option has no value.
+    """
+    if text is not None:
+        return list(map(parse_backend, dict.fromkeys(text.split(","))))
+    own = own_backend(config)
+    return [own if own and own.where == name else parse_backend(name) for name in known_backends()]
 
 
 @contextmanager

@@ -23,8 +23,6 @@ UNPLACED = "none"
 """Stands for a planner that leaves every expert on its own rank."""
 MOST_DISPATCHES = 16
 """Dispatches to plan placements for: a planner takes milliseconds for a large group."""
-# Each weight takes 2 FLOP per row in the forward and 4 in the backward. Each copy travels there, and its gradient back.
-_FLOP_PER_WEIGHT, _TRIPS = 6, 2
 
 
 @final
@@ -54,25 +52,8 @@ def choices_for(config: DispatcherConfig, *, others: bool) -> list[Choice]:
     return list(dict.fromkeys([*(CHOICES if others else CHOICES[:1]), own]))
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertCost:
-    """The cost of an expert and of its weights.
-
-    Attributes:
-        itemsize: Bytes of one number.
-        nbytes: Bytes of all weights of an expert; None if its width is not known.
-        flop_per_byte: Floating-point operations of a device in the time in which it sends one byte to another rank;
-            None if the machine is not known.
-    """
-
-    itemsize: int
-    nbytes: int | None = None
-    flop_per_byte: float | None = None
-
-
 def placement_plans(
-    experts_CPE: Tensor, shape: MoEShape, choices: Iterable[Choice], cost: ExpertCost
+    experts_CPE: Tensor, shape: MoEShape, choices: Iterable[Choice], expert_bytes: int | None
 ) -> Iterator[dict[str, Any]]:
     """Plan placements for recorded or simulated dispatches, each as plain data.
 
@@ -83,34 +64,35 @@ def placement_plans(
     - copied_experts: Number of expert weights in slots of other ranks than their own, as a mean over dispatches.
     - copied_bytes: Bytes of these weights in the dtype of the rows; None if the size of an expert is not known.
     - slot_bytes: Bytes of the weights in all expert slots of one rank; None if the size of an expert is not known.
-    - break_even: Tokens per expert from which the busiest rank saves more time with rows than the weights take to
-      travel, forward and backward. None if the machine is not known, or if no rows are saved.
 
     Args:
         experts_CPE: Rows of each rank for each expert.
         shape: Sizes of the group, without spare expert slots.
         choices: Ways to place experts.
-        cost: Cost of an expert.
+        expert_bytes: Bytes of all weights of an expert; None if its width is not known.
     """
     per_node, local = shape.ranks_per_node or shape.ep_size, shape.num_experts // shape.ep_size
-    unplaced_C = _imbalance(_rows(experts_CPE, _placements(Choice(), experts_CPE, shape), per_node))
     for choice in choices:
         placements = _placements(choice, experts_CPE, shape)
-        rows_CP = _rows(experts_CPE, placements, per_node)
-        imbalance_C = _imbalance(rows_CP)
-        moves = torch.tensor([_moves(placement) for placement in placements], dtype=torch.float64)
-        copied = float(moves.sum((1, 2)).mean())
-        saved = float((unplaced_C - imbalance_C).mean()) * local  # rows of the busiest rank, for one token per expert
-        busiest_link = float(torch.maximum(moves.sum(1), moves.sum(2)).amax(1).mean())
+        pairs = zip(experts_CPE, placements, strict=True)
+        rows_CP = torch.stack(
+            [expected_rows(counts_PE, placed, ranks_per_node=per_node) for counts_PE, placed in pairs]
+        )
+        imbalance_C = rows_CP.amax(1) / rows_CP.mean(1).clamp(min=1)
+        copied = sum(
+            expert not in (EMPTY, *range(rank * local, (rank + 1) * local))
+            for placement in placements
+            for rank, slots in enumerate(placement.slots)
+            for expert in slots
+        ) / len(placements)
         yield {
             **asdict(choice),
             "imbalance": float(imbalance_C.mean()),
             "worst_imbalance": float(imbalance_C.max()),
             "peak_rows": float(rows_CP.max()),
             "copied_experts": copied,
-            "copied_bytes": None if cost.nbytes is None else copied * cost.nbytes,
-            "slot_bytes": None if cost.nbytes is None else (local + choice.spare) * cost.nbytes,
-            "break_even": _break_even(saved, busiest_link, cost),
+            "copied_bytes": None if expert_bytes is None else copied * expert_bytes,
+            "slot_bytes": None if expert_bytes is None else (local + choice.spare) * expert_bytes,
         }
 
 
@@ -123,38 +105,6 @@ def _placements(choice: Choice, experts_CPE: Tensor, shape: MoEShape) -> list[Ex
     if choice.once:
         return [run_planner(choice.planner, experts_CPE.sum(0), home, ranks_per_node=per_node)] * len(experts_CPE)
     return [run_planner(choice.planner, counts_PE, home, ranks_per_node=per_node) for counts_PE in experts_CPE]
-
-
-def _rows(experts_CPE: Tensor, placements: Sequence[ExpertPlacement], per_node: int) -> Tensor:
-    """Return the rows that each rank gets, (C, P)."""
-    pairs = zip(experts_CPE, placements, strict=True)
-    return torch.stack([expected_rows(counts_PE, placed, ranks_per_node=per_node) for counts_PE, placed in pairs])
-
-
-def _imbalance(rows_CP: Tensor) -> Tensor:
-    return rows_CP.amax(1) / rows_CP.mean(1).clamp(min=1)
-
-
-def _moves(placement: ExpertPlacement) -> list[list[int]]:
-    """Count the expert weights that each rank sends to each other rank."""
-    ranks, local = range(placement.num_ranks), placement.num_experts // placement.num_ranks
-    homes = [[expert // local for expert in slots if expert != EMPTY] for slots in placement.slots]
-    return [[homes[holder].count(home) * (home != holder) for holder in ranks] for home in ranks]
-
-
-def _break_even(saved: float, busiest_link: float, cost: ExpertCost) -> float | None:
-    """Return the tokens per expert at which saved rows and sent weights take the same time.
-
-    The number of weights of an expert cancels out: rows and copies cost in proportion to it.
-
-    Args:
-        saved: Rows that the busiest rank saves, for one token per expert.
-        busiest_link: Most expert weights that a rank sends or receives.
-        cost: Cost of an expert.
-    """
-    if cost.flop_per_byte is None or saved <= 0:
-        return None
-    return _TRIPS * busiest_link * cost.itemsize * cost.flop_per_byte / (_FLOP_PER_WEIGHT * saved)
 
 
 def in_slots(

@@ -22,7 +22,7 @@ from moe_dispatch_tools.compare.measurement import Task, Variant, measure
 from moe_dispatch_tools.compare.peers import PEERS, missing_packages
 from moe_dispatch_tools.compare.workload import MOST_STEPS, Workload, replayed
 from moe_dispatch_tools.machine import this_machine
-from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, parse_backend
+from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, own_backend, parse_backend
 from moe_dispatch_tools.place import describe
 from moe_dispatch_tools.ranks import num_ranks, on_ranks, ranks_here, this_rank
 from moe_dispatch_tools.traces import Trace
@@ -148,10 +148,8 @@ def _names(config: DispatcherConfig, backends: str | None, bare: bool, peers: bo
     found: list[str | NamedBackend] = []
     if backends is not None:
         found += dict.fromkeys(backends.split(","))
-    elif config.backend_name != "auto":
-        options = {} if isinstance(config.backend, str) else {**config.backend}
-        options.pop("name", None)
-        found.append(NamedBackend(label=config.backend_name, where=config.backend_name, options=options))
+    elif own := own_backend(config):
+        found.append(own)
     else:
         found += ["alltoall"] if bare else known_backends()
     return [*found, *(name for name in PEERS if peers and name not in found and not missing_packages(name))]

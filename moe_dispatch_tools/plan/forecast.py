@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -27,7 +27,6 @@ from moe_dispatch_tools.loads import Loads, count_loads, count_traffic, padded_r
 from moe_dispatch_tools.names import NamedBackend
 from moe_dispatch_tools.placements import (
     MOST_DISPATCHES,
-    ExpertCost,
     choices_for,
     in_slots,
     placement_plans,
@@ -43,40 +42,6 @@ FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
 _RELEASES = {"deepep": ("v1.2.1", "v2.5.0"), "hybridep": ("hybridep-746",)}
 _AGREED_INTEGERS = 7  # int64 with which dispatchers agree on row counts
 _RANKS_PER_NODE = 8  # if the number of nodes is not given
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """The ranks of one expert-parallel group, and their nodes. Consecutive ranks share a node.
-
-    Attributes:
-        flop_per_byte: As in ``ExpertCost``.
-    """
-
-    ep_size: int
-    nodes: int
-    ranks_per_node: int
-    flop_per_byte: float | None = None
-
-    @classmethod
-    def of(cls, ep_size: int, nodes: int | None = None, flop_per_byte: float | None = None) -> Cluster:
-        """Describe a cluster, by default with 8 ranks per node.
-
-        Raises:
-            ConfigError: The ranks cannot be divided among the nodes, or ``flop_per_byte`` is not a number above 0.
-        """
-        nodes = ep_size // math.gcd(ep_size, _RANKS_PER_NODE) if nodes is None else nodes
-        if ep_size % nodes:
-            raise ConfigError(
-                f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the number of nodes of one group."
-            )
-        if flop_per_byte is not None and not 0 < flop_per_byte < math.inf:
-            raise ConfigError(
-                f"plan: flop-per-byte must be a number above 0, got {flop_per_byte:g}. Divide the FLOP per second of a "
-                "device by the bytes per second that it sends to other ranks."
-            )
-        return cls(ep_size=ep_size, nodes=nodes, ranks_per_node=ep_size // nodes, flop_per_byte=flop_per_byte)
 
 
 @final
@@ -192,75 +157,6 @@ def figure(values_CP: Tensor) -> dict[str, float]:
     return {"expected": float(values_CP.mean()), "low": float(values_CP.min()), "high": float(values_CP.max())}
 
 
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedBackend:
-    """A backend with options, or a release of its library.
-
-    Attributes:
-        label: Name of the backend, with the release if its library is not installed.
-        rules: Source of its rules: an installed version, or a release.
-        options: Options of the backend; None if it cannot be imported.
-        needs: Constraints of the backend, with the overrides of the config; None if the backend raised an error.
-        refused: Why the backend cannot run this config on this group; None if it can.
-    """
-
-    label: str
-    rules: str = ""
-    options: BackendOptions | None = None
-    needs: Constraints | None = None
-    refused: str | None = None
-
-
-def planned_backends(named: NamedBackend, found: Dispatches) -> list[PlannedBackend]:
-    """Return a backend if its library is installed, and else the known releases of its library.
-
-    Raises:
-        ConfigError: There is no such backend or option.
-    """
-    try:
-        cls = named.load()
-    except BackendUnavailableError as error:  # the package of a third party
-        return [PlannedBackend(label=named.label, refused=str(error))]
-    spec, options = named.spec(), cls.model_validate(named.options)
-    try:
-        config = found.config.replace(backend=spec)
-    except ConfigError as error:  # an option that does not fit the config
-        return [PlannedBackend(label=named.label, options=options, refused=str(error))]
-    verdict = options.probe()
-    if isinstance(verdict, Usable):
-        return [_checked(PlannedBackend(label=named.label, rules=verdict.version, options=options), config, found)]
-    absent = f"not usable here: {verdict.reason}"
-    releases = [
-        PlannedBackend(
-            label=f"{named.label} {release.removeprefix(cls.name + '-')}",
-            rules=f"rules of {release}; {absent}",
-            options=options.model_copy(update={"emulate": release}),
-        )
-        for release in _RELEASES.get(cls.name, ())
-    ]
-    return [_checked(release, config, found, devices=frozenset({"cuda"})) for release in releases] or [
-        PlannedBackend(label=named.label, options=options, refused=absent)
-    ]
-
-
-def _checked(
-    backend: PlannedBackend, config: DispatcherConfig, found: Dispatches, **needed: frozenset[str]
-) -> PlannedBackend:
-    """Add the constraints of a backend. Add the error if the config does not meet them."""
-    options, needs, refused = backend.options, None, None
-    assert options is not None
-    try:
-        needs = dataclasses.replace(options.constraints(found.shape), **{**config.constraints.given(), **needed})
-        check_group(config, options.name, found.shape, needs)
-        if config.graph_safe:
-            check_buffers(options.name, options.capacity(found.shape))
-        check_max_rows(f"Backend {options.name!r}", needs.padded(int(found.loads.rows_CP.max())), needs)
-    except MoEDispatchError as error:
-        refused = str(error)
-    return dataclasses.replace(backend, needs=needs, refused=refused)
-
-
 def graph_safe_config(config: DispatcherConfig, tokens: int, fields: Mapping[str, Any]) -> DispatcherConfig:
     """Switch a config to graph-safe mode.
 
@@ -275,10 +171,11 @@ def graph_safe_config(config: DispatcherConfig, tokens: int, fields: Mapping[str
 
 def forecast(
     model: Model,
-    cluster: Cluster,
     batch: MicroBatch,
     source: RoutingSource,
     *,
+    ep_size: int,
+    nodes: int | None = None,
     backends: Sequence[NamedBackend],
     factors: Sequence[float] = FACTORS,
     balance: bool = False,
@@ -287,9 +184,10 @@ def forecast(
 
     Args:
         model: Sizes and config.
-        cluster: Ranks and nodes.
         batch: Rows that a rank brings.
         source: Routing.
+        ep_size: Ranks in the group. Consecutive ranks share a node.
+        nodes: Nodes of the group; None for 8 ranks per node.
         backends: Backends to plan.
         factors: Capacity factors to plan.
         balance: Whether to plan placements of experts beside that of the config.
@@ -302,29 +200,33 @@ def forecast(
         ConfigError: Two numbers do not fit each other, for any backend.
     """
     config, sequences = model.config, batch.rows(model.config, source.tokens)
-    tokens = sequences["rows_per_rank"]
+    tokens, nodes = sequences["rows_per_rank"], nodes or ep_size // math.gcd(ep_size, _RANKS_PER_NODE)
+    if ep_size % nodes:
+        raise ConfigError(
+            f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the number of nodes of one group."
+        )
     if config.max_tokens_per_rank is not None and tokens > config.max_tokens_per_rank:
         raise ConfigError(
             f"plan: a rank must bring at most max_tokens_per_rank ({config.max_tokens_per_rank}) rows, got {tokens}. "
             "Raise max_tokens_per_rank, or plan fewer tokens."
         )
-    shape = shape_of(config, cluster.ep_size, cluster.ranks_per_node)
+    shape = shape_of(config, ep_size, ep_size // nodes)
     home = dataclasses.replace(shape, num_experts=config.num_experts)  # without spare expert slots
     found = Dispatches.count(config, shape, source.dispatches(home, tokens), [model.dtype])
-    loads = found.loads
-    cost = ExpertCost(itemsize=model.dtype.itemsize, nbytes=model.expert_bytes, flop_per_byte=cluster.flop_per_byte)
+    loads, stride = found.loads, -(-len(found.loads.rows_CP) // MOST_DISPATCHES)
+    choices = choices_for(config, others=balance)
     fields = ("num_experts", "top_k", "hidden_size", "spare_experts_per_rank", "balance", "wire_dtype", "graph_safe")
     return {
         "model": {
             "name": model.name,
             **{field: getattr(config, field) for field in (*fields, "max_tokens_per_rank")},
-            "num_groups": None if model.groups is None else model.groups.num_groups,
-            "topk_groups": None if model.groups is None else model.groups.topk_groups,
+            "num_groups": model.groups and model.groups.num_groups,
+            "topk_groups": model.groups and model.groups.topk_groups,
             "pad_multiple": config.pad_multiple_rows,
             "layers": model.layers,
             "dtype": str(model.dtype).removeprefix("torch."),
         },
-        "cluster": dataclasses.asdict(cluster),
+        "cluster": {"ep_size": ep_size, "nodes": nodes, "ranks_per_node": ep_size // nodes},
         "sequences": sequences,
         "routing": source.text,
         "dispatches": len(loads.rows_CP),
@@ -333,46 +235,79 @@ def forecast(
         "busiest_rank": figure(loads.received_CP.amax(1)),
         "expert_padding": figure(loads.expert_padding_CP(shape.pad_multiple)),
         "busiest_expert": figure(found.experts_CPE.sum(1).amax(1)),
-        "backends": [
-            _backend_plan(found, backend, model.layers, batch)
-            for named in backends
-            for backend in planned_backends(named, found)
-        ],
-        "needed_factor": needed_factor(found),
+        "backends": [plan for named in backends for plan in _backend_plans(named, found, model.layers, batch)],
+        "needed_factor": int(loads.received_CP.max()) / balanced_rows(found.capacity_shape),
         "capacities": capacity_plans(found, factors),
-        "placements": list(
-            placement_plans(
-                found.experts_CPE[:: -(-len(loads.rows_CP) // MOST_DISPATCHES)],
-                home,
-                choices_for(config, others=balance),
-                cost,
-            )
-        ),
+        "placements": list(placement_plans(found.experts_CPE[::stride], home, choices, model.expert_bytes)),
     }
 
 
-def _backend_plan(found: Dispatches, backend: PlannedBackend, layers: int, batch: MicroBatch) -> dict[str, Any]:
-    """Plan one backend. All its numbers are None if it refuses the config, and its bytes if it cannot say them."""
-    config, shape, needs, options = found.config, found.shape, backend.needs, backend.options
+def _backend_plans(named: NamedBackend, found: Dispatches, layers: int, batch: MicroBatch) -> Iterator[dict[str, Any]]:
+    """Plan a backend if its library is installed, and else the known releases of its library.
+
+    All numbers of a plan are None if the backend refuses the config, and its bytes if it cannot say them.
+
+    Raises:
+        ConfigError: There is no such backend or option.
+    """
     empty = ("rows_per_rank", "rank_padding", "sequence_multiple", "buffers", "sent", "row_dtypes", "forward")
-    plan: dict[str, Any] = {
-        "name": backend.label,
-        "rules": backend.rules,
-        "refused": backend.refused,
-        **dict.fromkeys((*empty, "backward", "between_nodes", "payload_only")),
-    }
-    if needs is None or options is None or backend.refused is not None:
-        return plan
-    padded_CP = padded_rows(found.loads.rows_CP, needs, config)
-    plan |= {
+    plan = {"name": named.label, "rules": "", "refused": None, **dict.fromkeys((*empty, "backward", "between_nodes"))}
+    plan["payload_only"] = None
+    try:
+        cls = named.load()
+        spec, options = named.spec(), cls.model_validate(named.options)
+    except BackendUnavailableError as error:  # the package of a third party
+        yield plan | {"refused": str(error)}
+        return
+    try:
+        config = found.config.replace(backend=spec)
+    except ConfigError as error:  # an option that does not fit the config
+        yield plan | {"refused": str(error)}
+        return
+    verdict = options.probe()
+    if isinstance(verdict, Usable):
+        yield plan | {"rules": verdict.version} | _numbers(options, config, found, layers, batch)
+        return
+    absent = f"not usable here: {verdict.reason}"
+    for release in _RELEASES.get(cls.name, ()):
+        rules = options.model_copy(update={"emulate": release})
+        told = {
+            "name": f"{named.label} {release.removeprefix(cls.name + '-')}",
+            "rules": f"rules of {release}; {absent}",
+        }
+        yield plan | told | _numbers(rules, config, found, layers, batch, devices=frozenset({"cuda"}))
+    if cls.name not in _RELEASES:
+        yield plan | {"refused": absent}
+
+
+def _numbers(
+    options: BackendOptions,
+    config: DispatcherConfig,
+    found: Dispatches,
+    layers: int,
+    batch: MicroBatch,
+    **needed: frozenset[str],
+) -> dict[str, Any]:
+    """Count the rows, buffers and bytes of one backend, or return why it is refused."""
+    shape, loads = found.shape, found.loads
+    try:
+        needs = dataclasses.replace(options.constraints(shape), **{**config.constraints.given(), **needed})
+        check_group(config, options.name, shape, needs)
+        if config.graph_safe:
+            check_buffers(options.name, options.capacity(shape))
+        check_max_rows(f"Backend {options.name!r}", needs.padded(int(loads.rows_CP.max())), needs)
+    except MoEDispatchError as error:
+        return {"refused": str(error)}
+    padded_CP = padded_rows(loads.rows_CP, needs, config)
+    numbers = {
         "rows_per_rank": figure(padded_CP),
-        "rank_padding": figure(padded_CP - found.loads.rows_CP),
+        "rank_padding": figure(padded_CP - loads.rows_CP),
         "sequence_multiple": batch.multiple(config, needs.row_multiple),
         "buffers": _buffers(found, options, needs, int(padded_CP.max())),
     }
-    traffic = count_traffic(options, shape, found.loads, padded_CP, found.dtypes)
+    traffic = count_traffic(options, shape, loads, padded_CP, found.dtypes)
     if traffic is None:
-        return plan
+        return numbers
     # Bytes of the counts that each rank sends to another, so that all plan the same placement.
     counts = 0 if config.balance is None else 8 * (config.num_experts + 1)
     nothing_CP = torch.zeros_like(padded_CP, dtype=torch.float64)
@@ -380,7 +315,7 @@ def _backend_plan(found: Dispatches, backend: PlannedBackend, layers: int, batch
     forward_CP = sum((of for label, of in sent_CP.items() if label in FORWARD), nothing_CP)
     backward_CP = sum((of for label, of in sent_CP.items() if label not in FORWARD), nothing_CP)
     once, far = _agreement_bytes(config, shape, needs), shape.ep_size - (shape.ranks_per_node or shape.ep_size)
-    return plan | {
+    return numbers | {
         "sent": {label: figure(nbytes_CP) for label, nbytes_CP in sent_CP.items()},
         "row_dtypes": traffic.row_dtypes,
         "forward": figure(layers * forward_CP + once),
@@ -411,11 +346,6 @@ def _buffers(found: Dispatches, options: BackendOptions, needs: Constraints, row
         return {purpose: dict.fromkeys(("expected", "low", "high"), size) for purpose, size in buffers.items()}
     rows_CP = found.loads.received_CP + found.loads.expert_padding_CP(shape.pad_multiple)
     return {"rows": figure(rows_CP * (shape.hidden_size * dtype.itemsize))}
-
-
-def needed_factor(found: Dispatches) -> float:
-    """Return the smallest ``capacity_factor`` that drops no row of these dispatches."""
-    return int(found.loads.received_CP.max()) / balanced_rows(found.capacity_shape)
 
 
 def capacity_plans(found: Dispatches, factors: Sequence[float]) -> list[dict[str, Any]]:

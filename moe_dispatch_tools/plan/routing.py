@@ -11,9 +11,8 @@ import torch
 from torch import Generator, Tensor
 
 from moe_dispatch.backends.base import MoEShape
-from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
-from moe_dispatch_tools.plan.models import GroupLimit
+from moe_dispatch_tools.plan.models import GroupLimit, Model
 from moe_dispatch_tools.traces import Trace
 
 # Expert ids of each rank in one dispatch, int64 (T, K). The id is -1 if a slot goes nowhere.
@@ -22,6 +21,7 @@ Dispatch = Sequence[Tensor]
 # A simulation has this number of tokens in all its dispatches together, if the number of dispatches is at most 64.
 _SIMULATED_TOKENS, _MOST_DISPATCHES = 2**20, 64
 _LARGEST_EXPONENT = 8.0
+_DEFAULT_RANKS = 8
 _TOKENS_AT_ONCE = 2**11  # whose scores of all experts fit the cache
 
 
@@ -123,27 +123,33 @@ def recorded_routing(dispatches: Sequence[Dispatch], text: str) -> RoutingSource
     return RoutingSource(text=text, dispatches=lambda shape, tokens: dispatches, tokens=most)
 
 
-def traced_routing(
-    path: Path, config: DispatcherConfig, *, ep_size: int | None, cut: bool
+def routing_of(
+    text: str, file: Path, model: Model, *, ep_size: int | None, seed: int, graph_safe: bool
 ) -> tuple[RoutingSource, int]:
-    """Read the routing of a trace, and its number of ranks.
+    """Read or draw the routing of a plan, and return it with its number of ranks.
 
     Args:
-        path: Path of the trace.
-        config: Config that the trace must fit.
-        ep_size: Number of ranks that the trace must have; None accepts any number.
-        cut: Whether padding rows are left out if the host knew them. Otherwise their slots go nowhere.
+        text: Name of a random routing, or path of a trace.
+        file: File of the model. If it is a trace, its routing takes the place of "uniform".
+        model: Model that a trace must fit.
+        ep_size: Number of ranks; None for that of the trace, or for 8.
+        seed: Seed of a random routing.
+        graph_safe: Whether slots of padding rows go nowhere. Otherwise padding rows that the host knew are left out.
 
     Raises:
         TraceError: The trace cannot be read or has other sizes.
-        ConfigError: The trace holds no dispatch.
+        ConfigError: The trace holds no dispatch, or the random routing is unknown.
     """
+    path = file if text == "uniform" else Path(text)
+    if path.suffix != ".safetensors":
+        return random_routing(text, seed=seed, groups=model.groups), ep_size or _DEFAULT_RANKS
     trace = Trace.load(path)
     trace.require_whole("plan")
     trace.check_ids("plan")
-    trace.check(config, ep_size=trace.ep_size if ep_size is None else ep_size)
+    trace.check(model.config, ep_size=ep_size or trace.ep_size)
     if not trace.calls:
         raise ConfigError(f"plan: {path} must hold a dispatch, got none. Record at least one step.")
+    cut = not (graph_safe or model.config.graph_safe)
     dispatches = [[part.sent_ids(cut=cut and part.on_host) for part in call.parts] for call in trace.calls]
-    text = f"{path.name}: {len(dispatches)} dispatches of {len(trace.layers)} layers in {trace.steps} steps"
-    return recorded_routing(dispatches, text), trace.ep_size
+    told = f"{path.name}: {len(dispatches)} dispatches of {len(trace.layers)} layers in {trace.steps} steps"
+    return recorded_routing(dispatches, told), trace.ep_size

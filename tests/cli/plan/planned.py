@@ -14,7 +14,7 @@ from moe_dispatch.dispatchers import Metrics
 from moe_dispatch_testing import Ranks, allow_host_syncs, count_collectives
 from moe_dispatch_testing.scenario import ROUTINGS
 from moe_dispatch_tools.names import parse_backend
-from moe_dispatch_tools.plan.forecast import Cluster, MicroBatch, forecast, graph_safe_config
+from moe_dispatch_tools.plan.forecast import MicroBatch, forecast, graph_safe_config
 from moe_dispatch_tools.plan.models import Model
 from moe_dispatch_tools.plan.routing import RoutingSource, recorded_routing
 
@@ -71,9 +71,10 @@ def plan_of(
         config = graph_safe_config(config, batch.rows(config, source.tokens)["rows_per_rank"], fields)
     return forecast(
         Model(name="test", config=config, layers=more.pop("layers", 1), dtype=dtype),
-        Cluster.of(size, more.pop("nodes", 1), more.pop("flop_per_byte", None)),
         batch,
         source,
+        ep_size=size,
+        nodes=more.pop("nodes", 1),
         backends=[parse_backend(name) for name in backend.split(",")],
         **more,
     )

@@ -291,10 +291,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"fields": {"max_tokens_per_rank": 5}},
         r"plan: a rank must bring at most max_tokens_per_rank \(5\) rows, got 24\.",
     ),
-    (
-        {"flop_per_byte": -1.0},
-        r"plan: flop-per-byte must be a number above 0, got -1\. Divide the FLOP per second of a device",
-    ),
     ({"factors": [0.0]}, r"plan: a capacity factor must be above 0 and at most 1024, got 0.0\. Try 1.25"),
     ({"backend": "alltoal"}, r"Unknown backend 'alltoal'"),
     ({"backend": "alltoall+reductio=exact"}, r"backend 'alltoall\+reductio=exact': reductio: Extra inputs"),
