@@ -246,7 +246,7 @@ class RoutingReplay:
         Raises:
             InputError: The table has entries in which only some slots name an expert.
         """
-        cut.check_slots()
+        cut.table.check_slots()
         before, self._cut = self._cut, cut
         try:
             yield

@@ -5,7 +5,9 @@ holds the ids of the rows of one micro-batch on one rank, in the order of the ra
 router's scores at these ids, so that the router keeps its gradient.
 """
 
+from moe_dispatch.replay.cut import Cut, SequenceId
+from moe_dispatch.replay.recording import Recording
 from moe_dispatch.replay.router import replayed
-from moe_dispatch.replay.table import Cut, Recording, RoutingTable, SequenceId
+from moe_dispatch.replay.table import RoutingTable
 
 __all__ = ["Cut", "Recording", "RoutingTable", "SequenceId", "replayed"]

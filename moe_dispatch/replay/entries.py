@@ -8,12 +8,15 @@ that goes nowhere (-1) as 1, and an unknown slot (-2) as 0. So a table of zeros 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.communication import Communicator
+from moe_dispatch.errors import InputError
+
+Entries = Any  # a tensor, an array of numpy, or a sequence of these, one behind another
 
 UNKNOWN, NOWHERE = -2, -1
 _TYPES = (torch.uint8, torch.int16, torch.int32)
@@ -25,6 +28,28 @@ def storage_dtype(num_experts: int) -> torch.dtype:
     return next(dtype for dtype in _TYPES if num_experts - 1 - UNKNOWN <= torch.iinfo(dtype).max)
 
 
+def checked_ids(name: int | str, entries: Entries, num_experts: int) -> Tensor:
+    """Return the ids of one sequence, (S, L, K), with -2 for unknown entries, after all checks."""
+    several = entries if isinstance(entries, list | tuple) else [entries]
+    # as_tensor would warn of an array that is read-only, as those of Ray are.
+    ids = torch.cat([part if isinstance(part, Tensor) else torch.tensor(part) for part in several])
+    if ids.dim() != 3 or ids.is_floating_point() or ids.dtype == torch.bool or 0 in ids.shape[1:]:
+        raise InputError(
+            f"RoutingTable: the ids of a sequence must be integers (positions, layers, top_k), got {ids.dtype} "
+            f"{tuple(ids.shape)} for {name!r}. Reshape them."
+        )
+    # Check before narrowing: an out-of-range id could wrap around in int32 and look valid.
+    ids = ids.detach().to("cpu", torch.int64)
+    if len(ids):
+        low, high = map(int, torch.aminmax(ids))
+        if low < -1 or high >= num_experts:
+            raise InputError(
+                f"RoutingTable: ids must lie in -1..{num_experts - 1}, got {low if low < -1 else high} in sequence "
+                f"{name!r}. Pass logical ids of this model, and the right num_experts."
+            )
+    return ids.masked_fill((ids < 0).all(2, keepdim=True), UNKNOWN)
+
+
 def stored(ids: Tensor, num_experts: int) -> Tensor:
     """Convert ids (-2 to ``num_experts - 1``) to the form in which a table stores them."""
     return (ids.to(torch.int32) - UNKNOWN).to(storage_dtype(num_experts))
@@ -33,6 +58,15 @@ def stored(ids: Tensor, num_experts: int) -> Tensor:
 def ids_of(values: Tensor) -> Tensor:
     """Convert stored values back to ids, int64."""
     return values.to(torch.int64).add_(UNKNOWN)  # stored values are never int64, so this is a copy
+
+
+def has_repeats(values_NLK: Tensor) -> Tensor:
+    """Return whether each stored entry names an expert twice, bool (N, L)."""
+    found_NL = torch.zeros(values_NLK.shape[:2], dtype=torch.bool, device="cpu")
+    for distance in range(1, values_NLK.shape[2]):
+        one, other = values_NLK[:, :, distance:], values_NLK[:, :, :-distance]
+        found_NL |= ((one == other) & (one > NOWHERE - UNKNOWN)).any(2)
+    return found_NL
 
 
 @final

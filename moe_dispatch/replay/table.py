@@ -1,8 +1,8 @@
 """The routing table: where its ids come from, and how a micro-batch's part is cut out of it for one rank.
 
-The file follows a table through its life. ``RoutingTable`` is made from ids, from a recording or from a file; tables of
-several ranks are joined; ``RoutingTable.cut`` returns a ``Cut``, the ids of this rank's rows; ``check_used`` finds
-entries that no rank looked up. ``Recording`` collects the ids of a forward.
+The file follows a table through its life. It is made from ids or from a recording. Tables of several ranks are joined
+and checked. ``cut`` returns the ids of one rank's rows, and ``check_used`` finds entries that no rank looked up.
+``save`` and ``load`` keep a table in a file.
 
 Dimensions: ``N`` tokens of all sequences, ``L`` MoE layers of the table, ``K`` top_k, ``S`` positions of a sequence,
 ``B`` sequences of a batch, ``T`` rows of this rank.
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, final
@@ -25,20 +24,26 @@ from torch import Tensor
 from moe_dispatch.communication import Communicator, raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.dispatchers.recorder import Note, Recorder
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, StateError, TraceError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.replay import file
-from moe_dispatch.replay.entries import NOWHERE, UNKNOWN, Uses, ids_of, storage_dtype, stored
+from moe_dispatch.replay.cut import Cut, SequenceId, check_known, rows_of_rank, span
+from moe_dispatch.replay.entries import (
+    NOWHERE,
+    UNKNOWN,
+    Entries,
+    Uses,
+    checked_ids,
+    has_repeats,
+    ids_of,
+    storage_dtype,
+    stored,
+)
+from moe_dispatch.replay.recording import Recording
 
 _FILE = file.Kind(
     key="moe_dispatch_routing", noun="a routing table", writer="RoutingTable.save", reader="RoutingTable.load"
 )
-
-SequenceId = int | str
-"""The name of a sequence in a table: a number, or a string such as the uid of a sample."""
-
-Entries = Any  # a tensor, an array of numpy, or a sequence of these, one behind another
 
 
 @final
@@ -81,7 +86,7 @@ class RoutingTable:
         last_missing: bool = False,
     ) -> None:
         pairs = list(sequences.items() if isinstance(sequences, Mapping) else sequences)
-        parts = [(name, _checked_ids(name, entries, num_experts)) for name, entries in pairs]
+        parts = [(name, checked_ids(name, entries, num_experts)) for name, entries in pairs]
         if not parts:
             raise InputError("RoutingTable: there are no sequences. Record a forward.")
         for name, count in Counter(name for name, _ in parts).items():
@@ -102,11 +107,12 @@ class RoutingTable:
         if len(numbers) != ids_SLK.shape[1] or sorted({*numbers}) != list(numbers):
             raise InputError(
                 f"RoutingTable: layers must name the {ids_SLK.shape[1]} layers of the ids in ascending order, got "
-                f"{len(numbers)} numbers: {_span(numbers)}. Leave out the ids of dense layers."
+                f"{len(numbers)} numbers: {span(numbers)}. Leave out the ids of dense layers."
             )
         self._hold({name: len(ids) + last_missing for name, ids in parts}, numbers, ids_SLK.shape[2], num_experts)
         for name, ids in parts:
             self._stored[self.rows_of(name)][: len(ids)] = stored(ids, num_experts)
+        self.check_distinct()
 
     def _hold(self, lengths: dict[SequenceId, int], layers: tuple[int, ...], top_k: int, num_experts: int) -> None:
         """Set all attributes, for a table of unknown entries."""
@@ -122,7 +128,7 @@ class RoutingTable:
             self._stored = torch.zeros(shape, dtype=storage_dtype(num_experts), device="cpu")
             self._stored[self.padding_row] = NOWHERE - UNKNOWN
         self._uses = Uses(len(self._stored), len(layers))
-        self._slots_checked = False  # whether the entries have passed ``Cut.check_slots``
+        self._slots_checked = False  # whether the entries have passed ``check_slots``
 
     @classmethod
     def unknown(
@@ -142,6 +148,7 @@ class RoutingTable:
         *,
         num_experts: int,
         layers: Sequence[int] | None = None,
+        routed_BS: Tensor | None = None,
     ) -> RoutingTable:
         """Make a table from a padded batch, as verl and NeMo-RL carry it.
 
@@ -152,25 +159,31 @@ class RoutingTable:
                 anywhere and may have padding between them.
             num_experts: Number of experts of a layer.
             layers: As in the class.
+            routed_BS: Where the batch has routes, (B, S), bool or integers. Other entries are unknown, whatever their
+                ids are: verl fills them with zeros. By default each token has a route.
 
         Raises:
             InputError: The shapes differ, or what the class refuses.
         """
-        if ids.dim() != 4 or ids.shape[:2] != mask_BS.shape or len(sequences) != len(ids):
+        routed_BS = torch.ones_like(mask_BS) if routed_BS is None else routed_BS
+        fits = ids.dim() == 4 and ids.shape[:2] == mask_BS.shape == routed_BS.shape
+        if not fits or len(sequences) != len(ids):
             raise InputError(
-                f"RoutingTable.from_padded: ids must be (B, S, L, K), the mask (B, S), with B names, got "
-                f"{tuple(ids.shape)}, {tuple(mask_BS.shape)} and {len(sequences)} names. Pass the batch as the "
-                "trainer holds it."
+                "RoutingTable.from_padded: ids must be (B, S, L, K), the mask and routed_BS (B, S), with B names, got "
+                f"{tuple(ids.shape)}, {tuple(mask_BS.shape)}, {tuple(routed_BS.shape)} and {len(sequences)} names. "
+                "Pass the batch as the trainer holds it."
             )
-        pairs = [(name, part[mask != 0]) for name, part, mask in zip(sequences, ids, mask_BS, strict=True)]
+        missing = ids.new_full((1,), -1, dtype=torch.int64)
+        known = torch.where((routed_BS != 0)[:, :, None, None], ids, missing)
+        pairs = [(name, part[mask != 0]) for name, part, mask in zip(sequences, known, mask_BS, strict=True)]
         return cls(pairs, num_experts=num_experts, layers=layers)
 
-    @staticmethod
-    @contextmanager
-    def record(dispatchers: Mapping[int, Dispatcher] | Sequence[Dispatcher]) -> Iterator[Recording]:
+    @classmethod
+    def record(cls, dispatchers: Mapping[int, Dispatcher] | Sequence[Dispatcher]) -> Recording:
         """Record the routing of this library's own forward, for a second pass that must choose the same experts.
 
-        Call ``micro_batch`` of the result before each forward, and ``table`` after the block.
+        Use the result in a ``with`` block. Call its ``micro_batch`` before each forward, and its ``table`` after the
+        block.
 
         Args:
             dispatchers: The dispatchers of this rank's MoE layers, by number of the MoE layer in the whole model; or
@@ -181,23 +194,8 @@ class RoutingTable:
 
         Cost: a copy of the ids to the host in each dispatch, without a host sync.
         """
-        numbered = dict(dispatchers) if isinstance(dispatchers, Mapping) else dict(enumerate(dispatchers))
-        if not numbered:
-            raise InputError("RoutingTable.record: there are no dispatchers. Pass those of the MoE layers.")
-        channels = list(dict.fromkeys(dispatcher._channel for dispatcher in numbered.values()))
-        if any(channel.recorder is not None for channel in channels):
-            raise StateError(
-                "RoutingTable.record: another block that is still open records these dispatchers. Leave that block "
-                "first. It records all dispatchers of this config and group."
-            )
-        recorders = [Recorder(steps=2**62) for _ in channels]  # as many steps as the block has
-        for channel, recorder in zip(channels, recorders, strict=True):
-            channel.recorder = recorder
-        try:
-            yield Recording(numbered, recorders)
-        finally:
-            for channel in channels:
-                channel.recorder = None
+        numbered = dispatchers if isinstance(dispatchers, Mapping) else dict(enumerate(dispatchers))
+        return Recording(numbered, cls.unknown)
 
     @classmethod
     def merged(cls, tables: Sequence[RoutingTable]) -> RoutingTable:
@@ -309,6 +307,39 @@ class RoutingTable:
             )
         return ids_of(self._stored[self.rows_of(sequence)])
 
+    def check_distinct(self) -> None:
+        """Raise InputError if an entry names an expert twice, which no router does."""
+        for name in self.lengths:
+            values_SLK = self._stored[self.rows_of(name)]
+            for position, column in has_repeats(values_SLK).nonzero()[:1].tolist():
+                raise InputError(
+                    "RoutingTable: an entry must name different experts, got "
+                    f"{ids_of(values_SLK[position, column]).tolist()} for sequence {name!r}, position {position}, "
+                    f"layer {self.layers[column]}. Set the ids of missing routes to -1. For verl, which fills them "
+                    "with zeros, pass routed_BS to from_padded."
+                )
+
+    def check_slots(self) -> None:
+        """Refuse a table in which some entry names experts in some slots only. A model's router needs one for each.
+
+        Raises:
+            InputError: The table has such an entry.
+
+        The error is raised on this rank alone. Cost: one pass over the table, whenever it has changed.
+        """
+        if self._slots_checked:
+            return
+        partial_NL = (self.stored_NLK == NOWHERE - UNKNOWN).any(2)
+        for row, column in partial_NL.nonzero()[:1].tolist():
+            name, position = self.key_of(row)
+            raise InputError(
+                f"RoutingReplay: a known entry must name an expert in each of {self.top_k} slots, got "
+                f"{ids_of(self.stored_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
+                f"{self.layers[column]}, and {int(partial_NL.sum())} entries of this kind. Leave these entries "
+                "unknown: -1 in all slots."
+            )
+        self._slots_checked = True
+
     @property
     def nbytes(self) -> int:
         """The bytes of the ids, without the counts of ``check_used``."""
@@ -344,7 +375,7 @@ class RoutingTable:
         pairs = {
             "num_experts": (str(config.num_experts), str(self.num_experts)),
             "top_k": (str(config.top_k), str(self.top_k)),
-            "MoE layers": (_span(wanted), _span(wanted) if has_layers else _span(self.layers)),
+            "MoE layers": (span(wanted), span(wanted) if has_layers else span(self.layers)),
         }
         differing = [(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
         problem = None
@@ -398,9 +429,9 @@ class RoutingTable:
         problem, wanted = None, tuple(self.layers if layers is None else layers)
         try:
             columns = self._columns(wanted)
-            rows_T = self._rows_of_rank(layout, sequences, like)
+            rows_T = rows_of_rank(self, layout, sequences, like)
             if fallback == "error":
-                self._check_known(rows_T, columns)
+                check_known(self, rows_T, columns)
             if fallback not in ("router", "error") or step < 0:
                 raise InputError(
                     f'RoutingTable.cut: fallback must be "router" or "error" and step 0 or more, got {fallback!r} and '
@@ -409,7 +440,7 @@ class RoutingTable:
             if into is not None and (len(into.stored_TLK), into.layers) != (len(rows_T), wanted):
                 raise InputError(
                     f"RoutingTable.cut: into must have the same rows and layers, got {len(into.stored_TLK)} rows and "
-                    f"layers {_span(into.layers)} for {len(rows_T)} rows and layers {_span(wanted)}. Pad every "
+                    f"layers {span(into.layers)} for {len(rows_T)} rows and layers {span(wanted)}. Pad every "
                     "micro-batch of a graph to the same number of rows."
                 )
         except MoEDispatchError as error:
@@ -433,61 +464,6 @@ class RoutingTable:
         self._uses.count(rows_T, columns, step)  # the replay of a graph does not call routing_for
         return Cut(self, into.stored_TLK, wanted, rows_T, step)
 
-    def _rows_of_rank(
-        self, layout: Layout, sequences: Sequence[SequenceId | None], like: Tensor | Sequence[int] | None
-    ) -> Tensor:
-        """Return the row of the table for each row of this rank, int64 (T,) on the CPU.
-
-        Context parallelism and sequence parallelism are part of the layout: ``positions`` of a sharded layout tells
-        which token of which sequence each row of this rank is, in the order of the shard. For example, zigzag context
-        parallelism of 8 tokens gives rank 0 of 2 the positions 0, 1, 6 and 7.
-
-        The table has two rows behind its entries: ``unknown_row``, for rows of a sequence named None, and
-        ``padding_row``, for rows that hold no token.
-        """
-        shape = like.shape if isinstance(like, Tensor) else like
-        if shape is None:
-            rows = layout.num_rows()
-            if rows is None:
-                raise InputError(
-                    f"RoutingTable.cut: {layout} does not know its number of rows. Pass the hidden states as like=, or "
-                    "their shape."
-                )
-            shape = (rows, 1)
-        layout.check(layout.rows_of(shape))
-        if len(sequences) != layout.num_sequences(shape):
-            raise InputError(
-                f"RoutingTable.cut: sequences must name each sequence of the layout, got {len(sequences)} names and "
-                f"{layout.num_sequences(shape)} sequences. Pass one name per sequence, None for one that was not "
-                "recorded."
-            )
-        for name, count in Counter(name for name in sequences if name is not None).items():
-            if name not in self.lengths:
-                raise InputError(
-                    f"RoutingTable.cut: sequence {name!r} is not in the table of {len(self.lengths)} sequences. Add it "
-                    "to the table, or pass None to let the router choose."
-                )
-            if count > 1:
-                raise InputError(
-                    f"RoutingTable.cut: the micro-batch names sequence {name!r} {count} times. Give each sample a name "
-                    "of its own."
-                )
-        sequence_T, position_T = layout.positions(shape).cpu().unbind()
-        start_T = self._starts_of(sequences)[sequence_T]
-        lengths = [0 if name is None else self.lengths[name] for name in sequences]
-        length_T = torch.tensor([*lengths, 0], device="cpu")[sequence_T]  # the last one is for padding, sequence -1
-        is_known = start_T >= 0
-        for row in (is_known & (position_T >= length_T)).nonzero()[:1, 0].tolist():
-            sequence = int(sequence_T[row])
-            longest = int(position_T[sequence_T == sequence].max()) + 1
-            raise InputError(
-                f"RoutingTable.cut: a sequence must not be longer than in the table, got {longest} positions of "
-                f"sequence {sequences[sequence]!r}, which has {int(length_T[row])} in the table. Record the whole "
-                "sequence; engines leave out the last position, for which the table has last_missing=True."
-            )
-        elsewhere = torch.where(sequence_T < 0, self.padding_row, self.unknown_row)
-        return torch.where(is_known, start_T + position_T, elsewhere)
-
     def routing_for(self, layer: int, layout: Layout, sequences: Sequence[SequenceId | None], **options: Any) -> Tensor:
         """Return the ids of this rank's rows in one MoE layer, int64 (T, K): a ``cut`` of this layer, looked up.
 
@@ -500,24 +476,10 @@ class RoutingTable:
         absent = [layer for layer in layers if layer not in self.layers]
         if absent:
             raise InputError(
-                f"RoutingTable.cut: layers {_span(absent)} are not in the table, which has {_span(self.layers)}. "
+                f"RoutingTable.cut: layers {span(absent)} are not in the table, which has {span(self.layers)}. "
                 "Count the MoE layers of the whole model from 0, without dense layers."
             )
         return [self.layers.index(layer) for layer in layers]
-
-    def _check_known(self, rows_T: Tensor, columns: list[int]) -> None:
-        unknown_TL = self._stored[rows_T.unsqueeze(1), torch.tensor(columns, device="cpu"), 0] == 0
-        for row, column in unknown_TL.nonzero()[:1].tolist():
-            found = int(rows_T[row])
-            first = "a sequence named None"
-            if found != self.unknown_row:
-                name, position = self.key_of(found)
-                first = f"sequence {name!r}, position {position}"
-            raise InputError(
-                f'RoutingTable.cut: under fallback="error" every entry must be known, got {int(unknown_TL.sum())} of '
-                f"{unknown_TL.numel()} unknown. The first is {first}, layer {self.layers[columns[column]]}. "
-                'Use fallback="router", or record these tokens.'
-            )
 
     def check_used(
         self, sequences: Iterable[SequenceId] | None = None, *, group: dist.ProcessGroup | None = None
@@ -618,168 +580,8 @@ class RoutingTable:
             for name in names:
                 part = values[starts[name] : starts[name] + lengths[name], low:high]
                 table.stored_NLK[table.rows_of(name)] = part[:, columns - low]
+        table.check_distinct()
         return table
-
-
-@final
-class Cut:
-    """The ids of the rows of one micro-batch on one rank. ``RoutingTable.cut`` makes it.
-
-    A lookup names the layer. It changes nothing and may be repeated, so a recomputed forward gets the same ids, in any
-    order of layers and micro-batches.
-
-    Attributes:
-        stored_TLK: The ids as the table stores them, on the device of the cut.
-        layers: Numbers of the MoE layers of the cut, L of them.
-        step: Number of the training step, for ``RoutingTable.check_used``.
-        table: The table that it was cut out of.
-    """
-
-    def __init__(
-        self, table: RoutingTable, stored_TLK: Tensor, layers: tuple[int, ...], rows_T: Tensor, step: int
-    ) -> None:
-        self.stored_TLK = stored_TLK
-        self.layers = layers
-        self.step = step
-        self.table = table
-        self._rows_T = rows_T
-        self._counted: set[int] = set()
-
-    def routing_for(self, layer: int) -> Tensor:
-        """Return the expert ids of this rank's rows in one MoE layer, int64 (T, K), for ``replayed``.
-
-        An id is -1 for a slot that goes nowhere, such as in a row of padding, and -2 for an unknown slot.
-
-        Raises:
-            InputError: The cut does not have this layer.
-
-        Cost: one conversion of (T, K) on the device; no host sync. The first lookup counts the entries as used.
-        """
-        if layer not in self.layers:
-            raise InputError(
-                f"Cut.routing_for: layer {layer} is not in the cut, which has {_span(self.layers)}. "
-                "Count the MoE layers of the whole model from 0, without dense layers."
-            )
-        if layer not in self._counted and not torch.compiler.is_compiling():
-            self._counted.add(layer)
-            self.table._uses.count(self._rows_T, self.table._columns((layer,)), self.step)
-        return ids_of(self.stored_TLK[:, self.layers.index(layer)])
-
-    def check_slots(self) -> None:
-        """Refuse a table in which some entry names experts in some slots only. A model's router needs one for each.
-
-        Raises:
-            InputError: The table has such an entry.
-
-        The error is raised on this rank alone. Cost: one pass over the table, whenever it has changed.
-        """
-        table = self.table
-        if table._slots_checked:
-            return
-        partial_NL = (table.stored_NLK == NOWHERE - UNKNOWN).any(2)
-        for row, column in partial_NL.nonzero()[:1].tolist():
-            name, position = table.key_of(row)
-            raise InputError(
-                f"RoutingReplay: a known entry must name an expert in each of {table.top_k} slots, got "
-                f"{ids_of(table.stored_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
-                f"{table.layers[column]}, and {int(partial_NL.sum())} entries of this kind. Leave these entries "
-                "unknown: -1 in all slots."
-            )
-        table._slots_checked = True
-
-
-@final
-class Recording:
-    """The dispatches of the ``with`` block of ``RoutingTable.record``, each with the names of its sequences."""
-
-    def __init__(self, dispatchers: Mapping[int, Dispatcher], recorders: Sequence[Recorder]) -> None:
-        self._layers: dict[Any, int] = {dispatcher._lease: number for number, dispatcher in dispatchers.items()}
-        self._config = next(iter(dispatchers.values())).config
-        self._recorders = recorders
-        self._batches: list[tuple[tuple[SequenceId | None, ...], list[int]]] = []
-
-    def micro_batch(self, sequences: Sequence[SequenceId | None]) -> None:
-        """Name the sequences of the micro-batch whose forward comes next, in the order of its layout.
-
-        None stands for a sequence that is not recorded, such as dummy tokens.
-        """
-        self._batches.append((tuple(sequences), [len(recorder.notes) for recorder in self._recorders]))
-
-    def table(self) -> RoutingTable:
-        """Return the table of this rank's rows and layers. ``gathered`` joins those of several ranks.
-
-        Raises:
-            StateError: Nothing was recorded, or a forward ran before its sequences were named.
-            InputError: The sequences do not fit a layout, or a token was routed differently in two forwards.
-
-        Cost: waits for the copies to the host.
-        """
-        parts = list(self._named())
-        if not parts:
-            raise StateError(
-                "Recording.table: no dispatch ran in the block. Run the forward there, outside of torch.compile."
-            )
-        for device in {note.device for note, _ in parts if note.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
-        lengths: dict[SequenceId, int] = {}
-        positions = []
-        for note, names in parts:
-            layout = note.layout()
-            if len(names) != layout.num_sequences(note.shape):
-                raise InputError(
-                    f"Recording.table: micro_batch must name each sequence of the layout, got {len(names)} names and "
-                    f"{layout.num_sequences(note.shape)} sequences of {layout}. Pass one name per sequence."
-                )
-            sequence_T, position_T = layout.positions(note.shape)
-            positions.append((sequence_T, position_T))
-            for index, name in enumerate(names):
-                if name is not None:
-                    longest = int(torch.where(sequence_T == index, position_T + 1, 0).amax()) if len(sequence_T) else 0
-                    lengths[name] = max(longest, lengths.get(name, 0))
-        layers = tuple(sorted({*self._layers.values()}))
-        table = RoutingTable.unknown(lengths, layers, self._config.top_k, self._config.num_experts)
-        for (note, names), (sequence_T, position_T) in zip(parts, positions, strict=True):
-            start_T = table._starts_of(names)[sequence_T]
-            kept = start_T >= 0
-            values_TK = stored(note.ids_TK[kept], self._config.num_experts)
-            table.put((start_T + position_T)[kept], (self._layers[note.owner],), values_TK.unsqueeze(1))
-        return table
-
-    def _named(self) -> Iterator[tuple[Note, tuple[SequenceId | None, ...]]]:
-        """Yield each dispatch of the model with the names of its sequences."""
-        for index, recorder in enumerate(self._recorders):
-            begins = [counts[index] for _, counts in self._batches]
-            for number, note in enumerate(recorder.notes):
-                if note.owner not in self._layers:  # of another model with the same config and group
-                    continue
-                batch = sum(begin <= number for begin in begins) - 1
-                if batch < 0:
-                    raise StateError(
-                        f"Recording.table: a forward ran before the first of {len(begins)} calls of micro_batch. Call "
-                        "micro_batch(sequences) before each forward."
-                    )
-                yield note, self._batches[batch][0]
-
-
-def _checked_ids(name: SequenceId, entries: Entries, num_experts: int) -> Tensor:
-    """Return the ids of one sequence, (S, L, K), with -2 for unknown entries, after all checks."""
-    several = isinstance(entries, list | tuple)
-    ids = torch.cat([torch.as_tensor(part) for part in entries]) if several else torch.as_tensor(entries)
-    if ids.dim() != 3 or ids.is_floating_point() or ids.dtype == torch.bool or 0 in ids.shape[1:]:
-        raise InputError(
-            f"RoutingTable: the ids of a sequence must be integers (positions, layers, top_k), got {ids.dtype} "
-            f"{tuple(ids.shape)} for {name!r}. Reshape them."
-        )
-    # Check before narrowing: an out-of-range id could wrap around in int32 and look valid.
-    ids = ids.detach().to("cpu", torch.int64)
-    if len(ids):
-        low, high = map(int, torch.aminmax(ids))
-        if low < -1 or high >= num_experts:
-            raise InputError(
-                f"RoutingTable: ids must lie in -1..{num_experts - 1}, got {low if low < -1 else high} in sequence "
-                f"{name!r}. Pass logical ids of this model, and the right num_experts."
-            )
-    return ids.masked_fill((ids < 0).all(2, keepdim=True), UNKNOWN)
 
 
 def _raise(problem: Exception | None, group: dist.ProcessGroup | None, facts: Mapping[str, Any] | None = None) -> None:
@@ -788,10 +590,3 @@ def _raise(problem: Exception | None, group: dist.ProcessGroup | None, facts: Ma
         raise_alike(Communicator(group), problem, facts=facts, label="replay")
     elif problem is not None:
         raise problem
-
-
-def _span(numbers: Sequence[int]) -> str:
-    """Write numbers for an error message: "0..3" if they follow each other."""
-    if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}..{numbers[-1]}"
-    return ", ".join(map(str, numbers)) or "none"

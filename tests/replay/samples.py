@@ -94,7 +94,9 @@ def draw_case(seed: int) -> Drawn:
         owned = [max(owned)] * count
     lengths = [draw.randint(1, rows) for rows in owned]
     generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(-1, num_experts, (size, layers, top_k), generator=generator) for size in lengths]
+    first = [torch.randint(num_experts, (size, layers, 1), generator=generator) for size in lengths]
+    ids = [(part + torch.arange(top_k)) % num_experts for part in first]
+    ids = [part.masked_fill(torch.rand(part.shape, generator=generator) < 0.2, -1) for part in ids]
     names = draw.sample([*range(10), *"abcdefghij"], count)
     bounds = sorted(draw.sample(range(1, count), draw.randint(0, count - 1))) if count > 1 else []
     return Drawn(

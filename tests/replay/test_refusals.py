@@ -57,7 +57,7 @@ def cut(layout: Layout, names: list[str | int | None], table: RoutingTable = TAB
         (
             lambda: RoutingTable.from_padded(["a"], IDS, torch.ones(4, 3), num_experts=8),
             InputError,
-            r"got \(4, 3, 2\), \(4, 3\) and 1 names",
+            r"got \(4, 3, 2\), \(4, 3\), \(4, 3\) and 1 names",
         ),
         (lambda: RoutingTable.merged([]), InputError, r"there are no tables"),
         (

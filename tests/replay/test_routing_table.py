@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from moe_dispatch import THD, DispatcherConfig
-from moe_dispatch.errors import ConfigError, PeerError
+from moe_dispatch import THD, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.errors import ConfigError, InputError, PeerError
 from moe_dispatch.replay import RoutingTable
 from moe_dispatch_testing import run_ranks
 from tests.replay.samples import random_ids, small_table
+from tests.test_docs import run_page
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,83 @@ def test_padded_batch_of_a_framework() -> None:
     assert (table.entries("a")[0] == -2).all()
     assert torch.equal(table.entries("a")[1:], ids[0, 2:])
     assert torch.equal(table.entries("b"), ids[1, 2:3])
+
+
+class WriterOfVerl:
+    """Write the routes of one sample as verl 0.9.1 does: int16, with zeros where the engine gave none.
+
+    Of ``tokens`` tokens, ``routes`` positions have a route. ``generated`` tells which tokens of the response the model
+    generated; others came from tools.
+    """
+
+    def __init__(self, prompt: int, generated: list[int], routes: int, seed: int) -> None:
+        self.prompt, self.generated, self.routes = prompt, torch.tensor(generated), routes
+        self.ids = random_ids(routes, 2, 2, 8, seed)
+
+    def padded(self, prompt_length: int, response_length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes (S, L, K), attention mask (S,) and response mask, prompts padded left and responses right."""
+        ids = torch.zeros(prompt_length + response_length, 2, 2, dtype=torch.int16)
+        start, end = prompt_length - self.prompt, prompt_length + len(self.generated)
+        ids[start : start + self.routes] = self.ids
+        mask = torch.zeros(len(ids), dtype=torch.int64)
+        mask[start:end] = 1
+        return ids, mask, F.pad(self.generated, (0, response_length - len(self.generated)))
+
+
+SAMPLES = {
+    "one turn": WriterOfVerl(3, [1, 1, 1], 5, 0),
+    "full response": WriterOfVerl(4, [1, 1, 1, 1, 1], 8, 1),
+    "ends with a tool": WriterOfVerl(2, [1, 1, 0, 1, 0], 5, 2),  # no forward after the last generated token
+    "filled up": WriterOfVerl(1, [0], 0, 3),  # a synthetic sample, all zeros
+}
+
+
+def test_missing_routes_of_verl_are_unknown() -> None:
+    batch = [sample.padded(4, 5) for sample in SAMPLES.values()]
+    ids, mask, responses = (torch.stack(part) for part in zip(*batch, strict=True))
+    with pytest.raises(
+        InputError, match=r"different experts, got \[0, 0\] for sequence 'one turn', position 5, layer 0"
+    ):
+        RoutingTable.from_padded(list(SAMPLES), ids, mask, num_experts=8)
+    table = run_page("replay.md")["table_of"](list(SAMPLES), ids, mask, responses, num_experts=8)
+    for name, sample in SAMPLES.items():
+        assert table.lengths[name] == sample.prompt + len(sample.generated)
+        assert torch.equal(table.entries(name)[: sample.routes], sample.ids)
+        assert (table.entries(name)[sample.routes :] == -2).all()
+
+
+def test_an_entry_that_names_an_expert_twice_is_refused_wherever_a_table_is_made(tmp_path: Path) -> None:
+    ids = random_ids(4, 3, 2, 8)
+    ids[2, 1] = 5
+    told = r"must name different experts, got \[5, 5\] for sequence 'a', position 2, layer 1"
+    with pytest.raises(InputError, match=told):
+        RoutingTable({"b": IDS, "a": ids}, num_experts=8)
+    table = small_table()
+    table.stored_NLK[2, 1] = 5 + 2  # as a table of an earlier version
+    table.save(tmp_path / "table")
+    with pytest.raises(InputError, match=told):
+        RoutingTable.load(tmp_path / "table")
+    assert RoutingTable.load(tmp_path / "table", sequences=["b"]).lengths == {"b": 3}
+    dispatcher = build_dispatcher(CONFIG)
+    with RoutingTable.record([dispatcher]) as recording:
+        recording.micro_batch(["a"])
+        dispatcher.dispatch(torch.zeros(3, 16), Routing(torch.tensor([[1, 0], [1, 2], [5, 5]]), torch.rand(3, 2)))
+    with pytest.raises(InputError, match=told.replace("layer 1", "layer 0")):
+        recording.table()
+    RoutingTable({"a": torch.tensor([[[-1, -1, 3]]])}, num_experts=8)  # slots that go nowhere are no experts
+
+
+def test_read_only_arrays_are_taken_without_a_warning() -> None:
+    """Ray gives arrays that cannot be written to. Warnings are errors here, and torch warns once in a process."""
+    ids = IDS.numpy().copy()
+    ids.setflags(write=False)
+    torch.set_warn_always(True)
+    try:
+        table = RoutingTable({"a": ids, "b": (ids[:1], ids[1:])}, num_experts=8)
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(table.entries("a"), IDS)
+    assert torch.equal(table.entries("b"), IDS)
 
 
 IDS = random_ids(4, 3, 2, 8)

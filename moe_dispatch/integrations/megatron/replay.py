@@ -35,8 +35,8 @@ class RoutingReplay:
         table: The table. Its layers are the MoE layers of the whole model, from 0.
 
     Raises:
-        ConfigError: The model has no MoE layers or a router without a top-k, or the table is of another model, or it
-            holds entries that Megatron's router cannot express: with slots that go nowhere, or with an expert twice.
+        ConfigError: The model has no MoE layers or a router without a top-k, or the table is of another model.
+        InputError: The table has entries in which only some slots name an expert.
 
     Cost: each router computes its own choice too.
     """
@@ -167,15 +167,7 @@ def _check_table(config: Any, table: RoutingTable) -> None:
             f"{config.moe_router_fusion} and moe_router_load_balancing_type={kind!r}. Set moe_router_fusion=False and "
             "another kind of load balancing."
         )
-    known_NLK = table.stored_NLK[table.known_NL()[: table.unknown_row]].to(torch.int32) + UNKNOWN
-    ordered = known_NLK.sort(1).values
-    wrong = (ordered[:, :1] < 0).any(1) | (ordered[:, 1:] == ordered[:, :-1]).any(1)
-    for row in wrong.nonzero()[:1, 0].tolist():
-        raise ConfigError(
-            f"RoutingReplay: each known entry must name {table.top_k} different experts, got "
-            f"{known_NLK[row].tolist()}, and {int(wrong.sum())} entries of this kind. Leave these entries unknown: -1 "
-            "in all slots."
-        )
+    table.check_slots()
 
 
 def _moe_number(layer: Any) -> int:

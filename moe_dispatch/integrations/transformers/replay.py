@@ -63,7 +63,7 @@ class RoutingReplay:
         Raises:
             InputError: The table has entries in which only some slots name an expert.
         """
-        cut.check_slots()
+        cut.table.check_slots()
         keep_in_checkpoints(self._model)
         with cut_for_forwards(self, cut):
             yield

@@ -136,7 +136,7 @@ def test_a_closed_replay_leaves_the_model_as_it_was() -> None:
 @pytest.mark.parametrize("change", ["num_experts", "top_k"])
 def test_a_table_of_another_model_is_refused(change: str) -> None:
     wanted = {"num_experts": f"{TOP_K} of 16 experts", "top_k": f"3 of {EXPERTS} experts"}[change]
-    ids = torch.zeros(4, LAYERS, 3 if change == "top_k" else TOP_K, dtype=torch.int64)
+    ids = torch.arange(3 if change == "top_k" else TOP_K).expand(4, LAYERS, -1)
     table = RoutingTable({"a": ids}, num_experts=16 if change == "num_experts" else EXPERTS)
     model = build(FAMILY)
     with (

@@ -1,0 +1,109 @@
+"""Record the routing of this library's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from moe_dispatch.dispatchers import Dispatcher
+from moe_dispatch.dispatchers.recorder import Note, Recorder
+from moe_dispatch.errors import InputError, StateError
+from moe_dispatch.replay.cut import SequenceId
+from moe_dispatch.replay.entries import stored
+
+if TYPE_CHECKING:
+    from moe_dispatch.replay.table import RoutingTable
+
+
+@final
+class Recording:
+    """The dispatches of a ``with`` block, each with the names of its sequences. ``RoutingTable.record`` makes it."""
+
+    def __init__(self, dispatchers: Mapping[int, Dispatcher], unknown: Callable[..., RoutingTable]) -> None:
+        if not dispatchers:
+            raise InputError("RoutingTable.record: there are no dispatchers. Pass those of the MoE layers.")
+        self._layers: dict[Any, int] = {dispatcher._lease: number for number, dispatcher in dispatchers.items()}
+        self._config = next(iter(dispatchers.values())).config
+        self._unknown = unknown  # makes the table
+        self._channels = list(dict.fromkeys(dispatcher._channel for dispatcher in dispatchers.values()))
+        self._recorders = [Recorder(steps=2**62) for _ in self._channels]  # as many steps as the block has
+        self._batches: list[tuple[tuple[SequenceId | None, ...], list[int]]] = []
+
+    def __enter__(self) -> Recording:
+        if any(channel.recorder is not None for channel in self._channels):
+            raise StateError(
+                "RoutingTable.record: another block that is still open records these dispatchers. Leave that block "
+                "first. It records all dispatchers of this config and group."
+            )
+        for channel, recorder in zip(self._channels, self._recorders, strict=True):
+            channel.recorder = recorder
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for channel in self._channels:
+            channel.recorder = None
+
+    def micro_batch(self, sequences: Sequence[SequenceId | None]) -> None:
+        """Name the sequences of the micro-batch whose forward comes next, in the order of its layout.
+
+        None stands for a sequence that is not recorded, such as dummy tokens.
+        """
+        self._batches.append((tuple(sequences), [len(recorder.notes) for recorder in self._recorders]))
+
+    def table(self) -> RoutingTable:
+        """Return the table of this rank's rows and layers. ``gathered`` joins those of several ranks.
+
+        Raises:
+            StateError: Nothing was recorded, or a forward ran before its sequences were named.
+            InputError: The sequences do not fit a layout, or a token was routed differently in two forwards.
+
+        Cost: waits for the copies to the host.
+        """
+        parts = list(self._named())
+        if not parts:
+            raise StateError(
+                "Recording.table: no dispatch ran in the block. Run the forward there, outside of torch.compile."
+            )
+        for device in {note.device for note, _ in parts if note.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        lengths: dict[SequenceId, int] = {}
+        positions = []
+        for note, names in parts:
+            layout = note.layout()
+            if len(names) != layout.num_sequences(note.shape):
+                raise InputError(
+                    f"Recording.table: micro_batch must name each sequence of the layout, got {len(names)} names and "
+                    f"{layout.num_sequences(note.shape)} sequences of {layout}. Pass one name per sequence."
+                )
+            sequence_T, position_T = layout.positions(note.shape)
+            positions.append((sequence_T, position_T))
+            for index, name in enumerate(names):
+                if name is not None:
+                    longest = int(torch.where(sequence_T == index, position_T + 1, 0).amax()) if len(sequence_T) else 0
+                    lengths[name] = max(longest, lengths.get(name, 0))
+        layers = tuple(sorted({*self._layers.values()}))
+        table = self._unknown(lengths, layers, self._config.top_k, self._config.num_experts)
+        for (note, names), (sequence_T, position_T) in zip(parts, positions, strict=True):
+            start_T = table._starts_of(names)[sequence_T]
+            kept = start_T >= 0
+            values_TK = stored(note.ids_TK[kept], self._config.num_experts)
+            table.put((start_T + position_T)[kept], (self._layers[note.owner],), values_TK.unsqueeze(1))
+        table.check_distinct()
+        return table
+
+    def _named(self) -> Iterator[tuple[Note, tuple[SequenceId | None, ...]]]:
+        """Yield each dispatch of the model with the names of its sequences."""
+        for index, recorder in enumerate(self._recorders):
+            begins = [counts[index] for _, counts in self._batches]
+            for number, note in enumerate(recorder.notes):
+                if note.owner not in self._layers:  # of another model with the same config and group
+                    continue
+                batch = sum(begin <= number for begin in begins) - 1
+                if batch < 0:
+                    raise StateError(
+                        f"Recording.table: a forward ran before the first of {len(begins)} calls of micro_batch. Call "
+                        "micro_batch(sequences) before each forward."
+                    )
+                yield note, self._batches[batch][0]
