@@ -3,10 +3,10 @@
 Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other ways. These functions talk to other ranks:
 
 ======================  ===========================================================================================
-dispatch on alltoall    ``AllToAll.start`` (counts) and ``start_rows`` (rows) in ``backends/alltoall/backend.py``
+dispatch on alltoall    ``EagerAllToAll.start`` (counts), ``start_rows`` (rows), in ``backends/alltoall/backend.py``
 its combine             ``Leg.start_return``; also the backward of dispatch
 backward of combine     ``exchange``; also ``dispatch(again=...)``
-the other forms         ``FixedAllToAll.start``; ``TwoLevelAllToAll.start`` and ``finish``
+the other forms         ``FixedAllToAll.start``; ``TwoLevelAllToAll.finish``
 allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``
 sizes of a call         ``agreement.settle``; ``agreement.tell_peers`` if this rank refuses the call
 a refusal among counts  ``agreement.tell_peers`` by ``Backend.refuse``; the peers in ``autograd.start``

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -17,6 +17,7 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
+    Tables,
     WireDtype,
     grouped_bytes,
 )
@@ -101,9 +102,6 @@ class AllGatherRoute(RankMajorRoute):
             return mine.to(rows_RD.dtype), None
         return mine[:, :hidden].to(rows_RD.dtype).contiguous(), mine[:, hidden:].to(values_R.dtype)
 
-    def tensors(self) -> list[Tensor]:
-        return self.index.tensors()
-
     @property
     def num_rows(self) -> int:
         return self.index.num_rows // self.context.communicator.size
@@ -136,15 +134,9 @@ class AllGather(Backend):
         self.context.workspace.give(everyone)
         return arrived
 
-    def restore(self, tensors: Sequence[Tensor]) -> AllGatherRoute:
-        return AllGatherRoute(context=self.context, index=self.context.index_from(tensors))
-
-    def blank_route(
-        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
-    ) -> AllGatherRoute:
+    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> AllGatherRoute:
         everyone = None if num_rows is None else num_rows * self.context.shape.ep_size
-        index = self.context.blank_index(everyone, new_size, capacity=capacity, device=weights_TK.device)
-        return AllGatherRoute(context=self.context, index=index)
+        return AllGatherRoute(context=self.context, index=self.context.index_from(tables, everyone, capacity))
 
 
 def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype) -> Packet:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, final
@@ -17,6 +17,7 @@ from moe_dispatch.backends.base import (
     BackendOptions,
     Constraints,
     MoEShape,
+    Tables,
     WireDtype,
     grouped_bytes,
 )
@@ -88,9 +89,6 @@ class LocalRoute(RankMajorRoute):
         out = out if self.exact else row.round_trip(out)
         return out, None if values_R is None else self.index.to_slots(values_R)
 
-    def tensors(self) -> list[Tensor]:
-        return self.index.tensors()
-
     @property
     def num_rows(self) -> int:
         return self.index.num_rows
@@ -114,13 +112,8 @@ class Local(Backend):
     def _route(self, index: SlotIndex) -> LocalRoute:
         return LocalRoute(context=self.context, index=index, exact=self._exact)
 
-    def restore(self, tensors: Sequence[Tensor]) -> LocalRoute:
-        return self._route(self.context.index_from(tensors))
-
-    def blank_route(
-        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
-    ) -> LocalRoute:
-        return self._route(self.context.blank_index(num_rows, new_size, capacity=capacity, device=weights_TK.device))
+    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> LocalRoute:
+        return self._route(self.context.index_from(tables, num_rows, capacity))
 
 
 def count_experts(ids_TK: Tensor, num_experts: int) -> Tensor:

@@ -59,6 +59,9 @@ class RankMajorRoute(Route):
         never read.
         """
 
+    def tensors(self) -> list[Tensor]:
+        return self.index.tensors()
+
     @property
     def num_grouped(self) -> int:
         return self.index.num_grouped

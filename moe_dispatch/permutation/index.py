@@ -65,7 +65,7 @@ class SlotIndex:
         filled_R: int64 (R,), ``source_R`` with -1 on padding and slack; None without a fixed size.
         masked_R: int64 (R,), ``source_R`` with -1 on padding, if a kernel made it; None with a fixed size.
         counts: The number of slots of each key, on the host, without padding; None with a fixed size. An index made by
-            ``from_tensors`` has neither ``counts`` nor ``real_L``, ``padded_L`` and ``needed``.
+            ``from_tables`` has neither ``counts`` nor ``real_L``, ``padded_L`` and ``needed``.
         real_L: int64 (L,), the number of slots of each key, on the device, without padding. With a fixed size, dropped
             slots are not counted. Without a fixed size, it is None if the caller of ``group_slots`` did not have it.
         padded_L: int64 (L,), ``real_L`` with padding; without a fixed size, None unless a kernel made the index.
@@ -163,10 +163,36 @@ class SlotIndex:
         return [table for table in tables if table is not None]
 
     @staticmethod
-    def from_tensors(tensors: Sequence[Tensor], top_k: int, pad_multiple: int, *, fixed_size: bool) -> SlotIndex:
-        """Rebuild the index from its ``tensors()``. The result has no counts."""
-        source_R, slot_N, byrow_N, cu_S, *rest = tensors
-        is_padded = pad_multiple > 1
+    def from_tables(
+        table: Callable[[int], Tensor],
+        num_rows: int | None,
+        top_k: int,
+        pad_multiple: int,
+        *,
+        new_size: Callable[[], int],
+        num_keys: int = 0,
+        buffer_rows: int | None = None,
+    ) -> SlotIndex:
+        """Rebuild an index from its ``tensors()``, or make one without values for tracing. The result has no counts.
+
+        Args:
+            table: Function that returns the next table, given its length.
+            num_rows: S; None if S is known only at run time.
+            top_k: K.
+            pad_multiple: As in ``group_slots``.
+            new_size: Function that returns the symbol of a length that is known only at run time.
+            num_keys: L; needed only with ``buffer_rows``.
+            buffer_rows: R of an index of fixed size; None if the shapes depend on the keys.
+        """
+        is_padded, fixed_size = pad_multiple > 1, buffer_rows is not None
+        edges = new_size() if num_rows is None else num_rows + 1
+        slots = (edges - 1) * top_k if fixed_size else new_size()
+        grouped = buffer_rows if buffer_rows is not None else new_size() if is_padded else slots
+        source_R, slot_N, byrow_N, cu_S = table(grouped), table(slots), table(slots), table(edges)
+        position_N = table(slots) if is_padded or fixed_size else None
+        padding = None
+        if is_padded:
+            padding = table(num_keys * (pad_multiple - 1) if fixed_size else new_size())
         return SlotIndex(
             num_rows=cu_S.shape[0] - 1,
             top_k=top_k,
@@ -176,46 +202,10 @@ class SlotIndex:
             slot_N=slot_N,
             byrow_N=byrow_N,
             cu_S=cu_S,
-            position_N=rest.pop(0) if is_padded or fixed_size else None,
-            padding=rest.pop(0) if is_padded else None,
-            filled_R=rest.pop(0) if fixed_size else None,
+            position_N=position_N,
+            padding=padding,
+            filled_R=table(grouped) if fixed_size else None,
         )
-
-    @staticmethod
-    def blank(
-        num_rows: int | None,
-        top_k: int,
-        pad_multiple: int,
-        *,
-        new_size: Callable[[], int],
-        device: torch.device,
-        num_keys: int = 0,
-        buffer_rows: int | None = None,
-    ) -> SlotIndex:
-        """Make an index whose tables have shapes but no values, for tracing.
-
-        Args:
-            num_rows: S; None if S is known only at run time.
-            top_k: K.
-            pad_multiple: As in ``group_slots``.
-            new_size: Function that returns a symbol for a size that is known only at run time.
-            device: Device of the tables.
-            num_keys: L; needed only with ``buffer_rows``.
-            buffer_rows: R of an index of fixed size; None if the shapes depend on the keys.
-        """
-        is_padded, fixed_size = pad_multiple > 1, buffer_rows is not None
-        edges = new_size() if num_rows is None else num_rows + 1
-        slots = (edges - 1) * top_k if fixed_size else new_size()
-        grouped = buffer_rows if buffer_rows is not None else new_size() if is_padded else slots
-        lengths = [grouped, slots, slots, edges]
-        if is_padded or fixed_size:
-            lengths.append(slots)
-        if is_padded:
-            lengths.append(num_keys * (pad_multiple - 1) if fixed_size else new_size())
-        if fixed_size:
-            lengths.append(grouped)
-        tables = [torch.empty(length, dtype=torch.int64, device=device) for length in lengths]
-        return SlotIndex.from_tensors(tables, top_k, pad_multiple, fixed_size=fixed_size)
 
 
 def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, pad_multiple: int) -> int:

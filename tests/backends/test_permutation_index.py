@@ -89,7 +89,16 @@ def test_index_from_its_tensors(fixed_size: bool, table: Table) -> None:
     given_tensors = index.tensors()
     addresses = [tensor.untyped_storage().data_ptr() for tensor in given_tensors if tensor.numel()]
     assert len({*addresses}) == len(addresses)
-    again = SlotIndex.from_tensors(given_tensors, index.top_k, index.pad_multiple, fixed_size=fixed_size)
+    remaining = iter(given_tensors)
+    again = SlotIndex.from_tables(
+        lambda _: next(remaining),
+        index.num_rows,
+        index.top_k,
+        index.pad_multiple,
+        new_size=lambda: -1,  # sizes of given tables are not used
+        buffer_rows=-1 if fixed_size else None,
+    )
+    assert next(remaining, None) is None
     assert again.fixed_size == index.fixed_size == fixed_size
     for field in dataclasses.fields(SlotIndex):
         found, expected = getattr(again, field.name), getattr(index, field.name)
@@ -99,6 +108,10 @@ def test_index_from_its_tensors(fixed_size: bool, table: Table) -> None:
             assert found is expected or (isinstance(found, int) and found == expected), field.name
 
 
+def blank_table(length: int) -> torch.Tensor:
+    return torch.empty(length, dtype=torch.int64)
+
+
 @pytest.mark.parametrize("num_rows", [None, 5])
 @pytest.mark.parametrize("pad_multiple", [1, 4])
 def test_blank_index_has_the_shapes(num_rows: int | None, pad_multiple: int) -> None:
@@ -106,7 +119,7 @@ def test_blank_index_has_the_shapes(num_rows: int | None, pad_multiple: int) -> 
     table = Table([[0, 1], [1, 2], [-1, 2], [2, 0], [2, 3]], 2, 4, pad_multiple)
     wanted = [tensor.shape for tensor in table.index.tensors()]
     sizes = [6] * (num_rows is None) + [9] + [16, 7] * (pad_multiple > 1)
-    blank = SlotIndex.blank(num_rows, 2, pad_multiple, new_size=lambda: sizes.pop(0), device=CPU)
+    blank = SlotIndex.from_tables(blank_table, num_rows, 2, pad_multiple, new_size=lambda: sizes.pop(0))
     assert not sizes
     assert [tensor.shape for tensor in blank.tensors()] == wanted
     assert (blank.num_rows, blank.fixed_size) == (5, False)
@@ -119,7 +132,9 @@ def test_blank_index_of_fixed_size_has_the_shapes(pad_multiple: int) -> None:
     def new_size() -> int:
         raise AssertionError("all sizes are known")
 
-    blank = SlotIndex.blank(5, 2, pad_multiple, new_size=new_size, device=CPU, num_keys=4, buffer_rows=made.num_grouped)
+    blank = SlotIndex.from_tables(
+        blank_table, 5, 2, pad_multiple, new_size=new_size, num_keys=4, buffer_rows=made.num_grouped
+    )
     assert [tensor.shape for tensor in blank.tensors()] == [tensor.shape for tensor in made.tensors()]
     assert (blank.num_rows, blank.num_grouped, blank.fixed_size) == (5, made.num_grouped, True)
 

@@ -1,20 +1,30 @@
-"""``alltoall`` in eager mode with one level: a dispatch, its route, and the exchange of rows between ranks.
+"""``alltoall`` in eager mode: a dispatch, the route of one level, and the exchange of rows between ranks.
 
-``two_level``, ``exact`` and ``fixed`` have the other forms of the backend; ``options`` chooses one.
+``two_level`` and ``exact`` extend the dispatch; ``fixed`` is the graph-safe form; ``options`` chooses one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, Backend, BackendContext, MoEShape, Route, WireDtype, marks_agree
+from moe_dispatch.backends.base import (
+    Arrived,
+    Backend,
+    BackendContext,
+    MoEShape,
+    Tables,
+    WireDtype,
+    marks_agree,
+    on_host,
+)
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import Started, read_host
@@ -94,9 +104,9 @@ class Leg:
             permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
         space.give(received)
 
-    def splits(self) -> Tensor:
-        """Return the numbers of rows that go out and come in as one int64 tensor on the CPU."""
-        return torch.tensor([*self.rows_out, *self.rows_in], dtype=torch.int64, device="cpu")
+    def tensors(self) -> list[Tensor]:
+        """Return the numbers of rows and the tables, for ``leg_from``."""
+        return [on_host(self.rows_out, self.rows_in), self.source_S, self.member_S, self.cu_T]
 
 
 @final
@@ -128,9 +138,9 @@ class AllToAllRoute(RankMajorRoute):
         return out, values
 
     def tensors(self) -> list[Tensor]:
-        leg, index = self.leg, self.index
-        splits = [] if index.fixed_size else [leg.splits()]
-        return [*splits, leg.source_S, leg.member_S, leg.cu_T, *index.tensors()]
+        numbers, *tables = self.leg.tensors()
+        # With a fixed size, the numbers of rows follow from the sizes of the tables.
+        return [*([] if self.index.fixed_size else [numbers]), *tables, *self.index.tensors()]
 
     @property
     def num_rows(self) -> int:
@@ -149,9 +159,9 @@ class Underway:
         received: Memory of the workspace for the packets that arrive.
         form: Format of the packets.
         dtype: Dtype of the rows.
-        counts: Counts on the device; the first L are the numbers of slots of the experts of this rank.
-        host: The same counts on the host, as ``read_counts`` returns them.
-        kept: What ``ExactAllToAll`` adds for its route.
+        counts: The table of counts on the device, flat; the first L are the numbers of slots of this rank's experts.
+        host: The same counts on the host, without marks.
+        kept: What a subclass of ``EagerAllToAll`` adds for its route.
     """
 
     leg: Leg
@@ -162,57 +172,78 @@ class Underway:
     dtype: torch.dtype
     counts: Tensor
     host: list[int]
-    kept: Any = None
+    kept: tuple[Any, ...] = ()
 
 
-class AllToAll(Backend):
-    """The backend over ``torch.distributed`` all-to-all.
+class EagerAllToAll(Backend):
+    """The dispatch of all eager forms. A form has ``members`` and ``route``, and may add to ``start`` and ``finish``.
 
     While counts travel, rows are packed, and on the CPU they are also ordered by destination. While rows travel, the
     order in which they will be summed is computed by a sort.
 
-    Cost: one host sync and two collectives (counts, data) per dispatch; one collective per combine, and one per
-    backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
-    per top_k slot; in combine, the row; in a backward, the row, and 4 bytes per slot for the gradient of the weights.
-
-    Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
-
-    ``ExactAllToAll`` replaces ``route``, adds to ``start``, and replaces the methods that turn routes into tensors and
-    back.
+    Args:
+        context: The objects that the backend is built with.
+        width: Number of columns of the table of counts.
+        rows_at: Column of the numbers of rows that go to each rank.
     """
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext, *, width: int, rows_at: int) -> None:
         super().__init__(context)
-        self.width = 1 + context.shape.num_local_experts
-        self.first_expert = context.communicator.rank * context.shape.num_local_experts
+        self.width, self.rows_at = width, rows_at
+        self.num_experts = context.shape.num_local_experts
+        self.first_expert = context.communicator.rank * self.num_experts
+
+    @abstractmethod
+    def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
+        """Write the numbers of rows to the table of counts, and return which rows go to which of the targets.
+
+        Args:
+            owner_TK: int64 (T, K), 1 + the rank of each slot's expert; 0 for slots that go nowhere.
+            to_ranks: int64 (P, width), the part of the table that goes out. Its first L columns are filled.
+
+        Returns:
+            bool, one row for each target, in the order of their ranks, and T columns.
+        """
+
+    @abstractmethod
+    def route(self, started: Underway, ids_SK: Tensor) -> RankMajorRoute:
+        """Return the route of a dispatch whose rows have arrived, with the global expert ids ``ids_SK``."""
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
     ) -> Underway:
         """Exchange counts, then start to send exactly the rows that are needed.
 
-        The counts stand in a table of L + 1 columns: the number of slots of each of L experts, then the number of rows
-        with a mark. Row 0 is for the sums of all counts that come in. Rows 1 to P are the counts that go to ranks 0 to
-        P-1. Rows P+1 to 2P are the counts that come from ranks 0 to P-1.
+        The counts stand in a table of at least L + 1 columns: the number of slots of each of L experts, then the number
+        of rows with a mark. Row 0 is for the sums of all counts that come in. Rows 1 to P are the counts that go to
+        ranks 0 to P-1. Rows P+1 to 2P are the counts that come from ranks 0 to P-1.
         """
-        context, width = self.context, self.width
-        comm, size, experts = context.communicator, context.shape.ep_size, width - 1
+        context, width, experts = self.context, self.width, self.num_experts
+        comm, size = context.communicator, context.shape.ep_size
         permutation = context.permutations[type(ids_TK), ids_TK.device.type]
         owner_TK, counts = permutation.count_owners(ids_TK, experts, width, (1 + 2 * size) * width, graph_safe=False)
-        members_PT = rank_members(owner_TK, size)
         _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
-        num_rows_P = torch.sum(members_PT, 1, out=to_ranks.select(1, experts))
+        members = self.members(owner_TK, to_ranks)
         if mark is not None:  # -1 makes the number of rows negative
-            num_rows_P.add_(mark, alpha=MARK)
+            to_ranks.select(1, experts).add_(mark, alpha=MARK)
         work = comm.all_to_all(from_ranks, to_ranks, [1] * size, [1] * size, label="counts")
         form = form_of(context.shape, rows_TD.dtype, weights_TK.dtype)
         packets, in_order = form.pack(rows_TD, weights_TK, ids_TK), None
         if packets.is_cpu:  # order the rows while the counts travel; a GPU learns the number of rows with the counts
-            in_order = ordered(context, packets, members_PT)
-        host = read_counts(counts, from_ranks, experts, work)
-        rows = host[experts::width]
+            in_order = ordered(context, packets, members)
+        if work is not None:
+            work.wait()
+        torch.sum(from_ranks, 0, out=counts[:width])
+        host, marks = read_host(counts), set()
+        for row, at in enumerate(range(experts, len(host), width)):
+            its_mark, host[at] = divmod(host[at], MARK)
+            if row > size:  # it came from another rank, or from this one
+                marks.add(its_mark)
+        if (len(marks) > 1 or min(marks) < 0) and not marks_agree(marks):
+            raise PeerError("Some rank refused its call, or made another one.")
+        rows = host[self.rows_at :: width]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
-        source_S, outgoing = in_order or ordered(context, packets, members_PT, sum(rows_out))
+        source_S, outgoing = in_order or ordered(context, packets, members, sum(rows_out))
         leg, received, work = start_rows(context, source_S, outgoing, rows_TD.shape[0], rows_out, rows_in)
         return Underway(
             leg=leg,
@@ -225,13 +256,51 @@ class AllToAll(Backend):
             host=host,
         )
 
-    @final
     def finish(self, started: Underway) -> Arrived:
-        context, experts = self.context, self.width - 1
         if started.work is not None:
             started.work.wait()
-        context.workspace.give(started.outgoing)
+        self.context.workspace.give(started.outgoing)
         rows_SD, weights_SK, ids_SK = started.form.unpack(started.received)
+        arrived = arrive(self.route(started, ids_SK), rows_SD, weights_SK, started.dtype)
+        self.context.workspace.give(started.received)
+        return arrived
+
+    @final
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        """Do both halves. The dispatcher calls ``start`` and ``finish`` instead."""
+        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
+
+    @final
+    def refuse(self, device: torch.device) -> None:
+        comm, ones = self.context.communicator, [1] * self.context.shape.ep_size
+        marked = torch.full((len(ones), self.width), -1, dtype=torch.int64, device=device)
+        work = comm.all_to_all(torch.empty_like(marked), marked, ones, ones, label="counts")
+        if work is not None:
+            work.wait()
+
+
+class AllToAll(EagerAllToAll):
+    """The backend over ``torch.distributed`` all-to-all, with one level.
+
+    Cost: one host sync and two collectives (counts, data) per dispatch; one collective per combine, and one per
+    backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
+    per top_k slot; in combine, the row; in a backward, the row, and 4 bytes per slot for the gradient of the weights.
+
+    Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        experts = context.shape.num_local_experts
+        super().__init__(context, width=experts + 1, rows_at=experts)
+
+    @final
+    def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
+        members_PT = rank_members(owner_TK, to_ranks.shape[0])
+        torch.sum(members_PT, 1, out=to_ranks.select(1, self.num_experts))
+        return members_PT
+
+    def route(self, started: Underway, ids_SK: Tensor) -> RankMajorRoute:
+        context, experts = self.context, self.num_experts
         permutation = context.permutations[type(ids_SK), ids_SK.device.type]
         index = permutation.group_slots(
             ids_SK - self.first_expert,  # below 0 or above L-1 for experts of other ranks
@@ -239,70 +308,11 @@ class AllToAll(Backend):
             context.shape.pad_multiple,
             real_L=started.counts[:experts],
         )
-        arrived = arrive(self.route(started, index), rows_SD, weights_SK, started.dtype)
-        context.workspace.give(started.received)
-        return arrived
+        return AllToAllRoute(context=context, leg=started.leg, index=index)
 
-    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        """Do both halves. The dispatcher calls ``start`` and ``finish`` instead."""
-        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
-
-    def route(self, started: Underway, index: SlotIndex) -> RankMajorRoute:
-        """Return the route of a dispatch whose rows have arrived."""
-        return AllToAllRoute(context=self.context, leg=started.leg, index=index)
-
-    def refuse(self, device: torch.device) -> None:
-        refuse_counts(self.context, self.width, device)
-
-    def restore(self, tensors: Sequence[Tensor]) -> Route:
-        splits, source_S, member_S, cu_T, *index = tensors
-        leg = restored_leg(self.context, splits, source_S, member_S, cu_T)
-        return AllToAllRoute(context=self.context, leg=leg, index=self.context.index_from(index))
-
-    def blank_route(
-        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
-    ) -> Route:
-        edges = new_size() if num_rows is None else num_rows + 1
-        leg = blank_leg(self.context, edges, new_size, weights_TK.device)
-        index = self.context.blank_index(None, new_size, capacity=None, device=weights_TK.device)
+    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> RankMajorRoute:
+        leg, index = leg_from(self.context, tables, num_rows), self.context.index_from(tables, None, capacity)
         return AllToAllRoute(context=self.context, leg=leg, index=index)
-
-
-def read_counts(counts: Tensor, from_ranks: Tensor, rows_at: int, work: Started | None) -> list[int]:
-    """Sum the counts that came in, read all counts on the host at once, and take the marks off the numbers of rows.
-
-    Args:
-        counts: The table of counts, flat; its first row gets the sums.
-        from_ranks: (P, width), the part of the table that the exchange fills.
-        rows_at: Column of the numbers of rows.
-        work: The exchange under way, or None if it is complete.
-
-    Raises:
-        PeerError: The marks of the ranks do not agree.
-    """
-    if work is not None:
-        work.wait()
-    size, width = from_ranks.shape
-    torch.sum(from_ranks, 0, out=counts[:width])
-    host = read_host(counts)
-    marks = set()
-    for row, at in enumerate(range(rows_at, len(host), width)):
-        mark, host[at] = divmod(host[at], MARK)
-        if row > size:  # it came from another rank, or from this one
-            marks.add(mark)
-    if (len(marks) > 1 or min(marks) < 0) and not marks_agree(marks):
-        raise PeerError("Some rank refused its call, or made another one.")
-    return host
-
-
-def refuse_counts(context: BackendContext, width: int, device: torch.device) -> None:
-    """Take part in an exchange of counts with the mark -1."""
-    comm = context.communicator
-    marked = torch.full((comm.size, width), -1, dtype=torch.int64, device=device)
-    ones = [1] * comm.size
-    work = comm.all_to_all(torch.empty_like(marked), marked, ones, ones, label="counts")
-    if work is not None:
-        work.wait()
 
 
 def ordered(
@@ -400,36 +410,18 @@ def reduced_packets(
     return form, packets
 
 
-def restored_leg(
-    context: BackendContext, splits: Tensor, source_S: Tensor, member_S: Tensor, cu_T: Tensor, suffix: str = ""
-) -> Leg:
-    """Rebuild a leg from its tables and its ``splits()``, which are on the host."""
-    rows = read_host(splits)
-    size = len(rows) // 2
+def leg_from(context: BackendContext, tables: Tables, num_rows: int | None, suffix: str = "") -> Leg:
+    """Make a leg of ``num_rows`` rows from its ``tensors()``. None is a number that is known only at run time."""
+    size, sent = context.shape.ep_size, tables.new_size()
+    rows = tables.numbers(2 * size)
     return Leg(
         context=context,
         rows_out=rows[:size],
         rows_in=rows[size:],
         suffix=suffix,
-        source_S=source_S,
-        member_S=member_S,
-        cu_T=cu_T,
-    )
-
-
-def blank_leg(
-    context: BackendContext, edges: int, new_size: Callable[[], int], device: torch.device, suffix: str = ""
-) -> Leg:
-    """Make a leg whose tables have shapes but no values, for tracing. ``edges`` is T + 1."""
-    table, sent, none = partial(torch.empty, dtype=torch.int64, device=device), new_size(), [0] * context.shape.ep_size
-    return Leg(
-        context=context,
-        rows_out=none,
-        rows_in=none,
-        suffix=suffix,
-        source_S=table(sent),
-        member_S=table(sent),
-        cu_T=table(edges),
+        source_S=tables.table(sent),
+        member_S=tables.table(sent),
+        cu_T=tables.table(tables.new_size() if num_rows is None else num_rows + 1),
     )
 
 

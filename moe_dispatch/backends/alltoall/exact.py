@@ -1,33 +1,54 @@
 """``alltoall`` with ``reduction="exact"``: the output of every slot comes home, and is summed there in slot order.
 
 Rows go out as in the fast form. On the way back each leg carries one packet for each slot instead of one sum for each
-row, so each leg also knows the slots that it carried: a ``SlotWay``.
+row, so the route also knows the slots that each leg carried: a ``SlotWay``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import final
 
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall.backend import (
-    AllToAll,
-    Leg,
-    Underway,
-    blank_leg,
-    exchange,
-    restored_leg,
-)
-from moe_dispatch.backends.base import BackendContext, Route, WireDtype
+from moe_dispatch.backends.alltoall.backend import AllToAll, Leg, Underway, exchange, leg_from
+from moe_dispatch.backends.base import BackendContext, Tables, WireDtype, on_host
 from moe_dispatch.backends.rank_major import RankMajorRoute, back_wire
 from moe_dispatch.backends.wire import packet, row_format
-from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import SlotIndex, group_slots
 from moe_dispatch.types import Capacity, Sizes
+
+
+class RouteOfLegs(RankMajorRoute):
+    """A route on which rows go out along one leg after the other.
+
+    Attributes:
+        legs: The legs. The rows of a later leg are the rows that arrived in the one before it.
+    """
+
+    __slots__ = ()
+    legs: Sequence[Leg]
+
+    @final
+    @contextmanager
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+        row, space = row_format(rows_TD.dtype, rows_TD.shape[1], wire), self.context.workspace
+        packets = row.encode(rows_TD)
+        for leg in self.legs:
+            sent = packets
+            packets = exchange(self.context, sent, leg.source_S, leg.rows_out, leg.rows_in, label + leg.suffix)
+            if leg is not self.legs[0]:
+                space.give(sent)
+        yield row.read(packets)
+        space.give(packets)
+
+    @property
+    def num_rows(self) -> int:
+        return self.legs[0].cu_T.shape[0] - 1
 
 
 @final
@@ -36,56 +57,44 @@ class SlotWay:
     """The way back of the slots of one leg.
 
     Attributes:
-        leg: The leg on which their rows went out.
         slots_out: Number of slots that went to each rank, on the host.
         slots_in: Number of slots that came from each rank.
         index: The slots of this rank's rows, grouped by the rank to which they went.
     """
 
-    leg: Leg
     slots_out: Sequence[int]
     slots_in: Sequence[int]
     index: SlotIndex
 
-    @staticmethod
-    def make(leg: Leg, slots_out: Sequence[int], slots_in: Sequence[int], owner_TK: Tensor, to: range) -> SlotWay:
-        """Group slots by rank.
 
-        Args:
-            leg: As in ``SlotWay``.
-            slots_out: As in ``SlotWay``.
-            slots_in: As in ``SlotWay``.
-            owner_TK: int64 (T, K), 1 + the number in ``to`` of the rank to which each slot goes; 0 for none.
-            to: The ranks to which the leg sends.
-        """
-        index = group_slots(owner_TK - 1, [slots_out[rank] for rank in to])
-        return SlotWay(leg=leg, slots_out=slots_out, slots_in=slots_in, index=index)
+def slot_way(slots: Sequence[int], owner_TK: Tensor, to: range) -> SlotWay:
+    """Group slots by rank.
 
-    def splits(self) -> Tensor:
-        """Return the numbers of rows and of slots as one int64 tensor on the CPU."""
-        counts = [*self.leg.rows_out, *self.leg.rows_in, *self.slots_out, *self.slots_in]
-        return torch.tensor(counts, dtype=torch.int64, device="cpu")
+    Args:
+        slots: The numbers of slots that went to each rank, then those that came from each rank.
+        owner_TK: int64 (T, K), 1 + the number in ``to`` of the rank to which each slot goes; 0 for none.
+        to: The ranks to which the leg sends.
+    """
+    size = len(slots) // 2
+    index = group_slots(owner_TK - 1, [slots[rank] for rank in to])
+    return SlotWay(slots_out=slots[:size], slots_in=slots[size:], index=index)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExactRoute(RankMajorRoute):
+class ExactRoute(RouteOfLegs):
     """A route on which the outputs of slots come back one by one.
 
     Attributes:
-        ways: The way of each leg: one leg, or two with ``levels=2``.
+        ways: The way back of each leg.
         weights_TK: The weights, which this rank applies to what comes home.
     """
 
     context: BackendContext
-    ways: tuple[SlotWay, ...]
+    legs: Sequence[Leg]
+    ways: Sequence[SlotWay]
     index: SlotIndex
     weights_TK: Tensor
-
-    @contextmanager
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        with send_along([way.leg for way in self.ways], rows_TD, wire, label) as rows_SD:
-            yield rows_SD
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
@@ -99,9 +108,8 @@ class ExactRoute(RankMajorRoute):
             packets = torch.empty(rows_RD.shape[0], form.stride, dtype=torch.uint8, device=rows_RD.device)
             row.write(rows_RD, packets[:, : row.nbytes])
             form.weights(packets).copy_(values_R.unsqueeze(1))
-        for way in reversed(self.ways):
-            home = label + way.leg.suffix
-            received = exchange(context, packets, slots.byrow_N, way.slots_in, way.slots_out, home)
+        for leg, way in zip(reversed(self.legs), reversed(self.ways), strict=True):
+            received = exchange(context, packets, slots.byrow_N, way.slots_in, way.slots_out, label + leg.suffix)
             if way is not self.ways[-1]:
                 context.workspace.give(packets)
             packets, slots = received, way.index
@@ -115,18 +123,9 @@ class ExactRoute(RankMajorRoute):
         return out, values
 
     def tensors(self) -> list[Tensor]:
-        tables = ([way.leg.source_S, way.leg.member_S, way.leg.cu_T, *way.index.tensors()] for way in self.ways)
-        splits = [way.splits() for way in self.ways]
-        return [
-            *splits,
-            self.weights_TK.clone(),
-            *(each for of_way in tables for each in of_way),
-            *self.index.tensors(),
-        ]
-
-    @property
-    def num_rows(self) -> int:
-        return self.ways[0].leg.cu_T.shape[0] - 1
+        legs = (leg.tensors() for leg in self.legs)
+        ways = ([on_host(way.slots_out, way.slots_in), *way.index.tensors()] for way in self.ways)
+        return [*chain(*legs, *ways), self.weights_TK.clone(), *self.index.tensors()]
 
 
 @final
@@ -138,71 +137,27 @@ class ExactAllToAll(AllToAll):
     ) -> Underway:
         """Start the dispatch as in the fast form, and group the slots for the way home while the rows travel."""
         started = super().start(rows_TD, ids_TK, weights_TK, sizes, mark)
-        width, size, host = self.width, self.context.shape.ep_size, started.host
-        by_rank = [sum(host[begin : begin + width - 1]) for begin in range(width, len(host), width)]
-        owner_TK = (ids_TK + (width - 1)).div(width - 1, rounding_mode="floor")
-        way = SlotWay.make(started.leg, by_rank[:size], by_rank[size:], owner_TK, range(size))
+        experts, host = self.num_experts, started.host
+        slots = [sum(host[begin : begin + experts]) for begin in range(self.width, len(host), self.width)]
+        owner_TK = (ids_TK + experts).div(experts, rounding_mode="floor")
+        way = slot_way(slots, owner_TK, range(self.context.shape.ep_size))
         return replace(started, kept=(way, weights_TK))
 
-    def route(self, started: Underway, index: SlotIndex) -> RankMajorRoute:
-        way, weights_TK = started.kept
-        return ExactRoute(context=self.context, ways=(way,), index=index, weights_TK=weights_TK)
+    def route(self, started: Underway, ids_SK: Tensor) -> RankMajorRoute:
+        index, (way, weights_TK) = super().route(started, ids_SK).index, started.kept
+        return ExactRoute(context=self.context, legs=(started.leg,), ways=(way,), index=index, weights_TK=weights_TK)
 
-    def restore(self, tensors: Sequence[Tensor]) -> Route:
-        return restored_route(self.context, tensors, ("",))
-
-    def blank_route(
-        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
-    ) -> Route:
-        return blank_exact(self.context, num_rows, weights_TK, new_size, ("",))
+    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> RankMajorRoute:
+        return exact_from(self.context, tables, (leg_from(self.context, tables, num_rows),))
 
 
-@contextmanager
-def send_along(legs: Sequence[Leg], rows_TD: Tensor, wire: WireDtype | None, label: str) -> Iterator[Tensor]:
-    """Send rows along one leg after the other. The result of the ``with`` statement is the rows that arrive."""
-    (first, *others), row = legs, row_format(rows_TD.dtype, rows_TD.shape[1], wire)
-    space, packets = first.context.workspace, row.encode(rows_TD)
-    received = exchange(first.context, packets, first.source_S, first.rows_out, first.rows_in, label)
-    for leg in others:
-        relayed = received
-        received = exchange(leg.context, relayed, leg.source_S, leg.rows_out, leg.rows_in, label + leg.suffix)
-        space.give(relayed)
-    yield row.read(received)
-    space.give(received)
-
-
-def restored_route(context: BackendContext, tensors: Sequence[Tensor], suffixes: Sequence[str]) -> ExactRoute:
-    """Rebuild an exact route from its ``tensors()``. ``suffixes`` has an entry for each leg."""
-    splits, (weights_TK, *rest) = tensors[: len(suffixes)], tensors[len(suffixes) :]
-    ways: list[SlotWay] = []
-    for suffix, counted in zip(suffixes, splits, strict=True):
-        source_S, member_S, cu_T, *tables = rest[:7]
-        (rows, slots), rest = counted.view(2, -1), rest[7:]
-        leg = restored_leg(context, rows, source_S, member_S, cu_T, suffix)
-        counts, index = read_host(slots), SlotIndex.from_tensors(tables, context.shape.top_k, 1, fixed_size=False)
-        half = len(counts) // 2
-        ways.append(SlotWay(leg=leg, slots_out=counts[:half], slots_in=counts[half:], index=index))
-    return ExactRoute(context=context, ways=tuple(ways), index=context.index_from(rest), weights_TK=weights_TK)
-
-
-def blank_exact(
-    context: BackendContext,
-    num_rows: int | None,
-    weights_TK: Tensor,
-    new_size: Callable[[], int],
-    suffixes: Sequence[str],
-) -> ExactRoute:
-    """Make an exact route whose tensors have shapes but no values. ``suffixes`` has an entry for each leg."""
-    device, top_k, none = weights_TK.device, context.shape.top_k, [0] * context.shape.ep_size
-    ways: list[SlotWay] = []
-    for suffix in suffixes:
-        edges = new_size() if num_rows is None or ways else num_rows + 1
-        leg = blank_leg(context, edges, new_size, device, suffix)
-        index = SlotIndex.blank(edges - 1, top_k, 1, new_size=new_size, device=device)
-        ways.append(SlotWay(leg=leg, slots_out=none, slots_in=none, index=index))
-    return ExactRoute(
-        context=context,
-        ways=tuple(ways),
-        index=context.blank_index(None, new_size, capacity=None, device=device),
-        weights_TK=weights_TK.new_empty(new_size() if num_rows is None else num_rows, top_k),
-    )
+def exact_from(context: BackendContext, tables: Tables, legs: Sequence[Leg]) -> ExactRoute:
+    """Make an exact route from its legs and the rest of its ``tensors()``."""
+    size, top_k, ways = context.shape.ep_size, context.shape.top_k, list[SlotWay]()
+    for leg in legs:
+        slots = tables.numbers(2 * size)
+        index = SlotIndex.from_tables(tables.table, leg.cu_T.shape[0] - 1, top_k, 1, new_size=tables.new_size)
+        ways.append(SlotWay(slots_out=slots[:size], slots_in=slots[size:], index=index))
+    weights_TK = tables.table(legs[0].cu_T.shape[0] - 1, top_k, dtype=tables.weights_TK.dtype)
+    index = context.index_from(tables, None, None)
+    return ExactRoute(context=context, legs=legs, ways=ways, index=index, weights_TK=weights_TK)

@@ -7,16 +7,14 @@ the sender had for the receiver, including slots for which there was no room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import AllToAllRoute, Leg, form_of, rank_members
-from moe_dispatch.backends.base import Arrived, Backend, Route
+from moe_dispatch.backends.base import Arrived, Backend, Route, Tables
 from moe_dispatch.backends.capacity import tokens_of
 from moe_dispatch.backends.rank_major import arrive
 from moe_dispatch.permutation import front, running_total
@@ -76,20 +74,13 @@ class FixedAllToAll(Backend):
         rows = [len(source_S) // size] * size
         return Leg(context=self.context, rows_out=rows, rows_in=rows, source_S=source_S, member_S=member_S, cu_T=cu_T)
 
-    def restore(self, tensors: Sequence[Tensor]) -> Route:
-        index = self.context.index_from(tensors[3:])
-        return AllToAllRoute(context=self.context, leg=self._leg(*tensors[:3]), index=index)
-
-    def blank_route(
-        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
-    ) -> Route:
+    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
         assert num_rows is not None
         assert capacity is not None
         assert capacity.pair_rows is not None
-        size, device = self.context.shape.ep_size, weights_TK.device
-        table, places = partial(torch.empty, dtype=torch.int64, device=device), capacity.pair_rows * size
-        leg = self._leg(table(places), table(num_rows * size), table(num_rows + 1))
-        index = self.context.blank_index(places, new_size, capacity=capacity, device=device)
+        size, table = self.context.shape.ep_size, tables.table
+        leg = self._leg(table(capacity.pair_rows * size), table(num_rows * size), table(num_rows + 1))
+        index = self.context.index_from(tables, leg.source_S.shape[0], capacity)
         return AllToAllRoute(context=self.context, leg=leg, index=index)
 
 

@@ -16,37 +16,33 @@ groups of their own: NCCL skips ranks without rows, and gloo sends them an empty
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import (
-    MARK,
+    EagerAllToAll,
     Leg,
-    blank_leg,
-    form_of,
+    Underway,
+    leg_from,
     ordered,
     rank_members,
-    read_counts,
     reduced_packets,
-    refuse_counts,
-    restored_leg,
     start_rows,
 )
-from moe_dispatch.backends.alltoall.exact import ExactRoute, SlotWay, blank_exact, restored_route, send_along
-from moe_dispatch.backends.base import Arrived, Backend, BackendContext, MoEShape, Route, WireDtype
-from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
+from moe_dispatch.backends.alltoall.exact import ExactRoute, RouteOfLegs, exact_from, slot_way
+from moe_dispatch.backends.base import Arrived, BackendContext, MoEShape, Tables
+from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.communication import to_device
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import SlotIndex
 from moe_dispatch.types import Capacity, Sizes
 
 WITHIN_NODE = ".within_node"  # behind the labels of the collectives of the second leg
-_SUFFIXES = ("", WITHIN_NODE)
 
 
 def nodes_of(shape: MoEShape, ranks_per_node: int | None) -> int:
@@ -66,17 +62,6 @@ def nodes_of(shape: MoEShape, ranks_per_node: int | None) -> int:
             f"ranks_per_node={found}. Give another ranks_per_node, or leave it out to detect it."
         )
     return found
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Splits:
-    """The numbers of rows and slots that one leg carries to and from each rank, on the host."""
-
-    rows_out: list[int]
-    rows_in: list[int]
-    slots_out: list[int]
-    slots_in: list[int]
 
 
 @final
@@ -143,8 +128,8 @@ class Nodes:
         if self.exact:
             for_relays[:, 1 + size :] = counts_PC[:, :slots].sum(1).view(by_node)
 
-    def splits(self, host: list[int]) -> tuple[Splits, Splits]:
-        """Return the numbers of rows and slots of both legs.
+    def leg_within(self, host: list[int]) -> tuple[list[int], list[int], list[int]]:
+        """Return the numbers of rows that go out and come in on the second leg, and of slots that do, by rank.
 
         Args:
             host: Table of L + 1 + num_columns columns: the sums of all counts that came in, then P rows of counts that
@@ -152,30 +137,21 @@ class Nodes:
         """
         slots, size = self.num_local_experts, self.ranks_per_node
         width, group = slots + 1 + self.num_columns, size * self.num_nodes
-        total, *others = [host[begin : begin + width] for begin in range(0, len(host), width)]
-        sent, came = others[:group], others[group:]
-        from_peers = [came[peer::size] for peer in range(size)]
-        return (
-            Splits(
-                rows_out=self._at(self.relays, [sent[rank][slots + 1] for rank in self.relays]),
-                rows_in=self._at(self.relays, [came[rank][slots + 1] for rank in self.relays]),
-                slots_out=self._at(self.relays, [sum(sent[rank][slots + 2 + size :]) for rank in self.relays]),
-                slots_in=self._at(self.relays, [sum(came[rank][slots + 2 + size :]) for rank in self.relays]),
-            ),
-            Splits(
-                rows_out=self._at(self.neighbours, total[slots + 2 : slots + 2 + size]),
-                rows_in=self._at(self.neighbours, [sum(row[slots] for row in rows) for rows in from_peers]),
-                slots_out=self._at(self.neighbours, total[slots + 2 + size :] or [0] * size),
-                slots_in=self._at(self.neighbours, [sum(sum(row[:slots]) for row in rows) for rows in from_peers]),
-            ),
+        total, came = (
+            host[:width],
+            [host[begin : begin + width] for begin in range((1 + group) * width, len(host), width)],
         )
+        from_peers = [came[peer::size] for peer in range(size)]
+        rows_in = [sum(row[slots] for row in rows) for rows in from_peers]
+        slots_in = [sum(sum(row[:slots]) for row in rows) for rows in from_peers]
+        slots_out = total[slots + 2 + size :] or [0] * size
+        rows_out = total[slots + 2 : slots + 2 + size]
+        return self._at(rows_out), self._at(rows_in), self._at(slots_out) + self._at(slots_in)
 
-    def _at(self, ranks: range, values: list[int]) -> list[int]:
-        """Return a list with one entry for each rank of the group: the values for ``ranks``, 0 for all others."""
-        found = [0] * (self.ranks_per_node * self.num_nodes)
-        for rank, value in zip(ranks, values, strict=True):
-            found[rank] = value
-        return found
+    def _at(self, values: list[int]) -> list[int]:
+        """Return a list with one entry for each rank of the group: the values for the neighbours, 0 for all others."""
+        before, after = self.neighbours.start, self.ranks_per_node * self.num_nodes - self.neighbours.stop
+        return [0] * before + values + [0] * after
 
     def keys(self, local_ids_SK: Tensor, rows_in: list[int]) -> Tensor:
         """Return numbers that sort slots by expert, then by the node that their row comes from: M for each expert.
@@ -196,21 +172,12 @@ class Nodes:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TwoLevelRoute(RankMajorRoute):
-    """A route in two legs: between nodes, then between the ranks of this node. The relay adds up sums on the way back.
-
-    Attributes:
-        legs: The rows of the second leg are the rows that arrived in the first.
-    """
+class TwoLevelRoute(RouteOfLegs):
+    """A route in two legs: between nodes, then between the ranks of this node. The relay adds up sums on the way."""
 
     context: BackendContext
-    legs: tuple[Leg, Leg]
+    legs: Sequence[Leg]
     index: SlotIndex
-
-    @contextmanager
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        with send_along(self.legs, rows_TD, wire, label) as rows_SD:
-            yield rows_SD
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
@@ -228,16 +195,11 @@ class TwoLevelRoute(RankMajorRoute):
         return out, values
 
     def tensors(self) -> list[Tensor]:
-        tables = [[leg.splits(), leg.source_S, leg.member_S, leg.cu_T] for leg in self.legs]
-        return [*tables[0], *tables[1], *self.index.tensors()]
-
-    @property
-    def num_rows(self) -> int:
-        return self.legs[0].cu_T.shape[0] - 1
+        return [*chain.from_iterable(leg.tensors() for leg in self.legs), *self.index.tensors()]
 
 
 @final
-class TwoLevelAllToAll(Backend):
+class TwoLevelAllToAll(EagerAllToAll):
     """``alltoall`` with ``levels=2``.
 
     Cost: every exchange of rows takes two collectives: one between nodes, and one on each node. The number of host
@@ -250,95 +212,67 @@ class TwoLevelAllToAll(Backend):
     """
 
     def __init__(self, context: BackendContext, nodes: Nodes) -> None:
-        super().__init__(context)
+        experts = context.shape.num_local_experts
+        super().__init__(context, width=experts + 1 + nodes.num_columns, rows_at=experts + 1)
         self._nodes = nodes
-        self._width = 1 + context.shape.num_local_experts + nodes.num_columns
+
+    def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
+        torch.sum(rank_members(owner_TK, to_ranks.shape[0]), 1, out=to_ranks.select(1, self.num_experts))
+        members_MT = rank_members(self._nodes.node_of(owner_TK), self._nodes.num_nodes)
+        self._nodes.write_counts(to_ranks, members_MT)
+        return members_MT
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Any:
-        context, nodes, width = self.context, self._nodes, self._width
-        size, experts = context.shape.ep_size, context.shape.num_local_experts
-        owner_TK, counts = context.permutation_of(ids_TK).count_owners(
-            ids_TK, experts, width, (1 + 2 * size) * width, graph_safe=False
-        )
-        _, to_ranks, from_ranks = counts.view(-1, width).split_with_sizes([1, size, size])
-        num_rows_P = torch.sum(rank_members(owner_TK, size), 1, out=to_ranks.select(1, experts))
-        node_TK = nodes.node_of(owner_TK)
-        members_MT = rank_members(node_TK, nodes.num_nodes)
-        nodes.write_counts(to_ranks, members_MT)
-        if mark is not None:
-            num_rows_P.add_(mark, alpha=MARK)
-        ones = [1] * size
-        work = context.communicator.all_to_all(from_ranks, to_ranks, ones, ones, label="counts")
-        form = form_of(context.shape, rows_TD.dtype, weights_TK.dtype)
-        packets = form.pack(rows_TD, weights_TK, ids_TK)
-        in_order = ordered(context, packets, members_MT) if packets.is_cpu else None  # as in the one-level form
-        host = read_counts(counts, from_ranks, experts, work)
-        first, second = nodes.splits(host)
-        source_S, outgoing = in_order or ordered(context, packets, members_MT, sum(first.rows_out))
-        leg, received, work = start_rows(context, source_S, outgoing, len(rows_TD), first.rows_out, first.rows_in)
-        way = SlotWay.make(leg, first.slots_out, first.slots_in, node_TK, nodes.relays) if nodes.exact else None
-        return leg, way, outgoing, received, work, form, second, host, counts, rows_TD.dtype, weights_TK
+    ) -> Underway:
+        """Start the first leg as a dispatch with one level does, with nodes in place of ranks."""
+        started, nodes = super().start(rows_TD, ids_TK, weights_TK, sizes, mark), self._nodes
+        if not nodes.exact:
+            return replace(started, kept=(started.leg,))
+        experts, host, width = self.num_experts, started.host, self.width
+        of_slots = slice(experts + 2 + nodes.ranks_per_node, None)  # only relays have numbers there
+        slots = [sum(host[begin : begin + width][of_slots]) for begin in range(width, len(host), width)]
+        node_TK = nodes.node_of((ids_TK + experts).div(experts, rounding_mode="floor"))
+        return replace(started, kept=(started.leg, slot_way(slots, node_TK, nodes.relays), weights_TK))
 
-    def finish(self, started: Any) -> Arrived:
-        leg, way, outgoing, relayed, work, form, second, host, counts, dtype, weights_TK = started
-        context, nodes, space = self.context, self._nodes, self.context.workspace
-        if work is not None:
-            work.wait()
-        space.give(outgoing)
-        # This rank is a relay: it sends the packets on to the ranks of its node that need them.
-        owner_SK = nodes.neighbour_of(form.ids(relayed))
+    def finish(self, started: Underway) -> Arrived:
+        """Send the packets on: this rank is a relay for the ranks of its node that need them."""
+        context, nodes, relayed = self.context, self._nodes, started.received
+        if started.work is not None:
+            started.work.wait()
+        context.workspace.give(started.outgoing)
+        owner_SK = nodes.neighbour_of(started.form.ids(relayed))
+        rows_out, rows_in, slots = nodes.leg_within(started.host)
         members_PS = rank_members(owner_SK, nodes.ranks_per_node)
-        source_S, outgoing = ordered(context, relayed, members_PS, sum(second.rows_out))
-        space.give(relayed)
-        inner, received, work = start_rows(
-            context, source_S, outgoing, len(relayed), second.rows_out, second.rows_in, WITHIN_NODE
+        source_S, outgoing = ordered(context, relayed, members_PS, sum(rows_out))
+        context.workspace.give(relayed)
+        inner, received, work = start_rows(context, source_S, outgoing, len(relayed), rows_out, rows_in, WITHIN_NODE)
+        kept = started.kept
+        if nodes.exact:
+            kept = (*kept, slot_way(slots, owner_SK, nodes.neighbours))
+        return super().finish(replace(started, leg=inner, work=work, outgoing=outgoing, received=received, kept=kept))
+
+    def route(self, started: Underway, ids_SK: Tensor) -> RankMajorRoute:
+        context, nodes, experts = self.context, self._nodes, self.num_experts
+        keys_SK = nodes.keys(
+            ids_SK - self.first_expert, started.host[experts :: self.width][1 + context.shape.ep_size :]
         )
-        if work is not None:
-            work.wait()
-        space.give(outgoing)
-        rows_SD, weights_SK, ids_SK = form.unpack(received)
-        experts, size = context.shape.num_local_experts, context.shape.ep_size
-        keys_SK = nodes.keys(ids_SK - nodes.rank * experts, host[experts :: self._width][1 + size :])
         index = context.permutation_of(keys_SK).group_slots(
             keys_SK,
-            host[:experts],
+            started.host[:experts],
             context.shape.pad_multiple,
             entries_per_key=nodes.num_nodes,
-            real_L=counts[:experts],
+            real_L=started.counts[:experts],
         )
-        route: RankMajorRoute
-        if way is None:
-            route = TwoLevelRoute(context=context, legs=(leg, inner), index=index)
-        else:
-            ways = (way, SlotWay.make(inner, second.slots_out, second.slots_in, owner_SK, nodes.neighbours))
-            route = ExactRoute(context=context, ways=ways, index=index, weights_TK=weights_TK)
-        arrived = arrive(route, rows_SD, weights_SK, dtype)
-        space.give(received)
-        return arrived
+        outer, *exact = started.kept
+        legs = (outer, started.leg)
+        if not exact:
+            return TwoLevelRoute(context=context, legs=legs, index=index)
+        way, weights_TK, inner_way = exact
+        return ExactRoute(context=context, legs=legs, ways=(way, inner_way), index=index, weights_TK=weights_TK)
 
-    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
-
-    def refuse(self, device: torch.device) -> None:
-        refuse_counts(self.context, self._width, device)
-
-    def restore(self, tensors: Sequence[Tensor]) -> Route:
+    def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> RankMajorRoute:
+        legs = (leg_from(self.context, tables, num_rows), leg_from(self.context, tables, None, WITHIN_NODE))
         if self._nodes.exact:
-            return restored_route(self.context, tensors, _SUFFIXES)
-        splits, source_T, member_T, cu_of_T, more_splits, source_S, member_S, cu_T = tensors[:8]
-        inner = restored_leg(self.context, more_splits, source_S, member_S, cu_T, WITHIN_NODE)
-        legs = restored_leg(self.context, splits, source_T, member_T, cu_of_T), inner
-        return TwoLevelRoute(context=self.context, legs=legs, index=self.context.index_from(tensors[8:]))
-
-    def blank_route(
-        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
-    ) -> Route:
-        context, device = self.context, weights_TK.device
-        if self._nodes.exact:
-            return blank_exact(context, num_rows, weights_TK, new_size, _SUFFIXES)
-        first = blank_leg(context, new_size() if num_rows is None else num_rows + 1, new_size, device)
-        second = blank_leg(context, new_size(), new_size, device, WITHIN_NODE)
-        index = context.blank_index(None, new_size, capacity=None, device=device)
-        return TwoLevelRoute(context=context, legs=(first, second), index=index)
+            return exact_from(self.context, tables, legs)
+        return TwoLevelRoute(context=self.context, legs=legs, index=self.context.index_from(tables, None, None))
