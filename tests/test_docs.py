@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch import DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.backends import registry
 from moe_dispatch_testing import run_ranks
+from tests.pages import ROOT, blocks, run_page
 
-ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").rglob("README.md")])
 TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
 NOTES = sorted((ROOT / "docs" / "design").glob("*.md"))
@@ -65,20 +65,6 @@ def test_design_notes_are_numbered_without_gaps_and_have_a_status() -> None:
         assert re.match(opening, note.read_text(encoding="utf-8")), note
 
 
-def run_page(name: str, until: str = "") -> dict[str, Any]:
-    """Run the Python blocks of a page in order, up to a heading if one is given; return their namespace."""
-    page = ROOT / "docs" / name
-    text = page.read_text(encoding="utf-8")
-    if until:
-        text, found, _ = text.partition(f"\n{until}\n")
-        assert found
-    namespace: dict[str, Any] = {}
-    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        above = text.count("\n", 0, block.start(1))  # empty lines make a traceback name the line of the page
-        exec(compile("\n" * above + block[1], str(page), "exec"), namespace)
-    return namespace
-
-
 @pytest.mark.parametrize(
     ("page", "until", "holds"),
     [
@@ -118,8 +104,7 @@ def test_code_of_the_page_on_configuration_runs(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_shell_blocks_name_targets_scripts_and_variables_that_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    for line in "".join(blocks).splitlines():
+    for line in "".join(blocks(_name(page), "sh")).splitlines():
         words = shlex.split(line, comments=True)
         for target in words[words.index("make") + 1 :][:1] if "make" in words else []:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
@@ -134,10 +119,9 @@ def _config(**fields: Any) -> DispatcherConfig:
 
 
 def test_the_error_that_the_page_on_graph_safe_mode_quotes_occurs() -> None:
-    text = (ROOT / "docs" / "graph-safe.md").read_text(encoding="utf-8")
-    (quoted,) = re.findall(r"^<!-- errors -->\n```text\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
+    (quoted,) = blocks("docs/graph-safe.md", "text")
     exact = _config(backend={"name": "alltoall", "reduction": "exact"}, graph_safe=True, max_tokens_per_rank=8)
-    with pytest.raises(ValueError, match=re.escape(quoted)):
+    with pytest.raises(ValueError, match=re.escape(quoted.strip())):
         build_dispatcher(exact)
 
 
@@ -166,24 +150,6 @@ def test_bytes_of_the_wire_table_are_those_sent(line: str) -> None:
     for sent in run_ranks(body, 2):
         order = ("dispatch", "combine", "combine.backward", "dispatch.backward")
         assert [sent[label] for label in order] == [3 * int(number) for number in numbers]
-
-
-@pytest.mark.parametrize(
-    ("backend", "planned", "agreements"), [("allgather", True, 1), ("allgather", False, 4), ("alltoall", False, 0)]
-)
-def test_a_plan_agrees_on_sizes_once_for_all_layers(backend: str, planned: bool, agreements: int) -> None:
-    """As docs/tuning.md says."""
-
-    def body(group: Any) -> int:
-        layers = [build_dispatcher(_config(backend=backend), group) for _ in range(4)]
-        tokens = 3 + group.rank()
-        x, routing = torch.ones(tokens, 16), Routing(torch.arange(2).expand(tokens, 2), torch.ones(tokens, 2))
-        plan = layers[0].plan(Rows(), like=x) if planned else None
-        for layer in layers:
-            layer.dispatch(x, routing, plan)
-        return layers[0].metrics().collectives.get("sizes", 0)
-
-    assert run_ranks(body, 2) == [agreements] * 2
 
 
 def test_every_page_is_once_in_the_navigation() -> None:

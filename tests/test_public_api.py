@@ -69,13 +69,7 @@ VALUES: dict[type, str] = {
 
 @pytest.mark.parametrize(
     ("module", "names"),
-    [
-        (moe_dispatch, PACKAGE),
-        (backends, BACKENDS),
-        (layouts, LAYOUTS),
-        (dispatchers, DISPATCHERS),
-        (replay, REPLAY),
-    ],
+    [(moe_dispatch, PACKAGE), (backends, BACKENDS), (layouts, LAYOUTS), (dispatchers, DISPATCHERS), (replay, REPLAY)],
     ids=["package", "backends", "layouts", "dispatchers", "replay"],
 )
 def test_public_names(module: object, names: str) -> None:

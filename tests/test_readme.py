@@ -1,40 +1,50 @@
-"""README.md is true: its example is a script that prints what the page shows, and every backend is listed."""
+"""README.md and the quickstart are true: their commands print what the pages show, and every backend is listed."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from moe_dispatch.backends import known_backends, load_backend
+from tests.pages import ROOT, blocks, commands, run_command
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+RUNS = commands("quickstart.md")
 
 
 def test_example_is_the_script() -> None:
     script = (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
-    assert blocks("python") == [script.partition('"""\n\n')[2]]
+    assert blocks("README.md", "python") == [script.partition('"""\n\n')[2]]
 
 
 @pytest.mark.slow
 def test_example_prints_what_the_readme_shows() -> None:
-    (command,) = (block for block in blocks("sh") if block.startswith("torchrun"))
-    launched = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(launched, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert sorted(ran.stdout.splitlines()) == blocks("text")[-1].splitlines(), ran.stderr
+    (command,) = (block.strip() for block in blocks("README.md", "sh") if block.startswith("torchrun"))
+    ran = run_command(command)
+    assert sorted(ran.stdout.splitlines()) == blocks("README.md", "text")[-1].splitlines(), ran.stderr
 
 
 def test_every_backend_of_the_package_is_listed() -> None:
     built_in = [name for name in known_backends() if load_backend(name).__module__.startswith("moe_dispatch.backends.")]
     table = README.partition("\n## Backends\n")[2].partition("\n## ")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == built_in
+
+
+def test_commands_of_the_quickstart_have_their_output() -> None:
+    """All but the installation, and the command for several machines."""
+    assert len(RUNS) == 4
+    assert QUICKSTART.count("```sh\n") == len(RUNS) + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "shown"), RUNS, ids=[command for command, _ in RUNS])
+def test_commands_of_the_quickstart_print_what_it_shows(command: str, shown: str, tmp_path: Path) -> None:
+    for name, text in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', QUICKSTART, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    ran = run_command(command, tmp_path)
+    printed = sorted(ran.stdout.splitlines()) or ran.stderr.splitlines()[-1:]
+    assert printed == shown.splitlines(), ran.stderr

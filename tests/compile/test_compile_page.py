@@ -8,7 +8,7 @@ import pytest
 
 from moe_dispatch.custom_operators import BODIES
 from tests.compile.layer import needs_compiler
-from tests.integration.cases.measuring import ROOT, run_page
+from tests.pages import ROOT, run_page
 
 
 @pytest.mark.slow

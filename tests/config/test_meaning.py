@@ -48,10 +48,7 @@ MEANINGS: dict[str, list[dict[str, Any]]] = {
     "debug": [{"debug": True}],
     "overrides": [{"constraints": {"max_rows": 64}}, {"constraints": ConstraintOverrides(max_rows=64)}],
     "other overrides": [{"constraints": {"max_rows": 65}}],
-    "sizes": [
-        {"constraints": {"group_sizes": [1, 2]}},
-        {"constraints": {"group_sizes": (1, 2)}},
-    ],
+    "sizes": [{"constraints": {"group_sizes": [1, 2]}}, {"constraints": {"group_sizes": (1, 2)}}],
 }
 
 

@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch_testing import (
-    HostSyncError,
-    allow_host_syncs,
-    count_collectives,
-    count_host_syncs,
-    refuse_host_syncs,
-)
+from moe_dispatch_testing import HostSyncError, allow_host_syncs, count_collectives, count_host_syncs, refuse_host_syncs
 from moe_dispatch_testing.operators import OpaqueOperatorError
 
 X = torch.arange(4.0)

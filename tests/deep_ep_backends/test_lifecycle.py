@@ -16,16 +16,7 @@ from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.backends.deep_ep.deepep_v1 import NormalDeepEP
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from tests.deep_ep_backends.vendors import (
-    ALL,
-    HYBRID,
-    V1,
-    backend_of,
-    config,
-    identity,
-    names,
-    rank_of,
-)
+from tests.deep_ep_backends.vendors import ALL, HYBRID, V1, backend_of, config, identity, names, rank_of
 from tests.dispatchers.layer import Group, on_ranks, random_routing
 
 

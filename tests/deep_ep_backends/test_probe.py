@@ -240,8 +240,7 @@ def test_an_emulation_is_usable_anywhere_and_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "abc"), ("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "0")],
+    ("name", "value"), [("NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API", "abc"), ("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "0")]
 )
 def test_a_malformed_variable_is_a_reason(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)

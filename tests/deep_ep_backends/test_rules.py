@@ -25,12 +25,7 @@ DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 def shape(ep_size: int = 8, ranks_per_node: int | None = None, experts: int = 64) -> MoEShape:
     return MoEShape(
-        num_experts=experts,
-        top_k=4,
-        hidden_size=1024,
-        ep_size=ep_size,
-        pad_multiple=1,
-        ranks_per_node=ranks_per_node,
+        num_experts=experts, top_k=4, hidden_size=1024, ep_size=ep_size, pad_multiple=1, ranks_per_node=ranks_per_node
     )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch_testing import run_processes
-from tests.integration.cases.measuring import run_page
+from tests.pages import run_page
 
 TIMEOUT = timedelta(seconds=60)
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K = 4, 16, 8, 8, 2

@@ -72,17 +72,9 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "Ranks disagree on backend: ",
     ),
     "auto": ({"backend": "alltoall"}, {"backend": "auto"}, "Ranks disagree on backend: "),
-    "pad_multiple": (
-        {"pad_multiple": "fp8"},
-        {"pad_multiple": 32},
-        "Ranks disagree on pad_multiple: rank 0 has 16, rank 1 has 32",
-    ),
+    "pad_multiple": ({"pad_multiple": "fp8"}, {"pad_multiple": 32}, "Ranks disagree on pad_multiple: rank 0 has 16"),
     "row_counts": ({}, {"row_counts": "check"}, "Ranks disagree on row_counts: rank 0 has 'agree', rank 1 has 'check'"),
-    "num_experts": (
-        {},
-        {"num_experts": 16},
-        "num_experts: rank 0 has 8, rank 1 has 16. Give every rank the same config",
-    ),
+    "num_experts": ({}, {"num_experts": 16}, "num_experts: rank 0 has 8, rank 1 has 16. Give every rank the same"),
     "debug": ({}, {"debug": True}, "Ranks disagree on debug: rank 0 has False, rank 1 has True"),
     "allgather": (
         {},

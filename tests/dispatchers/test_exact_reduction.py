@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing
-from tests.dispatchers.layer import (
-    cut_layer,
-    expert_weights,
-    random_routing,
-    random_rows,
-    small_config,
-)
+from tests.dispatchers.layer import cut_layer, expert_weights, random_routing, random_rows, small_config
 
 EXPERTS, SLOTS, HIDDEN, TOKENS = 8, 4, 32, 40
 # Tokens by rank: different on each, none on one.

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch import DispatcherConfig
 from moe_dispatch_testing import run_processes
-from tests.integration.cases.measuring import relative, run_page
+from tests.pages import relative, run_page
 
 RANKS, HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 4, 16, 8, 8, 2, 2
 MESHES = [(2, 2), (1, 4)]

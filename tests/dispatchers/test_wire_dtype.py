@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Routing
-from tests.dispatchers.layer import (
-    cut_layer,
-    expert_weights,
-    random_routing,
-    random_rows,
-    small_config,
-)
+from tests.dispatchers.layer import cut_layer, expert_weights, random_routing, random_rows, small_config
 
 EXPERTS, SLOTS, HIDDEN, TOKENS = 8, 3, 256, 24
 CUTS = {1: [24], 2: [17, 7], 4: [9, 0, 11, 4]}

@@ -33,12 +33,7 @@ def test_buffers_are_told_apart_by_attributes() -> None:
         for release, module in ((release, emulated_deep_ep(release)) for release in RELEASES)
     }
     newer = {release: ["HybridEPBuffer"] for release in RELEASES[3:]}
-    assert found == {
-        "v1.2.1": [],
-        "v2-2.1.0": ["ElasticBuffer"],
-        "v2.5.0": ["EPBuffer"],
-        **newer,
-    }
+    assert found == {"v1.2.1": [], "v2-2.1.0": ["ElasticBuffer"], "v2.5.0": ["EPBuffer"], **newer}
     assert [release for release in RELEASES if not hasattr(emulated_deep_ep(release), "Buffer")] == ["v2.5.0"]
     assert emulated_deep_ep("v2-2.1.0").__version__ == "2.1.0"
     assert emulated_deep_ep("v2.5.0").__version__ == "2.5.0"

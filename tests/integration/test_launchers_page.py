@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "accelerate-and-ray.md").read_text(encoding="utf-8")
-RUNS = re.findall(r"^```sh\n([^`]*?)\n```\n\n```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+from tests.pages import commands, run_command
 
 pytestmark = pytest.mark.integration
 
 
-def _printed(file: str) -> tuple[list[str], str]:
+def _printed(file: str) -> tuple[list[str], list[str]]:
     """The lines that the command of an example prints and those that the page shows."""
-    ((command, shown),) = [run for run in RUNS if file in run[0]]
-    *settings, program = re.split(r" (?=python|torchrun)", f" {command}")
-    search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    environment |= dict(setting.strip().split("=", 1) for setting in settings if setting.strip())
-    words = program.replace("torchrun", "-m torch.distributed.run").split()
-    started = [sys.executable, *(words[1:] if words[0] == "python" else words)]
-    ran = subprocess.run(started, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    ((command, shown),) = [run for run in commands("accelerate-and-ray.md") if file in run[0]]
+    ran = run_command(command)
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines(), shown
+    return ran.stdout.splitlines(), shown.splitlines()
 
 
 def _losses_of_one_process() -> list[float]:
@@ -59,11 +46,11 @@ def _losses_of_one_process() -> list[float]:
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: install moe-dispatch[transformers]")
 def test_accelerate() -> None:
     printed, shown = _printed("accelerate_ranks.py")
-    assert printed == shown.splitlines()
+    assert printed == shown
     assert printed == [f"step {step}: loss {loss:.4f}" for step, loss in enumerate(_losses_of_one_process())]
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray, which no extra installs")
 def test_ray() -> None:
     printed, shown = _printed("ray_ranks.py")
-    assert printed == shown.splitlines()
+    assert printed == shown

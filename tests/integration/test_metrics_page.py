@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
+from tests.pages import run_page
+
 SAMPLE = re.compile(r'moe_dispatch_(\w+)_total\{rank="0",\w+="\w[\w.]*",backend="alltoall"\} (\d+)')
 
 pytestmark = [
@@ -24,9 +24,7 @@ def test_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    namespace: dict[str, Any] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        exec(compile(code, str(PAGE), "exec"), namespace)
+    namespace = run_page("tuning.md")
     metrics = namespace["dispatcher"].metrics()
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
     assert events.Scalars("moe/imbalance")[0].value == pytest.approx(metrics.imbalance)

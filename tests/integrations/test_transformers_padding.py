@@ -52,10 +52,7 @@ def test_rows_behind_packed_sequences_are_padding() -> None:
         ({"attention_mask": torch.ones(3, 3)}, "attention_mask must be [2, 3], got [3, 3]"),
         ({"attention_mask": torch.ones(2, 2)}, "attention_mask must be [2, 3], got [2, 2]"),
         ({"attention_mask": torch.ones(2, 4)}, "attention_mask must be [2, 3], got [2, 4]"),
-        (
-            {"attention_mask": torch.ones(2, 2), "past_key_values": CACHE},
-            "attention_mask must be [2, 3 or more], got [2, 2]",
-        ),
+        ({"attention_mask": torch.ones(2, 2), "past_key_values": CACHE}, "attention_mask must be [2, 3 or more], got"),
         ({"attention_mask": {"full_attention": None}}, "attention_mask must be [2, 3], got dict"),
         ({"input_ids": None}, "must be given input_ids [B, S] or inputs_embeds [B, S, D], got None"),
         ({"input_ids": IDS[0]}, "must be given input_ids [B, S] or inputs_embeds [B, S, D], got (3,)"),

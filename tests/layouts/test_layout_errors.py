@@ -27,17 +27,11 @@ X = torch.zeros(2, 4, 3)
         (lambda: Rows(3.5), r"Rows: num_real must be an integer, got 3.5. Pass an int of Python or numpy."),  # type: ignore[arg-type]
         (lambda: Masked(np.ones(2, bool)), r"Masked: valid must be bool \(T,\), got \[ True  True\]"),  # type: ignore[arg-type]
         (lambda: BSHD().shard(0.5, 2), r"shard: index must be an integer, got 0.5"),  # type: ignore[arg-type]
-        (
-            lambda: THD(torch.zeros(2, 2, dtype=torch.int32)),
-            r"THD: cu_seqlens must be a 1-D .*, got torch.int32 \(2, 2\)",
-        ),
+        (lambda: THD(torch.zeros(2, 2, dtype=torch.int32)), r"THD: cu_seqlens must be a 1-D .*, got torch.int32 \(2"),
         (lambda: THD([]), r"THD: cu_seqlens must have n\+1 entries for n sequences, got none"),
         (lambda: THD([0, 2], [0, 2, 4]), r"must have the same length and device, got 2 entries on cpu and 3 on cpu"),
         (lambda: THD([0, 2], max_seqlen=-1), r"THD: max_seqlen must be 0 or more, got -1"),
-        (
-            lambda: Rows(torch.ones(2, dtype=torch.int32)),
-            r"Rows: num_real must be one int32 or int64, got torch.int32 \(2,\)",
-        ),
+        (lambda: Rows(torch.ones(2, dtype=torch.int32)), r"Rows: num_real must be one int32 or int64, got torch.int32"),
         (lambda: Masked(torch.ones(2)), r"Masked: valid must be bool \(T,\), got torch.float32 \(2,\)"),
     ],
 )
@@ -55,11 +49,7 @@ def test_refused_when_made(make: Callable[[], Layout], text: str) -> None:
         (THD([1, 8]), 8, r"THD: cu_seqlens must start at 0, got \[1, 8\]"),
         (THD([0, 6, 4, 8]), 8, r"THD: cu_seqlens must not decrease, got \[0, 6, 4, 8\]"),
         (THD([0, 2**62, -(2**62) - 5, 8]), 8, r"THD: cu_seqlens must not decrease, got \[0, 46"),
-        (
-            THD([0, 3, 7]),
-            8,
-            r"THD: cu_seqlens must end at the number of rows, got 7 and 8 rows. Pass cu_seqlens_padded",
-        ),
+        (THD([0, 3, 7]), 8, r"THD: cu_seqlens must end at the number of rows, got 7 and 8 rows. Pass"),
         (THD([0, 3, 7], [0, 4, 9]), 8, r"THD: cu_seqlens_padded must end at the number of rows, got 9 and 8 rows"),
         (THD([0, 5, 7], [0, 4, 8]), 8, r"must fit into its padded rows, got 5 real and 4 padded rows for sequence 0"),
         (THD([0, 3, 8], max_seqlen=4), 8, r"max_seqlen must be at least the longest sequence \(5\), got 4"),
@@ -77,11 +67,7 @@ def test_refused_by_check(layout: Layout, rows: int, text: str) -> None:
     ("layout", "x", "text"),
     [
         (BSHD(), X[0], r"BSHD: x must be \[B, S, D\], got shape \(4, 3\)"),
-        (
-            BSHD([1]),
-            X,
-            r"BSHD: x must hold one sequence per length, got B = 2 in \[B, S, D\] \(2, 4, 3\) and 1 lengths",
-        ),
+        (BSHD([1]), X, r"BSHD: x must hold one sequence per length, got B = 2 in \[B, S, D\] \(2, 4, 3\) and 1"),
         (THD([0, 8]), X, r"THD: x must be \[T, D\], \[1, T, D\] or \[T, 1, D\], got shape \(2, 4, 3\)"),
         (THD([0, 3]), X[0], r"THD: cu_seqlens must end at the number of rows, got 3 and 4 rows"),
         (THD([0, 6]).shard(0, 2), X[0], r"THD: cu_seqlens must end at the number of rows, got 6 and 8 rows"),
@@ -107,11 +93,7 @@ def test_unflatten_refuses_other_rows(y: torch.Tensor) -> None:
         (BSHD(), (2, 2), r"shard: index must lie in 0..size-1, got index 2 and size 2"),
         (BSHD(), (0, 2, "ring"), r"shard: kind must be one of contiguous, zigzag, got 'ring'"),
         (Rows(), (0, 2, "zigzag"), r"Rows.shard: kind must be one of contiguous, got 'zigzag'"),
-        (
-            BSHD().shard(0, 2),
-            (0, 2, "zigzag"),
-            r"BSHD.shard\(0, 2, 'contiguous'\).shard: kind must be .*, got 'zigzag'",
-        ),
+        (BSHD().shard(0, 2), (0, 2, "zigzag"), r"BSHD.shard\(0, 2, 'contiguous'\).shard: kind must be .*, got"),
     ],
 )
 def test_shard_refuses_what_names_no_part(layout: Layout, arguments: tuple[int, int], text: str) -> None:

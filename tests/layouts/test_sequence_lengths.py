@@ -18,12 +18,7 @@ GRID = list(product([1, 2, 3, 4, 6], [1, 2, 4, 8], [1, 2, 3, 4], [False, True], 
 def test_is_a_multiple_of_the_exact_need_over_the_grid() -> None:
     for batch_size, tp, cp, sequence_parallel, fp8, row_multiple in GRID:
         multiple = sequence_multiple(
-            batch_size=batch_size,
-            tp=tp,
-            cp=cp,
-            sequence_parallel=sequence_parallel,
-            fp8=fp8,
-            row_multiple=row_multiple,
+            batch_size=batch_size, tp=tp, cp=cp, sequence_parallel=sequence_parallel, fp8=fp8, row_multiple=row_multiple
         )
         parts = cp * (tp if sequence_parallel else 1)
         exact = lcm(2 * cp if cp > 1 else 1, parts, 16 if fp8 else 1)

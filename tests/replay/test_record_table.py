@@ -120,10 +120,7 @@ def test_refused_recordings() -> None:
     with pytest.raises(InputError, match=r"there are no dispatchers"), RoutingTable.record([]):
         pass
     with RoutingTable.record([dispatcher]) as recording:
-        with (
-            pytest.raises(StateError, match=r"another block that is still open"),
-            RoutingTable.record([dispatcher]),
-        ):
+        with pytest.raises(StateError, match=r"another block that is still open"), RoutingTable.record([dispatcher]):
             pass
         with pytest.raises(StateError, match=r"no dispatch ran in the block"):
             recording.table()

@@ -35,11 +35,7 @@ def cut(layout: Layout, names: list[str | int | None], table: RoutingTable = TAB
     ("call", "error", "told"),
     [
         (lambda: make({}), InputError, r"there are no sequences"),
-        (
-            lambda: make({"a": IDS[0]}),
-            InputError,
-            r"integers \(positions, layers, top_k\), got torch.int64 \(3, 2\) for",
-        ),
+        (lambda: make({"a": IDS[0]}), InputError, r"integers \(positions, layers, top_k\), got torch.int64 \(3, 2\)"),
         (lambda: make({"a": IDS.float()}), InputError, r"must be integers .*, got torch.float32"),
         (lambda: make({"a": IDS[:, :0]}), InputError, r"got torch.int64 \(4, 0, 2\) for 'a'"),
         (lambda: make({"a": IDS + 1}), InputError, r"ids must lie in -1\.\.7, got 8 in sequence 'a'"),
@@ -48,11 +44,7 @@ def cut(layout: Layout, names: list[str | int | None], table: RoutingTable = TAB
         (lambda: make({"a": torch.full((1, 1, 2), 2**32 + 1)}), InputError, rf"-1\.\.7, got {2**32 + 1} in sequence"),
         (lambda: make([("a", IDS), ("a", IDS[:2])]), InputError, r"'a' is given 2 times, with 4 and 2 positions"),
         (lambda: make({"a": IDS, "b": IDS[:, :2]}), InputError, r"top_k, got \(3, 2\) for 'a' and \(2, 2\) for 'b'"),
-        (
-            lambda: make({"a": IDS}, layers=[0, 1]),
-            InputError,
-            r"name the 3 layers of the ids .*, got 2 numbers: 0\.\.1",
-        ),
+        (lambda: make({"a": IDS}, layers=[0, 1]), InputError, r"name the 3 layers of the ids .*, got 2 numbers:"),
         (lambda: make({"a": IDS}, layers=[2, 1, 0]), InputError, r"in ascending order, got 3 numbers: 2, 1, 0"),
         (
             lambda: RoutingTable.from_padded(["a"], IDS, torch.ones(4, 3), num_experts=8),
@@ -110,11 +102,7 @@ def cut(layout: Layout, names: list[str | int | None], table: RoutingTable = TAB
             LayoutError,
             r"must end at the number of rows, got 8 and 12 rows",
         ),
-        (
-            lambda: cut(THD([0, 5, 8]).shard(0, 2, "zigzag"), ["a", "b"]),
-            LayoutError,
-            r"the rows of sequence 0 \(5\) must be divisible by 4",
-        ),
+        (lambda: cut(THD([0, 5, 8]).shard(0, 2, "zigzag"), ["a", "b"]), LayoutError, r"the rows of sequence 0 \(5\)"),
         (
             lambda: cut(THD([0, 5]), ["a"], layers=[0, 2]).routing_for(1),
             InputError,

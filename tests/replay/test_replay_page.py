@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.test_docs import run_page
+from tests.pages import run_page
 
 
 def test_code_of_the_page_runs() -> None:

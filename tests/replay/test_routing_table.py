@@ -14,8 +14,8 @@ from moe_dispatch import THD, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, PeerError
 from moe_dispatch.replay import RoutingTable
 from moe_dispatch_testing import run_ranks
+from tests.pages import run_page
 from tests.replay.samples import random_ids, small_table
-from tests.test_docs import run_page
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.emulation.elastic_case import (
-    CAPACITY,
-    COUNTS,
-    added,
-    dispatched,
-    expert_rows,
-    open_buffer,
-    ranks_of,
-)
+from tests.emulation.elastic_case import CAPACITY, COUNTS, added, dispatched, expert_rows, open_buffer, ranks_of
 from tests.emulation.tokens import HIDDEN, NUM_EXPERTS, TOP_K, make_tokens, run_ranks
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])

@@ -120,8 +120,7 @@ def test_across_nodes_another_nodes_sum_is_rounded_before_it_travels(
 
 
 @pytest.mark.parametrize(
-    ("release", "fused"),
-    [(release, fused) for release in (APRIL, JULY, RAGGED) for fused in (False, True)],
+    ("release", "fused"), [(release, fused) for release in (APRIL, JULY, RAGGED) for fused in (False, True)]
 )
 def test_a_cached_handle_sends_other_rows_the_same_way(release: str, fused: bool) -> None:
     sources, others = make_sources([ROWS] * 2), make_sources([ROWS] * 2, seed=7)

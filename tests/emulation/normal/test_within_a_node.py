@@ -9,15 +9,7 @@ from torch import Tensor
 
 from moe_dispatch_testing import run_processes
 from tests.emulation.normal_case import COUNTS, dispatched, open_buffer
-from tests.emulation.tokens import (
-    TOP_K,
-    Tokens,
-    expected_rows,
-    goes_to,
-    make_tokens,
-    rows_per_expert,
-    run_ranks,
-)
+from tests.emulation.tokens import TOP_K, Tokens, expected_rows, goes_to, make_tokens, rows_per_expert, run_ranks
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
 

@@ -19,7 +19,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 from moe_dispatch import THD, Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.layouts import Layout, broadcast_layout, bshd_to_thd, thd_to_bshd
-from tests.integration.cases.measuring import relative
+from tests.pages import relative
 
 STAGES, TP = 4, 2
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2

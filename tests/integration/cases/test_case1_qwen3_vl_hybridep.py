@@ -25,7 +25,7 @@ from moe_dispatch.layouts import SBHD, padded_length, sequence_multiple, shard_f
 from moe_dispatch_testing import Ranks
 from tests.emulation.hybrid_case import make_sources, open_buffer, returned, sent
 from tests.emulation.tokens import outcome
-from tests.integration.cases.measuring import relative, run_page
+from tests.pages import relative, run_page
 
 pytestmark = [
     pytest.mark.integration,

@@ -19,10 +19,10 @@ from moe_dispatch_testing.ranks import thread_group
 from tests.deep_ep_backends.vendors import backend_of
 from tests.dispatchers.layer import outcomes
 from tests.integration.cases import thd_grid, thd_layer
-from tests.integration.cases.measuring import run_page
 from tests.integration.cases.thd_by_hand import elastic_by_hand, hybridep_by_hand
 from tests.integration.cases.thd_grid import GRID, PLACEMENTS, SIZES, STEP, allowed_ranks, reason_to_skip
 from tests.integration.deep_ep_users.dense import TOLERANCE, worst_row
+from tests.pages import run_page
 from tests.sharded.grid import Place
 from tests.sharded.model import Whole, run_whole
 from tests.sharded.packing import Packed

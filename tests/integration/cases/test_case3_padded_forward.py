@@ -12,8 +12,8 @@ import torch
 
 from moe_dispatch.integrations.packing import packing_for
 from moe_dispatch_testing import run_processes
-from tests.integration.cases.measuring import flat, relative, run_page
 from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, REPLAYED, TOP_K, rank_body
+from tests.pages import flat, relative, run_page
 
 pytestmark = [
     pytest.mark.integration,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from moe_dispatch_testing import run_processes
-from tests.integration.cases.measuring import run_page
 from tests.integration.cases.pipeline import LOST, MICRO_BATCHES, STAGES, TP, draw, rank_body, written
+from tests.pages import run_page
 
 pytestmark = [
     pytest.mark.integration,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch_testing import run_processes
-from tests.integration.cases.measuring import flat, relative
+from tests.pages import flat, relative
 
 pytestmark = pytest.mark.integration
 

@@ -119,10 +119,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"moe_enable_deepep": True}, 'moe_enable_deepep=True is not supported. Leave it out, and pass backend="deepep"'),
     ({"moe_permute_fusion_into_hybridep": True}, "moe_permute_fusion_into_hybridep=True .*fuse_permute"),
-    (
-        {"moe_hybridep_pad_uneven_dispatch_inputs": True},
-        "moe_hybridep_pad_uneven_dispatch_inputs=True .*row counts equal",
-    ),
+    ({"moe_hybridep_pad_uneven_dispatch_inputs": True}, "moe_hybridep_pad_uneven_dispatch_inputs=True .*row counts"),
     ({"moe_flex_dispatcher_num_sms": 24}, "moe_flex_dispatcher_num_sms=24 .*num_sms"),
     ({"moe_ncclep_static_shape": True}, "moe_ncclep_static_shape=True .*graph_safe=True"),
     ({"moe_ncclep_zero_copy": True}, "moe_ncclep_zero_copy=True is not supported. Leave it out"),
@@ -164,10 +161,7 @@ def test_graphs_of_the_router_alone_need_nothing(field: str) -> None:
     [
         ({"num_experts": 4}, "num_experts must be left to Megatron, got 4. It comes from num_moe_experts"),
         ({"weights": "combine"}, "weights must be left to Megatron, got 'combine'. It comes from its experts"),
-        (
-            {"pad_multiple": 24},
-            "pad_multiple must be a multiple of 16, which the precision of the experts needs, got 24. Leave it out",
-        ),
+        ({"pad_multiple": 24}, "pad_multiple must be a multiple of 16, which the precision of the experts needs, got"),
         ({"padmultiple": 16}, "padmultiple"),
     ],
 )
@@ -179,19 +173,9 @@ def test_fields_that_do_not_fit_are_refused(given: dict[str, Any], text: str) ->
 @pytest.mark.parametrize(
     ("experts", "indices", "found", "text"),
     [
-        (
-            6,
-            range(2),
-            groups(ep=group(4)),
-            r"num_moe_experts \(6\) must be divisible by the expert-parallel size \(4\)",
-        ),
+        (6, range(2), groups(ep=group(4)), r"num_moe_experts \(6\) must be divisible by the expert-parallel size"),
         (8, range(2, 4), groups(ep=group(4)), r"rank 0 of 4 must hold 2 experts from 0 on, got \[2, 3\]"),
-        (
-            8,
-            range(4),
-            groups(ep=group(2), tp_ep=group(4)),
-            "must be 0 of 2 in tp_ep .*got 0 of 4. Use Megatron's own gro",
-        ),
+        (8, range(4), groups(ep=group(2), tp_ep=group(4)), "must be 0 of 2 in tp_ep .*got 0 of 4. Use Megatron's own"),
         (
             8,
             range(4, 8),

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError, InputError, IntegrationError
 from moe_dispatch.integrations import checks
-from tests.integration.cases.measuring import run_page
 from tests.integration.titan.moe import EXPERTS, HIDDEN, TOP_K, built, moe_config
+from tests.pages import run_page
 
 pytestmark = [
     pytest.mark.integration,

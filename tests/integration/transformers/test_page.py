@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from moe_dispatch_testing.ranks import run_processes
-from tests.integration.cases.measuring import run_page
 from tests.integration.transformers.models import BATCHES, LAYERS, build
 from tests.integration.transformers.replaying import draw_table
+from tests.pages import run_page
 
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="from_pretrained needs accelerate to shard")
 

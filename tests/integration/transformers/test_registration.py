@@ -107,8 +107,7 @@ def test_attach_refuses_a_model_without_experts() -> None:
 
 def test_attach_refuses_experts_that_are_not_wired(mesh: DeviceMesh) -> None:
     with pytest.raises(
-        ConfigError,
-        match=r"none of the 2 experts modules of Qwen3MoeForCausalLM is wired\. Call register",
+        ConfigError, match=r"none of the 2 experts modules of Qwen3MoeForCausalLM is wired\. Call register"
     ):
         attach(build(FAMILY))
     with pytest.raises(ConfigError, match=r"none of the 2 experts modules of Qwen3MoeForCausalLM is wired"):
