@@ -13,26 +13,27 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, final
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, final
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import TraceError
-from moe_dispatch_tools.traces.trace import config_from, versions_here
+from moe_dispatch_tools.traces.trace import Count, Name, config_from, first_fault, versions_here
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers import Dispatcher
 
 FORMAT = 1
-FORMAT_KEY = "moe_dispatch_run"
 _FILE = re.compile(r"rank(\d+)\.jsonl")
+Line = TypeVar("Line", bound=BaseModel)
 
 
 @final
@@ -120,7 +121,7 @@ class RunLog:
             writer = RunWriter(dispatcher, file)
             writer._write(
                 {
-                    FORMAT_KEY: FORMAT,
+                    "moe_dispatch_run": FORMAT,
                     "run": run,
                     "rank": channel.communicator.rank,
                     "ep_size": channel.communicator.size,
@@ -144,22 +145,26 @@ class RunLog:
         directory = Path(directory)
         if not directory.is_dir():
             raise TraceError(f"RunLog.load: {directory} must be an existing directory, got none. Check the path.")
-        files = [_read(path) for path in run_files(directory).values()]
+        files = {path.name: _read(path) for path in run_files(directory).values()}
         if not files:
             raise TraceError(
                 f"RunLog.load: {directory} must hold rank0.jsonl and so on, got none. Name the directory that "
                 "RunLog.record wrote."
             )
-        _check_one_run(directory, files)
-        try:
-            return _run_log(files)
-        except TraceError:  # it is also a ValueError, which the next clause would catch
-            raise
-        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        headers = [header for header, _ in files.values()]
+        for name, header in zip(files, headers, strict=True):
+            if header.run != headers[0].run or name != f"rank{header.rank}.jsonl":
+                raise TraceError(
+                    f"RunLog.load: the files of {directory} must belong to one run, got {next(iter(files))} of run "
+                    f"{headers[0].run} and {name} of rank {header.rank} of run {header.run}. Keep each run in its own "
+                    "directory."
+                )
+        if [header.rank for header in headers] != [*range(len(headers))] or len(headers) != headers[0].ep_size:
             raise TraceError(
-                f"RunLog.load: the lines of {directory} must have all parts of a log, got "
-                f"{type(error).__name__}: {error}. Copy the files again."
-            ) from error
+                f"RunLog.load: {directory} must hold all {headers[0].ep_size} ranks, got rank "
+                f"{', '.join(str(header.rank) for header in headers)}. Copy the files of the other ranks into it."
+            )
+        return _run_log(directory, headers[0], [totals for _, totals in files.values()])
 
     @property
     def steps(self) -> int:
@@ -228,13 +233,36 @@ def _totals(dispatcher: Dispatcher) -> dict[str, Any]:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _File:
-    """The file of one rank: its header, and the totals before the first step and after each step."""
+class _Totals(BaseModel):
+    """The result of ``_totals``."""
 
-    path: Path
-    header: dict[str, Any]
-    totals: list[dict[str, Any]]
+    dispatches: Count
+    tokens: list[Count]
+    rows: dict[Literal["rank", "expert", "cut", "masked"], Count]
+    sent: dict[Name, Count]
+    replayed: dict[Name, Count] = {}
+    drifted: dict[Name, Count] = {}
+    needed: tuple[Count, Count | None] | None = None
+    room: tuple[Count, Count | None] | None = None
+
+
+@final
+class _Header(BaseModel):
+    moe_dispatch_run: int
+    run: Name
+    rank: Count
+    ep_size: Count
+    name: Name
+    backend: Name
+    config: dict[str, Any]
+    versions: dict[str, str]
+    totals: _Totals
+
+
+@final
+class _Step(BaseModel):
+    step: int
+    totals: _Totals
 
 
 def run_files(directory: Path) -> dict[int, Path]:
@@ -243,118 +271,87 @@ def run_files(directory: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _read(path: Path) -> _File:
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")  # rest: the incomplete last line
+def _read(path: Path) -> tuple[_Header, list[_Totals]]:
+    """Return the header of a file, and the totals before the first step and after each step."""
+    first, *lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     if not lines:
         raise TraceError(
-            f"RunLog.load: {path} must begin with a header, got {len(rest)} characters of a header. The run ended "
+            f"RunLog.load: {path} must begin with a header, got {len(first)} characters of a header. The run ended "
             "before its first step. Log another run."
         )
-    header, *steps = [_parsed(path, number, line) for number, line in enumerate(lines, 1)]
-    found = header.get(FORMAT_KEY)
-    if found != FORMAT:
-        told = "a file that is not the log of a run" if found is None else f"format {found}"
+    header = _parsed(_Header, path, 1, first)
+    if header.moe_dispatch_run != FORMAT:
         raise TraceError(
-            f"RunLog.load: {path} must have format {FORMAT}, got {told}. Use a file that RunLog.record of this "
-            "version wrote."
+            f"RunLog.load: {path} must have format {FORMAT}, got format {header.moe_dispatch_run}. Use a file that "
+            "RunLog.record of this version wrote."
         )
+    steps = [_parsed(_Step, path, number, line) for number, line in enumerate(lines[:-1], 2)]  # the last is incomplete
     for number, step in enumerate(steps):
-        if step.get("step") != number:
+        if step.step != number:
             raise TraceError(
-                f"RunLog.load: {path}, line {number + 2} must be step {number}, got {step.get('step')}. Copy the file "
-                "again, and do not join files."
+                f"RunLog.load: {path}, line {number + 2} must be step {number}, got {step.step}. Copy the file again, "
+                "and do not join files."
             )
+    return header, [header.totals, *(step.totals for step in steps)]
+
+
+def _parsed(kind: type[Line], path: Path, number: int, line: str) -> Line:
     try:
-        return _File(path=path, header=header, totals=[line["totals"] for line in (header, *steps)])
-    except KeyError as error:
-        raise TraceError(f"RunLog.load: {path} must have {error} in every line. Copy the file again.") from error
-
-
-def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        value, told = None, str(error)
-    else:
-        told = f"a {type(value).__name__}"
-    if not isinstance(value, dict):
+        return kind.model_validate_json(line, strict=True)
+    except ValidationError as error:
         raise TraceError(
-            f"RunLog.load: {path}, line {number} must be a JSON object, got damaged text: {told}. Copy the file again."
-        )
-    return value
+            f"RunLog.load: {path}, line {number} must be a line of RunLog.record, got {first_fault(error)}. Use a file "
+            "that RunLog.record wrote, and copy it again."
+        ) from error
 
 
-def _check_one_run(directory: Path, files: Sequence[_File]) -> None:
-    first = files[0]
-    for file in files:
-        if (
-            file.header.get("run") != first.header.get("run")
-            or file.path.name != f"rank{file.header.get('rank')}.jsonl"
-        ):
-            raise TraceError(
-                f"RunLog.load: the files of {directory} must belong to one run, got {first.path.name} of run "
-                f"{first.header.get('run')} and {file.path.name} of rank {file.header.get('rank')} of run "
-                f"{file.header.get('run')}. Keep each run in its own directory."
-            )
-    ranks, size = [file.header["rank"] for file in files], first.header.get("ep_size")
-    if ranks != list(range(size or 0)):
-        raise TraceError(
-            f"RunLog.load: {directory} must hold all {size} ranks, got rank {', '.join(map(str, ranks))}. Copy the "
-            "files of the other ranks into it."
-        )
-
-
-def _run_log(files: Sequence[_File]) -> RunLog:
-    header, written = files[0].header, tuple(len(file.totals) - 1 for file in files)
+def _run_log(directory: Path, header: _Header, files: Sequence[list[_Totals]]) -> RunLog:
+    written = tuple(len(totals) - 1 for totals in files)
     steps = min(written)
-    ranks = [file.totals[: steps + 1] for file in files]
+    ranks = [totals[: steps + 1] for totals in files]
 
-    def each_step(totals_PS: list[list[int]]) -> Tensor:
-        """Return the count of every step, (S, P), from totals."""
-        return torch.tensor(totals_PS, dtype=torch.int64).diff(dim=1).t()
+    def each_step(count: Callable[[_Totals], int]) -> Tensor:
+        """Return a count of every step, (S, P)."""
+        return torch.tensor([[count(total) for total in rank] for rank in ranks], dtype=torch.int64).diff(dim=1).t()
 
-    def each_of(key: str, name: str) -> Tensor:
-        return each_step([[total.get(key, {}).get(name, 0) for total in rank] for rank in ranks])
-
-    def so_far(key: str, index: int) -> Tensor | None:
+    def so_far(pair: Callable[[_Totals], tuple[int, int | None] | None], index: int) -> Tensor | None:
         """Return the value after every step, (S, P), or None if a rank has no such value."""
-        if any(total.get(key, (None, None))[index] is None for rank in ranks for total in rank[-1:]):
-            return None
-        return torch.tensor([[total[key][index] for total in rank[1:]] for rank in ranks], dtype=torch.int64).t()
+        values = [[(pair(total) or (None, None))[index] for total in rank] for rank in ranks]
+        return None if any(None in of_rank for of_rank in values) else torch.tensor(values)[:, 1:].t()
 
-    config = config_from(header["config"], header["versions"], where=f"RunLog.load: the config of {files[0].path}")
-    tokens = [
-        torch.tensor([_by_expert(total["tokens"], number, config.num_experts) for total in rank], dtype=torch.int64)
-        for number, rank in enumerate(ranks)
-    ]
-    layers = dict.fromkeys(name for rank in ranks for name in rank[-1].get("replayed", ()))
-    labels = dict.fromkeys(label for rank in ranks for label in rank[-1]["sent"])
-    sent = {label: each_of("sent", label) for label in labels}
-    room_SP, pairs_room_SP = so_far("room", 0), so_far("room", 1)
+    config = config_from(header.config, header.versions, where=f"RunLog.load: the config of {directory}")
+    lengths = {len(total.tokens) for rank in ranks for total in rank}
+    if not lengths <= {config.num_experts, config.num_experts // len(ranks)}:
+        raise TraceError(
+            f"RunLog.load: {directory} must have counts of {config.num_experts} experts, or of those of a rank, got "
+            f"{', '.join(map(str, sorted(lengths)))}. Copy the files again."
+        )
+    tokens_PSE = torch.zeros(len(ranks), steps + 1, config.num_experts, dtype=torch.int64)
+    for rank, totals in enumerate(ranks):
+        for step, total in enumerate(totals):  # without a placement, a rank has counts of its own experts
+            own = slice(None) if len(total.tokens) == config.num_experts else slice(rank * len(total.tokens), None)
+            tokens_PSE[rank, step, own][: len(total.tokens)] = torch.tensor(total.tokens, dtype=torch.int64)
+    layers = dict.fromkeys(name for rank in ranks for name in rank[-1].replayed)
+    labels = dict.fromkeys(label for rank in ranks for label in rank[-1].sent)
+    sent = {label: each_step(lambda total: total.sent.get(label, 0)) for label in labels}  # noqa: B023 - called at once
+    room_SP, pairs_room_SP = (so_far(lambda total: total.room, index) for index in (0, 1))
+    causes: tuple[Literal["rank", "expert", "cut", "masked"], ...] = ("rank", "expert", "cut", "masked")
     return RunLog(
         config=config,
-        backend_name=header["backend"],
-        name=header["name"],
-        ep_size=header["ep_size"],
-        versions=header["versions"],
+        backend_name=header.backend,
+        name=header.name,
+        ep_size=header.ep_size,
+        versions=header.versions,
         written=written,
-        dispatches_SP=each_step([[total["dispatches"] for total in rank] for rank in ranks]),
-        tokens_SE=torch.stack(tokens).sum(0).diff(dim=0),
-        received_SP=torch.stack([of_rank.sum(1) for of_rank in tokens], 1).diff(dim=0),
-        rows={cause: each_of("rows", cause) for cause in header["totals"]["rows"]},
+        dispatches_SP=each_step(lambda total: total.dispatches),
+        tokens_SE=tokens_PSE.sum(0).diff(dim=0),
+        received_SP=tokens_PSE.sum(2).diff(dim=1).t(),
+        rows={cause: each_step(lambda total: total.rows.get(cause, 0)) for cause in causes},  # noqa: B023
         sent={label: counts for label, counts in sent.items() if counts.any()},  # only collectives with bytes
-        needed_SP=so_far("needed", 0),
+        needed_SP=so_far(lambda total: total.needed, 0),
         room_S=None if room_SP is None else room_SP.amin(1),
-        pairs_needed_SP=None if pairs_room_SP is None else so_far("needed", 1),
+        pairs_needed_SP=None if pairs_room_SP is None else so_far(lambda total: total.needed, 1),
         pairs_room_S=None if pairs_room_SP is None else pairs_room_SP.amin(1),
-        slots_replayed={name: each_of("replayed", name) for name in layers},
-        slots_drifted={name: each_of("drifted", name) for name in layers},
+        slots_replayed={name: each_step(lambda total: total.replayed.get(name, 0)) for name in layers},  # noqa: B023
+        slots_drifted={name: each_step(lambda total: total.drifted.get(name, 0)) for name in layers},  # noqa: B023
     )
-
-
-def _by_expert(tokens: list[int], rank: int, num_experts: int) -> list[int]:
-    """Return the counts of all experts on one rank. Without a placement, the rank has counts of its own experts."""
-    if len(tokens) == num_experts:
-        return tokens
-    before = rank * len(tokens)
-    return [*[0] * before, *tokens, *[0] * (num_experts - before - len(tokens))]

@@ -19,10 +19,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import reduce
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, final
 
 import torch
+from pydantic import BaseModel, Field, Json, ValidationError
 from torch import Tensor
 
 from moe_dispatch import __version__
@@ -45,6 +47,22 @@ if TYPE_CHECKING:
 # The index of a dtype is its code in a file, so new dtypes go to the end.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COLUMNS = ("ids", "weights", "calls", "shapes", "layouts")
+_BROKEN = "Trace.load: {path} must have all parts of a trace, got {fault}. Record it again."
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]  # without control characters
+
+
+@final
+class _Metadata(BaseModel):
+    """The metadata of a file. Each value is a text, which is a name or JSON."""
+
+    config: Json[dict[str, Any]]
+    backend: Name
+    ep_size: Annotated[int, Field(ge=1)]
+    ranks_per_node: Json[Annotated[int, Field(ge=1)] | None]
+    needs: Json[dict[str, bool | Count]]
+    layers: Json[list[Name]]
+    versions: Json[dict[str, str]]
 
 
 @final
@@ -178,32 +196,34 @@ class Trace:
         """
         tensors, metadata = file.read(Path(path))
         try:
+            told = _Metadata.model_validate(metadata)
             ranks = sorted({int(name.partition(".")[0].removeprefix("rank")) for name in tensors})
-            per_rank = [_parts({name: tensors[f"rank{rank}.{name}"] for name in _COLUMNS}) for rank in ranks]
-            versions = json.loads(metadata["versions"])
-            config = json.loads(metadata["config"])
-            known = {item.name for item in fields(Constraints)}  # needs of other versions are left out
-            needs = {name: value for name, value in json.loads(metadata["needs"]).items() if name in known}
-            return Trace(
-                config=config_from(config, versions, where=f"Trace.load: the config of {path}"),
-                backend_name=metadata["backend"],
-                ep_size=int(metadata["ep_size"]),
+            parts = [_parts({name: tensors[f"rank{rank}.{name}"] for name in _COLUMNS}) for rank in ranks]
+            known = {item.name for item in fields(Constraints)}
+            needs: dict[str, Any] = {name: value for name, value in told.needs.items() if name in known}
+            trace = Trace(
+                config=config_from(told.config, told.versions, where=f"Trace.load: the config of {path}"),
+                backend_name=told.backend,
+                ep_size=told.ep_size,
                 ranks=tuple(ranks),
-                ranks_per_node=json.loads(metadata["ranks_per_node"]),
-                needs=Constraints(**needs),
-                layers=tuple(json.loads(metadata["layers"])),
+                ranks_per_node=told.ranks_per_node,
+                needs=Constraints(**needs),  # without those of other versions
+                layers=tuple(told.layers),
                 calls=tuple(  # those that every rank has, because an interrupted rank may lack the last ones
-                    Call(layer=layer, step=step, parts=tuple(parts[layer, step] for parts in per_rank))
-                    for layer, step in per_rank[0]
-                    if all((layer, step) in parts for parts in per_rank)
+                    Call(layer=layer, step=step, parts=tuple(of_rank[layer, step] for of_rank in parts))
+                    for layer, step in parts[0]
+                    if all((layer, step) in of_rank for of_rank in parts)
                 ),
-                versions=versions,
+                versions=told.versions,
             )
-        except (KeyError, IndexError, StopIteration, RuntimeError, TypeError, json.JSONDecodeError) as error:
-            raise TraceError(
-                f"Trace.load: {path} must have all parts of a trace, got {type(error).__name__}: {error}. Record it "
-                "again."
-            ) from error
+            _check_numbers(trace)
+        except TraceError:
+            raise
+        except ValidationError as error:
+            raise TraceError(_BROKEN.format(path=path, fault=first_fault(error))) from error
+        except Exception as error:  # damaged numbers raise many kinds of errors in torch and in layouts
+            raise TraceError(_BROKEN.format(path=path, fault=f"{type(error).__name__}: {error}")) from error
+        return trace
 
     @property
     def steps(self) -> int:
@@ -283,6 +303,27 @@ class Trace:
                 f"Trace.check: max_tokens_per_rank must be at least {self.max_rows}, the rows of the trace, got "
                 f"{config.max_tokens_per_rank}. Raise it."
             )
+
+
+def _check_numbers(trace: Trace) -> None:
+    """Raise an error of any kind if the numbers of a trace contradict each other."""
+    trace.needs.padded(1)
+    if not max(trace.ranks) < trace.ep_size or trace.ep_size % (trace.ranks_per_node or 1):
+        raise ValueError(f"rank {max(trace.ranks)} of {trace.ep_size}, {trace.ranks_per_node} per node")
+    for call in trace.calls:
+        if not 0 <= call.layer < len(trace.layers) or call.step < 0:
+            raise ValueError(f"layer {call.layer} of {len(trace.layers)}, step {call.step}")
+        for part in call.parts:
+            rows, top_k = part.routing.topk_ids.shape
+            if prod(part.shape[:-1]) != rows or top_k != trace.config.top_k:
+                raise ValueError(f"x of shape {tuple(part.shape)} and {top_k} experts for each of {rows} rows")
+            part.layout.valid_T(rows)
+
+
+def first_fault(error: ValidationError) -> str:
+    """Say where a value is wrong, and why."""
+    fault = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, fault['loc'])) or 'text'}: {fault['msg']}"
 
 
 def versions_here() -> dict[str, str]:

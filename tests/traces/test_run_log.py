@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "other file": (
         lambda run: (run / "rank1.jsonl").write_text('{"loss": 3}\n'),
-        r"rank1\.jsonl must have format 1, got a file that is not the log of a run\. Use a file that RunLog\.record",
+        r"rank1\.jsonl, line 1 must be a line of RunLog\.record, got moe_dispatch_run: Field required\. Use a",
     ),
     "other format": (
         lambda run: set_in_header(run / "rank0.jsonl", moe_dispatch_run=2),
@@ -218,7 +218,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "damaged": (
         lambda run: damage(run / "rank0.jsonl", 2, lambda line: line[5:]),
-        r"rank0\.jsonl, line 3 must be a JSON object, got damaged text: .*\. Copy the file again\.",
+        r"rank0\.jsonl, line 3 must be a line of RunLog\.record, got text: Invalid JSON: .*\. Use .* copy it again\.",
+    ),
+    "nested": (
+        lambda run: damage(run / "rank0.jsonl", 2, lambda line: "[" * 100_000 + "\n"),
+        r"rank0\.jsonl, line 3 must be a line of RunLog\.record, got text: Invalid JSON: recursion limit exceeded",
     ),
     "line lost": (
         lambda run: damage(run / "rank0.jsonl", 2, lambda line: ""),
@@ -226,11 +230,31 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "without totals": (
         lambda run: damage(run / "rank1.jsonl", 4, lambda line: '{"step": 3}\n'),
-        r"rank1\.jsonl must have 'totals' in every line\.",
+        r"rank1\.jsonl, line 5 must be a line of RunLog\.record, got totals: Field required\.",
+    ),
+    "a billion ranks": (
+        lambda run: set_in_header(run / "rank0.jsonl", ep_size=10**9),
+        r"must hold all 1000000000 ranks, got rank 0, 1\. Copy",
+    ),
+    "a text as number": (
+        lambda run: set_in_header(run / "rank0.jsonl", ep_size="2"),
+        r"line 1 must be a line of RunLog\.record, got ep_size: Input should be a valid integer",
+    ),
+    "5000 digits": (
+        lambda run: damage(run / "rank0.jsonl", 1, lambda line: '{"step": 0, "totals": {"dispatches": ' + "9" * 5000),
+        r"line 2 must be a line of RunLog\.record, got ",
+    ),
+    "NUL in a name": (
+        lambda run: set_in_header(run / "rank0.jsonl", name="a\0"),
+        r"got name: String should match pattern",
+    ),
+    "other experts": (
+        lambda run: set_in_header(run / "rank0.jsonl", config={**small_config().model_dump(), "num_experts": 10**9}),
+        r"must have counts of 1000000000 experts, or of those of a rank, got 4\. Copy the files again\.",
     ),
     "other version": (
         lambda run: set_in_header(run / "rank0.jsonl", config={"future_field": 1}, versions={"moe_dispatch": "9.0"}),
-        r"the config of \S+rank0\.jsonl must be valid in this version, got a config of moe_dispatch 9\.0: [\s\S]*futur",
+        r"the config of \S+ must be valid in this version, got a config of moe_dispatch 9\.0: [\s\S]*futur",
     ),
 }
 
