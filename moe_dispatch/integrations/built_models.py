@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, final
 
+from moe_dispatch.backends.registry import parse_backend
 from moe_dispatch.config import overridden
 from moe_dispatch.errors import IntegrationError
 
@@ -43,38 +44,51 @@ def convert_built(module: str, *functions: str, settings: Settings = from_enviro
             a ``backend`` among them, the models are returned as the trainer built them.
 
     Raises:
-        IntegrationError: ``MOE_DISPATCH_BACKEND`` is set, and the module lacks one of the functions. It is raised when
-            the trainer imports the module. If the variable is not set, a warning is logged instead.
+        IntegrationError: The module lacks one of the functions, as ``wrap_function`` raises it.
+    """
+    for name in functions:
+        wrap_function(module, name, functools.partial(_converting, f"{module}.{name}", settings))
+
+
+def _converting(name: str, settings: Settings, build: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def build_and_convert(*args: Any, **kwargs: Any) -> Any:
+        # Before the build, which takes long, so that a wrong variable or backend is reported at once.
+        given = settings(*args, **kwargs)
+        if "backend" in given:
+            parse_backend(given["backend"])
+        built = build(*args, **kwargs)
+        if "backend" in given:
+            from moe_dispatch.integrations.megatron import convert  # noqa: PLC0415 - a built model has imported it
+
+            convert(built[0] if isinstance(built, tuple) else built, **given)
+            logger.info("moe_dispatch: converted the models of %s: %s", name, dict(given))
+        return built
+
+    return build_and_convert
+
+
+def wrap_function(module: str, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function of a module by ``wrap`` of it, as soon as the module is imported.
+
+    Raises:
+        IntegrationError: ``MOE_DISPATCH_BACKEND`` is set, and the module lacks the function. It is raised when the
+            trainer imports the module. If the variable is not set, a warning is logged instead.
     """
 
-    def wrap(loaded: ModuleType) -> None:
-        for name in functions:
-            if (build := getattr(loaded, name, None)) is not None:
-                setattr(loaded, name, converting(name, build))
-                continue
-            text = (
-                f"moe_dispatch: {module} has no function {name}. Use a tested version of {module.partition('.')[0]}, "
-                "which docs/integrations.md names, or call convert on the built model."
-            )
-            if "backend" in from_environment():
-                raise IntegrationError(text)
-            logger.warning("%s", text)
+    def replace(loaded: ModuleType) -> None:
+        if (function := getattr(loaded, name, None)) is not None:
+            setattr(loaded, name, wrap(function))
+            return
+        text = (
+            f"moe_dispatch: {module} has no function {name}. Use a tested version of {module.partition('.')[0]}, "
+            "which docs/integrations.md names, or call convert on the built model."
+        )
+        if "backend" in from_environment():
+            raise IntegrationError(text)
+        logger.warning("%s", text)
 
-    def converting(name: str, build: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(build)
-        def build_and_convert(*args: Any, **kwargs: Any) -> Any:
-            given = settings(*args, **kwargs)  # before the build, so that a wrong variable is reported at once
-            built = build(*args, **kwargs)
-            if "backend" in given:
-                from moe_dispatch.integrations.megatron import convert  # noqa: PLC0415 - a built model has imported it
-
-                convert(built[0] if isinstance(built, tuple) else built, **given)
-                logger.info("moe_dispatch: converted the models of %s.%s: %s", module, name, dict(given))
-            return built
-
-        return build_and_convert
-
-    after_import(module, wrap)
+    after_import(module, replace)
 
 
 def after_import(module: str, then: Callable[[ModuleType], None]) -> None:

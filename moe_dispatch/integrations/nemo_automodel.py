@@ -12,10 +12,11 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.backends.wire import FLOAT8_BLOCK
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.integrations.checks import check_version
+from moe_dispatch.integrations.checks import check_version, refuse_spare_slots
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
 
@@ -40,14 +41,24 @@ def use_moe_dispatch(*, backend: str | dict[str, Any] = "auto", **options: Any) 
         **options: Other fields of DispatcherConfig.
 
     Raises:
-        ConfigError: An option must come from Automodel.
+        ConfigError: An option is unknown or wrong, must come from Automodel, or asks for spare expert slots.
     """
     if clash := sorted(set(_NOT_OPTIONS) & set(options)):
         raise ConfigError(
             f"use_moe_dispatch: options must not set {', '.join(_NOT_OPTIONS)}, which come from Automodel's config, "
             f"got {', '.join(clash)}. Leave these out."
         )
+    _config("use_moe_dispatch", backend=backend, **options)
     experts.MoEFlexTokenDispatcher = functools.partial(AutomodelDispatcher, backend=backend, **options)
+
+
+def _config(where: str, *, num_experts: int = 1, top_k: int = 1, **options: Any) -> DispatcherConfig:
+    """Return a checked config with sizes that are known later: by default all of them, and always the hidden size."""
+    config = DispatcherConfig(
+        num_experts=num_experts, top_k=top_k, hidden_size=FLOAT8_BLOCK, weights="experts", **options
+    )
+    refuse_spare_slots(where, config)
+    return config
 
 
 @final
@@ -61,6 +72,9 @@ class AutomodelDispatcher:
         ep_group: Expert-parallel group.
         **options: Fields of a DispatcherConfig.
 
+    Raises:
+        ConfigError: An option is unknown or wrong, or asks for spare expert slots.
+
     Automodel's config has no hidden size, so the first call of ``token_permutation2`` builds the Dispatcher. That call
     is collective.
     """
@@ -73,16 +87,17 @@ class AutomodelDispatcher:
         ep_group: dist.ProcessGroup,
         **options: Any,
     ) -> None:
-        self._shape = {"num_experts": config.num_moe_experts, "top_k": config.moe_router_topk}
-        self._options, self._group = options, ep_group
+        self._config = _config(
+            "AutomodelDispatcher", num_experts=config.num_moe_experts, top_k=config.moe_router_topk, **options
+        )
+        self._group = ep_group
         self._dispatcher: Dispatcher | None = None
         self._sent: Dispatched | None = None
 
     def dispatcher(self, hidden_size: int) -> Dispatcher:
         """Return the Dispatcher. The first call builds it, which is collective."""
         if self._dispatcher is None:
-            config = DispatcherConfig(**self._shape, hidden_size=hidden_size, weights="experts", **self._options)
-            self._dispatcher = build_dispatcher(config, self._group)
+            self._dispatcher = build_dispatcher(self._config.replace(hidden_size=hidden_size), self._group)
         return self._dispatcher
 
     def token_permutation2(

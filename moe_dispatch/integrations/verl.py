@@ -12,6 +12,8 @@ This module imports neither verl nor megatron-core.
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -62,5 +64,7 @@ def _keep_lengths(module: ModuleType) -> None:
     module.preprocess_thd_engine = pack_and_keep  # type: ignore[attr-defined]
 
 
+# verl sets the root logger to WARNING, which would hide what was converted. Its own loggers follow this variable.
+logging.getLogger("moe_dispatch").setLevel(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
 convert_built("verl.utils.megatron_utils", "make_megatron_module", settings=settings)
 after_import("verl.models.mcore.util", _keep_lengths)

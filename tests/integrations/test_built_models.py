@@ -115,6 +115,20 @@ def test_a_misspelled_variable_is_reported_before_the_build(
         importlib.import_module(trainer).build()
 
 
+def test_a_misspelled_backend_is_reported_before_the_build(
+    trainer: str, converted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds: list[str] = []
+    module = types.ModuleType(trainer)
+    module.build = lambda: builds.append("built")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, trainer, module)
+    convert_built(trainer, "build")
+    monkeypatch.setenv("MOE_DISPATCH_BACKEND", "altoall")
+    with pytest.raises(ConfigError, match=r"Unknown backend 'altoall'\. .*Did you mean 'alltoall'"):
+        module.build()
+    assert builds == []
+
+
 def test_verl_takes_the_backend_from_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_DISPATCH_BACKEND", "allgather")
     assert verl.settings(override_model_config={"moe_config": {}}) == {"backend": "allgather"}
@@ -158,18 +172,70 @@ def test_slime_needs_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         slime.init(Namespace())
 
 
+def run_stand_in(files: dict[str, str], folder: Path, *command: str, **environment: str) -> str:
+    """Run Python with a stand-in of a trainer, and return what it printed."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
 def test_modules_for_trainers_import_no_framework_and_areal_runs_its_server(tmp_path: Path) -> None:
     """The server here is a stand-in that looks at what has been imported before it."""
-    folder = tmp_path / "areal" / "infra" / "rpc"
-    folder.mkdir(parents=True)
-    (folder / "rpc_server.py").write_text(
+    server = (
         "import sys\n"
         "import moe_dispatch.integrations.ms_swift, moe_dispatch.integrations.slime, moe_dispatch.integrations.verl\n"
         "loaded = {name.partition('.')[0] for name in sys.modules}\n"
         "print(__name__, sys.argv[1:], loaded & {'megatron', 'swift', 'slime', 'verl', 'transformers'})\n"
     )
-    command = [sys.executable, "-m", "moe_dispatch.integrations.areal", "--port", "1"]
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "__main__ ['--port', '1'] set()\n", done.stderr
+    command = ["-m", "moe_dispatch.integrations.areal", "--port", "1"]
+    printed = run_stand_in({"areal/infra/rpc/rpc_server.py": server}, tmp_path, *command)
+    assert printed == "__main__ ['--port', '1'] set()\n"
+
+
+def test_workers_that_areal_forks_are_converted_too(tmp_path: Path) -> None:
+    """The scheduler gives a forked worker the name of AReaL's server, and the guard in the first worker starts it."""
+    guard = "def run_with_streaming_logs(cmd, log, *, env):\n    print(cmd, log, env)\n\n"
+    guard += "def fork(cmd):\n    run_with_streaming_logs(cmd, 'log', env={})\n"
+    server = "from areal.infra.rpc.guard import app\n"
+    server += "app.fork(['python', '-m', 'areal.infra.rpc.rpc_server', '--role', 'ref'])\n"
+    server += "app.fork(['python', '-m', 'areal.experimental.proxy'])\n"
+    files = {"areal/infra/rpc/guard/app.py": guard, "areal/infra/rpc/rpc_server.py": server}
+    assert run_stand_in(files, tmp_path, "-m", "moe_dispatch.integrations.areal").splitlines() == [
+        "['python', '-m', 'moe_dispatch.integrations.areal', '--role', 'ref'] log {}",
+        "['python', '-m', 'areal.experimental.proxy'] log {}",
+    ]
+
+
+def test_verl_shows_what_was_converted(tmp_path: Path) -> None:
+    """verl sets the level of the root logger to WARNING, and then loads its plug-ins."""
+    verl = "import logging\nlogging.basicConfig(level=logging.WARNING)\nimport moe_dispatch.integrations.verl\n"
+    program = (
+        "import sys, types, verl\n"
+        "integration = types.SimpleNamespace(convert=lambda *args, **given: None)\n"
+        "sys.modules['moe_dispatch.integrations.megatron'] = integration\n"
+        "from verl.utils import megatron_utils\n"
+        "megatron_utils.make_megatron_module()\n"
+    )
+    files = {
+        "verl/__init__.py": verl,
+        "verl/utils/megatron_utils.py": "def make_megatron_module():\n    return []\n",
+        "program.py": program,
+    }
+    told = "moe_dispatch: converted the models of verl.utils.megatron_utils.make_megatron_module"
+    printed = {
+        level: run_stand_in(files, tmp_path, str(tmp_path / "program.py"), MOE_DISPATCH_BACKEND="local", **level_of)
+        for level, level_of in {"default": {}, "WARN": {"VERL_LOGGING_LEVEL": "WARN"}}.items()
+    }
+    assert told in printed["default"]
+    assert told not in printed["WARN"]

@@ -64,7 +64,9 @@ def test_spare_slots_are_refused() -> None:
         checks.refuse_spare_slots("register", config.replace(spare_experts_per_rank=2))
 
 
-@pytest.mark.parametrize("module", ["megatron/settings.py", "torchtitan.py", "transformers/experts.py"])
+@pytest.mark.parametrize(
+    "module", ["megatron/settings.py", "torchtitan.py", "transformers/experts.py", "nemo_automodel.py"]
+)
 def test_every_integration_refuses_them(module: str) -> None:
     """The frameworks may not be installed here, so the source is read."""
     calls: list[Any] = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_dispatch.layouts import BSHD, SBHD, THD, Layout, Masked, ShardKind
 from moe_dispatch.replay import RoutingTable
@@ -22,6 +23,35 @@ def small_table(lengths: dict[str, int] | None = None, *, layers: int = 3, top_k
     lengths = {"a": 5, "b": 3, "c": 8} if lengths is None else lengths
     pairs = {name: random_ids(size, layers, top_k, 8, seed) for seed, (name, size) in enumerate(lengths.items())}
     return RoutingTable(pairs, num_experts=8)
+
+
+class WriterOfVerl:
+    """Write the routes of one sample as verl 0.9.1 does: int16, with zeros where the engine gave none.
+
+    Of ``tokens`` tokens, ``routes`` positions have a route. ``generated`` tells which tokens of the response the model
+    generated; others came from tools.
+    """
+
+    def __init__(self, prompt: int, generated: list[int], routes: int, seed: int) -> None:
+        self.prompt, self.generated, self.routes = prompt, torch.tensor(generated), routes
+        self.ids = random_ids(routes, 2, 2, 8, seed)
+
+    def padded(self, prompt_length: int, response_length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Routes (S, L, K), attention mask (S,) and response mask, prompts padded left and responses right."""
+        ids = torch.zeros(prompt_length + response_length, 2, 2, dtype=torch.int16)
+        start, end = prompt_length - self.prompt, prompt_length + len(self.generated)
+        ids[start : start + self.routes] = self.ids
+        mask = torch.zeros(len(ids), dtype=torch.int64)
+        mask[start:end] = 1
+        return ids, mask, F.pad(self.generated, (0, response_length - len(self.generated)))
+
+
+SAMPLES_OF_VERL = {
+    "one turn": WriterOfVerl(3, [1, 1, 1], 5, 0),
+    "full response": WriterOfVerl(4, [1, 1, 1, 1, 1], 8, 1),
+    "ends with a tool": WriterOfVerl(2, [1, 1, 0, 1, 0], 5, 2),  # no forward after the last generated token
+    "filled up": WriterOfVerl(1, [0], 0, 3),  # a synthetic sample, all zeros
+}
 
 
 @dataclass(frozen=True, kw_only=True)

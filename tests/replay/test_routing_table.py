@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from moe_dispatch import THD, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, PeerError
 from moe_dispatch.replay import RoutingTable
 from moe_dispatch_testing import run_ranks
 from tests.pages import run_page
-from tests.replay.samples import random_ids, small_table
+from tests.replay.samples import SAMPLES_OF_VERL, random_ids, small_table
 
 
 @pytest.mark.parametrize(
@@ -70,44 +68,15 @@ def test_padded_batch_of_a_framework() -> None:
     assert torch.equal(table.entries("b"), ids[1, 2:3])
 
 
-class WriterOfVerl:
-    """Write the routes of one sample as verl 0.9.1 does: int16, with zeros where the engine gave none.
-
-    Of ``tokens`` tokens, ``routes`` positions have a route. ``generated`` tells which tokens of the response the model
-    generated; others came from tools.
-    """
-
-    def __init__(self, prompt: int, generated: list[int], routes: int, seed: int) -> None:
-        self.prompt, self.generated, self.routes = prompt, torch.tensor(generated), routes
-        self.ids = random_ids(routes, 2, 2, 8, seed)
-
-    def padded(self, prompt_length: int, response_length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Routes (S, L, K), attention mask (S,) and response mask, prompts padded left and responses right."""
-        ids = torch.zeros(prompt_length + response_length, 2, 2, dtype=torch.int16)
-        start, end = prompt_length - self.prompt, prompt_length + len(self.generated)
-        ids[start : start + self.routes] = self.ids
-        mask = torch.zeros(len(ids), dtype=torch.int64)
-        mask[start:end] = 1
-        return ids, mask, F.pad(self.generated, (0, response_length - len(self.generated)))
-
-
-SAMPLES = {
-    "one turn": WriterOfVerl(3, [1, 1, 1], 5, 0),
-    "full response": WriterOfVerl(4, [1, 1, 1, 1, 1], 8, 1),
-    "ends with a tool": WriterOfVerl(2, [1, 1, 0, 1, 0], 5, 2),  # no forward after the last generated token
-    "filled up": WriterOfVerl(1, [0], 0, 3),  # a synthetic sample, all zeros
-}
-
-
 def test_missing_routes_of_verl_are_unknown() -> None:
-    batch = [sample.padded(4, 5) for sample in SAMPLES.values()]
+    batch = [sample.padded(4, 5) for sample in SAMPLES_OF_VERL.values()]
     ids, mask, responses = (torch.stack(part) for part in zip(*batch, strict=True))
     with pytest.raises(
         InputError, match=r"different experts, got \[0, 0\] for sequence 'one turn', position 5, layer 0"
     ):
-        RoutingTable.from_padded(list(SAMPLES), ids, mask, num_experts=8)
-    table = run_page("replay.md")["table_of"](list(SAMPLES), ids, mask, responses, num_experts=8)
-    for name, sample in SAMPLES.items():
+        RoutingTable.from_padded(list(SAMPLES_OF_VERL), ids, mask, num_experts=8)
+    table = run_page("replay.md")["table_of"](list(SAMPLES_OF_VERL), ids, mask, responses, num_experts=8)
+    for name, sample in SAMPLES_OF_VERL.items():
         assert table.lengths[name] == sample.prompt + len(sample.generated)
         assert torch.equal(table.entries(name)[: sample.routes], sample.ids)
         assert (table.entries(name)[sample.routes :] == -2).all()

@@ -32,6 +32,10 @@ def _refused() -> None:
 
     with pytest.raises(ConfigError, match=r"use_moe_dispatch: options must not set .*, got top_k. Leave these out"):
         use_moe_dispatch(backend="alltoall", top_k=2)
+    with pytest.raises(ConfigError, match="Unknown backend 'altoall'"):
+        use_moe_dispatch(backend="altoall")
+    with pytest.raises(ConfigError, match="use_moe_dispatch: spare_experts_per_rank must be 0"):
+        use_moe_dispatch(backend="alltoall", spare_experts_per_rank=1, balance="least_loaded")
     sizes = SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=TOP_K)
     world = dist.group.WORLD
     assert world is not None

@@ -6,13 +6,16 @@ import ast
 import functools
 from datetime import timedelta
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moe_dispatch_testing import run_processes
 from tests.integration.frameworks import automodel, training
 from tests.integration.frameworks.sources import FOLDER, function_in, needs
+from tests.replay.samples import SAMPLES_OF_VERL
 
 pytestmark = [
     pytest.mark.integration,
@@ -46,6 +49,7 @@ def test_experts_of_automodel_train() -> None:
 # Read, as these modules do not import here: the name that is wrapped is the one that is called.
 CALLS = {
     ("areal", "areal/engine/megatron_engine.py"): "make_mcore_model",
+    ("areal", "areal/infra/rpc/guard/app.py"): "run_with_streaming_logs",
     ("verl", "verl/workers/engine/megatron/transformer_impl.py"): "make_megatron_module",
     ("slime", "slime/backends/megatron_utils/initialize.py"): "custom_init",
     ("swift", "swift/megatron/model/utils.py"): "_get_megatron_bridge_model",
@@ -64,6 +68,33 @@ def test_the_trainer_calls_the_function_by_its_name(path: str, name: str) -> Non
 @needs("verl")
 def test_verl_loads_entry_points_of_its_group() -> None:
     assert '_entry_points(group="verl.plugins")' in (FOLDER / "verl/__init__.py").read_text()
+
+
+@needs("verl")
+def test_verl_fills_missing_routes_with_zeros() -> None:
+    """The samples of tests/replay hold the routes that verl writes, and none where verl replays none."""
+    write = real_function("verl/experimental/agent_loop/agent_loop.py", "as_dict")
+    replay_mask = real_function("verl/utils/megatron/router_replay_utils.py", "build_r3_replay_mask")
+    for sample in SAMPLES_OF_VERL.values():
+        fields = {
+            "prompt_ids": [0] * sample.prompt,
+            "response_ids": [0] * len(sample.generated),
+            "response_mask": sample.generated.tolist(),
+            "routed_experts": sample.ids.numpy(),
+        }
+        output = SimpleNamespace(model_dump=lambda *, fields=fields, **_: dict(fields), extra_fields={})
+        ids, mask, _ = sample.padded(4, 5)
+        assert torch.equal(write(output)["routed_experts"], ids[mask != 0])
+        nested = torch.nested.as_nested_tensor([torch.zeros(int(mask.sum()))], layout=torch.jagged)
+        replayed = replay_mask(nested, sample.generated.unsqueeze(0)).values()
+        assert not (torch.arange(len(replayed)) < sample.routes)[~replayed].any()
+
+
+def real_function(path: str, name: str) -> Any:
+    """A function of a module that does not import here, run alone."""
+    names: dict[str, Any] = {"torch": torch, "Any": Any}
+    exec(compile(ast.Module([function_in(path, name)], type_ignores=[]), path, "exec"), names)
+    return names[name]
 
 
 @needs("nemo_automodel")
