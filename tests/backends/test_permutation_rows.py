@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -240,19 +238,6 @@ def test_infinities_come_out_as_arithmetic_gives_them(
     out = reduced(permutation, rows_RD, index, weights_R if weighted else None)
     expected = torch.tensor([INF, -INF, NAN, NAN, 2.0 if weighted else 4.0], dtype=dtype)
     torch.testing.assert_close(out.squeeze(1), expected, rtol=0, atol=0, equal_nan=True)
-
-
-@every
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_modes_of_autograd_do_not_matter(permutation: Permutation, mode: Callable[[], Any]) -> None:
-    index = EXAMPLE.index
-    with mode():
-        rows_SD = rows_of(4)
-        rows_RD = permutation.expand(rows_SD, index, torch.float32)
-        out = reduced(permutation, rows_RD, index, torch.full((index.num_grouped,), 2.0))
-    assert torch.equal(rows_RD, TORCH.expand(rows_of(4), index, torch.float32))
-    assert torch.equal(out, rows_of(4) * 2 * index.cu_S.diff().unsqueeze(1))
-    assert not out.requires_grad
 
 
 @every

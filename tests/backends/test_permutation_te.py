@@ -48,10 +48,12 @@ def test_their_kernels_are_used_but_for_float64(version: str, dtype: torch.dtype
 
 @pytest.mark.parametrize(("version", "used"), [(version, version == "2.20.2") for version in VERSIONS])
 def test_their_backward_is_used_from_the_version_that_orders_it(version: str, used: bool) -> None:
-    torch.use_deterministic_algorithms(False)
     permutation, calls = recorded(version)
     index = EXAMPLE.index
     rows_RD, weights_R = rows_of(index.num_grouped), torch.ones(index.num_grouped)
+    permutation.expand_weighted(rows_of(4), index, weights_R, rows_RD, torch.float32)
+    assert calls == []  # under deterministic algorithms, as all tests run
+    torch.use_deterministic_algorithms(False)
     permutation.expand_weighted(rows_of(4), index, weights_R, rows_RD, torch.float32)
     assert calls == ([BACKWARD] if used else [])
 
@@ -62,14 +64,6 @@ def test_their_backward_is_used_from_the_version_that_orders_it(version: str, us
 )
 def test_versions_in_the_forms_they_take(version: str, ordered: bool) -> None:
     assert kernels_of(stand_in(LATEST)[0], version).orders_zeroing == ordered
-
-
-def test_their_backward_is_not_used_under_deterministic_algorithms() -> None:
-    permutation, calls = recorded()
-    index = EXAMPLE.index
-    rows_RD, weights_R = rows_of(index.num_grouped), torch.ones(index.num_grouped)
-    permutation.expand_weighted(rows_of(4), index, weights_R, rows_RD, torch.float32)
-    assert calls == []
 
 
 def test_what_they_would_round_twice_is_torchs() -> None:
@@ -159,14 +153,8 @@ def test_probe_of_an_installed_package(installed: dict[str, Any], monkeypatch: p
     monkeypatch.setattr(te_rows, "layout_problem", lambda kernels, device: layout_problem(kernels, CPU))
     assert TransformerEnginePermutation.probe("cuda") == Usable(version=LATEST)
     assert TransformerEnginePermutation()._kernels.version == LATEST
-
-
-def test_probe_rejects_another_layout(installed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te_rows, "layout_problem", lambda kernels, device: "its table is another")
     assert TransformerEnginePermutation.probe("cuda") == Rejected("its table is another")
-
-
-def test_probe_rejects_other_arguments(installed: dict[str, Any]) -> None:
     del installed[RECORDED["module"]].permute_with_mask_map
     verdict = TransformerEnginePermutation.probe("cuda")
     assert isinstance(verdict, Rejected)

@@ -62,24 +62,6 @@ def test_results_are_those_without_balance(backend: Any) -> None:
     assert loads.max() / loads.mean() < 1.15
 
 
-def test_exact_reduction_gives_the_same_bits() -> None:
-    backend = {"name": "alltoall", "reduction": "exact"}
-
-    def body(group: Group) -> bool:
-        assert group is not None
-        rank, results = group.rank(), []
-        for more in ({}, BALANCED):
-            x = random_rows(33 + rank, seed=rank).requires_grad_()
-            y, _ = scaled_layer(
-                build_dispatcher(small_config(backend, **more), group), x, zipf_routing(33 + rank, rank)
-            )
-            y.square().sum().backward()
-            results.append([y, x.grad])
-        return all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-    assert all(on_ranks(body, RANKS))
-
-
 def test_rows_go_where_the_planner_says() -> None:
     def body(group: Group) -> tuple[ExpertPlacement | None, list[int], list[int]]:
         assert group is not None

@@ -23,25 +23,20 @@ from tests.dispatchers.layer import (
 ALLTOALL = {"name": "alltoall", "reduction": "fast", "pair_rows": "worst"}
 FINITE: dict[str, Any] = {**SAFE, "on_overflow": "raise"}
 
-# Fields of two configs that mean the same.
+# Fields of two configs that mean the same; tests/config/test_meaning.py has all ways to write one config.
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "options in another order": (
         {"backend": ALLTOALL},
         {"backend": {"reduction": "fast", "pair_rows": "worst", "name": "alltoall"}},
     ),
-    "a name and a mapping": ({"backend": "alltoall"}, {"backend": {"name": "alltoall"}}),
     "a name and all defaults": (
         {"backend": "alltoall"},
         {"backend": {**ALLTOALL, "levels": 1, "ranks_per_node": None}},
     ),
-    "a number of rows and its name": ({"pad_multiple": "fp8"}, {"pad_multiple": 16}),
-    "no policy and agree": ({}, {"row_counts": "agree"}),
-    "no policy and static": (SAFE, {**SAFE, "row_counts": "static"}),
     "1 and 1.0 for pair_rows": (
         {**FINITE, "backend": {"name": "alltoall", "pair_rows": 1}},
         {**FINITE, "backend": {"name": "alltoall", "pair_rows": 1.0}},
     ),
-    "1 and 1.0 for capacity_factor": ({**FINITE, "capacity_factor": 1}, {**FINITE, "capacity_factor": 1.0}),
 }
 
 

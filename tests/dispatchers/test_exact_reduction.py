@@ -60,13 +60,8 @@ def test_fast_has_other_bits_in_bfloat16_so_exact_is_no_empty_promise() -> None:
     torch.testing.assert_close(one["y"], four["y"], rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("backend", [{"name": "alltoall"}, EXACT, {"name": "allgather"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_run_to_run(dtype: torch.dtype, reduction: str) -> None:
-    first, second = (_layer({"name": "alltoall", "reduction": reduction}, dtype, 4) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_run_to_run_on_allgather() -> None:
-    first, second = (_layer({"name": "allgather"}, torch.float32, 4) for _ in range(2))
+def test_run_to_run(dtype: torch.dtype, backend: dict[str, Any]) -> None:
+    first, second = (_layer(backend, dtype, 4) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

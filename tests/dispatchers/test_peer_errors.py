@@ -45,51 +45,58 @@ EXCHANGES: list[tuple[dict[str, Any], bool]] = [
 Call = Callable[[Fickle, int, Any], Any]
 
 
-def _counts(d: Fickle, wrong: int, plan: Any) -> Any:
-    return d.dispatch(rows(4), routing(4 + wrong), plan)
-
-
-def _layout(d: Fickle, wrong: int, plan: Any) -> Any:
-    return d.dispatch(rows(4), routing(4), THD([0, 2, 1, 4]) if wrong else plan)
-
-
-def _rows(d: Fickle, wrong: int, plan: Any) -> Any:
-    return d.dispatch(rows(4 + wrong), routing(4 + wrong), plan)
-
-
-def _too_many(d: Fickle, wrong: int, plan: Any) -> Any:
-    return d.dispatch(rows(4 + wrong), routing(4 + wrong), Rows())
-
-
-def _planned_too_many(d: Fickle, wrong: int, plan: Any) -> Any:
-    return d.dispatch(rows(4 + wrong), routing(4 + wrong), d.plan(Rows()))
-
-
-def _weights(d: Fickle, wrong: int, plan: Any) -> Any:
-    return d.dispatch(rows(4), Routing(routing(4).topk_ids, torch.tensor([[1.0, float("inf") if wrong else 1]] * 4)))
-
-
-def _plan(d: Fickle, wrong: int, plan: Any) -> Any:
-    return d.plan(THD([0, 2, 1, 4] if wrong else [0, 2, 4]), like=rows(4))
-
-
-COUNTS = (_counts, InputError, "Dispatcher.dispatch: x has 4 tokens but routing has 5.")
+COUNTS: Any = (
+    lambda d, wrong, plan: d.dispatch(rows(4), routing(4 + wrong), plan),
+    InputError,
+    "Dispatcher.dispatch: x has 4 tokens but routing has 5.",
+)
 THD_TEXT = "THD: cu_seqlens must not decrease, got [0, 2, 1, 4]."
-MAXIMUM = (InputError, "at most max_tokens_per_rank (4) rows per rank, got 5")
-FIT = (InputError, "at most 4 rows per rank fit, got 5")
+LAYOUT: Any = (
+    lambda d, wrong, plan: d.dispatch(rows(4), routing(4), THD([0, 2, 1, 4]) if wrong else plan),
+    LayoutError,
+    THD_TEXT,
+)
+PLAN: Any = (
+    lambda d, wrong, plan: d.plan(THD([0, 2, 1, 4] if wrong else [0, 2, 4]), like=rows(4)),
+    LayoutError,
+    THD_TEXT,
+)
+NO_LAYOUT: Any = (
+    lambda d, wrong, plan: d.dispatch(rows(4 + wrong), routing(4 + wrong), plan),
+    RuntimeError,
+    "no layout today",
+)
+INFINITE: Any = (
+    lambda d, wrong, plan: d.dispatch(
+        rows(4), Routing(routing(4).topk_ids, torch.tensor([[1.0, float("inf") if wrong else 1]] * 4))
+    ),
+    InputError,
+    "topk_weights must be finite, got 4 that are not",
+)
+
+
+def too_many(text: str, *, planned: bool = False) -> Any:
+    def call(d: Fickle, wrong: int, plan: Any) -> Any:
+        return d.dispatch(rows(4 + wrong), routing(4 + wrong), d.plan(Rows()) if planned else Rows())
+
+    return call, InputError, text
+
+
+MAXIMUM = "at most max_tokens_per_rank (4) rows per rank, got 5"
+FIT = "at most 4 rows per rank fit, got 5"
 STATIC: dict[str, Any] = {"row_counts": "static", "max_tokens_per_rank": 4}
 Case = tuple[dict[str, Any], bool, Call, type[Exception], str]
 CASES: list[Case] = [
     *((fields, False, *COUNTS) for fields, _ in EXCHANGES),
     *((fields, True, *COUNTS) for fields, may_plan in EXCHANGES if may_plan),
-    *((fields, False, _layout, LayoutError, THD_TEXT) for fields, _ in EXCHANGES),
-    *((fields, False, _rows, RuntimeError, "no layout today") for fields, _ in EXCHANGES),
-    *((EXCHANGES[at][0], False, _plan, LayoutError, THD_TEXT) for at in (4, 6, 7)),  # nothing is agreed on in a plan
-    ({"debug": True}, False, _weights, InputError, "topk_weights must be finite, got 4 that are not"),
-    *(({**STATIC, "debug": debug}, False, _too_many, *MAXIMUM) for debug in (False, True)),
-    *(({"constraints": {"max_rows": 4}, "debug": debug}, False, _too_many, *FIT) for debug in (False, True)),
-    ({**SAFE, "backend": "alltoall", "debug": True}, False, _too_many, *MAXIMUM),
-    ({**SAFE, "backend": "allgather", "debug": True}, False, _planned_too_many, *MAXIMUM),
+    *((fields, False, *LAYOUT) for fields, _ in EXCHANGES),
+    *((fields, False, *NO_LAYOUT) for fields, _ in EXCHANGES),
+    *((EXCHANGES[at][0], False, *PLAN) for at in (4, 6, 7)),  # nothing is agreed on in a plan
+    ({"debug": True}, False, *INFINITE),
+    *(({**STATIC, "debug": debug}, False, *too_many(MAXIMUM)) for debug in (False, True)),
+    *(({"constraints": {"max_rows": 4}, "debug": debug}, False, *too_many(FIT)) for debug in (False, True)),
+    ({**SAFE, "backend": "alltoall", "debug": True}, False, *too_many(MAXIMUM)),
+    ({**SAFE, "backend": "allgather", "debug": True}, False, *too_many(MAXIMUM, planned=True)),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch import BSHD, Dispatched, DispatcherConfig, Routing, Rows, build_dispatcher
+from moe_dispatch import BSHD, Dispatched, Routing, Rows, build_dispatcher
 from moe_dispatch_testing.ranks import run_ranks
 from tests.dispatchers.layer import (
     BACKENDS,
@@ -96,27 +96,6 @@ def test_autocast(backend: str, size: int, around_dispatch: bool) -> None:
             torch.testing.assert_close(a, b, rtol=0.1, atol=0.06)
 
 
-@pytest.mark.parametrize(("given", "returned"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
-@pytest.mark.parametrize(("backend", "size"), BACKENDS)
-def test_experts_of_another_dtype(backend: str, size: int, given: torch.dtype, returned: torch.dtype) -> None:
-    def body(group: Group) -> None:
-        dispatcher = build_dispatcher(small_config(backend), group)
-        x, way = random_rows(ROWS, dtype=given).requires_grad_(), random_routing(ROWS)
-        topk_weights = way.topk_weights.requires_grad_()
-        sent = dispatcher.dispatch(x, Routing(way.topk_ids, topk_weights))
-        y = dispatcher.combine(sent.rows.to(returned), sent)
-        y.sum().backward()
-        total = topk_weights.detach().sum(1, keepdim=True)
-        torch.testing.assert_close(y.detach(), (x.detach() * total).to(returned), rtol=1e-5, atol=1e-5)
-        assert x.grad is not None
-        assert topk_weights.grad is not None
-        torch.testing.assert_close(x.grad, total.expand_as(x).to(given), rtol=1e-5, atol=1e-5)
-        expected = x.detach().sum(1, keepdim=True).expand(-1, 2).float()
-        torch.testing.assert_close(topk_weights.grad, expected, rtol=1e-5, atol=1e-5)
-
-    on_ranks(body, size)
-
-
 def test_offs_and_their_twin_with_a_leading_zero() -> None:
     dispatcher = build_dispatcher(small_config("local", pad_multiple=4))
     ids = torch.tensor([[0, 2], [2, 7], [2, 0], [2, 1], [2, -1]])
@@ -172,44 +151,28 @@ def test_another_default_device(backend: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
-def test_weights_that_need_a_gradient_on_one_rank_only(backend: str) -> None:
-    """What the backward of dispatch sends has the same form on every rank."""
+@pytest.mark.parametrize("which", ["x", "x, again", "weights"])
+def test_what_needs_a_gradient_on_one_rank_only(backend: str, which: str) -> None:
+    """Every rank takes part in the backward of every verb, in the same form, whatever requires grad there."""
 
-    def body(group: Any) -> torch.Tensor:
-        config = DispatcherConfig(backend=backend, num_experts=4, top_k=2, hidden_size=16)
-        dispatcher = build_dispatcher(config, group)
-        x = torch.ones(3, 16, requires_grad=True)
-        weights = torch.ones(3, 2, requires_grad=group.rank() == 0)
-        sent = dispatcher.dispatch(x, Routing(torch.tensor([[0, 3]]).repeat(3, 1), weights))
-        dispatcher.combine(sent.rows, sent).sum().backward()
-        assert x.grad is not None
-        assert (weights.grad is None) == (group.rank() == 1)
-        return x.grad
-
-    for grad in run_ranks(body, 2):
-        assert torch.equal(grad, torch.full((3, 16), 2.0))
-
-
-@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
-@pytest.mark.parametrize("again", [False, True])
-def test_inputs_that_need_gradients_on_one_rank_only(backend: str, again: bool) -> None:
-    """Every rank takes part in the backward of every verb, whatever requires grad there."""
-
-    def body(group: Any) -> Tensor | None:
-        dispatcher = build_dispatcher(small_config(backend), group)
-        x = random_rows(ROWS).requires_grad_(group.rank() == 0)
-        sent = dispatcher.dispatch(x.detach() if again else x, random_routing(ROWS))
-        if again:
+    def body(group: Any) -> list[Tensor | None]:
+        dispatcher, first = build_dispatcher(small_config(backend), group), group.rank() == 0
+        routing = random_routing(ROWS)
+        x = random_rows(ROWS).requires_grad_(first or which == "weights")
+        weights = routing.topk_weights.requires_grad_(first and which == "weights")
+        sent = dispatcher.dispatch(x.detach() if which == "x, again" else x, Routing(routing.topk_ids, weights))
+        if which == "x, again":
             sent = dispatcher.dispatch(x, again=sent)
-        outputs = sent.rows if group.rank() == 0 else sent.rows.detach()
-        y = dispatcher.combine(outputs, sent)
-        y.sum().backward()
-        return x.grad
+        outputs = sent.rows if first or which == "weights" else sent.rows.detach()
+        dispatcher.combine(outputs, sent).sum().backward()
+        return [x.grad, weights.grad]
 
-    first, second = run_ranks(body, 2)
-    assert second is None
-    assert first is not None
-    assert bool(first.any())
+    (grad_x, grad_weights), (grad_x_of_other, grad_weights_of_other) = run_ranks(body, 2)
+    assert grad_x is not None
+    assert bool(grad_x.any())
+    assert (grad_weights is not None) == (which == "weights")
+    assert (grad_x_of_other is not None) == (which == "weights")
+    assert grad_weights_of_other is None
 
 
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)

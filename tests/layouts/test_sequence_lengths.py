@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
-from math import lcm
+from collections.abc import Iterator
+from itertools import count, islice, product
 
 import pytest
 from hypothesis import given
@@ -15,15 +15,22 @@ from moe_dispatch.layouts import padded_length, sequence_multiple
 GRID = list(product([1, 2, 3, 4, 6], [1, 2, 4, 8], [1, 2, 3, 4], [False, True], [False, True], [1, 64, 128]))
 
 
-def test_is_a_multiple_of_the_exact_need_over_the_grid() -> None:
+def allowed(multiple_of: int, fp8: bool, parts: int, batch_size: int, row_multiple: int) -> Iterator[int]:
+    """Lengths that every rule allows, found by trying one after another."""
+    for length in count(1):
+        if length % multiple_of or length % parts or (fp8 and length % 16):
+            continue
+        if batch_size * (length // parts) % row_multiple == 0:
+            yield length
+
+
+def test_the_multiple_is_the_least_that_every_rule_allows() -> None:
     for batch_size, tp, cp, sequence_parallel, fp8, row_multiple in GRID:
-        multiple = sequence_multiple(
-            batch_size=batch_size, tp=tp, cp=cp, sequence_parallel=sequence_parallel, fp8=fp8, row_multiple=row_multiple
-        )
+        sizes = {"batch_size": batch_size, "tp": tp, "cp": cp, "sequence_parallel": sequence_parallel, "fp8": fp8}
+        multiple = sequence_multiple(**sizes, row_multiple=row_multiple)  # type: ignore[arg-type]
         parts = cp * (tp if sequence_parallel else 1)
-        exact = lcm(2 * cp if cp > 1 else 1, parts, 16 if fp8 else 1)
-        assert multiple % exact == 0, (multiple, exact)
-        assert batch_size * multiple % (parts * row_multiple) == 0, (batch_size, multiple, parts, row_multiple)
+        lengths = allowed(2 * tp * cp if cp > 1 else tp, fp8, parts, batch_size, row_multiple)
+        assert list(islice(lengths, 3)) == [multiple, 2 * multiple, 3 * multiple], (sizes, row_multiple)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ multiples of 64, and chunks of 128 do not divide them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import count, islice, product
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from moe_dispatch import BSHD, Dispatched, Dispatcher, DispatcherConfig, Routing
 from moe_dispatch.errors import LayoutError
-from moe_dispatch.layouts import SBHD, padded_length, sequence_multiple, shard_for_context_parallel
+from moe_dispatch.layouts import padded_length, sequence_multiple
 from moe_dispatch_testing import Ranks
 from tests.emulation.hybrid_case import make_sources, open_buffer, returned, sent
 from tests.emulation.tokens import outcome
@@ -244,44 +243,6 @@ def test_the_rule_belongs_to_the_installed_version(release: str, variables: dict
         return padded
 
     assert on_ranks(body) == [rows] * EP_SIZE
-
-
-# The data loader's rule, over the whole grid
-
-
-GRID = list(product([1, 2, 3, 4, 6], [1, 2, 4, 8], [1, 2, 3, 4], [False, True], [False, True], [1, 64, CHUNK]))
-
-
-def lengths_allowed(multiple_of: int, fp8: bool, parts: int, batch_size: int, row_multiple: int) -> Iterator[int]:
-    """Lengths that every rule allows, found by trying one after another."""
-    for length in count(1):
-        if length % multiple_of or length % parts or (fp8 and length % FP8_ROWS):
-            continue
-        if batch_size * (length // parts) % row_multiple == 0:
-            yield length
-
-
-def test_the_multiple_is_the_least_that_every_rule_allows() -> None:
-    for batch_size, tp, cp, sequence_parallel, fp8, row_multiple in GRID:
-        sizes = {"batch_size": batch_size, "tp": tp, "cp": cp, "sequence_parallel": sequence_parallel, "fp8": fp8}
-        multiple = sequence_multiple(**sizes, row_multiple=row_multiple)  # type: ignore[arg-type]
-        parts = cp * (tp if sequence_parallel else 1)
-        allowed = lengths_allowed(2 * tp * cp if cp > 1 else tp, fp8, parts, batch_size, row_multiple)
-        assert list(islice(allowed, 3)) == [multiple, 2 * multiple, 3 * multiple], (sizes, row_multiple)
-
-
-def test_what_each_rank_holds_of_such_sequences_is_whole_chunks() -> None:
-    """A real tensor, divided by context parallelism and then by sequence parallelism."""
-    for batch_size, tp, cp, sequence_parallel, fp8, row_multiple in GRID:
-        sizes = {"batch_size": batch_size, "tp": tp, "cp": cp, "sequence_parallel": sequence_parallel, "fp8": fp8}
-        multiple = sequence_multiple(**sizes, row_multiple=row_multiple)  # type: ignore[arg-type]
-        length = padded_length(multiple + 1, multiple)
-        x_SBD = torch.zeros(length, batch_size, 1, dtype=torch.int8)
-        for index in {0, cp - 1}:
-            of_rank = shard_for_context_parallel(x_SBD, SBHD(), index, cp)
-            for part in of_rank.tensor_split(tp) if sequence_parallel else [of_rank]:
-                assert part.shape[:2].numel() % row_multiple == 0, (sizes, row_multiple)
-                assert part.shape[0] * (tp if sequence_parallel else 1) * cp == length
 
 
 def test_the_code_of_the_page_runs() -> None:
