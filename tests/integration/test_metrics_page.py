@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.integration.needs import needs
 from tests.pages import run_page
 
 SAMPLE = re.compile(r'moe_dispatch_(\w+)_total\{rank="0",\w+="\w[\w.]*",backend="alltoall"\} (\d+)')
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard, which torchtitan brings"),
-]
+pytestmark = needs("tensorboard")
 
 
 def test_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

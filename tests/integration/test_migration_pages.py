@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor
 from moe_dispatch_testing import run_processes
 from tests.integration.megatron_core.layer import ON_CPU
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
+from tests.integration.needs import needs
 from tests.migration_pages import EXPERTS, TOP_K, Layer, largest_error, run_block
 
 RANKS, HIDDEN, TOKENS = 2, 32, 6
@@ -21,10 +21,8 @@ RANKS, HIDDEN, TOKENS = 2, 32, 6
 TIMEOUT = datetime.timedelta(seconds=180)
 
 pytestmark = pytest.mark.integration
-
-
-def _needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
+_, needs_megatron = needs("megatron")
+_, needs_torchtitan = needs("torchtitan")
 
 
 def _side(rank: int, title: str, names: dict[str, Any], *, dense: bool) -> list[Tensor]:
@@ -90,11 +88,11 @@ def _torchtitan(rank: int) -> float:
     return _difference(rank, "torchtitan", {"ep_mesh": mesh}, dense=False)
 
 
-@_needs("megatron")
+@needs_megatron
 def test_both_sides_of_megatron() -> None:
     assert max(run_processes(_megatron, RANKS, timeout=TIMEOUT)) < 1e-5
 
 
-@_needs("torchtitan")
+@needs_torchtitan
 def test_both_sides_of_torchtitan() -> None:
     assert max(run_processes(_torchtitan, RANKS, timeout=TIMEOUT)) < 1e-5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import pytest
 from tests.integration.deep_ep_users.dense import TRAINING, Case
 from tests.integration.deep_ep_users.rank import Job, Results, require_dense, run_jobs
 from tests.integration.deep_ep_users.titan_layer import TitanRunning
+from tests.integration.needs import needs
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: install moe-dispatch[bench]"),
-]
+pytestmark = needs("torchtitan")
 
 EP_SIZES = (2, 4)
 ELASTIC = "v2-2.1.0"

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -24,12 +23,10 @@ from moe_dispatch.layouts import padded_length, sequence_multiple
 from moe_dispatch_testing import Ranks
 from tests.emulation.hybrid_case import make_sources, open_buffer, returned, sent
 from tests.emulation.tokens import outcome
+from tests.integration.needs import needs
 from tests.pages import relative, run_page
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: install moe-dispatch[bench]"),
-]
+pytestmark = needs("transformers")
 
 EP_SIZE, MICRO_BATCH, CHUNK, FP8_ROWS = 8, 4, 128, 16
 LENGTHS = (135, 87, 121, 43)

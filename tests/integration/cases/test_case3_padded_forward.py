@@ -13,11 +13,11 @@ import torch
 from moe_dispatch.integrations.packing import packing_for
 from moe_dispatch_testing import run_processes
 from tests.integration.cases.padded_forward import CUTS, JOBS, LAYERS, LENGTHS, REPLAYED, TOP_K, rank_body
+from tests.integration.needs import needs
 from tests.pages import flat, relative, run_page
 
 pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: install moe-dispatch[bench]"),
+    *needs("transformers"),
     pytest.mark.skipif(find_spec("fla") is not None, reason="with flash-linear-attention nothing is refused"),
 ]
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from moe_dispatch_testing import run_processes
 from tests.integration.cases.pipeline import LOST, MICRO_BATCHES, STAGES, TP, draw, rank_body, written
+from tests.integration.needs import needs
 from tests.pages import run_page
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
-]
+pytestmark = needs("megatron")
 
 RANKS = range(STAGES * TP)
 LOSER, PEER = LOST * TP + 1, LOST * TP

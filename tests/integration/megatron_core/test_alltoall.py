@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import torch
 
 from tests.integration.megatron_core.jobs import require, run_checks
 from tests.integration.megatron_core.layer import Case, Parallel, build, difference, outcome, own_spec
+from tests.integration.needs import needs
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
-]
+pytestmark = needs("megatron")
 
 TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True}
 SHARED = {"moe_shared_expert_intermediate_size": 16}

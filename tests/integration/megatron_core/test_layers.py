@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -28,11 +27,9 @@ from tests.integration.megatron_core.layer import (
     transformer_config,
 )
 from tests.integration.megatron_core.model import gpt_model, gpt_outcome
+from tests.integration.needs import needs
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
-]
+pytestmark = needs("megatron")
 
 ETP = Parallel(ep=2, etp=2, tp=2)
 OVERLAP = {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -15,11 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.integration.megatron_core.jobs import Check, require, run_checks
 from tests.integration.megatron_core.layer import HIDDEN, RANKS, TOP_K, Case, Outcome, Parallel, difference
 from tests.integration.megatron_core.model import moe_block
+from tests.integration.needs import needs
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
-]
+pytestmark = needs("megatron")
 
 REAL, PADDED = (5, 3, 0, 4), (8, 4, 4, 8)  # rows of each sequence, and with its gap; multiples of 2 * cp
 LAYERS = 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +29,9 @@ from tests.integration.megatron_core.test_packed import (
     rows_of_rank,
 )
 from tests.integration.megatron_core.test_packed import called as call
+from tests.integration.needs import needs
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
-]
+pytestmark = needs("megatron")
 
 NAMES = [f"sample {index}" for index in range(len(REAL))]
 

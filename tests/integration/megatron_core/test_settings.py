@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,10 @@ from torch import nn
 from moe_dispatch import DispatcherConfig
 from moe_dispatch.errors import ConfigError, IntegrationError, StateError
 from moe_dispatch_testing import run_ranks
+from tests.integration.needs import needs
 
 pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core: install moe-dispatch[megatron]"),
+    *needs("megatron"),
     pytest.mark.filterwarnings("ignore"),  # of Megatron's import
 ]
 

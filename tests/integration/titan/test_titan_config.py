@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 
 from moe_dispatch.errors import ConfigError, InputError, IntegrationError
 from moe_dispatch.integrations import checks
+from tests.integration.needs import needs
 from tests.integration.titan.moe import EXPERTS, HIDDEN, TOP_K, built, moe_config
 from tests.pages import run_page
 
 pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: install moe-dispatch[bench]"),
+    *needs("torchtitan"),
     # The router asks for an autocast that a CPU does not have.
     pytest.mark.filterwarnings("ignore:.*CPU [Aa]utocast"),
     # What torch's compiler imports uses what torch has deprecated.

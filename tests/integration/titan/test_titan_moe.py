@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
 from tests.integration.deep_ep_users.dense import TOLERANCE
+from tests.integration.needs import needs
 from tests.integration.titan.moe import EXPERT_WEIGHTS, RANKS, Job, Outcome, Results, run_jobs
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan: install moe-dispatch[bench]"),
-]
+pytestmark = needs("torchtitan")
 
 UNEQUAL = (5, 0, 33, 12)
 SHARDED: dict[str, dict[str, Any]] = {
