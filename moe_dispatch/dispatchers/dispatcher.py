@@ -218,8 +218,8 @@ class Dispatcher(nn.Module):
             again: The result of an earlier dispatch. x is sent along its route, without routing, plan and an exchange
                 of counts.
             async_op: Whether to return an ``InFlight`` while rows still travel. The counts have been exchanged and read
-                by then. Call ``wait()`` once on the result, on the same stream and in the same grad mode. If the
-                backend cannot overlap, the rows have already arrived.
+                by then, but with DeepEP V2.5 only in ``wait()``. Call ``wait()`` once on the result, on the same stream
+                and in the same grad mode. If the backend cannot overlap, the rows have already arrived.
 
         Returns:
             Rows grouped by expert, and their counts; see ``Dispatched``. If gradients are recorded and the group has

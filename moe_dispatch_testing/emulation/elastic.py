@@ -7,6 +7,7 @@ csrc/buffers/ep.hpp of V2.5 (2.5.0, commit def8651 for the C++ files and db8166d
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
@@ -27,6 +28,7 @@ from moe_dispatch_testing.emulation.elastic_rows import (
 )
 from moe_dispatch_testing.emulation.events import ElasticEventOverlap, EPEventOverlap, EventHandle
 from moe_dispatch_testing.emulation.exchange import RankExchange
+from moe_dispatch_testing.emulation.memory import torch_fills_memory
 from moe_dispatch_testing.emulation.refusals import EmulatedAbort, EmulatedHang, require, require_cpu
 from moe_dispatch_testing.emulation.signatures import follow_release
 from moe_dispatch_testing.host_syncs import allow_host_syncs
@@ -62,9 +64,16 @@ class _ElasticBase:
     garbage-collected without ``destroy`` frees nothing and prints nothing.
 
     A method has the parameters of all releases. The class of a release narrows them to its own parameters.
+
+    Attributes:
+        has_gdaki: Whether the emulated machine has network cards that a GPU drives. Tests set it to False.
+        kernels: Keys of the kernels that the real library would have compiled in this process. A call has two: one
+            that sends, and its epilogue.
     """
 
     is_v25: ClassVar[bool]
+    has_gdaki: ClassVar[bool] = True
+    kernels: ClassVar[set[tuple[object, ...]]]
 
     def __init__(
         self,
@@ -94,6 +103,9 @@ class _ElasticBase:
         self.group = group
         self.rank_idx = 0 if group is None else group.rank()
         self.num_ranks = _size(group)
+        # csrc/kernels/comm/context.cpp of V2.5; nccl.cu of v2 asks for the network only with several ranks.
+        uses_gin = int(os.environ.get("EP_DISABLE_GIN", 0)) == 0 and (self.is_v25 or self.num_ranks > 1)
+        require(self.has_gdaki or not uses_gin, "NCCL GDAKI is unavailable for this communicator")
         self.allow_hybrid_mode = allow_hybrid_mode
         self.allow_multiple_reduction = allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
@@ -218,7 +230,7 @@ class _ElasticBase:
             The rows, their ids or None, their weights or None, the handle, and an event.
         """
         assert not (self.is_v25 and do_handle_copy), "`do_handle_copy` must be False; handle copying is not supported"
-        _check_torch_deterministic()
+        assert not torch_fills_memory()  # utils/envs.py of v2
         if num_sms == 0:
             # With a handle, num_experts is often None, and this call raises. The releases raise too: they compute
             # num_sms before they take num_experts from the handle (elastic.py:928 of v2, ep.py:632 of V2.5).
@@ -252,6 +264,9 @@ class _ElasticBase:
             entry.same = {"row sizes": width, "num_experts": num_experts, "use of a handle": is_cached}
             entry.told = _message_to_peers(topk_idx, owner, num_experts, exchange.size)
         runtime.calls += 1
+        # csrc/kernels/elastic/dispatch.hpp:55-65 of v2
+        numbers = (num_experts, value_or(expert_alignment, 1), num_sms, is_cached, do_cpu_sync, do_expand)
+        self.kernels.update((part, *width, *numbers) for part in ("dispatch", "dispatch epilogue"))
         self._require_distinct_experts([told["twice"] for told in entry.everyone])
         if handle is None:
             counts = ElasticCounts.of(entry.everyone, exchange.rank, value_or(expert_alignment, 1))
@@ -311,7 +326,7 @@ class _ElasticBase:
         Returns:
             The sums, the weights (T, K), which come back unchanged, or None, and an event.
         """
-        _check_torch_deterministic()
+        assert not torch_fills_memory()  # utils/envs.py of v2
         runtime, name, biases = self.runtime, f"{type(self).__name__}.combine", unpack_bias(bias)
         num_tokens, num_topk = handle.topk_idx.shape
         sends_all = handle.do_expand and not self.allow_multiple_reduction
@@ -339,6 +354,8 @@ class _ElasticBase:
             width = [handle.num_max_tokens_per_rank, x.shape[1], num_topk]
             entry.same = {"row sizes": width, "num_experts": handle.num_experts, "places": sends_all}
         runtime.calls += 1
+        numbers = (*width, handle.num_experts, handle.num_sms, handle.do_expand, topk_weights is not None, len(biases))
+        self.kernels.update((part, *numbers) for part in ("combine", "combine epilogue"))
         combined = combined_rows(runtime.exchange, x, topk_weights, biases, handle, sends_all=sends_all)
         return self._outcome(name, combined, None, async_with_compute_stream, defer_epilogue)
 
@@ -361,6 +378,9 @@ class _ElasticBase:
             # The epilogue reads the buffer, and the next call on the buffer writes there.
             rule = f"{name}: a deferred epilogue must run before the next call on its buffer"
             require(runtime.calls == calls, f"{rule}. Wait for the event before the next call", EmulatedAbort)
+            require(
+                not torch_fills_memory(), f"{name}: torch must not fill memory in a deferred epilogue", EmulatedAbort
+            )
             if finish is not None:
                 finish()
             return values
@@ -424,15 +444,6 @@ def _row_bytes(row_bytes: int, top_k: int) -> int:
     return aligned(row_bytes + 4 + top_k * 12, 64)
 
 
-def _check_torch_deterministic() -> None:
-    """Refuse to run while torch fills uninitialised memory (utils/envs.py of v2).
-
-    Torch fills on another stream than the kernel, so it might overwrite what the kernel has written.
-    """
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    assert not (torch.are_deterministic_algorithms_enabled() and filled)
-
-
 def _check_events(previous: EventHandle | None, is_async: bool, on_comm_stream: bool, defers: bool) -> None:
     """Check the arguments about events and streams, which have no effect on a CPU."""
     if previous is not None and not isinstance(previous, EventHandle):
@@ -460,8 +471,9 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 ElasticBuffer: type[Any] = follow_release(
-    "v2-2.1.0", type("ElasticBuffer", (_ElasticBase,), {"is_v25": False, "__doc__": _ElasticBase.__doc__})
+    "v2-2.1.0",
+    type("ElasticBuffer", (_ElasticBase,), {"is_v25": False, "kernels": set(), "__doc__": _ElasticBase.__doc__}),
 )
 EPBuffer: type[Any] = follow_release(
-    "v2.5.0", type("EPBuffer", (_ElasticBase,), {"is_v25": True, "__doc__": _ElasticBase.__doc__})
+    "v2.5.0", type("EPBuffer", (_ElasticBase,), {"is_v25": True, "kernels": set(), "__doc__": _ElasticBase.__doc__})
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import os
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -35,6 +36,9 @@ from moe_dispatch_testing.host_syncs import allow_host_syncs
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 _CHUNK = 64  # rows of a chunk, if NUM_OF_TOKENS_PER_CHUNK_{DISPATCH,COMBINE,PREPROCESSING}_API are not set
 _FIRST, _RAGGED = "hybridep-34152ae", ("hybridep-744", "hybridep-746")
+# Keys of compiled kernels, by the folder that the real library would keep them in. It has a folder for each process;
+# here ranks may be threads, so each rank has its own.
+_kernels_in: defaultdict[tuple[str, str, int, int], set[tuple[object, ...]]] = defaultdict(set)
 
 
 @final
@@ -66,6 +70,7 @@ class HybridEpConfigInstance:
     pad_multiple: int = 0
     buffer_generation: int = -1
     num_of_valid_tokens: int = 0
+    kernel_mode: tuple[bool, bool] = (False, False)  # fused, non-blocking
     route: HybridPath | None = None
 
     @property
@@ -86,10 +91,14 @@ class _HybridBuffer:
 
     The real library detects the NVLink domain from the hardware. Here a domain holds all ranks of the group, unless the
     environment variable NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN gives another number of ranks. The numbers of SMs and
-    blocks, ``load_cached_kernels``, ``use_shared_buffer`` and ``enable_custom_allgather`` do not change results.
+    blocks, ``use_shared_buffer`` and ``enable_custom_allgather`` do not change results.
+
+    Nothing is compiled, but ``compilations`` counts how often the real library would have run nvcc: once for each
+    kernel of a buffer that is not in the folder from which ``load_cached_kernels`` makes it read.
     """
 
     release: ClassVar[str]
+    compilations: ClassVar[list[tuple[object, ...]]]
 
     def __init__(
         self,
@@ -139,6 +148,17 @@ class _HybridBuffer:
             entry.same = {_DOMAIN: domain, "num_local_experts": num_local_experts}
         self.configurer = SimpleNamespace(buffer_config=buffer)
         self._generation = 0
+        self._folder = _kernels_in[self.release, os.environ.get("HYBRID_EP_CACHE_DIR", ""), os.getpid(), self.rank]
+        self._kernels = set(self._folder) if load_cached_kernels else set()
+
+    def _compile(self, kernel: str, config: HybridEpConfigInstance, *numbers: object) -> None:
+        """Count a compilation unless the buffer knows the kernel (jit/compiler.cu of 94a9f8f)."""
+        sizes = (config.hidden_dim, config.max_num_of_tokens_per_rank, config.num_of_experts_per_rank)
+        key = (kernel, *sizes, config.num_of_ranks_per_node, config.num_of_nodes, *config.kernel_mode, *numbers)
+        if key not in self._kernels:
+            self._kernels.add(key)
+            self._folder.add(key)
+            self.compilations.append(key)
 
     def empty_jit_cache(self) -> None:
         """Do nothing, because the emulation compiles no kernels."""
@@ -302,6 +322,7 @@ class _HybridBuffer:
                 pad_multiple=pad_multiple,
                 use_fp8=use_fp8,
                 fuse_permute_dispatch=fused,
+                kernel_mode=(fused, non_blocking),
             )
             assert config.route is not None
             counts = config.route.padded_tokens_per_expert(pad)
@@ -423,6 +444,7 @@ class _HybridBuffer:
         padded = torch.zeros(slots, map_TE.shape[1], dtype=torch.bool)
         padded[:rows] = map_TE
         pad = config.pad_multiple
+        self._compile("preprocess", config, pad, config.num_of_tokens_per_chunk_preprocessing_api)
         config.num_of_valid_tokens = rows
         config.route = HybridPath.of(
             self._exchange, config.num_of_ranks_per_node, padded, pad_multiple=pad, limit=limit
@@ -492,6 +514,8 @@ class _HybridBuffer:
             entry.same = {"with_probs": rows.probs is not None}
             entry.told = route.told()
         require_one_dispatch("HybridEPBuffer.dispatch", entry.everyone)
+        numbers = (config.pad_multiple, config.num_of_tokens_per_chunk_dispatch_api, rows.probs is not None)
+        self._compile("dispatch", config, kind.value, *numbers)
         return route.send((rows if kind is TokenDataType.UINT8 else replace(rows, scales=None)).each(Tensor.detach))
 
     def _combined(
@@ -530,6 +554,7 @@ class _HybridBuffer:
             "Leave fuse_unpermute_combine off, or raise num_permuted_tokens"
         )
         require(not any(told[3] for told in entry.everyone), rule, EmulatedHang)
+        self._compile("combine", config, fused, config.num_of_tokens_per_chunk_combine_api, rows.probs is not None)
         if rows.probs is None and any(told[2] for told in entry.everyone):  # this rank sends stale memory
             stale = uninitialised((route.num_received, config.experts_per_node), torch.float32)
             dense = replace(dense, probs=stale)
@@ -570,5 +595,5 @@ def _failed_compilation(said: str) -> RuntimeError:
 @cache
 def hybrid_ep_buffer(release: str) -> type[Any]:
     """Return the class ``HybridEPBuffer`` of a release. Its methods take the recorded parameters."""
-    doc = {"release": release, "__doc__": _HybridBuffer.__doc__}
-    return follow_release(release, type("HybridEPBuffer", (_HybridBuffer,), doc))
+    own: dict[str, Any] = {"release": release, "compilations": [], "__doc__": _HybridBuffer.__doc__}
+    return follow_release(release, type("HybridEPBuffer", (_HybridBuffer,), own))

@@ -19,6 +19,15 @@ def uninitialised(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.full(tuple(shape), poison, dtype=dtype)
 
 
+def torch_fills_memory() -> bool:
+    """Return whether torch fills fresh memory. It does so on another stream than the one of deep_ep's kernels.
+
+    So the fill may overwrite what a kernel has written.
+    """
+    filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.are_deterministic_algorithms_enabled() and filled
+
+
 def grown(rows: Tensor, num_rows: int) -> Tensor:
     """Append uninitialised rows up to ``num_rows`` rows."""
     return stacked([rows, uninitialised((num_rows - rows.shape[0], *rows.shape[1:]), rows.dtype)])

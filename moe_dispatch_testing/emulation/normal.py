@@ -15,7 +15,7 @@ from moe_dispatch_testing.emulation.arguments import X, pack_rows, unpack_bias, 
 from moe_dispatch_testing.emulation.config import COMBINE_QUEUES, DISPATCH_QUEUES, NVL_PEERS, Config
 from moe_dispatch_testing.emulation.events import EventHandle, EventOverlap
 from moe_dispatch_testing.emulation.exchange import RankExchange, require_one_dispatch
-from moe_dispatch_testing.emulation.memory import grown, stacked, take, uninitialised
+from moe_dispatch_testing.emulation.memory import grown, stacked, take, torch_fills_memory, uninitialised
 from moe_dispatch_testing.emulation.refusals import EmulatedAbort, EmulatedHang, require, require_cpu
 from moe_dispatch_testing.emulation.signatures import follow_release, recorded
 from moe_dispatch_testing.host_syncs import allow_host_syncs
@@ -35,6 +35,7 @@ class Buffer:
     """
 
     num_sms: int = 20
+    ids_dtype: torch.dtype = torch.int64  # ``topk_idx_t`` of builds after v1.2.1, which may be int32
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Buffer:
         self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
+        _refuse_fill()
         self.runtime = _NormalRuntime(group, num_nvl_bytes, num_rdma_bytes, num_qps_per_rank)
 
     def destroy(self) -> None:
@@ -189,9 +191,16 @@ class Buffer:
 
 def _event(previous: EventOverlap | None, is_async: bool, on_comm_stream: bool) -> EventOverlap:
     """Check the arguments about streams and events, which have no effect on a CPU. Return the event of the call."""
+    _refuse_fill()
     waits = getattr(previous, "event", None) is not None
     require(not on_comm_stream or (waits and is_async), "allocate_on_comm_stream needs previous_event and async_finish")
     return EventOverlap(EventHandle() if is_async else None)
+
+
+def _refuse_fill() -> None:
+    """Refuse to run while torch fills fresh memory. The release does not check it: see its issues 589 and 600."""
+    setting = "torch.utils.deterministic.fill_uninitialized_memory"
+    require(not torch_fills_memory(), f"{setting} must be off in deterministic mode, got on", EmulatedAbort)
 
 
 follow_release("v1.2.1", Buffer)
@@ -418,8 +427,9 @@ class _NormalRuntime:
 
 def _check_ids(ids: Tensor) -> None:
     require_cpu(ids)
-    fits = ids.dtype == torch.int64 and ids.dim() == 2 and ids.is_contiguous()
-    require(fits, f"topk_idx must be contiguous int64 (T, K), got {ids.dtype} of shape {tuple(ids.shape)}")
+    fits = ids.dtype == Buffer.ids_dtype and ids.dim() == 2 and ids.is_contiguous()
+    expected = str(Buffer.ids_dtype).removeprefix("torch.")
+    require(fits, f"topk_idx must be contiguous {expected} (T, K), got {ids.dtype} of shape {tuple(ids.shape)}")
 
 
 def _check_topk(x: Tensor, ids: Tensor | None, weights: Tensor | None) -> None:

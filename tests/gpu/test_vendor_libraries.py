@@ -1,4 +1,4 @@
-"""The conformance kit on the installed deep_ep, unchanged: on one rank, and on as many as there are GPUs.
+"""The conformance kit on the installed deep_ep: on one rank, and on as many as there are GPUs.
 
 What it needs is in README.md beside this file. Where the library cannot be used, the reason is that of ``probe``.
 """
@@ -16,6 +16,7 @@ from moe_dispatch.backends import Rejected, load_backend
 from moe_dispatch_testing.case import case_config, poisoned_memory, run_rank
 from moe_dispatch_testing.kit import backend_cases
 from moe_dispatch_testing.ranks import run_processes
+from tests.gpu.vendor_cases import vendor_cases
 
 NAMES = ("deepep", "hybridep")
 
@@ -29,12 +30,12 @@ def usable_or_skip(name: str, ep_size: int) -> None:
 
 
 def run_suite(rank: int, name: str, ep_size: int) -> int:
-    """Every case of the backend, on this rank; how many there were. Sums of gradients over ranks are not compared."""
+    """Run the cases on this rank. Return their number. Sums of gradients over ranks are not compared."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     on_own_gpus = torch.cuda.device_count() >= ep_size
     group = dist.new_group(backend="nccl") if on_own_gpus else dist.group.WORLD
     ran = 0
-    for case in backend_cases(name, (ep_size,)):
+    for case in vendor_cases(name, ep_size):
         with poisoned_memory():
             run_rank(case_config(name, case), group, dataclasses.replace(case, device="cuda"))
         ran += 1

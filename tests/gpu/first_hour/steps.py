@@ -66,5 +66,5 @@ STEPS = (
         300,
         ("tests/gpu/test_two_ranks.py",),
     ),
-    Step("deep-ep", "the conformance kit on the installed deep_ep", 300, ("tests/gpu/test_vendor_libraries.py",)),
+    Step("deep-ep", "the conformance kit on the installed deep_ep", 420, ("tests/gpu/test_vendor_libraries.py",)),
 )

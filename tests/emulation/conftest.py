@@ -1,4 +1,4 @@
-"""ElasticBuffer of v2 and EPBuffer of V2.5 refuse to run while torch fills fresh memory."""
+"""The buffers of v1, v2 and V2.5 refuse to run while torch fills fresh memory."""
 
 from __future__ import annotations
 

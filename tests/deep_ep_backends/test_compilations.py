@@ -1,0 +1,43 @@
+"""The step of ``make gpu`` for deep_ep fits its time limit: its compilations, counted on the emulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_dispatch_testing.case import BackendSpec, case_config, poisoned_memory, run_rank
+from moe_dispatch_testing.emulation import emulated_deep_ep
+from moe_dispatch_testing.kit import backend_cases
+from tests.gpu.first_hour.steps import STEPS
+from tests.gpu.vendor_cases import SECONDS_PER_KERNEL, vendor_cases
+
+LIMIT = next(step.seconds for step in STEPS if step.name == "deep-ep")
+RUNNING = 100  # seconds for the rest: on two CPU cores, the emulation takes half of that
+
+
+def compilations(backend: BackendSpec, release: str) -> int:
+    """Run the cases of one rank. Return how often the real library would run nvcc."""
+    module: Any = emulated_deep_ep(release)
+    hybrid = getattr(module, "HybridEPBuffer", None)
+    made = module.EPBuffer.kernels if hybrid is None else hybrid.compilations
+    made.clear()
+    for case in vendor_cases(backend, 1):
+        with poisoned_memory():
+            run_rank(case_config(backend, case), None, case)
+    return len(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "release"), [("deepep", "v2.5.0"), ("hybridep", "hybridep-94a9f8f"), ("hybridep", "hybridep-746")]
+)
+def test_the_step_for_deep_ep_has_time_to_compile(name: str, release: str) -> None:
+    count = compilations({"name": name, "emulate": release}, release)
+    assert 0 < count * SECONDS_PER_KERNEL <= LIMIT - RUNNING
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_most_cases_run(backend: str) -> None:
+    spec = {"name": backend, "emulate": True}
+    assert len(vendor_cases(spec, 1)) > 0.7 * len(list(backend_cases(spec, (1,))))
