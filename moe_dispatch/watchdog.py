@@ -11,9 +11,10 @@ A note has a number that grows with each beat. If the number of a rank stays the
 Keys in the store:
 
 - ``r``: the note of rank r.
-- ``ended/r``: set if the watch of rank r ended normally.
 - ``notes``: the notes of all ranks after the first failure. All ranks use them, because ranks that raise end soon, and
   would look gone to a rank that reads later.
+- ``_HOST_ENDED`` and ``_OPEN``, which all groups of the job share: set if the process that hosts the store has ended
+  normally, and the number of watches that still use the store.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from torch._C._distributed_c10d import PrefixStore
 from moe_dispatch.errors import ConfigError, LostPeerError
 
 logger = logging.getLogger("moe_dispatch")
+
+_HOST_ENDED, _OPEN = "moe_dispatch/watchdog/host_ended", "moe_dispatch/watchdog/open"
 
 
 @final
@@ -157,12 +160,15 @@ class Watch:
         self._held: Any = group.get_group_store()  # the rank that hosts the store serves it while it is held
         # The thread has its own connection, so that it does not wait for the training script's use of the store.
         self._store = PrefixStore("moe_dispatch/watchdog", self._held).clone()  # type: ignore[attr-defined]
-        # Rank 0 usually hosts a TCPStore; under torchrun an agent does. A store of another process looks like rank 0's.
-        store = getattr(self._held, "_underlying_non_prefix_store", self._held)
-        self._store_host = f" on {store.host}" if isinstance(store, dist.TCPStore) else ""
-        self._leaves_with_rank_0 = bool(self._store_host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._job: Any = self._store._underlying_non_prefix_store  # the keys that all groups of the job share
+        self._job.add(_OPEN, 1)
+        # Rank 0 of the job usually hosts a TCPStore; under torchrun an agent does.
+        self._store_host = f" on {self._job.host}" if isinstance(self._job, dist.TCPStore) else ""
+        hosted_by_rank = bool(self._store_host) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._is_host = hosted_by_rank and (self._names[self._rank] == "0" if self._names else not self._rank)
         self._marks: deque[tuple[torch.cuda.Event, WatchedCall]] = deque()
         self._notes: Notes = ()
+        self._host_ended = False
         self._asked, self._answered, self._stopping, self._wake = (threading.Event() for _ in range(4))
         self._thread = threading.Thread(target=self._run, name="moe_dispatch-watchdog", daemon=True)
         self._thread.start()
@@ -198,7 +204,7 @@ class Watch:
         return self._text(call, self._notes)
 
     def stop(self) -> None:
-        """Write that this rank ended, and end the thread. Rank 0 waits a beat, so that the other ranks can read it."""
+        """Write that this rank ended, and end the thread. The host of the store waits two beats for others."""
         self._stopping.set()
         self._wake.set()
         stuck = self._asked.is_set() and not self._answered.is_set()  # the store is gone, and never answers the thread
@@ -219,9 +225,11 @@ class Watch:
         self._held = None
 
     def _is_over(self) -> bool:
-        """Return whether this watch was stopped, or its group destroyed."""
+        """Return whether this watch was stopped, its group destroyed, or its store is about to end."""
         group = self._group()
-        return self._stopping.is_set() or group is None or (bool(self._names) and not _rank_names(group))
+        if self._host_ended or self._stopping.is_set() or group is None:
+            return True
+        return bool(self._names) and not _rank_names(group)
 
     def _hear(self) -> None:
         """Read the notes of all ranks if this rank or another one asks for them."""
@@ -229,10 +237,11 @@ class Watch:
             told = self._store.get("notes")
         elif self._asked.is_set() or self._overdue() is not None:
             told = self._store.compare_set("notes", "", json.dumps(self._read_twice()))
-        elif self._leaves_with_rank_0 and self._rank and self._store.check(["ended/0"]):
-            # Rank 0 has ended, and the store ends with it. torch prints warnings if a store is used after its end.
-            told = json.dumps(self._read())
-            self._stopping.set()
+        elif self._job.check([_HOST_ENDED]):
+            # The store ends with its host. torch prints warnings if a store is used after its end.
+            notes = self._read()  # of use later only if a rank has ended
+            told = json.dumps(notes if any(note and note.ended for note in notes) else [])
+            self._host_ended = True
         else:
             return
         self._notes = [None if values is None else RankNote(*values) for values in json.loads(told)]
@@ -241,14 +250,14 @@ class Watch:
             logger.error("%s", self._text(call, self._notes))
 
     def _end(self) -> None:
-        self._write(ended=True)
-        self._store.set(f"ended/{self._rank}", "")
-        everyone = [f"ended/{rank}" for rank in range(self._size)]
-        deadline = time.monotonic() + 1.5 * self._beat_seconds
-        while self._leaves_with_rank_0 and not self._rank and time.monotonic() < deadline:
-            if self._store.check(everyone):
-                return
-            time.sleep(0.01)
+        self._write(ended=not self._host_ended)
+        self._job.add(_OPEN, -1)
+        exits = self._stopping.is_set() and self._group() is not None
+        if self._is_host and not self._host_ended and (exits or not dist.is_initialized()):
+            self._job.set(_HOST_ENDED, "")
+            deadline = time.monotonic() + 2.5 * self._beat_seconds
+            while self._job.add(_OPEN, 0) > 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
 
     def _write(self, *, ended: bool = False) -> None:
         self._beat += 1
@@ -285,15 +294,15 @@ class Watch:
 
     def _text(self, call: WatchedCall, notes: Notes) -> str:
         begin = (
-            f"Watchdog: {call.phase}, {call.nbytes} bytes from {self._ranks([self._rank])}, must complete within "
-            f"{self.seconds:g} s, got"
+            f"Watchdog: {call.phase}, {call.nbytes} bytes from {self._ranks([self._rank])}, failed or took longer than "
+            f"{self.seconds:g} s"
         )
         if not notes:
-            return (
-                f"{begin} a failure, and no answer from the store of the process group{self._store_host}, so the other "
-                "ranks cannot be asked. Look first at the process that hosts the store: rank 0, or the agent of "
-                "torchrun."
-            )
+            blind = f"{begin}. There is no answer from the store of the process group{self._store_host}"
+            if self._host_ended:
+                others = [rank for rank in range(self._size) if rank != self._rank]
+                return f"{blind}, because its host has ended normally. Look at {self._ranks(others)}."
+            return f"{blind}. Look first at the process that hosts it: rank 0 of the job, or the agent of torchrun."
         finished = max((note for note in notes if note), key=lambda note: note.finished)
         ranks_at: dict[str, list[int]] = {}
         for rank, note in enumerate(notes):
@@ -302,13 +311,14 @@ class Watch:
             f"{self._ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {where}" for where, ranks in ranks_at.items()
         )
         late = _late(notes)
-        if not late:
-            return f"{begin} no end although {told}. Look at the network between the ranks, or raise watchdog."
-        found = [note for rank in late if (note := notes[rank])]
-        if len(found) == len(late) and all(note.is_inside for note in found):
+        if late and all((note := notes[rank]) and note.is_inside for rank in late):
             told = f"the ranks make their calls in different orders: {told}"
-        hosts = ", ".join(sorted({note.host for note in found})) or "an unknown host"
-        return f"{begin} no end without {self._ranks(late)} on {hosts}: {told}. Look at {self._ranks(late)} first."
+        elif not late and (late := _came_last(notes, self.seconds / 2)):
+            told = f"{self._ranks(late)} came long after the first rank, and now {told}"
+        if not late:
+            return f"{begin}, although {told}. Look at the network between the ranks, or raise watchdog."
+        hosts = ", ".join(sorted({note.host for rank in late if (note := notes[rank])})) or "an unknown host"
+        return f"{begin}, because of {self._ranks(late)} on {hosts}: {told}. Look at {self._ranks(late)} first."
 
     def _ranks(self, ranks: Sequence[int]) -> str:
         names = [str(rank) for rank in ranks]
@@ -340,6 +350,12 @@ def _late(notes: Notes) -> list[int]:
     phases = {rank: note.phase for rank, note in inside.items()}
     renamed = _minority(phases) if len(set(phases.values())) < len(phases) else []
     return (astray if same_number else []) or gone or ended or [*elsewhere] or astray or renamed
+
+
+def _came_last(notes: Notes, gap: float) -> list[int]:
+    """Return the ranks that came into the collective, in which all ranks are, ``gap`` seconds after the first one."""
+    seconds = [note.seconds if note else 0 for note in notes]
+    return [rank for rank, here in enumerate(seconds) if max(seconds) - here > gap]
 
 
 def _minority(values: Mapping[int, object]) -> list[int]:

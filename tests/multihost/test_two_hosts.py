@@ -159,7 +159,7 @@ def test_watchdog_names_the_host_behind_a_cut_link(tmp_path: Path) -> None:
     assert [result.status for result in results] == [1, 1], results[0].output + results[1].output
     assert re.search(r"LostPeerError: Watchdog: .* ranks 2, 3 on host1: ", results[0].output)
     assert re.search(
-        r"LostPeerError: Watchdog: .* no answer from the store of the process group on host0, ", results[1].output
+        r"LostPeerError: Watchdog: .* no answer from the store of the process group on host0\. ", results[1].output
     )
     assert load_log(tmp_path).tokens_SE.shape[0] >= 8
 

@@ -320,7 +320,11 @@ def _ending(folder: Path, rank: int, begin: float, status: int | None, end: floa
 
 def _host_is_lost(case: Case, ending: Ending) -> bool:
     """Whether the text says, without the store, that rank 0 is to blame, which hosts it."""
-    return case.culprit == 0 and "no answer from the store" in ending.text and "rank 0, or the agent" in ending.text
+    return (
+        case.culprit == 0
+        and "no answer from the store" in ending.text
+        and "rank 0 of the job, or the agent" in ending.text
+    )
 
 
 def verdict(case: Case, endings: Sequence[Ending], limit: float) -> str:
