@@ -13,13 +13,26 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 import moe_dispatch
 from moe_dispatch.errors import MoEDispatchError
-from moe_dispatch_tools import console, options
-from moe_dispatch_tools.options import Backend, Backends, BackendsAndPeers, Json, count, flag, option
+from moe_dispatch_tools import console
+from moe_dispatch_tools.options import Backend, Backends, Changes, Json, count, flag, option
 
 Command = TypeVar("Command", bound=Callable[..., int])
+
+
+class Once(TyperCommand):
+    """A command that refuses an option that is given twice, instead of using the last one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [arg.partition("=")[0] for arg in args]
+        for param in self.params:
+            if not getattr(param, "multiple", True) and sum(map(given.count, param.opts)) > 1:
+                raise typer.BadParameter(f"{param.opts[0]} is given more than once.", ctx=ctx)
+        return super().parse_args(ctx, args)
+
 
 app = typer.Typer(
     name="moe-dispatch",
@@ -93,7 +106,7 @@ def main(
     """  # noqa: D301 - \b keeps the line breaks of a paragraph
 
 
-@app.command("doctor")
+@app.command("doctor", cls=Once)
 @answering
 def doctor_command(
     backend: Annotated[str | None, option("Test this backend only.", "--backend", "-b", backends=True)] = None,
@@ -128,7 +141,7 @@ def doctor_command(
     )
 
 
-@app.command("check")
+@app.command("check", cls=Once)
 @answering
 def check_command(
     backend: Backend,
@@ -154,7 +167,7 @@ def check_command(
     return check.run(parse_backend(backend), check.parse_sizes(ep), verbose=verbose, as_json=as_json)
 
 
-@app.command("plan")
+@app.command("plan", cls=Once)
 @answering
 def plan_command(
     config: Annotated[
@@ -169,20 +182,13 @@ def plan_command(
     cp: Annotated[int, count("Context-parallel ranks.")] = 1,
     sequence_parallel: Annotated[bool, flag("--sequence-parallel", "Tensor-parallel ranks divide sequences.")] = False,
     layers: Annotated[int | None, count("Layers with experts.", default="as in CONFIG, or 1")] = None,
-    dtype: Annotated[
-        str | None, option("bfloat16, float16 or float32.", of=options.PLAN_DTYPES, default="as in CONFIG, or bfloat16")
-    ] = None,
-    routing: Annotated[
-        str, option("uniform, zipf, zipf:EXPONENT or a trace file.", of=("uniform", "zipf"), metavar="ROUTING")
-    ] = "uniform",
+    dtype: Annotated[str | None, option("bfloat16, float16 or float32.", default="as in CONFIG, or bfloat16")] = None,
+    routing: Annotated[str, option("uniform, zipf, zipf:EXPONENT or a trace file.", metavar="ROUTING")] = "uniform",
     seed: Annotated[int, count("Seed of the simulated routing.", least=0)] = 0,
     backends: Backends = None,
     capacity_factor: Annotated[list[float] | None, option("Capacity factor to plan; repeatable.", metavar="X")] = None,
     graph_safe: Annotated[bool, flag("--graph-safe", "Plan graph-safe mode.")] = False,
-    balance: Annotated[bool, flag("--balance", "Plan placements with copies of experts.")] = False,
-    changes: Annotated[
-        list[str] | None, option("Change a config field; repeatable.", "--set", metavar="FIELD=VALUE")
-    ] = None,
+    changes: Changes = None,
     as_json: Json = False,
 ) -> int:
     """Predict what a model sends on a cluster.
@@ -197,16 +203,15 @@ def plan_command(
     moe-dispatch plan experiment.yaml --batch 2 --seq 4000 --set pad_multiple=fp8
     moe-dispatch plan config.json --tokens 4096 --routing zipf:0.5 --graph-safe
     moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall --json
-    moe-dispatch plan run.safetensors --balance
-    moe-dispatch plan config.json --tokens 4096 --routing zipf --balance
-    moe-dispatch plan experiment.yaml --tokens 64 --set spare_experts_per_rank=1
+    moe-dispatch plan run.safetensors
+    moe-dispatch plan run.safetensors --set spare_experts_per_rank=1 --set balance=least_loaded
     """  # noqa: D301
     import torch
 
-    from moe_dispatch_tools.names import planned_backends
+    from moe_dispatch_tools.names import parse_changes, planned_backends
     from moe_dispatch_tools.plan.display import show
     from moe_dispatch_tools.plan.forecast import FACTORS, MicroBatch, forecast, graph_safe_config
-    from moe_dispatch_tools.plan.models import parse_changes, read_model
+    from moe_dispatch_tools.plan.models import read_model
     from moe_dispatch_tools.plan.routing import routing_of
 
     torch.set_num_threads(1)  # a second thread slows down many small operators
@@ -230,7 +235,6 @@ def plan_command(
         nodes=nodes,
         backends=planned_backends(model.config, backends),
         factors=capacity_factor or FACTORS,
-        balance=balance,
     )
     if as_json:
         console.document(found)
@@ -239,35 +243,26 @@ def plan_command(
     return int(all(backend["refused"] for backend in found["backends"]))
 
 
-@app.command("compare")
+@app.command("compare", cls=Once)
 @answering
 def compare_command(
     config: Annotated[
         Path | None,
         typer.Argument(metavar="CONFIG", help="DispatcherConfig, YAML or JSON; else 64 experts, top-8, hidden 1024."),
     ] = None,
-    backends: BackendsAndPeers = None,
+    backends: Backends = None,
     peers: Annotated[bool, flag("--peers", "Add the floor, torchtitan and transformers.")] = False,
-    mode: Annotated[str, option("eager, graph-safe or both.", of=options.MODES, metavar="MODES")] = "eager,graph-safe",
+    mode: Annotated[str, option("eager, graph-safe or both.", metavar="MODES")] = "eager,graph-safe",
     ranks: Annotated[
         int | None, count("Processes to start; ignored under torchrun.", default="4, or the trace's")
     ] = None,
     tokens: Annotated[str | None, option("Tokens on the largest rank.", metavar="COUNTS", default="64")] = None,
-    experts: Annotated[int | None, count("Experts in the whole group, E.", default="as in CONFIG")] = None,
-    top_k: Annotated[int | None, count("Experts per token, K.", default="as in CONFIG")] = None,
-    hidden: Annotated[int | None, count("Hidden size, D.", default="as in CONFIG")] = None,
+    changes: Changes = None,
     steps: Annotated[int | None, count("Batches to send.", default="3, or up to 16 of the trace")] = None,
-    dtype: Annotated[
-        str, option("float64, float32, bfloat16, float16.", of=options.COMPARE_DTYPES, metavar="NAMES")
-    ] = "bfloat16",
+    dtype: Annotated[str, option("float64, float32, bfloat16, float16.", metavar="NAMES")] = "bfloat16",
     routing: Annotated[
         str | None,
-        option(
-            f"Of {', '.join(options.COMPARE_ROUTINGS)}.",
-            of=options.COMPARE_ROUTINGS,
-            metavar="NAMES",
-            default="uniform",
-        ),
+        option("balanced, uniform, skewed, last_expert, first_half, ...", metavar="NAMES", default="uniform"),
     ] = None,
     trace: Annotated[Path | None, option("Replay the routing of this trace.", metavar="FILE")] = None,
     tolerance: Annotated[
@@ -304,16 +299,16 @@ def compare_command(
     torchrun --nproc-per-node 8 --no-python moe-dispatch compare experiment.yaml
     """  # noqa: D301
     from moe_dispatch_tools.compare import command as compare
+    from moe_dispatch_tools.names import parse_changes
 
     workloads, own_ranks = compare.make_workloads(tokens=tokens, steps=steps, dtype=dtype, routing=routing, trace=trace)
-    sizes = {"num_experts": experts, "top_k": top_k, "hidden_size": hidden}
     task = compare.make_task(
         config,
         backends,
         mode,
         workloads,
         peers=peers,
-        sizes=sizes,
+        changes=parse_changes(changes or ()),
         rounds=rounds,
         tolerance=tolerance,
         expert_width=expert_width,
@@ -321,7 +316,7 @@ def compare_command(
     return compare.run(task, ranks or own_ranks, peers=peers, picture=picture, as_json=as_json)
 
 
-@app.command("report")
+@app.command("report", cls=Once)
 @answering
 def report_command(
     source: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="Trace file, or directory of RunLog.record.")],

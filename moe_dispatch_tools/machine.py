@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 
 import moe_dispatch
+from moe_dispatch.probing import loaded_nccl
 
 
 def this_machine() -> dict[str, Any]:
     """Read versions and devices.
 
-    Versions of CUDA and NCCL are those of torch, and None for a build without them. The cores are those that this
-    process may use.
+    The version of CUDA is that of torch. The version of NCCL is that of the library that this process has loaded. They
+    are None without them. The cores are those that this process may use. HybridEP compiles its kernels with the files
+    of the toolkit, in "/" if CUDA_HOME is not set.
     """
+    home, nccl = Path(os.environ.get("CUDA_HOME", "/")), loaded_nccl()
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() * torch.cuda.is_available()))
     processors = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(": ")[2] for line in processors.splitlines() if line.startswith("model name")]
@@ -31,7 +34,11 @@ def this_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "peers": {name: _version(name) for name in ("torchtitan", "transformers")},
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+        "cuda_toolkit": {
+            "home": os.environ.get("CUDA_HOME"),
+            **{file: any(home.glob(file)) for file in ("bin/nvcc", "lib64/libcudart*")},
+        },
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
         "gloo": dist.is_gloo_available(),
         "processor": models[0] if models else platform.processor(),
         "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

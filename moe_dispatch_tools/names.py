@@ -1,10 +1,10 @@
-"""Names of backends on the command line: ``alltoall``, ``hybridep+emulate=true``, ``my_package.module:MyOptions``."""
+"""Backends on the command line, such as ``hybridep+emulate=true`` or ``my_package.module:MyOptions``, and fields."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -90,6 +90,23 @@ def parse_backend(text: str, *, fields: Collection[str] = ()) -> NamedBackend:
             )
         (of_config if option in fields else options)[option] = json_or_text(value)
     return NamedBackend(label=text, where=where, options=options, fields=of_config)
+
+
+def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse FIELD=VALUE. Values are written as in environment variables.
+
+    Raises:
+        ConfigError: There is no such field, or no value.
+    """
+    found = {}
+    for pair in pairs:
+        field, separator, value = pair.partition("=")
+        if not separator or field not in DispatcherConfig.model_fields:
+            raise ConfigError(
+                f"--set must be FIELD=VALUE, got {pair!r}. Fields: {', '.join(DispatcherConfig.model_fields)}."
+            )
+        found[field] = json_or_text(value)
+    return found
 
 
 def own_backend(config: DispatcherConfig) -> NamedBackend | None:

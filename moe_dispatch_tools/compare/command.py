@@ -89,7 +89,7 @@ def make_task(
     workloads: tuple[Workload, ...],
     *,
     peers: bool = False,
-    sizes: dict[str, int | None] | None = None,
+    changes: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Task:
     """Make the task of the command line.
@@ -101,7 +101,7 @@ def make_task(
         modes: Names in ``MODES``, separated by commas.
         workloads: Cases.
         peers: Whether to add the floor and the installed peers.
-        sizes: Fields that replace those of the config, unless they are None.
+        changes: Fields that replace those of the config.
         **fields: Fields of ``Task``.
 
     Raises:
@@ -111,8 +111,7 @@ def make_task(
     chosen_modes, tolerance = _choices("mode", modes, MODES), fields.get("tolerance")
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise ConfigError(f"--tolerance must be a number above 0, got {tolerance:g}. Leave it out for the default.")
-    given: dict[str, Any] = {name: size for name, size in (sizes or {}).items() if size is not None}
-    config = DispatcherConfig.load(file, **{**({} if file else _SIZES), **given})
+    config = DispatcherConfig.load(file, **{**({} if file else _SIZES), **(changes or {})})
     variants: list[Variant] = []
     for text in _names(config, backends, file is None, peers):
         if isinstance(text, str) and text in PEERS:

@@ -22,6 +22,26 @@ from moe_dispatch_tools.machine import this_machine
 from moe_dispatch_tools.ranks import num_ranks, this_rank
 
 Finding = dict[str, Any]
+_LIBRARIES = {"CUDA": "cuda", "NCCL": "nccl"}
+# What a user acts on, of the constraints that differ from the defaults.
+_PHRASES = {
+    "row_multiple": "pads the rows of a rank to a multiple of {}",
+    "equal_rows": "pads all ranks to the same number of rows",
+    "min_rows": "needs at least {} rows of every rank",
+    "max_rows": "takes at most {} rows of a rank",
+    "hidden_multiple": "needs a hidden size that is a multiple of {}",
+    "max_hidden": "takes a hidden size of at most {}",
+    "dtypes": "takes rows in {}",
+    "devices": "runs on {}",
+    "max_top_k": "takes a top_k of at most {}",
+    "group_sizes": "runs on groups of these sizes: {}",
+    "local_experts_multiple": "needs a multiple of {} experts on a rank",
+    "max_local_experts": "takes at most {} experts of a rank",
+    "wire_dtypes": "supports wire_dtype {}",
+    "graph_safe": "supports graph-safe mode",
+    "compilable": "supports torch.compile",
+    "differentiable": "computes no gradients",
+}
 
 
 def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks: int, as_json: bool) -> int:
@@ -81,61 +101,55 @@ def diagnose(
     for name in names:
         if name not in known_backends():
             load_backend(name)  # raises an error with a hint
-    wanted = [(name, release) for name in names for release in (None, *(_emulations(name) if emulated else ()))]
-    testees: dict[str, Testee] = {}
-    for name, release in wanted:
-        if isinstance(_probe(name, release), Usable):
-            spec = name if release is None else {"name": name, "emulate": release}
-            alone = _is_for_one_rank(config, name, release, ranks)
-            testees[f"{name} {release}"] = Testee(
-                config=config.replace(backend=spec), alone=alone, on_cpu=release is not None
-            )
-    places = [(name, device) for name in known_permutations() for device in ("cpu", "cuda") if permutations]
+    backends = [
+        {"name": name, "emulates": release, **_described(_probe(name, release))}
+        for name in names
+        for release in (None, *(_emulations(name) if emulated else ()))
+    ]
     absent = Rejected("torch sees no CUDA device")
-    verdicts = {
-        (name, device): probe_permutation(name, device) if device == "cpu" or torch.cuda.is_available() else absent
-        for name, device in places
-    }
-    for (name, device), verdict in verdicts.items():
-        if isinstance(verdict, Usable):
-            local = config.replace(backend="local", permutation=name, device=device)
-            testees[f"permutation {name} {device}"] = Testee(config=local, alone=True, on_cpu=device == "cpu")
-    results, topology = run_self_tests(testees, ranks, on_done)
-    backends = []
-    for name, release in wanted:
-        verdict, test = _probe(name, release), results.get(f"{name} {release}")
-        size = topology["ranks"] if test is None else test["ranks"]
-        needs, refused = None, None
-        if isinstance(verdict, Usable):
-            nodes = topology["ranks_per_node"] if size == topology["ranks"] else None
-            needs, refused = _refusal(config, name, release, size, nodes)
-        backends.append(
-            {
-                "name": name,
-                "emulates": release,
-                "package": _package(name),
-                **_described(verdict),
-                "ep_size": size,
-                "constraints": {} if needs is None else _restrictions(needs),
-                "refused": refused,
-                "emulations": _emulations(name) if isinstance(verdict, Rejected) else (),
-                "self_test": test,
-            }
+    kernels: list[Finding] = [
+        {
+            "name": name,
+            "device": device,
+            **_described(probe_permutation(name, device) if device == "cpu" or torch.cuda.is_available() else absent),
+        }
+        for name in known_permutations()
+        for device in ("cpu", "cuda")
+        if permutations
+    ]
+    testees: dict[str, Testee] = {}
+    for one in (one for one in backends if one["usable"]):
+        name, release = one["name"], one["emulates"]
+        spec = name if release is None else {"name": name, "emulate": release}
+        alone = _is_for_one_rank(config, name, release, ranks)
+        testees[f"{name} {release}"] = Testee(
+            config=config.replace(backend=spec), alone=alone, on_cpu=release is not None
         )
+    for one in (one for one in kernels if one["usable"]):
+        local = config.replace(backend="local", permutation=one["name"], device=one["device"])
+        testees[f"{one['name']} on {one['device']}"] = Testee(config=local, alone=True, on_cpu=one["device"] == "cpu")
+    results, topology = run_self_tests(testees, ranks, on_done)
+    for one in backends:
+        name, release = one["name"], one["emulates"]
+        test = results.get(f"{name} {release}")
+        size = topology["ranks"] if test is None else test["ranks"]
+        nodes = topology["ranks_per_node"] if size == topology["ranks"] else None
+        needs, refused = _refusal(config, name, release, size, nodes) if one["usable"] else (None, None)
+        one |= {
+            "ep_size": size,
+            "constraints": {} if needs is None else _restrictions(needs),
+            "refused": refused,
+            "emulations": () if one["usable"] else _emulations(name),
+            "self_test": test,
+        }
+    for one in kernels:
+        one["self_test"] = results.get(f"{one['name']} on {one['device']}")
     return {
         "machine": this_machine(),
         "topology": topology,
         "model": {field: getattr(config, field) for field in ("num_experts", "top_k", "hidden_size")},
         "backends": backends,
-        "permutations": [
-            {
-                "name": name,
-                "device": device,
-                **_described(verdict),
-                "self_test": results.get(f"permutation {name} {device}"),
-            }
-            for (name, device), verdict in verdicts.items()
-        ],
+        "permutations": kernels,
     }
 
 
@@ -187,17 +201,10 @@ def _restrictions(needs: Constraints) -> Finding:
             continue
         if isinstance(value, frozenset):
             numbers = all(isinstance(item, int) for item in value)
-            value = listed_sizes(value) if numbers else sorted(str(item).removeprefix("torch.") for item in value)
+            names = sorted(str(item).removeprefix("torch.") for item in value)
+            value = listed_sizes(value) if numbers else ", ".join(names)
         found[field.name] = value
     return found
-
-
-def _package(name: str) -> str | None:
-    """Return the package of a backend; None if it cannot be imported."""
-    try:
-        return load_backend(name).__module__.partition(".")[0]
-    except MoEDispatchError:
-        return None
 
 
 def _emulations(name: str) -> tuple[str, ...]:
@@ -213,10 +220,13 @@ def _emulations(name: str) -> tuple[str, ...]:
 def _show(found: Finding) -> None:
     machine, topology, model = found["machine"], found["topology"], found["model"]
     console.line(f"moe-dispatch {machine['moe_dispatch']}, Python {machine['python']}, torch {machine['torch']}")
-    versions = [
-        f"{name} {machine[key]}" if machine[key] else f"no {name}" for name, key in (("CUDA", "cuda"), ("NCCL", "nccl"))
-    ]
+    versions = [f"{name} {machine[key]}" if machine[key] else f"no {name}" for name, key in _LIBRARIES.items()]
     console.line(f"torch has {', '.join(versions)}, {'gloo' if machine['gloo'] else 'no gloo'}")
+    toolkit = machine["cuda_toolkit"]
+    if machine["cuda"]:
+        missing = [file for file in ("bin/nvcc", "lib64/libcudart*") if not toolkit[file]]
+        home = f"CUDA_HOME: {toolkit['home'] or 'not set'}"
+        console.line(f"{home}, without {' and '.join(missing)}, which HybridEP needs" if missing else home)
     console.line(f"CPU: {machine['cpu_cores']} cores")
     for gpu in machine["gpus"] or ("none",):
         console.line(f"GPU: {gpu}")
@@ -230,9 +240,9 @@ def _show(found: Finding) -> None:
     console.line(f"backends, for {sizes}")
     for one in found["backends"]:
         _show_finding(one, one["name"] if one["emulates"] is None else f"{one['name']}, emulated {one['emulates']}")
-        if one["constraints"]:
-            listed = "; ".join(f"{name} {_value(value)}".rstrip() for name, value in one["constraints"].items())
-            console.line(f"on {_ranks(one['ep_size'])}: {listed}", indent=11)
+        told = [_PHRASES[name].format(value) for name, value in one["constraints"].items() if name in _PHRASES]
+        if told:
+            console.line(f"on {_ranks(one['ep_size'])}: {'; '.join(told)}", indent=11)
         if one["refused"] is not None:
             console.line(f"refused: {one['refused']}", indent=11)
         if one["emulations"]:
@@ -260,9 +270,3 @@ def _show_finding(found: Finding, name: str) -> None:
 
 def _ranks(number: int) -> str:
     return f"{number} ranks" if number > 1 else "one rank"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "" if value else "no"
-    return ", ".join(value) if isinstance(value, list) else str(value)

@@ -24,6 +24,11 @@ def show(found: dict[str, Any]) -> None:
         filled = "which stay empty" if model["balance"] is None else f"filled by {model['balance']} in each dispatch"
         slots = model["num_experts"] // cluster["ep_size"] + spare
         console.line(f"a rank has {slots} expert slots, {spare} of them spare, {filled}")
+    if copies := found["copies"]["expected"]:
+        weights = size(found["expert_bytes"] and copies * found["expert_bytes"]) or "of unknown size"
+        console.line(
+            f"weights of {copies:.0f} experts, {weights}, travel in a forward of a layer; as many gradients return"
+        )
     console.line(f"routing {found['routing']}")
     if sequences["multiple"] > 1:
         console.line(f"pad sequences to a multiple of {sequences['multiple']} tokens in the data loader")
@@ -49,21 +54,6 @@ def show(found: dict[str, Any]) -> None:
     _show_backends(found)
     if found["capacities"]:
         _show_capacities(found)
-    if found["placements"]:
-        console.table(
-            ["placement", "spare", "busiest / mean", "worst", "peak rows", "copied experts", "copied", "slots"],
-            [
-                [
-                    *(one["planner"] + " once" * one["once"], one["spare"], f"{one['imbalance']:.2f}"),
-                    *(f"{one['worst_imbalance']:.2f}", f"{one['peak_rows']:.0f}", f"{one['copied_experts']:.0f}"),
-                    *(size(one["copied_bytes"]) or "unknown", size(one["slot_bytes"]) or "unknown"),
-                ]
-                for one in found["placements"]
-            ],
-            caption="Rows of the busiest rank, and expert weights in slots of other ranks. A planner copies for each "
-            "dispatch, or once for all. At most 16 dispatches are planned. copied: weights of a layer that travel in a "
-            "forward, sum of all ranks; as many gradients travel in a backward. slots: weights in the slots of a rank.",
-        )
 
 
 def _show_backends(found: dict[str, Any]) -> None:

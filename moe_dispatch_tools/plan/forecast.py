@@ -25,13 +25,7 @@ from moe_dispatch.layouts import padded_length, sequence_multiple
 from moe_dispatch.probing import Usable
 from moe_dispatch_tools.loads import Loads, count_loads, count_traffic, padded_rows
 from moe_dispatch_tools.names import NamedBackend
-from moe_dispatch_tools.placements import (
-    MOST_DISPATCHES,
-    choices_for,
-    in_slots,
-    placement_plans,
-    rows_of_experts,
-)
+from moe_dispatch_tools.placements import count_copies, in_slots, rows_of_experts
 from moe_dispatch_tools.plan.models import Model
 from moe_dispatch_tools.plan.routing import Dispatch, RoutingSource
 
@@ -116,6 +110,7 @@ class Dispatches:
         loads: Counts of the dispatches by expert slot. The rows of a copy belong to the rank of the copy.
         experts_CPE: Rows of each rank for each expert.
         dtypes: Dtype of the rows of each dispatch.
+        placements: Placement of the experts in each dispatch; empty without spare expert slots.
     """
 
     config: DispatcherConfig
@@ -123,6 +118,7 @@ class Dispatches:
     loads: Loads
     experts_CPE: Tensor
     dtypes: Sequence[torch.dtype]
+    placements: Sequence[ExpertPlacement] = ()
 
     @classmethod
     def count(
@@ -142,7 +138,7 @@ class Dispatches:
         loads = count_loads(dispatches, shape)
         experts_CPE = rows_of_experts(loads.experts_CPE, used) if used else loads.experts_CPE
         dtypes = [*dtypes] * len(loads.rows_CP) if len(dtypes) == 1 else dtypes
-        return cls(config=config, shape=shape, loads=loads, experts_CPE=experts_CPE, dtypes=dtypes)
+        return cls(config=config, shape=shape, loads=loads, experts_CPE=experts_CPE, dtypes=dtypes, placements=used)
 
     @property
     def capacity_shape(self) -> MoEShape:
@@ -178,7 +174,6 @@ def forecast(
     nodes: int | None = None,
     backends: Sequence[NamedBackend],
     factors: Sequence[float] = FACTORS,
-    balance: bool = False,
 ) -> dict[str, Any]:
     """Make a plan. It starts no ranks and allocates no buffers.
 
@@ -190,7 +185,6 @@ def forecast(
         nodes: Nodes of the group; None for 8 ranks per node.
         backends: Backends to plan.
         factors: Capacity factors to plan.
-        balance: Whether to plan placements of experts beside that of the config.
 
     Returns:
         Plain data. All rows and bytes belong to one rank and one micro-batch. With spare expert slots, rows are counted
@@ -213,8 +207,7 @@ def forecast(
     shape = shape_of(config, ep_size, ep_size // nodes)
     home = dataclasses.replace(shape, num_experts=config.num_experts)  # without spare expert slots
     found = Dispatches.count(config, shape, source.dispatches(home, tokens), [model.dtype])
-    loads, stride = found.loads, -(-len(found.loads.rows_CP) // MOST_DISPATCHES)
-    choices = choices_for(config, others=balance)
+    loads = found.loads
     fields = ("num_experts", "top_k", "hidden_size", "spare_experts_per_rank", "balance", "wire_dtype", "graph_safe")
     return {
         "model": {
@@ -238,7 +231,8 @@ def forecast(
         "backends": [plan for named in backends for plan in _backend_plans(named, found, model.layers, batch)],
         "needed_factor": int(loads.received_CP.max()) / balanced_rows(found.capacity_shape),
         "capacities": capacity_plans(found, factors),
-        "placements": list(placement_plans(found.experts_CPE[::stride], home, choices, model.expert_bytes)),
+        "copies": figure(torch.tensor([[count_copies(placed)] for placed in found.placements] or [[0]])),
+        "expert_bytes": model.expert_bytes,
     }
 
 

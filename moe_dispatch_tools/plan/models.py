@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from moe_dispatch.config import DispatcherConfig, json_or_text
+from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_tools.traces import Trace
 
@@ -111,23 +111,6 @@ def read_model(
         groups=_group_limit(path, text, config),
         expert_bytes=3 * config.hidden_size * width * row_dtype.itemsize if isinstance(width, int) else None,
     )
-
-
-def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse FIELD=VALUE. Values are written as in environment variables.
-
-    Raises:
-        ConfigError: There is no such field, or no value.
-    """
-    found = {}
-    for pair in pairs:
-        field, separator, value = pair.partition("=")
-        if not separator or field not in DispatcherConfig.model_fields:
-            raise ConfigError(
-                f"--set must be FIELD=VALUE, got {pair!r}. Fields: {', '.join(DispatcherConfig.model_fields)}."
-            )
-        found[field] = json_or_text(value)
-    return found
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,6 +1,7 @@
-"""The sections of a report: the load of experts and ranks over steps, padding, bytes, capacities, placements, replay.
+"""The sections of a report: the load of experts and ranks over steps, padding, bytes, capacities, replay.
 
 A section is plain data for the template, which explains it. Dimensions are those of ``loads``; ``S``: steps of a run.
+The first dimension of ``Counts`` is C: dispatches of a trace, or steps of a run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from moe_dispatch.backends import load_backend
 from moe_dispatch.backends.capacity import balanced_rows
-from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch_tools.loads import Traffic, count_traffic, padded_rows
 from moe_dispatch_tools.pictures import curves, load_map, rank_matrix
@@ -23,7 +23,6 @@ from moe_dispatch_tools.traces import RunLog, Trace
 
 _MOST_COLUMNS = 400  # of a picture; a column then stands for several steps
 _MAPPED_LAYERS = 8
-_CAUSES = {"masked": "masked", "rank": "for ranks", "expert": "for experts"}
 
 Section = dict[str, Any]
 
@@ -37,10 +36,18 @@ def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]],
     return {"caption": caption, "headings": headings, "rows": rows, "folded": folded}
 
 
+def _rank_table(caption: str, columns: Mapping[str, Tensor]) -> Any:
+    """Make a table of numbers (P,) by rank, with their sums in the last line."""
+    rows = [
+        (str(rank), *cells) for rank, cells in enumerate(zip(*(of.tolist() for of in columns.values()), strict=True))
+    ]
+    return _table(caption, ("rank", *columns), [*rows, ("all", *(of.sum().item() for of in columns.values()))])
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Timeline:
-    """Loads in the order of the recording.
+class Counts:
+    """Numbers in the order of the recording.
 
     Attributes:
         names: Names of the dispatchers, or one name for all of them together.
@@ -48,6 +55,8 @@ class Timeline:
         step_C: Number of earlier dispatches or steps with the same name, int64.
         tokens_CE: Rows that went to each expert, int64.
         received_CP: Rows that the experts on each rank got, int64, copies of other ranks' experts included.
+        padding_CP: Padding rows of each rank by cause: "left out", "masked", "for ranks" and "for experts".
+        sent_CP: Bytes that each rank sent to other ranks, by collective.
     """
 
     names: Sequence[str]
@@ -55,11 +64,18 @@ class Timeline:
     step_C: Tensor
     tokens_CE: Tensor
     received_CP: Tensor
+    padding_CP: Mapping[str, Tensor]
+    sent_CP: Mapping[str, Tensor]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return int(self.step_C.max()) + 1
 
     @property
     def stride(self) -> int:
         """Number of steps that one column of a picture shows."""
-        return -(-(int(self.step_C.max()) + 1) // _MOST_COLUMNS)
+        return -(-self.steps // _MOST_COLUMNS)
 
     @property
     def imbalances(self) -> dict[str, Tensor]:
@@ -83,16 +99,16 @@ class Timeline:
         return {label: [of[block_C == block] for block in blocks] for label, of in values.items()}
 
 
-def load_section(timeline: Timeline) -> Section:
+def load_section(counts: Counts) -> Section:
     """Show the rows per expert: a map for each of the first dispatchers, and a table for each dispatcher."""
-    names, pictures, tables = timeline.names, [], []
+    names, pictures, tables = counts.names, [], []
     text = []
     if len(names) > _MAPPED_LAYERS:
         text.append(f"The pictures show the first {_MAPPED_LAYERS} of {len(names)} dispatchers, the tables all.")
-    if timeline.stride > 1:
-        text.append(f"A column of a picture is the sum of {timeline.stride} steps. The tables count single steps.")
+    if counts.stride > 1:
+        text.append(f"A column of a picture is the sum of {counts.stride} steps. The tables count single steps.")
     for layer, name in enumerate(names):
-        tokens_SE = timeline.tokens_CE[timeline.layer_C == layer]
+        tokens_SE = counts.tokens_CE[counts.layer_C == layer]
         total_E, means_E = tokens_SE.sum(0), tokens_SE.double().mean(0)
         columns = (total_E, total_E / max(float(total_E.double().mean()), 1e-9), means_E, *tokens_SE.aminmax(dim=0))
         rows = [
@@ -101,17 +117,17 @@ def load_section(timeline: Timeline) -> Section:
         heads = ("expert", "rows", "of the mean", "per step", "min", "max")
         tables.append(_table(f"Rows per expert, {name}", heads, rows, folded=True))
         if layer < _MAPPED_LAYERS:
-            blocks = torch.stack([block.sum(0) for block in tokens_SE.split(timeline.stride)])
+            blocks = torch.stack([block.sum(0) for block in tokens_SE.split(counts.stride)])
             alt = (
                 f"Heat map of {name}: rows per expert over {len(tokens_SE)} steps. Expert {int(total_E.argmax())} got "
             )
-            pictures.append(load_map(blocks, title=name, alt=alt + "the most rows.", stride=timeline.stride))
+            pictures.append(load_map(blocks, title=name, alt=alt + "the most rows.", stride=counts.stride))
     return _section("Expert load over steps", text, pictures, tables)
 
 
-def imbalance_section(timeline: Timeline) -> Section:
+def imbalance_section(counts: Counts) -> Section:
     """Show the load of the busiest expert and of the busiest rank, relative to the mean."""
-    kinds = timeline.imbalances
+    kinds = counts.imbalances
     text = []
     if "busiest rank without placements" in kinds:
         placed, home = kinds["busiest rank"].mean(), kinds["busiest rank without placements"].mean()
@@ -120,10 +136,10 @@ def imbalance_section(timeline: Timeline) -> Section:
             f"every rank had computed its own experts, it would have got {home:.2f} times the mean."
         )
     rows = []
-    for layer, name in enumerate(timeline.names):
+    for layer, name in enumerate(counts.names):
         cells: list[Any] = [name]
         for values_C in kinds.values():
-            values = values_C[timeline.layer_C == layer]
+            values = values_C[counts.layer_C == layer]
             cells += [float(values.mean()), float(values.max()), int(values.argmax())]
         rows.append(cells)
     alt = "Lines over steps: " + "; ".join(f"{kind}, {of.mean():.2f} times the mean" for kind, of in kinds.items())
@@ -131,9 +147,34 @@ def imbalance_section(timeline: Timeline) -> Section:
     return _section(
         "Imbalance over steps",
         text,
-        [curves(timeline.lines(kinds), alt=alt, stride=timeline.stride, ylabel="of the mean", bottom=1.0)],
+        [curves(counts.lines(kinds), alt=alt, stride=counts.stride, ylabel="of the mean", bottom=1.0)],
         [_table("Largest load, divided by the mean load", heads, rows)],
     )
+
+
+def padding_section(counts: Counts) -> Section:
+    """Show the padding rows of ranks by cause."""
+    real, padding = int(counts.tokens_CE.sum()), int(counts.padding_CP["for experts"].sum())
+    share = 100 * padding / max(real + padding, 1)
+    drawn = {cause: of for cause, of in counts.padding_CP.items() if cause != "left out" and of.any()}
+    means = "; ".join(f"{of.double().mean():.1f} {cause}" for cause, of in drawn.items())
+    alt = f"Lines over steps: padding rows of a rank, on average {means}"
+    pictures = [curves(counts.lines(drawn), alt=alt, stride=counts.stride, ylabel="rows of a rank")] if drawn else []
+    return _section(
+        "Padding",
+        [f"The experts got {real} rows. Padding for experts is {share:.1f} % of all rows."],
+        pictures,
+        [_rank_table("Padding rows by rank", {cause: of.sum(0) for cause, of in counts.padding_CP.items()})],
+    )
+
+
+def bytes_section(counts: Counts, text: Sequence[str] = (), pictures: Sequence[str] = ()) -> Section:
+    """Show the bytes that ranks send to other ranks."""
+    sent_P = {label: of_CP.sum(0) / counts.steps / 1e6 for label, of_CP in counts.sent_CP.items()}
+    if not sent_P:
+        return _section("Bytes between ranks", ["No bytes between ranks were counted."])
+    sent_P["total"] = torch.stack([*sent_P.values()]).sum(0)
+    return _section("Bytes between ranks", text, pictures, [_rank_table("MB per step to other ranks", sent_P)])
 
 
 def trace_content(name: str, trace: Trace) -> dict[str, Any]:
@@ -142,30 +183,29 @@ def trace_content(name: str, trace: Trace) -> dict[str, Any]:
     Raises:
         TraceError: Some ranks are missing, or an expert id is out of range.
     """
-    found, rank_padding, traffic = counts_of(trace)
-    timeline = Timeline(
-        names=trace.layers,
-        layer_C=torch.tensor([call.layer for call in trace.calls]),
-        step_C=torch.tensor([call.step for call in trace.calls]),
-        tokens_CE=found.experts_CPE.sum(1),
-        received_CP=found.loads.received_CP,
-    )
+    counts, traffic = counts_of(trace)
+    text, pictures = [], []
+    if traffic is not None and trace.ep_size > 1:
+        matrix_PP = traffic.pairs_PP / trace.steps / 1e6
+        alt = f"Matrix of MB per step from each rank to each other rank, at most {float(matrix_PP.max()):.3g}."
+        pictures.append(rank_matrix(matrix_PP, unit="MB per step", alt=alt))
+        text.append(
+            f"Bytes that {trace.backend_name} sends in a step, forward and backward. Rows travel in "
+            f"{traffic.row_dtypes}."
+            + " Only rows are counted. The library sends more beside them."
+            * traffic.payload_only
+        )
     return {
         "title": f"Routing of {name}",
         "trace": name,
-        "intro": [_summary(timeline)],
+        "intro": [_summary(counts)],
         "settings": _settings(trace, {"dispatchers": len(trace.layers), "steps": trace.steps}),
-        "sections": [
-            load_section(timeline),
-            imbalance_section(timeline),
-            _trace_padding(trace, found, rank_padding),
-            _trace_bytes(trace, traffic),
-        ],
+        "sections": [*_common(counts), bytes_section(counts, text, pictures)],
     }
 
 
-def counts_of(trace: Trace) -> tuple[Dispatches, int, Traffic | None]:
-    """Count the dispatches of a trace, the padding rows for ranks, and the bytes of the recorded backend if it says.
+def counts_of(trace: Trace) -> tuple[Counts, Traffic | None]:
+    """Count the dispatches of a trace, their padding, and the bytes of the recorded backend if it can say them.
 
     The backend has the needs of the recorded run. Planners are pure, so a config with ``balance`` gives the placements
     of the run again.
@@ -181,13 +221,36 @@ def counts_of(trace: Trace) -> tuple[Dispatches, int, Traffic | None]:
     options = trace.config.backend_options or load_backend(trace.backend_name)()
     padded_CP = padded_rows(found.loads.rows_CP, trace.needs, trace.config)
     traffic = count_traffic(options, shape, found.loads, padded_CP, found.dtypes)
-    return found, int((padded_CP - found.loads.rows_CP).sum()), traffic
+    idle_CP = torch.zeros(2, *padded_CP.shape, dtype=torch.int64)
+    for number, call in enumerate(trace.calls):
+        for rank, part in enumerate(call.parts):
+            real = part.layout.num_real(part.num_rows)
+            idle_CP[int(trace.cuts(part)), number, rank] = 0 if real is None else part.num_rows - real
+    counts = Counts(
+        names=trace.layers,
+        layer_C=torch.tensor([call.layer for call in trace.calls]),
+        step_C=torch.tensor([call.step for call in trace.calls]),
+        tokens_CE=found.experts_CPE.sum(1),
+        received_CP=found.loads.received_CP,
+        padding_CP={
+            "left out": idle_CP[1],
+            "masked": idle_CP[0],
+            "for ranks": padded_CP - found.loads.rows_CP,
+            "for experts": found.loads.expert_padding_CP(shape.pad_multiple),
+        },
+        sent_CP={} if traffic is None or trace.ep_size == 1 else traffic.sent_CP,
+    )
+    return counts, traffic
 
 
-def _summary(timeline: Timeline) -> str:
-    imbalance_C = timeline.imbalances["busiest expert"]
+def _common(counts: Counts) -> list[Section]:
+    return [load_section(counts), imbalance_section(counts), padding_section(counts)]
+
+
+def _summary(counts: Counts) -> str:
+    imbalance_C = counts.imbalances["busiest expert"]
     worst = int(imbalance_C.argmax())
-    where = f"{timeline.names[int(timeline.layer_C[worst])]}, step {int(timeline.step_C[worst])}"
+    where = f"{counts.names[int(counts.layer_C[worst])]}, step {int(counts.step_C[worst])}"
     return (
         f"The busiest expert got {imbalance_C.mean():.2f} times the mean of all experts on average, and at most "
         f"{imbalance_C[worst]:.2f} times ({where})."
@@ -195,7 +258,7 @@ def _summary(timeline: Timeline) -> str:
 
 
 def _settings(of: Trace | RunLog, more: dict[str, Any]) -> dict[str, Any]:
-    config: DispatcherConfig = of.config
+    config = of.config
     fields = ["num_experts", "top_k", "hidden_size", "pad_multiple", "graph_safe"]
     fields += ["balance", "spare_experts_per_rank"] if config.spare_experts_per_rank else []
     fields += ["capacity_factor"] if config.graph_safe else []
@@ -204,54 +267,19 @@ def _settings(of: Trace | RunLog, more: dict[str, Any]) -> dict[str, Any]:
     return {"backend": of.backend_name, "ranks": of.ep_size, **named, **more, **versions}
 
 
-def _trace_padding(trace: Trace, found: Dispatches, rank_padding: int) -> Section:
-    idle = {True: 0, False: 0}
-    for part in (part for call in trace.calls for part in call.parts):
-        real = part.layout.num_real(part.num_rows)
-        idle[trace.cuts(part)] += 0 if real is None else part.num_rows - real
-    real, padding = int(found.loads.tokens_CE.sum()), int(found.loads.expert_padding_CP(found.shape.pad_multiple).sum())
-    rows = [("left out", idle[True]), ("masked", idle[False]), ("for ranks", rank_padding), ("for experts", padding)]
-    return _section("Padding", [_padded(real, padding)], tables=[_table("Padding", ("cause", "rows"), rows)])
-
-
-def _padded(real: int, padding: int) -> str:
-    share = 100 * padding / max(real + padding, 1)
-    return f"The experts got {real} rows. Padding for experts is {share:.1f} % of all rows."
-
-
-def _trace_bytes(trace: Trace, traffic: Traffic | None) -> Section:
-    heading = "Bytes between ranks"
-    if traffic is None or trace.ep_size == 1:
-        return _section(heading, ["No bytes between ranks are known."])
-    scale = trace.steps * 1e6
-    text = (
-        f"Bytes that {trace.backend_name} sends in a step, forward and backward. Rows travel in {traffic.row_dtypes}."
-    )
-    note = " Only rows are counted. The library sends more beside them." * traffic.payload_only
-    matrix_PP = traffic.pairs_PP / scale
-    alt = f"Matrix of MB per step from each rank to each other rank, at most {float(matrix_PP.max()):.3g}."
-    sent = {label: of_CP.sum(0) / scale for label, of_CP in traffic.sent_CP.items()}
-    return _section(heading, [text + note], [rank_matrix(matrix_PP, unit="MB per step", alt=alt)], [_bytes_table(sent)])
-
-
-def _bytes_table(sent_P: Mapping[str, Tensor]) -> Any:
-    """Make a table of the MB per step that each rank sends, by collective."""
-    columns = [*sent_P.values(), torch.stack([*sent_P.values()]).sum(0)]
-    rows = [(str(rank), *(float(of[rank]) for of in columns)) for rank in range(len(columns[0]))]
-    rows.append(("all", *(float(of.sum()) for of in columns)))
-    return _table("MB per step to other ranks", ("rank", *sent_P, "total"), rows)
-
-
 def run_content(name: str, run: RunLog) -> dict[str, Any]:
     """Make the content of the page about the log of a run with at least one step."""
-    timeline = Timeline(
+    causes = {"left out": "cut", "masked": "masked", "for ranks": "rank", "for experts": "expert"}
+    counts = Counts(
         names=["all dispatchers"],
         layer_C=torch.zeros(run.steps, dtype=torch.int64),
         step_C=torch.arange(run.steps),
         tokens_CE=run.tokens_SE,
         received_CP=run.received_SP,
+        padding_CP={label: run.rows[cause] for label, cause in causes.items()},
+        sent_CP=run.sent,
     )
-    intro = [_summary(timeline)]
+    intro = [_summary(counts)]
     if len(set(run.written)) > 1:
         intro.append(
             f"Ranks ended after different numbers of steps, from {min(run.written)} to {max(run.written)}. This page "
@@ -264,40 +292,15 @@ def run_content(name: str, run: RunLog) -> dict[str, Any]:
         "intro": intro,
         "settings": {**({"dispatcher": run.name} if run.name else {}), **_settings(run, more)},
         "sections": [
-            load_section(timeline),
-            imbalance_section(timeline),
-            _run_padding(run, timeline),
-            _run_bytes(run),
-            *_run_overflow(run, timeline),
-            *([_replay_section(run, timeline)] if run.slots_replayed else []),
+            *_common(counts),
+            bytes_section(counts),
+            *_run_overflow(run, counts),
+            *([_replay_section(run, counts)] if run.slots_replayed else []),
         ],
     }
 
 
-def _run_padding(run: RunLog, timeline: Timeline) -> Section:
-    rows_SP = {label: run.rows[cause] for cause, label in _CAUSES.items()}
-    real, padding = int(run.tokens_SE.sum()), int(run.rows["expert"].sum())
-    alt = "Lines over steps: padding rows of a rank, on average " + "; ".join(
-        f"{of.double().mean():.1f} {label}" for label, of in rows_SP.items()
-    )
-    columns = [of.sum(0).tolist() for of in (run.rows["cut"], *rows_SP.values())]
-    rows = [(str(rank), *cells) for rank, cells in enumerate(zip(*columns, strict=True))]
-    return _section(
-        "Padding",
-        [_padded(real, padding)],
-        [curves(timeline.lines(rows_SP), alt=alt, stride=timeline.stride, ylabel="rows of a rank")],
-        [_table("Padding rows by rank", ("rank", "left out", *rows_SP), [*rows, ("all", *map(sum, columns))])],
-    )
-
-
-def _run_bytes(run: RunLog) -> Section:
-    if not run.sent:
-        return _section("Bytes between ranks", ["No bytes between ranks were counted."])
-    sent_P = {label: of_SP.sum(0) / run.steps / 1e6 for label, of_SP in run.sent.items()}
-    return _section("Bytes between ranks", [], tables=[_bytes_table(sent_P)])
-
-
-def _run_overflow(run: RunLog, timeline: Timeline) -> list[Section]:
+def _run_overflow(run: RunLog, counts: Counts) -> list[Section]:
     if run.needed_SP is None or run.room_S is None:  # nothing can overflow in eager mode
         return []
     kinds = [("rows of a rank's experts", run.needed_SP, run.room_S)]
@@ -322,12 +325,12 @@ def _run_overflow(run: RunLog, timeline: Timeline) -> list[Section]:
     told = (
         f"{fate if overflowed else 'No rows were dropped.'} A capacity_factor of {enough:.3f} would have been enough."
     )
-    picture = curves(timeline.lines(lines), alt=alt, stride=timeline.stride, ylabel="rows")
+    picture = curves(counts.lines(lines), alt=alt, stride=counts.stride, ylabel="rows")
     heads = ("need", "rows", "on rank", "capacity", "first overflow in step")
     return [_section("Overflow", [told], [picture], [_table("Largest need of a dispatch", heads, rows)])]
 
 
-def _replay_section(run: RunLog, timeline: Timeline) -> Section:
+def _replay_section(run: RunLog, counts: Counts) -> Section:
     """Show the share of replayed slots in which the router would have chosen another expert."""
     slots_SL = torch.stack([of.sum(1) for of in run.slots_replayed.values()], 1)
     drifted_SL = torch.stack([of.sum(1) for of in run.slots_drifted.values()], 1)
@@ -338,7 +341,7 @@ def _replay_section(run: RunLog, timeline: Timeline) -> Section:
     return _section(
         "Routing replay",
         [],
-        [curves(timeline.lines({"drift": share_SL}), alt=alt, stride=timeline.stride, ylabel="% of slots")],
+        [curves(counts.lines({"drift": share_SL}), alt=alt, stride=counts.stride, ylabel="% of slots")],
         [
             _table(
                 "Replayed slots by dispatcher",

@@ -17,13 +17,9 @@ from typer.testing import CliRunner
 import moe_dispatch_tools
 from moe_dispatch import __version__
 from moe_dispatch.backends import known_backends
-from moe_dispatch_testing.scenario import ROUTINGS, TOLERANCES
 from moe_dispatch_tools import options
 from moe_dispatch_tools.app import app
-from moe_dispatch_tools.compare.command import MODES
-from moe_dispatch_tools.compare.peers import PEERS
 from moe_dispatch_tools.compare.workload import MOST_STEPS
-from moe_dispatch_tools.plan.models import DTYPES
 from tests.cli.conftest import Command
 from tests.cli.processes import hearing_interrupts, members, wait_for
 
@@ -69,13 +65,7 @@ def test_help_has_examples_one_a_line(name: str, command: Command) -> None:
         ("doctor --backend ", known_backends()),
         ("check a", ("allgather", "alltoall")),
         ("plan c.yaml -b alltoall,", [f"alltoall,{name}" for name in known_backends() if name != "alltoall"]),
-        ("plan c.yaml --dtype ", DTYPES),
         ("compare c.yaml --backends lo", ("local",)),
-        ("compare c.yaml --mode eager,", ("eager,graph-safe",)),
-        ("compare c.yaml --mode ", MODES),
-        ("compare c.yaml --dtype ", TOLERANCES),
-        ("compare c.yaml --routing ", ROUTINGS),
-        ("compare -b ", (*known_backends(), *PEERS)),
     ],
 )
 def test_shell_completes_choices(words: str, expected: Iterable[str]) -> None:
@@ -126,6 +116,13 @@ def test_wrong_usage_ends_with_2(command: Command) -> None:
     answer = command("doctor", "--bakend", "alltoall")
     assert answer.status == 2
     assert "--bakend" in answer.error
+
+
+@pytest.mark.parametrize("words", ["check alltoall --ep 1 --ep=2", "doctor -b local --backend alltoall --ranks 1"])
+def test_option_given_twice_is_refused(words: str, command: Command) -> None:
+    answer = command(*words.split())
+    assert (answer.status, answer.out) == (2, "")
+    assert re.search(r"Invalid value: --(ep|backend) is given more than once\.", answer.error), answer.error
 
 
 def test_interrupt_is_told(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

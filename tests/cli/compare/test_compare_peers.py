@@ -106,7 +106,7 @@ def test_floor_makes_its_memory_before_the_clock_starts() -> None:
 
 
 def test_without_a_config_there_are_sizes(command: Command) -> None:
-    answer = command("compare", *FEW, "--experts", "4", "--top-k", "2", "--hidden", "32", "--json")
+    answer = command("compare", *FEW, "--set", "num_experts=4", "--set", "top_k=2", "--set", "hidden_size=32", "--json")
     report = json.loads(answer.out)
     assert (report["config"]["num_experts"], report["config"]["hidden_size"]) == (4, 32)
     assert [one["backend"] for one in report["cases"][0]["outcomes"]] == ["alltoall"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from moe_dispatch import Routing, Rows, build_dispatcher
-from moe_dispatch.backends import MoEShape
+from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.errors import InputError
 from moe_dispatch_testing import run_ranks
-from moe_dispatch_tools.placements import CHOICES, Choice, placement_plans
+from moe_dispatch_tools.placements import count_copies
 from moe_dispatch_tools.traces import Trace
 from tests.cli.conftest import Command
 from tests.cli.plan.planned import config, mixed_ids
@@ -177,55 +175,28 @@ def test_traces_that_are_refused(command: Command, model: str, tmp_path: Path) -
     assert re.match(r"Error: plan: \S+ must hold a dispatch, got none\. Record at least one step\.", answer.error)
 
 
-SHAPE = MoEShape(num_experts=8, top_k=2, hidden_size=16, ep_size=4, pad_multiple=1, ranks_per_node=4)
-
-
-def test_placements_by_hand() -> None:
-    """Each rank has 36 rows for expert 0 and 4 for the others: a copy of expert 0 on each rank takes 36."""
-    experts_CPE = torch.tensor([36, 4, 4, 4, 4, 4, 4, 4]).expand(3, 4, 8)
-    none, every, _, least = (SimpleNamespace(**of) for of in placement_plans(experts_CPE, SHAPE, CHOICES, 1000))
-    assert (none.peak_rows, none.copied_experts, none.copied_bytes) == (160, 0, 0)
-    assert none.imbalance == pytest.approx(160 / 64)
-    assert every.imbalance < 1.2
-    assert every.copied_bytes == every.copied_experts * 1000
-    assert least.copied_experts <= every.copied_experts
-    # Rank 1 gets a copy of the only busy expert. That saves rank 0 half of its rows: one for each token per expert.
-    shape = dataclasses.replace(SHAPE, num_experts=2, ep_size=2, ranks_per_node=2)
-    choices = (Choice(), Choice("least_loaded", 1))
-    plans = placement_plans(torch.tensor([[[10, 0], [10, 0]]]), shape, choices, 1000)
-    none, least = (SimpleNamespace(**of) for of in plans)
-    assert (none.imbalance, least.imbalance, least.copied_experts) == (2, 1, 1)
-    assert (none.slot_bytes, least.slot_bytes) == (1000, 2000)
-
-
-def test_balance_shows_placements(command: Command, tmp_path: Path) -> None:
-    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 256, "moe_intermediate_size": 64}
-    model = str(written(tmp_path, {**QWEN3, **sizes}))
-    arguments = ["plan", model, "--ep", "4", "--tokens", "512", "--routing", "zipf", "-b", "alltoall"]
-    shown = command(*arguments, "--balance")
-    assert shown.status == 0, shown.error
-    assert "least_loaded" in shown.out
-    none, _, least, _ = json.loads(command(*arguments, "--balance", "--json").out)["placements"]
-    assert least["imbalance"] < none["imbalance"]
-    assert least["copied_bytes"] == least["copied_experts"] * 3 * 256 * 64 * 2
+def test_copies_by_hand() -> None:
+    """Experts 0 and 1 are at home on rank 0. Rank 1 has a copy of expert 0; a slot of rank 0 is empty."""
+    assert count_copies(ExpertPlacement(4, ((0, 1, -1), (2, 3, 0)))) == 1
+    assert count_copies(ExpertPlacement(4, ((2, 3), (1, 0)))) == 4
 
 
 def test_the_placement_of_the_config_is_planned(command: Command, tmp_path: Path) -> None:
-    fields = {"num_experts": 16, "top_k": 4, "hidden_size": 256, "spare_experts_per_rank": 2}
-    model = str(written(tmp_path, fields, "dispatcher.json"))
+    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 256, "moe_intermediate_size": 64}
+    model = str(written(tmp_path, {**QWEN3, **sizes}))
     arguments = ["plan", model, "--ep", "4", "--tokens", "512", "--routing", "zipf", "-b", "alltoall"]
+    arguments += ["--set", "spare_experts_per_rank=2"]
     empty = command(*arguments)
     assert "a rank has 6 expert slots, 2 of them spare, which stay empty" in empty.out
-    assert "unknown" in empty.out, "the width of an expert"
+    assert "travel in a forward" not in empty.out
     balanced = [*arguments, "--set", "balance=least_loaded"]
     shown = command(*balanced)
     assert "2 of them spare, filled by least_loaded in each dispatch" in shown.out
     assert "capacity" not in shown.out
     without, found = (json.loads(command(*asked, "--json").out) for asked in (arguments, balanced))
-    assert [(one["planner"], one["spare"]) for one in found["placements"]] == [("none", 0), ("least_loaded", 2)]
-    assert found["busiest_rank"]["expected"] == pytest.approx(
-        found["placements"][1]["imbalance"] * found["received"]["expected"], rel=0.01
-    )
+    assert (without["copies"]["high"], found["expert_bytes"]) == (0, 3 * 256 * 64 * 2)
+    assert 0 < found["copies"]["expected"] <= found["copies"]["high"] <= 8
+    assert re.search(r"^weights of \d experts, [\d.]+ kB, travel in a forward of a layer;", shown.out, re.MULTILINE)
     assert found["busiest_rank"]["expected"] < 0.8 * without["busiest_rank"]["expected"]
     assert found["busiest_expert"] == without["busiest_expert"]
     assert found["backends"][0]["sent"]["balance"]["expected"] == 8 * 17 * 3
