@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, final
 
@@ -23,6 +24,7 @@ from moe_dispatch.types import Routing
 # hidden states (R, D), local expert ids (R, K), weights (R, K) -> (R, D), weighted and summed over K
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 WIRED = "_moe_dispatch"
+_LAYER = "_moe_dispatch_layer"  # attribute of an experts module: its own dispatcher beside that of an ExpertsFunction
 
 
 @final
@@ -36,11 +38,19 @@ class ExpertParallel:
     def __init__(self, config: DispatcherConfig, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         refuse_spare_slots("register", config)
         _check_held_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
-        self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)
+        self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)  # until attach knows its path
         self.slices = BatchSlice(tp_mesh.get_group())
         self.drift: Tensor | None = None  # of the routing that comes next, if it is replayed
         self._forward = experts.forward
         setattr(experts, WIRED, self)  # for attach
+
+    def dispatcher_of(self, experts: nn.Module) -> Dispatcher:
+        """Return the dispatcher of the module."""
+        return self.dispatcher
+
+    def give_name(self, experts: nn.Module, name: str) -> None:
+        """Name the dispatcher after its module."""
+        _rename(self.dispatcher, name)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
@@ -76,6 +86,19 @@ class ExpertsFunction:
         ranks = group.get_group() if isinstance(group, DeviceMesh) else group
         self._rank, self._size = ranks.rank(), ranks.size()
 
+    def dispatcher_of(self, experts: nn.Module) -> Dispatcher:
+        """Return the dispatcher that ``give_name`` made for the module; without one, that of all modules."""
+        own: Dispatcher | None = experts.__dict__.get(_LAYER)
+        # A model may change its experts function. Then the module's dispatcher may be of another config or group.
+        return self.dispatcher if own is None or own._lease.shared is not self.dispatcher._lease.shared else own
+
+    def give_name(self, experts: nn.Module, name: str) -> None:
+        """Give a module a dispatcher of its own, with its name. It shares the channel, so nothing is exchanged."""
+        if self.dispatcher_of(experts) is self.dispatcher:
+            own = copy.deepcopy(self.dispatcher)
+            _rename(own, name)
+            experts.__dict__[_LAYER] = own  # not as a submodule, because it is no part of the model
+
     def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
 
@@ -83,7 +106,7 @@ class ExpertsFunction:
             return self._implementation(self.local(experts), *rows)
 
         routing, self.drift = Routing(top_k_index, top_k_weights, self.drift), None
-        return _through(self.dispatcher, forward, hidden_states, routing)
+        return _through(self.dispatcher_of(experts), forward, hidden_states, routing)
 
     def local(self, experts: nn.Module) -> Any:
         """Return the module, or a view of it with the experts of this rank. Raise ConfigError if it lacks any."""
@@ -105,6 +128,10 @@ class _LocalExperts:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
+
+
+def _rename(dispatcher: Dispatcher, name: str) -> None:
+    dispatcher.name = dispatcher._lease.name = name
 
 
 def _check_held_experts(experts: nn.Module, config: DispatcherConfig, ep_size: int, *, held: int) -> None:

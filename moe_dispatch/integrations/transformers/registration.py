@@ -73,24 +73,26 @@ def attach(model: nn.Module) -> None:
     """Make each forward of a model plan for the padding of its batch, so that padding is not dispatched.
 
     Call it once, after the experts are wired. A second call does nothing. It hooks the modules that take an attention
-    mask and hold experts. Each forward makes one plan for all layers.
+    mask and hold experts. Each forward makes one plan for all layers. Dispatchers get the names of their modules, which
+    errors, metrics and traces show.
 
     Raises:
         ConfigError: The model has no MoE layers, none of them is wired, or no module around them takes the mask.
     """
-    wired = _wired_experts(model)
-    for name, experts in wired.items():
+    for name, (experts, wiring) in _wired_experts(model).items():
+        wiring.give_name(experts, name)
         owner = _module_with_mask(model, name)
         if not any(isinstance(hook, PlanBeforeForward) for hook in owner._forward_pre_hooks.values()):
             parameters = tuple(inspect.signature(owner.forward).parameters)
-            before = PlanBeforeForward(parameters=parameters, dispatcher=experts.dispatcher, slices=experts.slices)
+            dispatcher = wiring.dispatcher_of(experts)
+            before = PlanBeforeForward(parameters=parameters, dispatcher=dispatcher, slices=wiring.slices)
             owner.register_forward_pre_hook(before, with_kwargs=True)
             owner.register_forward_hook(end_plan, always_call=True)
 
 
 def dispatchers_of(model: nn.Module) -> dict[str, Dispatcher]:
     """Return the dispatcher of each experts module, by the name of the module. Use it for metrics and checks."""
-    return {name: experts.dispatcher for name, experts in _wired_experts(model).items()}
+    return {name: wiring.dispatcher_of(experts) for name, (experts, wiring) in _wired_experts(model).items()}
 
 
 def _is_registered(
@@ -114,14 +116,13 @@ def _is_registered(
     return True
 
 
-def _wired_experts(model: nn.Module) -> dict[str, ExpertParallel | ExpertsFunction]:
-    """Return the wiring of each experts module, by name."""
+def _wired_experts(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertParallel | ExpertsFunction]]:
+    """Return each experts module and its wiring, by name."""
     modules = experts_of("attach", model)
-    found = {name: wiring_of(module) for name, module in modules.items()}
-    wired = {name: wiring for name, wiring in found.items() if wiring is not None}
-    for name, wiring in wired.items():
+    wired = {name: (module, wiring) for name, module in modules.items() if (wiring := wiring_of(module)) is not None}
+    for module, wiring in wired.values():
         if isinstance(wiring, ExpertsFunction):
-            wiring.local(modules[name])  # raises if the experts do not fit the config
+            wiring.local(module)  # raises if the experts do not fit the config
     if not wired:
         raise ConfigError(
             f"attach: none of the {len(modules)} experts modules of {type(model).__name__} is wired. Call register "

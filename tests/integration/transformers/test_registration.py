@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_dispatch import DispatcherConfig
-from moe_dispatch.errors import ConfigError, IntegrationError
+from moe_dispatch.errors import ConfigError, IntegrationError, StateError
 from moe_dispatch.integrations import checks
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
+from moe_dispatch.replay import RoutingTable
 from tests.integration.transformers.models import BATCHES, EXPERTS, FAMILIES, HIDDEN, LAYERS, TOP_K, build, config_of
 from tests.integration.transformers.wiring import (
     gradients,
@@ -137,8 +140,36 @@ def test_experts_function_with_the_registry_and_without(
     loss_of(model, BATCHES[1], targets(BATCHES[1])).backward()
     assert largest_error(gradients(model), unsharded(FAMILY, (BATCHES[1],))[1]) < 1e-4
     assert rows_cut(model) == LAYERS * (BATCHES[1].attention_mask.numel() - BATCHES[1].num_real)
-    assert list(dispatchers_of(model)) == [f"model.layers.{i}.mlp.experts" for i in range(LAYERS)]
+    dispatchers = dispatchers_of(model)
+    assert list(dispatchers) == [f"model.layers.{i}.mlp.experts" for i in range(LAYERS)]
     assert list(model.state_dict()) == list(build(FAMILY).state_dict())
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("how", ["registry", "function"])
+def test_layers_have_dispatchers_with_their_names(how: str, mesh: DeviceMesh) -> None:
+    """Metrics, traces and recordings tell layers apart by their dispatchers."""
+    model, name = build(FAMILY), f"names-{how}"
+    register(config(), group=dist.group.WORLD if how == "function" else None, name=name)
+    if how == "function":
+        model.set_experts_implementation(name)
+    else:
+        wire(model, mesh, name)
+    attach(model)
+    dispatchers = dispatchers_of(model)
+    attach(model)
+    assert list(dispatchers_of(model).values()) == list(dispatchers.values())
+    assert [dispatcher.name for dispatcher in dispatchers.values()] == list(dispatchers)
+    with RoutingTable.record(list(dispatchers.values())) as recording, torch.no_grad():
+        recording.micro_batch(["batch"])
+        loss_of(model, BATCHES[1], 1)
+    table = recording.table()
+    assert table.layers == tuple(range(LAYERS))
+    assert not torch.equal(table.entries("batch")[:, 0], table.entries("batch")[:, 1])
+    next(iter(dispatchers.values())).close()
+    with pytest.raises(StateError) as caught:
+        loss_of(model, BATCHES[1], 1)
+    assert "In the dispatcher 'model.layers.0.mlp.experts'." in caught.value.__notes__
 
 
 def test_experts_function_is_for_one_config_and_group(mesh: DeviceMesh) -> None:
