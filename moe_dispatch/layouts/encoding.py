@@ -1,4 +1,4 @@
-"""A layout as one vector of integers: to write it into a trace, and to broadcast it to the ranks of a group.
+"""A layout as JSON in a vector of integers: to write it into a trace, and to broadcast it to the ranks of a group.
 
 Every tensor-parallel rank, on every pipeline stage, needs the packed metadata of its micro-batch. But only one rank has
 a data loader that makes the metadata.
@@ -7,10 +7,8 @@ a data loader that makes the metadata.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
 from dataclasses import fields
-from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -19,17 +17,12 @@ from torch import Tensor
 
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import ConfigError, LayoutError
-from moe_dispatch.layouts.base import INTEGER_DTYPES, Layout, Shard, is_host
+from moe_dispatch.layouts.base import Layout, Shard, is_host
 from moe_dispatch.layouts.bshd import BSHD, SBHD
 from moe_dispatch.layouts.rows import Masked, Rows
 from moe_dispatch.layouts.thd import THD
 
-# The position in these tables is the code of a class, dtype or kind, so new entries must be added at the end.
-_CLASSES: tuple[type[Any], ...] = (BSHD, SBHD, THD, Rows, Shard, Masked)
-_DTYPES = (*INTEGER_DTYPES, torch.bool)
-_KINDS = ("contiguous", "zigzag")
-# The tag before each field tells its type.
-_NONE, _INTEGER, _TENSOR, _LAYOUT, _KIND = range(5)
+_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in (BSHD, SBHD, THD, Rows, Shard, Masked)}
 # What a rank says in place of the length of its layout.
 _ABSENT, _FOREIGN = -1, -2
 
@@ -56,15 +49,10 @@ def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int =
     is NCCL or the tensors are on a device. Call this once per micro-batch, not per layer.
     """
     if not 0 <= src < group.size():
-        raise ConfigError(
-            f"broadcast_layout: src must lie in 0..{group.size() - 1}, got {src}. Pass a rank of the group."
-        )
+        raise ConfigError(f"broadcast_layout: src must lie in 0..{group.size() - 1}, got {src}.")
     communicator = Communicator(group)
-    message = torch.empty(0, dtype=torch.int64, device="cpu")
-    state = _ABSENT
-    if layout is not None:
-        message = encode(layout) if encodable(layout) else message
-        state = len(message) or _FOREIGN
+    message = encode(layout) if layout is not None and encodable(layout) else None
+    state = len(message) if message is not None else _ABSENT if layout is None else _FOREIGN
     states = [state for (state,) in communicator.gather_integers([state], label="layout")]
     givers = [rank for rank, state in enumerate(states) if state != _ABSENT]
     if givers != [src]:
@@ -75,39 +63,39 @@ def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int =
     if states[src] == _FOREIGN:
         raise LayoutError(
             f"broadcast_layout: the layout must be BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class "
-            f"on rank {src}. Broadcast a layout of these classes, and build the other layout from it."
+            f"on rank {src}."
         )
-    mine = message if communicator.rank == src else None
-    arrived = communicator.broadcast(mine, states[src], source=src, label="layout")
-    received = decode(arrived) if layout is None else layout
-    digest = hashlib.sha256(repr(encode(received).tolist()).encode()).digest()
+    arrived = communicator.broadcast(message, states[src], source=src, label="layout")
+    digest = hashlib.sha256(repr(arrived.tolist()).encode()).digest()
     digests = communicator.gather_integers([int.from_bytes(digest[:8], "little", signed=True)], label="layout")
     if wrong := [rank for rank, found in enumerate(digests) if found != digests[src]]:
         raise LayoutError(
-            f"broadcast_layout: every rank must hold the layout of rank {src}, got another one on ranks {wrong}. Check "
-            "that these ranks run the same version and that nothing else uses this group at the same time."
+            f"broadcast_layout: every rank must hold the layout of rank {src}, got another one on ranks {wrong}. Does "
+            "something else use this group at the same time?"
         )
-    return received
+    return decode(arrived) if layout is None else layout
 
 
 def encodable(layout: Layout) -> bool:
     """Return whether ``encode`` knows the class of the layout, and of the layouts inside a ``Shard``."""
-    return encodable(layout.base) if isinstance(layout, Shard) else type(layout) in _CLASSES
+    return encodable(layout.base) if isinstance(layout, Shard) else type(layout) in _CLASSES.values()
 
 
 def encode(layout: Layout) -> Tensor:
-    """Return the class and the fields of a layout as int64 on the CPU.
+    """Return a layout as JSON text in int64 on the CPU, eight characters in each integer.
 
-    ``Rows(5)`` becomes [3, 1, 5]: class 3, then the tag of an integer, then the integer.
+    ``Rows(5)`` becomes ``{"layout": "Rows", "arguments": [5]}`` and a few spaces.
 
     Cost: a host sync if the layout's tensors are on a device.
     """
-    return torch.tensor(_integers(layout)[1:], dtype=torch.int64, device="cpu")
+    text = json.dumps(layout, default=_plain).encode()
+    return torch.frombuffer(bytearray(text.ljust(-(-len(text) // 8) * 8)), dtype=torch.int64)
 
 
 def decode(message: Tensor) -> Layout:
     """Return the layout that ``encode`` was given. Tensors that were on a device go to this process's accelerator."""
-    return _decode_layout(iter(message.tolist()))
+    layout: Layout = json.loads(bytes(message.view(torch.uint8).tolist()), object_hook=_restored)
+    return layout
 
 
 def arguments(layout: Layout) -> list[Any]:
@@ -115,39 +103,15 @@ def arguments(layout: Layout) -> list[Any]:
     return [getattr(layout, item.name) for item in fields(layout) if item.init]  # type: ignore[arg-type]
 
 
-def _integers(value: Any) -> list[int]:
-    """Return a tag and the integers that follow it.
-
-    Nothing follows the tag of None. Other tags are followed by one number, by the dtype, device, shape and entries of a
-    tensor, or by the class and the fields of a layout.
-    """
-    if value is None:
-        return [_NONE]
+def _plain(value: Layout | Tensor) -> dict[str, Any]:
     if isinstance(value, Layout):
-        return [_LAYOUT, _CLASSES.index(type(value)), *chain.from_iterable(map(_integers, arguments(value)))]
-    if isinstance(value, Tensor):
-        head = [_TENSOR, _DTYPES.index(value.dtype), int(is_host(value)), value.dim(), *value.shape]
-        return [*head, *value.flatten().tolist()]
-    return [_KIND, _KINDS.index(value)] if isinstance(value, str) else [_INTEGER, value]
+        return {"layout": type(value).__name__, "arguments": arguments(value)}
+    return {"dtype": str(value.dtype).removeprefix("torch."), "on_host": is_host(value), "values": value.tolist()}
 
 
-def _decode_layout(values: Iterator[int]) -> Layout:
-    cls = _CLASSES[next(values)]
-    layout: Layout = cls(*[_decode_field(values) for item in fields(cls) if item.init])
-    return layout
-
-
-def _decode_field(values: Iterator[int]) -> Any:
-    tag = next(values)
-    if tag == _NONE:
-        return None
-    if tag == _LAYOUT:
-        return _decode_layout(values)
-    if tag == _KIND:
-        return _KINDS[next(values)]
-    if tag != _TENSOR:
-        return next(values)
-    dtype, on_host = _DTYPES[next(values)], bool(next(values))
-    shape = [next(values) for _ in range(next(values))]
-    tensor = torch.tensor([next(values) for _ in range(prod(shape))], dtype=dtype, device="cpu").view(shape)
-    return tensor if on_host else tensor.to(torch.accelerator.current_accelerator())
+def _restored(found: dict[str, Any]) -> Layout | Tensor:
+    if "layout" in found:
+        layout: Layout = _CLASSES[found["layout"]](*found["arguments"])
+        return layout
+    tensor = torch.tensor(found["values"], dtype=getattr(torch, found["dtype"]), device="cpu")
+    return tensor if found["on_host"] else tensor.to(torch.accelerator.current_accelerator())
