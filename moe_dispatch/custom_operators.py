@@ -12,11 +12,7 @@ NAMESPACE = "moe_dispatch"
 BODIES: dict[str, Callable[..., Any]] = {}
 
 
-def operator(schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Register the decorated function as an operator of the same name."""
-
-    def register(body: Callable[..., Any]) -> CustomOpDef:
-        BODIES[body.__name__] = body
-        return custom_op(f"{NAMESPACE}::{body.__name__}", body, mutates_args=(), schema=schema)
-
-    return register
+def operator(body: Callable[..., Any]) -> CustomOpDef:
+    """Register a function as an operator of the same name. Its annotations are the schema."""
+    BODIES[body.__name__] = body
+    return custom_op(f"{NAMESPACE}::{body.__name__}", body, mutates_args=())

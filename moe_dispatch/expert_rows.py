@@ -16,7 +16,7 @@ from moe_dispatch.custom_operators import operator
 _ALIGNED_BYTES = 16
 
 
-@operator("(Tensor rows, Tensor counts) -> Tensor[]")
+@operator
 def split(rows: Tensor, counts: Tensor) -> list[Tensor]:
     """Split rows by expert; the operator for compiled regions.
 
@@ -92,7 +92,7 @@ def _aligned_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     return product
 
 
-@operator("(Tensor left, Tensor right, Tensor offs) -> Tensor")
+@operator
 def aligned_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     """Run torch's grouped GEMM; the operator for compiled regions.
 

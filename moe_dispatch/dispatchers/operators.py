@@ -23,33 +23,21 @@ from torch.library import get_ctx
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from moe_dispatch.backends.base import Route
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import to_device
 from moe_dispatch.custom_operators import operator
+from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
 from moe_dispatch.dispatchers.autograd import State, anchor, double_backward, finish, pad, start, tie, trim
 from moe_dispatch.dispatchers.channel import Channel, Lease, named_channel, profiler_range
-from moe_dispatch.dispatchers.checks import (
-    check_again,
-    check_combine,
-    check_tensors,
-    check_values,
-    draft_plan,
-    foreign_plan,
-    no_routing,
-)
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.layouts import Layout, Rows
 from moe_dispatch.permutation import accumulation_dtype, merge_slots
 from moe_dispatch.types import Capacity, Dispatched, Plan, Routing, Sizes
 
 
-@operator(
-    "(Tensor rows, Tensor ids, Tensor weights, Tensor? real_rows, Tensor? valid, Tensor[] table, str channel, "
-    "bool recorded, "
-    "SymInt? padded_rows, SymInt? group_max_rows, SymInt? fitting_rows, "
-    "SymInt? buffer_rows, SymInt? pair_rows) -> Tensor[]"
-)
+@operator
 def dispatch(
     rows: Tensor,
     ids: Tensor,
@@ -59,7 +47,7 @@ def dispatch(
     table: Sequence[Tensor],
     channel: str,
     recorded: bool,
-    *numbers: int | None,
+    numbers: Sequence[int],
 ) -> list[Tensor]:
     """Send rows to their experts.
 
@@ -72,17 +60,21 @@ def dispatch(
         table: The two tensors of the ``SlotTable``; empty if there is none.
         channel: Name of the channel.
         recorded: Whether the call records gradients.
-        *numbers: The five numbers of ``flat_sizes``. If the first two are None, the sizes are settled here.
+        numbers: The five numbers of ``_flat_sizes``. If the first two are -1, the sizes are settled here.
 
     Returns:
         Rows grouped by expert, (R, D); their weights, (R,); real rows per expert, int64 (L,); and the tensors of the
         route.
     """
-    link = compilable(named_channel(channel))
+    link = named_channel(channel)
+    if not link.needs.compilable:
+        raise ConfigError(
+            f"Dispatcher: torch.compile needs a backend whose state is tensors, got {link.backend_name!r}. Keep both "
+            'verbs out of the compiled region with torch.compiler.disable, or use backend "alltoall".'
+        )
     if link.recorder is not None:
         link.recorder.refuse("torch.compile or selective checkpointing")
-    given, routing = _sizes_from(numbers), Routing(ids, weights)
-    has_sizes = (given.padded_rows, given.group_max_rows) != (None, None)
+    given, routing, has_sizes = _sizes_from(numbers), Routing(ids, weights), max(numbers[:2]) >= 0
 
     def traced(settled: Sizes) -> Sizes:
         # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
@@ -92,10 +84,10 @@ def dispatch(
 
     with torch.no_grad(), profiler_range("dispatch"):
         try:
-            check_tensors(rows, routing, link.config, link.needs)
+            checks.check_tensors(rows, routing, link.config, link.needs)
             if link.config.debug:
-                check_values(routing, valid, link.config.num_experts)
-            plan = draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
+                checks.check_values(routing, valid, link.config.num_experts)
+            plan = checks.draft_plan(link, Rows(), rows if real_rows is None else real_rows.unsqueeze(1))
         except Exception as error:
             tell_peers(link, error, in_dispatch=True, x=rows, has_sizes=has_sizes)
             raise
@@ -117,7 +109,7 @@ def dispatch(
 
 @dispatch.register_fake
 def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *others: Any) -> list[Tensor]:
-    _, _, channel, _, *numbers = others
+    _, _, channel, _, numbers = others
     link = named_channel(channel)
     new_size = cast(Callable[[], int], get_ctx().new_dynamic_size)
     given = _sizes_from(numbers)
@@ -133,9 +125,7 @@ def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *oth
     return [rows.new_empty(grouped, link.shape.hidden_size), weights.new_empty(grouped), counts, *route.tensors()]
 
 
-@operator(
-    "(Tensor rows, Tensor[] route, Tensor? real_rows, str channel, SymInt num_rows, SymInt num_grouped) -> Tensor"
-)
+@operator
 def dispatch_again(
     rows: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int, num_grouped: int
 ) -> Tensor:
@@ -143,18 +133,14 @@ def dispatch_again(
 
     ``num_rows`` is the number of rows that the earlier dispatch sent, ``num_grouped`` the number that the experts got.
     """
-    link = named_channel(channel)
     with torch.no_grad(), profiler_range("dispatch"):
-        taken = compilable(link).backend.restore(route)
-        check_again(rows, num_rows, rows.device, link)
+        link, taken = _restored(channel, route)
+        checks.check_again(rows, num_rows, rows.device, link)
         (sent,) = _own(taken.send(pad(rows, real_rows, taken.num_rows)))
     return sent
 
 
-@operator(
-    "(Tensor grad_rows, Tensor? grad_weights, Tensor[] route, Tensor? real_rows, str channel, SymInt[] rows_shape, "
-    "SymInt[] weights_shape) -> Tensor[]"
-)
+@operator
 def dispatch_backward(
     grad_rows: Tensor,
     grad_weights: Tensor | None,
@@ -166,7 +152,7 @@ def dispatch_backward(
 ) -> list[Tensor]:
     """Return the gradients of the model's rows and, if ``grad_weights`` is given, of their weights."""
     with torch.no_grad(), profiler_range("dispatch.backward"):
-        taken = named_channel(channel).backend.restore(route)
+        _, taken = _restored(channel, route)
         found = taken.dispatch_backward(grad_rows, grad_weights)
         return _own(*(trim(grad, real_rows, rows_shape[0]) for grad in found if grad is not None))
 
@@ -178,15 +164,14 @@ def _(grad_rows: Tensor, grad_weights: Tensor | None, *others: Any) -> list[Tens
     return [rows] if grad_weights is None else [rows, grad_weights.new_empty(weights_shape)]
 
 
-@operator("(Tensor rows, Tensor weights, Tensor[] route, Tensor? real_rows, str channel, SymInt num_rows) -> Tensor")
+@operator
 def combine(
     rows: Tensor, weights: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int
 ) -> Tensor:
     """Bring expert rows, (R, D), back to (T, D), weighted with the weights of the dispatch if the config says so."""
-    link = named_channel(channel)
     with torch.no_grad(), profiler_range("combine"):
-        taken = compilable(link).backend.restore(route)
-        check_combine(rows, weights.unsqueeze(1).expand(-1, link.shape.hidden_size), link)
+        link, taken = _restored(channel, route)
+        checks.check_combine(rows, weights.unsqueeze(1).expand(-1, link.shape.hidden_size), link)
         y_TD = taken.combine(rows, weights if link.config.weights == "combine" else None)
         (y_TD,) = _own(trim(y_TD, real_rows, num_rows))
     return y_TD
@@ -198,10 +183,7 @@ def _(rows: Tensor, *others: Any) -> Tensor:
     return rows.new_empty(others[-1], rows.shape[1])  # both have the number of result rows as last argument
 
 
-@operator(
-    "(Tensor grad, Tensor? rows, Tensor weights, Tensor[] route, Tensor? real_rows, str channel, SymInt num_grouped) "
-    "-> Tensor[]"
-)
+@operator
 def combine_backward(
     grad: Tensor,
     rows: Tensor | None,
@@ -215,9 +197,8 @@ def combine_backward(
 
     ``rows`` are the expert rows that were combined.
     """
-    link = named_channel(channel)
     with torch.no_grad(), profiler_range("combine.backward"):
-        taken = link.backend.restore(route)
+        link, taken = _restored(channel, route)
         applied = weights if link.config.weights == "combine" else None
         found = taken.combine_backward(pad(grad, real_rows, taken.num_rows), rows, applied)
         return _own(*(tensor for tensor in found if tensor is not None))
@@ -231,8 +212,7 @@ def _(grad: Tensor, rows: Tensor | None, weights: Tensor, *others: Any) -> list[
 
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     rows, _, weights, real_rows, _, table, ctx.channel, *_ = inputs
-    ctx.num_tables = len(table)
-    ctx.shapes = list(rows.shape), list(weights.shape)
+    ctx.num_tables, ctx.shapes = len(table), (list(rows.shape), list(weights.shape))
     ctx.save_for_backward(real_rows, *output[3:])
 
 
@@ -240,7 +220,7 @@ def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     real_rows, *route = ctx.saved_tensors
     # Always compute the gradient of the weights: all ranks must exchange it, even if this rank does not need it.
     grad_rows, grad_weights = dispatch_backward(*grads[:2], route, real_rows, ctx.channel, *ctx.shapes)
-    return grad_rows, None, grad_weights, None, None, [None] * ctx.num_tables, *[None] * 7
+    return grad_rows, None, grad_weights, None, None, [None] * ctx.num_tables, None, None, None
 
 
 def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -281,29 +261,19 @@ dispatch_backward.register_autograd(partial(_once_only, "dispatch"))
 combine_backward.register_autograd(partial(_once_only, "combine"))
 
 
-def compilable(link: Channel) -> Channel:
-    """Return the channel if operators can run its backend.
-
-    Raises:
-        ConfigError: The routes of the backend cannot be restored from tensors.
-    """
-    if not link.needs.compilable:
-        raise ConfigError(
-            f"Dispatcher: torch.compile needs a backend whose state is tensors, got {link.backend_name!r}. Keep both "
-            "verbs out of the compiled region with torch.compiler.disable and compile the experts alone, or use "
-            'backend "alltoall".'
-        )
-    return link
+def _restored(channel: str, route: Sequence[Tensor]) -> tuple[Channel, Route]:
+    link = named_channel(channel)
+    return link, link.backend.restore(route)
 
 
-def flat_sizes(sizes: Sizes, capacity: Capacity | None) -> tuple[int | None, ...]:
+def _flat_sizes(sizes: Sizes, capacity: Capacity | None) -> list[int]:
     """Return sizes as the five numbers that an operator takes: two from ``sizes``, three from the capacity."""
     room = (None,) * 3 if capacity is None else (capacity.rows, capacity.buffer_rows, capacity.pair_rows)
-    return (sizes.padded_rows, sizes.group_max_rows, *room)
+    return [-1 if number is None else number for number in (sizes.padded_rows, sizes.group_max_rows, *room)]
 
 
-def _sizes_from(numbers: Sequence[int | None]) -> Sizes:
-    padded_rows, group_max_rows, rows, buffer_rows, pair_rows = numbers
+def _sizes_from(numbers: Sequence[int]) -> Sizes:
+    padded_rows, group_max_rows, rows, buffer_rows, pair_rows = (None if each < 0 else each for each in numbers)
     capacity = None
     if rows is not None and buffer_rows is not None:
         capacity = Capacity(rows=rows, buffer_rows=buffer_rows, pair_rows=pair_rows)
@@ -349,13 +319,12 @@ def trace_dispatch(
 ) -> Dispatched:
     """Run ``Dispatcher.dispatch`` in a traced call. The operator settles the sizes if there is no plan."""
     if not isinstance(routing, Routing):
-        raise no_routing(routing)
+        raise checks.no_routing(routing)
     channel = lease.enter()
     if channel.config.balance is not None:
         raise StateError(
-            "Dispatcher.dispatch: a config with balance must be called eagerly, because the host plans each dispatch, "
-            f"got balance={channel.config.balance!r} inside torch.compile or selective checkpointing. Keep both verbs "
-            "out of it, or use dispatcher.place(placement) with balance=None."
+            "Dispatcher.dispatch: with balance, the host plans each dispatch, so keep both verbs out of torch.compile "
+            "and selective checkpointing. Or use dispatcher.place(placement)."
         )
     x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
     num_rows = x_TD.shape[0]
@@ -385,7 +354,7 @@ def trace_dispatch(
         [] if lease.table is None else [lease.table.copies_EC, lease.table.experts_L],
         channel.name,
         torch.is_grad_enabled(),
-        *flat_sizes(sizes, capacity),
+        _flat_sizes(sizes, capacity),
     )
     pad_multiple = channel.shape.pad_multiple
     return Dispatched(
@@ -415,7 +384,7 @@ def trace_dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
     channel = state.lease.enter()
     rows = dispatch_again(
         anchor(state.layout.flatten(x), channel),
-        list(state.tensors),
+        state.tensors,
         state.real_rows,
         channel.name,
         state.num_rows,
@@ -429,8 +398,7 @@ def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:
     """Run ``Dispatcher.combine`` if an operator made the dispatch."""
     state: State = sent.state
     channel = state.lease.enter()
-    weights_R = anchor(sent.weights, channel)
-    y_TD = combine(rows, weights_R, list(state.tensors), state.real_rows, channel.name, state.num_rows)
+    y_TD = combine(rows, anchor(sent.weights, channel), state.tensors, state.real_rows, channel.name, state.num_rows)
     return state.layout.unflatten(y_TD, state.shape)
 
 
@@ -440,16 +408,13 @@ def _check_plan_by_shape(channel: Channel, plan: Plan, num_rows: int) -> None:
     The number of rows may be a symbol, so it is compared when the compiled code runs.
     """
     if plan.owner != channel.name or plan.sizes.capacity != channel.capacity:
-        raise foreign_plan(channel, plan)
+        raise checks.foreign_plan(channel, plan)
     if plan.num_rows is not None:
         torch._check(
             plan.num_rows == num_rows, lambda: "Dispatcher.dispatch: the plan is for another number of tokens."
         )
     elif plan.layout.on_host and not plan.layout.all_real:  # the rows to cut would have to be found here, on the host
-        raise StateError(
-            f"Dispatcher.dispatch: in a compiled region a plan of {plan.layout} must know the rows of x, got one that "
-            "was made without like. Make it with plan(layout, like=x)."
-        )
+        raise StateError("Dispatcher.dispatch: for a compiled region, make the plan with plan(layout, like=x).")
 
 
 def _fit(ids_TK: Tensor, weights_TK: Tensor) -> bool:
@@ -468,7 +433,4 @@ def refuse_tracing(verb: str) -> None:
         StateError: The call is being traced.
     """
     if torch.compiler.is_compiling():
-        raise StateError(
-            f"Dispatcher.{verb}: a plan must be made, and a Dispatched of eager mode be used, outside of compiled "
-            "regions, got a call that is being traced. Pass the plan in. Compile both verbs of a layer, or neither."
-        )
+        raise StateError(f"Dispatcher.{verb}: compile both verbs of a layer or none, and pass the plan in.")

@@ -33,28 +33,25 @@ def _calls(channel: str, real_rows: Tensor | None, table: Sequence[Tensor] = ())
     """Arguments of each operator, in the order of one layer."""
     x, ids, weights = tensors(10, 0, torch.float32)
     ids[ids[:, 0] == ids[:, 1], 1] = -1  # what comes to an operator has no duplicates
-    calls: dict[str, Arguments] = {
-        "dispatch": (x, ids, weights, real_rows, None, list(table), channel, True, *[None] * 5)
-    }
+    calls: dict[str, Arguments] = {"dispatch": (x, ids, weights, real_rows, None, list(table), channel, True, [-1] * 5)}
     with torch.no_grad():
-        rows, weights_R, _, *state = torch.ops.moe_dispatch.dispatch(*calls["dispatch"])
+        rows, weights_R, _, *route = torch.ops.moe_dispatch.dispatch(*calls["dispatch"])
     rows, weights_R = rows.requires_grad_(), weights_R.requires_grad_()
-    grad = torch.ones_like(rows)
-    calls["dispatch_again"] = (x, state, real_rows, channel, len(x), len(rows))
-    calls["combine"] = (rows, weights_R, state, real_rows, channel, 10)
+    grad, way = torch.ones_like(rows), (route, real_rows)
+    calls["dispatch_again"] = (x, *way, channel, len(x), len(rows))
+    calls["combine"] = (rows, weights_R, *way, channel, 10)
     calls["combine_backward"] = (
         torch.ones(10, 16),
         rows.detach(),
         weights_R.detach(),
-        state,
-        real_rows,
+        *way,
         channel,
         len(rows),
     )
     calls["split"] = (rows, torch.tensor([3, 0, len(rows) - 3]))
     matrices, offs = torch.ones(3, 16, 4, requires_grad=True), torch.tensor([3, 3, len(rows)], dtype=torch.int32)
     calls["aligned_mm"] = (rows, matrices, offs)
-    calls["dispatch_backward"] = (grad, grad[:, 0].clone(), state, real_rows, channel, [10, 16], [10, 2])
+    calls["dispatch_backward"] = (grad, grad[:, 0].clone(), *way, channel, [10, 16], [10, 2])
     return calls
 
 
@@ -86,8 +83,8 @@ def test_bodies_are_what_operators_run() -> None:
 
 def test_channel_that_is_not_there() -> None:
     x, ids, weights = tensors(10, 0, torch.float32)
-    with pytest.raises(StateError, match=r"channel 'alltoall-0-0' must be open in this process, got none of that name"):
-        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, [], "alltoall-0-0", True, *[None] * 5)
+    with pytest.raises(StateError, match=r"channel 'alltoall-0-0' is not open"):
+        torch.ops.moe_dispatch.dispatch(x, ids, weights, None, None, [], "alltoall-0-0", True, [-1] * 5)
 
 
 @pytest.mark.parametrize("name", known_backends())
