@@ -18,9 +18,9 @@ There are two kinds of padding:
 
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
 ``metrics``. ``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that
-hold them. In a call, ``balancing`` plans expert slots if the config asks for it, ``recorder`` keeps ids for a trace,
-and ``ddp`` warns of a wrong wrapper. Outside of a call: ``requirements`` (what config and backend need from a group),
-``overflow`` (it reads what graph-safe calls needed), ``capture`` and ``self_test``.
+hold them. In a call, ``balancing`` plans expert slots if the config asks for it, and ``recorder`` keeps ids for a
+trace. Outside of a call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what
+graph-safe calls needed), ``capture`` and ``self_test``.
 """
 
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher

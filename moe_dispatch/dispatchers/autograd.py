@@ -8,12 +8,17 @@ out to zero. ``Dispatch`` and ``Combine`` make eager calls differentiable. ``ope
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Size, Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.backends.local import count_experts
@@ -86,7 +91,9 @@ class Departed:
     Attributes:
         started: What ``Backend.start`` returned.
         padded: Tp, the number of rows that this rank sends, with padding.
+        real_rows: int64, the indices of the rows that are sent; None if all are.
         num_cut: Number of rows that were cut out.
+        num_padding: Number of padding rows that this rank sends.
         given_TK: The ids of the router, of the rows that are sent; -1 in rows that are no tokens.
         outcome: int64 (), what ``valid_ids`` found about them.
         invalid: Copy of ``outcome`` that the host reads when the rows have arrived; None if the call raises earlier, or
@@ -98,7 +105,9 @@ class Departed:
 
     started: Any
     padded: int
+    real_rows: Tensor | None
     num_cut: int
+    num_padding: int
     given_TK: Tensor
     outcome: Tensor
     invalid: HostCopy | None
@@ -145,64 +154,56 @@ def start(
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
-    config, needs, dtype = channel.config, channel.needs, x_TD.dtype
-    eager, number = not config.graph_safe, None if lease is None else lease.number
+    config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, recorded)
     placement, table = placed
+    mark = mark_of(x_TD.dtype, recorded, None if lease is None else lease.number) if needs.exchanges_counts else None
+    asks, num_experts = not config.graph_safe, config.num_experts
     try:
         if valid_T is not None:
             ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
         if real_rows is not None:
             ids_TK = ids_TK.index_select(0, real_rows)
-        given_TK, mark = ids_TK, mark_of(dtype, recorded, number) if eager and needs.exchanges_counts else None
-        permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
-        ids_TK, outcome = permutation.valid_ids(ids_TK, config.num_experts, mark, asks=eager)
+        given_TK, permutation = ids_TK, channel.context.permutations[type(ids_TK), ids_TK.device.type]
+        ids_TK, outcome = permutation.valid_ids(ids_TK, num_experts, mark if asks else None, asks=asks)
         if table is not None and config.balance is None:
             ids_TK = slots_of(ids_TK, table.copies_EC.to(ids_TK.device))
     except Exception as error:
         tell_peers(channel, error, in_dispatch=True, x=x_TD, has_sizes=plan.settled)
         raise
-    num_rows, count = x_TD.shape[0], ids_TK.shape[0]
+    count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, num_experts)
     if config.debug or not plan.settled:
-        tally: list[Tensor] = []
-        if channel.sums_tallies and not plan.settled:
-            tally = [outcome.view(1), count_experts(ids_TK, channel.shape.num_experts)]
-        plan = settle(
-            channel,
-            plan,
-            facts=facts_of(dtype, recorded),
-            lease=lease,
-            tally=tally,
-            problem=lambda: problem_of_ids(given_TK, config.num_experts),
-        )
+        sums = channel.sums_tallies and not plan.settled
+        tally = [outcome.view(1), count_experts(ids_TK, channel.shape.num_experts)] if sums else []
+        plan = settle(channel, plan, facts=facts, lease=lease, tally=tally, problem=problem)
     sizes = plan.sizes if traced is None else traced(plan.sizes)
     if config.balance is not None:
         placement, table = plan_balance(channel, ids_TK)
         ids_TK = slots_of(ids_TK, table.copies_EC)
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device)
-    invalid, marked = None, None
-    if needs.exchanges_counts:
-        marked = outcome if eager else torch.where(outcome > 0, -1, mark_of(dtype, recorded, number))
-    elif sizes.capacity is None and sizes.tokens_per_expert is None:
-        invalid = HostCopy(outcome)
+    marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
+    raises_later = mark is None and sizes.capacity is None and sizes.tokens_per_expert is None
+    invalid = HostCopy(outcome) if raises_later else None
     padded = sizes.padded_rows
     if padded is None:
         padded = count if needs.row_multiple == 1 and count >= needs.min_rows else needs.padded(count)
+    num_cut = x_TD.shape[0] - count
     if real_rows is not None or padded != count:
         x_TD, weights_TK = pad(x_TD, real_rows, padded), pad(weights_TK, real_rows, padded)
         ids_TK = pad(ids_TK, None, padded, -1)
     try:
-        started = channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *([] if marked is None else [marked]))
+        started = channel.backend.start(x_TD, ids_TK, weights_TK, sizes, *marks)
     except LostPeerError:
         raise
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
-        problem, facts = problem_of_ids(given_TK, config.num_experts), described(facts_of(dtype, recorded), lease)
-        raise_alike(channel.control, problem, facts=facts, of_call=True, label="refusal")
+        raise_alike(channel.control, problem(), facts=described(facts, lease), of_call=True, label="refusal")
         raise
     return Departed(
         started=started,
         padded=padded,
-        num_cut=num_rows - count,
+        real_rows=real_rows,
+        num_cut=num_cut,
+        num_padding=padded - count,
         given_TK=given_TK,
         outcome=outcome,
         invalid=invalid,
@@ -223,14 +224,7 @@ def finish(channel: Channel, departed: Departed) -> Arrived:
         problem = problem_of_ids(departed.given_TK, channel.config.num_experts)
         assert problem is not None
         raise problem
-    channel.meter.record(
-        arrived,
-        padded=departed.padded - departed.given_TK.shape[0],
-        cut=departed.num_cut,
-        valid_T=departed.valid_T,
-        table=departed.table,
-        invalid=departed.outcome,
-    )
+    channel.meter.record(arrived, departed)
     return arrived
 
 
@@ -296,8 +290,8 @@ class Combine(torch.autograd.Function):
 def double_backward(verb: str) -> StateError:
     """Return the error of a backward that autograd records, because the backwards here have no backward."""
     return StateError(
-        f"Dispatcher.{verb}: double backward is not supported, got a backward with create_graph=True. "
-        "Use create_graph=False, or keep gradient penalties out of the MoE layer. [MD09]"
+        f"Dispatcher.{verb}: double backward is not supported. Use create_graph=False, or keep gradient penalties out "
+        "of the MoE layer. [MD09]"
     )
 
 
@@ -341,3 +335,44 @@ class _Tie(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward("dispatch")
         return grad, None
+
+
+def look_for_ddp(rows: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Warn if DistributedDataParallel manages parameters that the experts used. Return whether this could be seen.
+
+    It would overwrite the experts of one rank with those of another. A module does not know that it is wrapped, and the
+    names of parameters do not say which ones belong to experts. But during a forward, torch knows the wrapper, and the
+    autograd graph shows which parameters the experts used.
+
+    Args:
+        rows: (R, D), the argument of ``combine``.
+        group: The expert-parallel group.
+
+    Cost: a walk over the autograd graph of the experts.
+    """
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # torch has no public name for it
+    if wrapper is None or group is None or rows.grad_fn is None:
+        return False
+    seen, used, nodes = set[Any](), set[int](), [rows.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen or isinstance(node, Dispatch._backward_cls):
+            continue
+        seen.add(node)
+        used.add(id(getattr(node, "variable", None)))  # a leaf is the variable of its node
+        nodes.extend(following for following, _ in node.next_functions)
+    ignored, parameters = wrapper.parameters_to_ignore, wrapper.module.named_parameters()
+    managed = [name for name, parameter in parameters if id(parameter) in used and name not in ignored]
+    shared = set[int]()
+    with suppress(KeyError):  # torch.distributed does not know a group that was made by hand
+        shared = {*dist.get_process_group_ranks(wrapper.process_group)} & {*dist.get_process_group_ranks(group)}
+    if managed and len(shared) > 1:
+        warnings.warn(
+            "Dispatcher.combine: DistributedDataParallel must leave out the parameters of experts, got "
+            f"{len(managed)} that it manages ({', '.join(managed[:3])}). It has copied the experts of one rank to "
+            "ranks that hold other experts, and it averages their gradients. Wrap the model as docs/training.md "
+            "shows: name these parameters in model._ddp_params_and_buffers_to_ignore first.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, final, overload
+from typing import Literal, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,22 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import ddp, operators, overflow
+from moe_dispatch.dispatchers import checks, operators, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.dispatchers.autograd import Combine, Departed, Dispatch, State, anchor, finish, pad, start, tie
+from moe_dispatch.dispatchers.autograd import (
+    Combine,
+    Departed,
+    Dispatch,
+    State,
+    anchor,
+    finish,
+    look_for_ddp,
+    pad,
+    start,
+    tie,
+)
 from moe_dispatch.dispatchers.balancing import device_of_tables, place
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
-from moe_dispatch.dispatchers.checks import (
-    check_again,
-    check_call,
-    check_combine,
-    check_values,
-    draft_plan,
-    rows_to_send,
-)
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.self_test import run_self_test
@@ -77,9 +80,7 @@ class Dispatcher(nn.Module):
         super().__init__()
         if not isinstance(config, DispatcherConfig):
             way_out = "DispatcherConfig(**your_dict)" if isinstance(config, dict) else "DispatcherConfig.load(path)"
-            raise ConfigError(
-                f"Dispatcher: config must be a DispatcherConfig, got {type(config).__name__}. Pass {way_out}."
-            )
+            raise ConfigError(f"Dispatcher: pass {way_out}, not a {type(config).__name__}.")
         self.config = config
         self.name = name
         self._has_seen_ddp = False
@@ -94,29 +95,6 @@ class Dispatcher(nn.Module):
         """The channel of this dispatcher. Raises StateError if the dispatcher is closed."""
         return self._lease.enter()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in ("dispatch", "combine", "plan"):
-            if name in cls.__dict__:
-                raise TypeError(
-                    f"{cls.__qualname__} overrides Dispatcher.{name}, which is final. Override run_experts or "
-                    "layout_of."
-                )
-        if callable(cls.__dict__.get("experts")):
-            raise TypeError(
-                f"{cls.__qualname__} defines a method experts, which the Dispatcher does not call. Rename it to "
-                "run_experts; experts is free for a submodule."
-            )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # nn.Module would store the value, but reading the attribute would still find the method.
-        if isinstance(value, (nn.Module, nn.Parameter)) and (hasattr(Dispatcher, name) or name in ("config", "name")):
-            raise InputError(
-                f"{type(self).__qualname__}.{name}: a submodule or parameter must have a name that Dispatcher does not "
-                f"use, got {type(value).__name__}. Choose another name, such as experts."
-            )
-        super().__setattr__(name, value)
-
     @property
     def backend_name(self) -> str:
         """Name of the backend in use; with ``backend="auto"``, the backend that was chosen."""
@@ -129,10 +107,7 @@ class Dispatcher(nn.Module):
 
     def run_experts(self, sent: Dispatched) -> Tensor:
         """Apply this rank's experts to ``sent.rows``; (R, D). A subclass that is called must define this method."""
-        raise StateError(
-            f"{type(self).__qualname__}.forward: run_experts(sent) must be defined, got the base class's. "
-            "Subclass Dispatcher and define it, or call dispatch and combine yourself."
-        )
+        raise StateError(f"{type(self).__qualname__}.forward: define run_experts(sent) in this subclass of Dispatcher.")
 
     def layout_of(self, x: Tensor) -> Layout:
         """Return the layout of a tensor that was given without one: BSHD for [B, S, D], rows for [T, D].
@@ -166,10 +141,8 @@ class Dispatcher(nn.Module):
             channel = self._lease.enter()
             try:
                 if layout is None and like is None and self.config.infer_layout:
-                    raise InputError(
-                        "Dispatcher.plan: a layout or like=x is needed, got neither. Pass the layout of the batch."
-                    )
-                draft = draft_plan(channel, layout or self._inferred("plan", like), like)
+                    raise InputError("Dispatcher.plan: pass the layout of the batch, or like=x.")
+                draft = checks.draft_plan(channel, layout or self._inferred("plan", like), like)
             except Exception as error:
                 tell_peers(channel, error, in_dispatch=False)
                 raise
@@ -247,18 +220,15 @@ class Dispatcher(nn.Module):
             with profiler_range("dispatch"):
                 try:
                     if not isinstance(x, Tensor):
-                        raise InputError(
-                            f"Dispatcher.dispatch: x must be a Tensor, got {type(x).__name__}. Pass the hidden states, "
-                            "with 0 rows if this rank has no tokens."
-                        )
+                        raise InputError(f"Dispatcher.dispatch: x must be a Tensor, got {type(x).__name__}.")
                     layout = plan.layout if isinstance(plan, Plan) else self._layout_in(plan, x)
                     x_TD = layout.flatten(x)
-                    routing = check_call(channel, x, x_TD, routing, plan)
+                    routing = checks.check_call(channel, x, x_TD, routing, plan)
                     if channel.config.debug:
                         layout.check(len(x_TD), values=True)
-                        check_values(routing, layout.valid_T(len(x_TD), x.device), channel.config.num_experts)
-                    known = plan if isinstance(plan, Plan) else draft_plan(channel, layout, x)
-                    real_rows, valid_T = (None, None) if layout.all_real else rows_to_send(channel, known, x_TD)
+                        checks.check_values(routing, layout.valid_T(len(x_TD), x.device), channel.config.num_experts)
+                    known = plan if isinstance(plan, Plan) else checks.draft_plan(channel, layout, x)
+                    real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, known, x_TD)
                     recorder = channel.recorder
                     note = None if recorder is None else recorder.note(lease, self.name, x, routing, layout)
                     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
@@ -285,20 +255,12 @@ class Dispatcher(nn.Module):
                         channel.meter.record_drift(self.name, routing.drift)
                     if recorder is not None and note is not None:  # no rank refused the call, so all traces hold it
                         recorder.keep(note)
-                state_with = partial(
-                    State,
-                    lease=lease,
-                    layout=layout,
-                    shape=x.shape,
-                    num_rows=x_TD.shape[0],
-                    real_rows=real_rows,
-                    padded=departed.padded,
-                    wants_weights=routing.topk_weights.requires_grad,
+                arrive = partial(_arrive, lease, departed, layout, x.shape, x_TD, weights_TK, routing.topk_weights)
+                return (
+                    InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
+                    if async_op
+                    else arrive()
                 )
-                if async_op:
-                    arrive = partial(_arrive, channel, departed, state_with, x_TD, weights_TK)
-                    return InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
-                return _arrive(channel, departed, state_with, x_TD, weights_TK)
         except Exception as error:
             self._name_in(error)
             raise
@@ -317,16 +279,15 @@ class Dispatcher(nn.Module):
         layout = plan.layout if isinstance(plan, Plan) else self._inferred("dispatch", x) if plan is None else plan
         if not isinstance(layout, Layout):
             raise InputError(
-                f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, got {type(layout).__name__}. "
-                "Pass dispatcher.plan(layout)."
+                f"Dispatcher.dispatch: plan must be a Plan, a Layout or None, got {type(layout).__name__}."
             )
         return layout
 
     def _inferred(self, verb: str, x: Tensor | None) -> Layout:
         if not self.config.infer_layout:
             raise LayoutError(
-                f"Dispatcher.{verb}: a plan or a layout must be given with infer_layout=False, got None. Bring the "
-                "layout of the micro-batch to every rank of every pipeline stage, as broadcast_layout does."
+                f"Dispatcher.{verb}: a plan or a layout must be given with infer_layout=False. broadcast_layout brings "
+                "the layout of a micro-batch to every rank."
             )
         return self.layout_of(cast(Tensor, x))
 
@@ -336,14 +297,14 @@ class Dispatcher(nn.Module):
         state = self._state(again, "dispatch")
         if routing is not None or plan is not None:
             raise InputError(
-                "Dispatcher.dispatch: again=sent already has routing and plan, got more. Pass x and again=sent only."
+                "Dispatcher.dispatch: again=sent already has routing and plan. Pass x and again=sent only."
             )
         if state.route is None:
             return operators.trace_dispatch_again(x, again)
         try:
             with profiler_range("dispatch"):
                 channel, x_TD = self._channel, state.layout.flatten(x)
-                check_again(x_TD, state.num_rows, again.rows.device, channel)
+                checks.check_again(x_TD, state.num_rows, again.rows.device, channel)
                 assert state.padded is not None
                 with torch.no_grad():
                     arrived = state.route.send(pad(x_TD, state.real_rows, state.padded))
@@ -355,17 +316,13 @@ class Dispatcher(nn.Module):
             raise
 
     def _state(self, sent: Dispatched, verb: str) -> State:
-        channel = self._lease.enter()
+        self._lease.enter()  # raises if closed
         if not isinstance(sent, Dispatched):
             raise InputError(
-                f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. "
-                "Pass what dispatch returned, after wait() where async_op=True."
+                f"Dispatcher.{verb}: sent must be a Dispatched, got {type(sent).__name__}. After async_op=True, wait()."
             )
         if sent.state.lease is not self._lease:
-            raise StateError(
-                f"Dispatcher.{verb}: sent must come from this dispatcher, got the result of another one "
-                f"(this one is on channel {channel.name}). Combine with the dispatcher that dispatched."
-            )
+            raise StateError(f"Dispatcher.{verb}: sent must come from this dispatcher, not from another one.")
         state: State = sent.state
         if state.route is not None and torch.compiler.is_compiling():
             operators.refuse_tracing(verb)
@@ -397,8 +354,8 @@ class Dispatcher(nn.Module):
         try:
             with profiler_range("combine"):
                 if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-                    self._has_seen_ddp = ddp.look(rows, channel.communicator.group)
-                check_combine(rows, sent.rows, channel)
+                    self._has_seen_ddp = look_for_ddp(rows, channel.communicator.group)
+                checks.check_combine(rows, sent.rows, channel)
                 weights_R = anchor(sent.weights, channel)
                 y_TD: Tensor = Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
                 return state.layout.unflatten(y_TD, state.shape)
@@ -446,8 +403,7 @@ class Dispatcher(nn.Module):
         Args:
             gather: Whether to return totals of all ranks of the group, which is collective, or of this rank only.
         """
-        channel = self._channel
-        return read_metrics(channel.meter, channel.backend_name, channel.communicator, channel.control, gather=gather)
+        return read_metrics(self._channel, gather=gather)
 
     def self_test(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Send random rows through identity experts, and compare the result and the gradients with the exact ones.
@@ -560,27 +516,32 @@ class Dispatcher(nn.Module):
         self._lease.release()
 
 
-def build_dispatcher(
-    config: DispatcherConfig,
-    group: Group = None,
-    *,
-    control_group: dist.ProcessGroup | None = None,
-    name: str = "",
-) -> Dispatcher:
-    """Return a Dispatcher to call ``dispatch`` and ``combine`` on. Arguments and errors are those of ``Dispatcher``."""
-    return Dispatcher(config, group, control_group=control_group, name=name)
+build_dispatcher = Dispatcher
+"""Build a Dispatcher to call ``dispatch`` and ``combine`` on."""
 
 
 def _arrive(
-    channel: Channel, departed: Departed, state_with: Callable[..., State], x_TD: Tensor, weights_TK: Tensor
+    lease: Lease,
+    departed: Departed,
+    layout: Layout,
+    shape: torch.Size,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    given_weights: Tensor,
 ) -> Dispatched:
-    """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent.
-
-    ``state_with`` makes the state from the route.
-    """
+    """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
     with torch.no_grad():
-        arrived = finish(channel, departed)
-    state = state_with(route=arrived.route)
+        arrived = finish(lease.shared, departed)
+    state = State(
+        lease=lease,
+        layout=layout,
+        shape=shape,
+        num_rows=x_TD.shape[0],
+        real_rows=departed.real_rows,
+        padded=departed.padded,
+        wants_weights=given_weights.requires_grad,
+        route=arrived.route,
+    )
     received = (arrived.rows, arrived.weights)
     rows, weights = Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
     return Dispatched(
@@ -589,7 +550,7 @@ def _arrive(
         real_tokens_per_expert=arrived.real_tokens_per_expert,
         host_counts=arrived.tokens_per_expert_list,
         weights=weights,
-        pad_multiple=channel.shape.pad_multiple,
+        pad_multiple=lease.shared.shape.pad_multiple,
         placement=departed.placement,
         state=state,
     )
@@ -604,11 +565,11 @@ def _once(lease: Lease, complete: Callable[[], Dispatched], device: torch.device
         lease.enter()  # raises if closed
         if stream is not None and (current := torch.cuda.current_stream(device)) != stream:  # nothing orders the two
             raise StateError(
-                f"Dispatcher.dispatch: wait() must run on the stream of the dispatch, {stream}, got {current}. Call it "
-                "under torch.cuda.stream(...) of the dispatch, and let the other stream wait for that one."
+                f"Dispatcher.dispatch: wait() must run on the stream of the dispatch, {stream}, not on {current}. Let "
+                "the other stream wait for that one."
             )
         if not waiting:
-            raise StateError("Dispatcher.dispatch: wait() must be called once, got a second call. Keep its result.")
+            raise StateError("Dispatcher.dispatch: wait() was called twice. Keep the result of the first call.")
         return waiting.pop()()
 
     return wait

@@ -9,15 +9,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived
-from moe_dispatch.balance.slot_table import SlotTable
-from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import StateError
+
+if TYPE_CHECKING:
+    from moe_dispatch.dispatchers.autograd import Departed
+    from moe_dispatch.dispatchers.channel import Channel
 
 
 @final
@@ -124,10 +126,7 @@ class Meter:
             StateError: A CUDA graph is being captured. Every replay would reset the counter.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise StateError(
-                f"Dispatcher.dispatch: a {what}call must have run once before a CUDA graph captures it, got a capture "
-                "of the first call. Run the step once, or use moe_dispatch.capture, which warms up."
-            )
+            raise StateError(f"Dispatcher.dispatch: run a {what}call once before a CUDA graph captures it.")
         # Training must be able to write to a counter that an evaluation made.
         with torch.inference_mode(False), self.turn(device):
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -150,43 +149,26 @@ class Meter:
         if device not in self._by_expert:  # the last entry is for empty slots
             self._by_expert[device] = self._zeros("", device, self._num_experts + 1)
 
-    def record(
-        self,
-        arrived: Arrived,
-        *,
-        padded: int,
-        cut: int,
-        valid_T: Tensor | None,
-        table: SlotTable | None,
-        invalid: Tensor,
-    ) -> None:
-        """Count one dispatch. No sync. In place, so that replays write to the same counters.
-
-        Args:
-            arrived: What arrived on this rank.
-            padded: Number of padding rows that this rank sent.
-            cut: Number of rows that were cut out.
-            valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
-            table: Table that turned ids of experts into ids of expert slots; None if they are equal.
-            invalid: int64 (), the number of invalid ids; used only in graph-safe mode.
-        """
+    def record(self, arrived: Arrived, departed: Departed) -> None:
+        """Count one dispatch. No sync. In place, so that replays write to the same counters."""
         device = arrived.rows.device
         if device not in self._counters or (self.placed and device not in self._by_expert):
             self.prepare(device)
         with self.turn(device) if device.type == "cuda" else _NO_TURN:
             real, padding, masked, needs = self._counters[device]
-            if table is None:
+            if departed.table is None:
                 real.add_(arrived.real_tokens_per_expert)
             else:
-                self._by_expert[device].index_add_(0, table.experts_L.to(device), arrived.real_tokens_per_expert)
+                experts_L = departed.table.experts_L.to(device)
+                self._by_expert[device].index_add_(0, experts_L, arrived.real_tokens_per_expert)
             if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
                 padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
-            if valid_T is not None:
-                masked.add_(len(valid_T) - valid_T.sum())
+            if departed.valid_T is not None:
+                masked.add_(len(departed.valid_T) - departed.valid_T.sum())
             if arrived.demand is not None:
-                torch.maximum(needs, torch.cat([arrived.demand, invalid.view(1)]), out=needs)
-        self.rows["rank"] += padded
-        self.rows["cut"] += cut
+                torch.maximum(needs, torch.cat([arrived.demand, departed.outcome.view(1)]), out=needs)
+        self.rows["rank"] += departed.num_padding
+        self.rows["cut"] += departed.num_cut
         self.rows["dispatches"] += 1
 
     def record_drift(self, name: str, drift: Tensor) -> None:
@@ -252,11 +234,9 @@ class Meter:
             return counter.tolist()
 
 
-def read_metrics(
-    meter: Meter, backend: str, communicator: Communicator, control: Communicator, *, gather: bool
-) -> Metrics:
+def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
     """Return the metrics of this rank. With ``gather``, which is collective, return the sums over all ranks."""
-    links = dict.fromkeys((communicator, control))  # often the same one
+    meter, links = channel.meter, dict.fromkeys((channel.communicator, channel.control))  # often the same one
     mine: list[Any] = [
         *meter.tokens(),
         {**meter.rows, "masked": meter.masked},
@@ -264,14 +244,14 @@ def read_metrics(
         _total(link.calls for link in links),
         *meter.drift(),
     ]
-    everyone = control.gather_json(mine, label="metrics") if gather else [mine]
+    everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
     real, padding, *others = zip(*everyone, strict=True)
     rows, sent, calls, drifted, replayed = map(_total, others)
     tokens = torch.tensor(real, dtype=torch.int64, device="cpu")
     ranks = tokens.sum(1)
     tokens = tokens.sum(0) if meter.placed else tokens.flatten()
     return Metrics(
-        backend=backend,
+        backend=channel.backend_name,
         dispatches=rows["dispatches"],
         real_tokens_per_expert=tokens,
         imbalance=_busiest_over_mean(tokens),

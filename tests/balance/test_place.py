@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,8 +154,8 @@ def test_tables_on_another_device_than_the_rows() -> None:
         tokens_per_expert_list=None,
         route=None,  # type: ignore[arg-type]
     )
-    # torch refuses an index on another device
-    meter.record(arrived, padded=0, cut=0, valid_T=None, table=table, invalid=counts.sum())
+    departed: Any = SimpleNamespace(num_padding=0, num_cut=0, valid_T=None, table=table, outcome=counts.sum())
+    meter.record(arrived, departed)  # torch refuses an index on another device
     assert meter.rows["dispatches"] == 1
 
 

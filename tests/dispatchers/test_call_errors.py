@@ -40,23 +40,23 @@ DISPATCH: list[tuple[Call, *tuple[str, ...]]] = [
     (lambda d: d.dispatch(X, Routing(IDS.int(), WEIGHTS)), "must be torch.int64, got torch.int32", "topk_ids.long()"),
     (
         lambda d: d.dispatch(X, Routing(WEIGHTS, IDS)),
-        "topk_ids must be torch.int64 and topk_weights floating, got torch.float32 and torch.int64",
-        "Were the arguments swapped? torch.topk returns weights first; pass Routing(topk_ids, topk_weights)",
+        "ids and weights of the Routing are swapped",
+        "torch.topk returns the weights first",
     ),
     (lambda d: d.dispatch(X, Routing(IDS, WEIGHTS.long())), "topk_weights must be a floating dtype, got torch.int64"),
     (lambda d: d.dispatch(X.long(), WAY), "x must be torch.bfloat16, torch.float16, torch.float32, torch.float64, got"),
     (lambda d: d.dispatch(X.to(torch.float8_e4m3fn), WAY), "got torch.float8_e4m3fn. Convert x"),
-    (lambda d: d.dispatch(rows(6, HIDDEN + 1), WAY), f"x has hidden size {HIDDEN + 1}, hidden_size is {HIDDEN}"),
+    (lambda d: d.dispatch(rows(6, HIDDEN + 1), WAY), f"x has hidden size {HIDDEN + 1}, the config has {HIDDEN}"),
     (
         lambda d: d.dispatch(X, Routing(IDS.to("meta"), WEIGHTS)),
         "x, topk_ids and topk_weights must share a device",
         "cpu, meta, cpu",
     ),
-    (lambda d: d.dispatch(X), "routing must be a Routing, got NoneType", "again=sent"),
+    (lambda d: d.dispatch(X), "pass Routing(topk_ids, topk_weights), not NoneType", "Dispatcher.dispatch"),
     (
         lambda d: d.dispatch(X, WAY, torch.tensor([0, 6])),
         "plan must be a Plan, a Layout or None, got Tensor",
-        "dispatcher.plan(layout)",
+        "Dispatcher.dispatch",
     ),
     (lambda d: d.dispatch(rows(5), again=d.dispatch(X, WAY)), "again=sent was made with floating (6, 16) on cpu"),
     (lambda d: d.dispatch(X.long(), again=d.dispatch(X, WAY)), "floating (6, 16)", "got torch.int64 (6, 16)"),
@@ -87,9 +87,9 @@ COMBINE: list[tuple[Call, *tuple[str, ...]]] = [
     (
         lambda d: d.combine(X, d.dispatch(X, WAY, async_op=True)),
         "Dispatcher.combine: sent must be a Dispatched, got InFlight",
-        "after wait() where async_op=True",
+        "After async_op=True, wait()",
     ),
-    (lambda d: d.plan(), "Dispatcher.plan: a layout or like=x is needed, got neither"),
+    (lambda d: d.plan(), "Dispatcher.plan: pass the layout of the batch, or like=x"),
 ]
 NAN = float("nan")
 # Under debug=True.
@@ -103,7 +103,7 @@ VALUES: list[tuple[Call, *tuple[str, ...]]] = [
     (
         lambda d: d.dispatch(X, Routing(IDS, WEIGHTS.index_fill(0, torch.tensor([1]), NAN))),
         "topk_weights must be finite, got 2 that are not",
-        "router's logits",
+        "Check the router",
     ),
 ]
 CALLS: list[tuple[bool, type[Exception], Call, *tuple[str, ...]]] = [
@@ -163,7 +163,7 @@ def test_more_tokens_than_the_maximum_are_refused_before_anything_travels(
         identity_round(dispatcher)
         raise caught.value
 
-    texts = ("at most max_tokens_per_rank (4) rows per rank, got 5", "Raise max_tokens_per_rank")
+    texts = ("at most max_tokens_per_rank (4) rows per rank, got 5", "at most max_tokens_per_rank")
     raises_everywhere(outcomes_on(body, size), InputError, *texts)
 
 
@@ -179,7 +179,7 @@ def test_double_backward_is_refused(backend: str, size: int, verb: str, cut: boo
         y = sent.rows if verb == "dispatch" else dispatcher.combine(sent.rows.detach().requires_grad_(), sent)
         torch.autograd.grad(y.square().sum(), x, create_graph=True, allow_unused=True)
 
-    texts = (f"Dispatcher.{verb}: double backward is not supported", "create_graph=True")
+    texts = (f"Dispatcher.{verb}: double backward is not supported", "Use create_graph=False")
     raises_everywhere(outcomes_on(body, size), StateError, *texts)
 
 
@@ -225,13 +225,13 @@ def test_state_and_plan_of_another_dispatcher(backend: str, size: int, pad_multi
         return told
 
     for combine, again, plan in outcomes_on(body, size):
-        texts = ("sent must come from this dispatcher", "the dispatcher that dispatched")
+        texts = ("sent must come from this dispatcher", "not from another one")
         raises_everywhere([combine], StateError, "Dispatcher.combine: ", *texts)
         raises_everywhere([again], StateError, "Dispatcher.dispatch: ", *texts)
         if pad_multiple == 1:
             assert isinstance(plan, Dispatched)
         else:
-            texts = ("the plan must be made by a dispatcher of the same config and group", "this dispatcher's plan()")
+            texts = ("the plan is of another config or group", "Make it with this dispatcher")
             raises_everywhere([plan], StateError, *texts)
 
 
@@ -259,18 +259,11 @@ def test_closed_dispatcher(backend: str, size: int, call: str) -> None:
     raises_everywhere(outcomes_on(body, size), StateError, *texts)
 
 
-@pytest.mark.parametrize("name", ["dispatch", "combine", "plan"])
-def test_final_methods_cannot_be_overridden(name: str) -> None:
-    text = rf"Wrong overrides Dispatcher\.{name}, which is final.*run_experts or layout_of"
-    with pytest.raises(TypeError, match=text):
-        type("Wrong", (Dispatcher,), {"__qualname__": "Wrong", name: lambda self: None})
-
-
 def test_forward_without_experts() -> None:
     class Forgetful(Dispatcher):
         pass
 
-    with pytest.raises(StateError, match=r"Forgetful.forward: run_experts\(sent\) must be defined.*Subclass Dispatche"):
+    with pytest.raises(StateError, match=r"Forgetful.forward: define run_experts\(sent\)"):
         Forgetful(small_config("local"), None)(X, WAY)
 
 
@@ -319,7 +312,9 @@ class Packed(Dispatcher):
 @pytest.mark.parametrize("verb", ["plan", "dispatch"])
 def test_a_call_without_a_layout_is_refused_where_none_is_inferred(verb: str) -> None:
     dispatcher, x = Packed(small_config("local", infer_layout=False), name=NAME), X.view(1, 6, HIDDEN)
-    with pytest.raises(LayoutError, match=rf"Dispatcher\.{verb}: a plan or a layout must be given.*got None") as caught:
+    with pytest.raises(
+        LayoutError, match=rf"Dispatcher\.{verb}: a plan or a layout must be given.*broadcast_layout"
+    ) as caught:
         dispatcher.plan(like=x) if verb == "plan" else dispatcher.dispatch(x, WAY)
     assert NAME in caught.value.__notes__[0]
     with pytest.raises(LayoutError, match="infer_layout=False"):

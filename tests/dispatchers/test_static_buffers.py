@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_the_largest_headroom_counts() -> None:
 def test_the_first_call_is_refused_while_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is allocated that would belong to the graph."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(StateError, match=r"a call must have run once before a CUDA graph captures it"):
+    with pytest.raises(StateError, match=r"run a call once before a CUDA graph captures it"):
         Meter(2).prepare(torch.device("cuda"))
 
 
@@ -93,7 +94,8 @@ def test_counters_stay_where_they_are() -> None:
         demand=torch.tensor([4, 1]),
     )
     valid_T = torch.tensor([True, False])
-    meter.record(arrived, padded=0, cut=0, valid_T=valid_T, table=None, invalid=torch.tensor(2))
+    departed: Any = SimpleNamespace(num_padding=0, num_cut=0, valid_T=valid_T, table=None, outcome=torch.tensor(2))
+    meter.record(arrived, departed)
     assert [tensor.tolist() for tensor in before] == [[1, 2], [1, 0], 1, [4, 1, 2]]
     assert (meter.tokens(), meter.masked, meter.needs()) == (([1, 2], 1), 1, [4, 1, 2])
     meter.forget_invalid_ids()
