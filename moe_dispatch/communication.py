@@ -163,19 +163,15 @@ class Communicator:
 
     def gather_integers(self, values: Sequence[int], *, label: str) -> list[list[int]]:
         """Return the host integers of all ranks, by rank. Each rank passes the same number. Cost: one all-gather."""
-        if self.group is None:
-            return [list(values)]
-        device = control_device(self.group)
-        mine = to_device(values, device)
-        everyone = torch.empty(self.size * len(values), dtype=torch.int64, device=device)
-        self.all_gather(everyone, mine, label=label)
-        return [list(part) for part in everyone.view(self.size, -1).tolist()]
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        gathered: list[list[int]] = self.gather_tensor(mine, label=label).tolist()
+        return gathered
 
     def gather_tensor(self, mine: Tensor, *, label: str) -> Tensor:
         """Return the CPU tensors (N,) of all ranks as (P, N) on the CPU. A group without a CPU backend works too."""
         if self.group is None:
             return mine.unsqueeze(0)
-        mine = mine.to(control_device(self.group))
+        mine = to_device(mine, control_device(self.group))
         everyone = mine.new_empty(self.size * len(mine))
         self.all_gather(everyone, mine, label=label)
         return everyone.view(self.size, len(mine)).cpu()
@@ -307,6 +303,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, frozenset):
+        return ", ".join(sorted(map(str, value)))
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -322,18 +320,16 @@ def _refuse_difference(facts: Sequence[Mapping[str, Any]], *, of_call: bool) -> 
 
     A fact may be missing on a rank with another version of the library.
     """
-    error = InputError if of_call else ConfigError
     way_out = "Make the same call on every rank."
     if not of_call:
         way_out = "Give every rank the same config, library and environment. [MD03]"
     for name in dict.fromkeys(name for of_rank in facts for name in of_rank):
-        texts = [canonical_json(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
         values = [repr(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise error(
-                    f"Ranks disagree on {name}: rank 0 has {values[0]}, rank {rank} has {values[rank]}. {way_out}"
-                )
+        texts = [canonical_json(of_rank[name]) if name in of_rank else "nothing" for of_rank in facts]
+        for rank, value in enumerate(values):
+            if texts[rank] != texts[0]:
+                text = f"Ranks disagree on {name}: rank 0 has {values[0]}, rank {rank} has {value}. {way_out}"
+                raise InputError(text) if of_call else ConfigError(text)
 
 
 def device_types(group: dist.ProcessGroup | None) -> set[str]:
@@ -374,9 +370,8 @@ def to_device(values: Sequence[Any] | Tensor, device: torch.device | str) -> Ten
     if device.type == "cuda" and host.is_cpu and type(host) is Tensor and not torch.compiler.is_compiling():
         if torch.cuda.is_current_stream_capturing():
             raise StateError(
-                "Dispatcher: lengths of a layout must be on the device before a CUDA graph captures a call, got "
-                "lengths on the host inside a capture. Pass plan(layout, like=x) that was made before, or keep lengths "
-                "on the device."
+                "Dispatcher: the lengths of a layout are on the host, inside the capture of a CUDA graph. Make a plan "
+                "with plan(layout, like=x) before, or keep lengths on the device."
             )
         host = host.pin_memory()
     return host.to(device, non_blocking=host.is_cpu)

@@ -176,53 +176,33 @@ class DispatcherConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> DispatcherConfig:
-        if self.top_k > self.num_experts:
-            raise ConfigError(f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts}). Lower top_k.")
-        if self.wire_dtype == "float8_e4m3fn" and self.hidden_size % FLOAT8_BLOCK:
-            raise ConfigError(
-                f'wire_dtype "float8_e4m3fn": hidden_size must be a multiple of {FLOAT8_BLOCK} (there is one scale for '
-                f'every {FLOAT8_BLOCK} columns), got {self.hidden_size}. Use wire_dtype "bfloat16".'
-            )
-        if self.row_counts_policy == "static" and self.max_tokens_per_rank is None:
-            cause = "graph_safe" if self.graph_safe else 'row_counts="static"'
-            raise ConfigError(
-                f"{cause} needs max_tokens_per_rank, got None. Set it to the largest row count of any rank."
-            )
-        if self.graph_safe and self.row_counts not in (None, "static"):
-            raise ConfigError(
-                f'graph_safe needs row_counts "static", got {self.row_counts!r}, which syncs with the host. '
-                "Leave row_counts out."
-            )
-        if self.balance is not None:
-            check_planner(self.balance)
-            if not self.spare_experts_per_rank:
-                raise ConfigError(
-                    f"balance needs spare_experts_per_rank of at least 1, got 0 with balance={self.balance!r}. "
-                    "Set it to 1 or 2."
-                )
-            if self.graph_safe:
-                raise ConfigError(
-                    "balance must be None with graph_safe=True, because the host reads counts and plans each dispatch, "
-                    f"got {self.balance!r}. Use dispatcher.place(placement) instead."
-                )
-        self._check_capacity()
-        return self
-
-    def _check_capacity(self) -> None:
         options = {} if self.backend_options is None else self.backend_options.capacity_bounds
         bounds = {"capacity_factor": self.capacity_factor, **options}
-        finite = [f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst"]
-        given = finite if self.on_overflow is None else [*finite, f"on_overflow={self.on_overflow!r}"]
-        if given and not self.graph_safe:
-            raise ConfigError(
-                f"{', '.join(given)} must come with graph_safe=True, got graph_safe=False, where every buffer has the "
-                f"size that the routing needs. Set graph_safe, or leave {'it' if len(given) == 1 else 'them'} out."
-            )
-        if finite and self.on_overflow is None:
-            raise ConfigError(
-                f"on_overflow must be chosen with a finite capacity, got None with {', '.join(finite)}. "
-                'Set on_overflow to "raise" or "drop".'
-            )
+        finite = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst")
+        given = ", ".join(filter(None, [finite, self.on_overflow and f"on_overflow={self.on_overflow!r}"]))
+        static, balanced = self.row_counts_policy == "static", self.balance is not None
+        if self.balance is not None:
+            check_planner(self.balance)
+        odd = self.hidden_size % FLOAT8_BLOCK if self.wire_dtype == "float8_e4m3fn" else 0
+        for broken, rule in (
+            (self.top_k > self.num_experts, f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})."),
+            (
+                odd,
+                f'wire_dtype "float8_e4m3fn": hidden_size ({self.hidden_size}) must be a multiple of {FLOAT8_BLOCK}.',
+            ),
+            (
+                static and self.max_tokens_per_rank is None,
+                'graph_safe and row_counts="static" need max_tokens_per_rank.',
+            ),
+            (self.graph_safe and not static, f'graph_safe needs row_counts "static", got {self.row_counts!r}.'),
+            (balanced and not self.spare_experts_per_rank, "balance needs spare_experts_per_rank. Set it to 1 or 2."),
+            (balanced and self.graph_safe, "balance must be None with graph_safe=True. Use Dispatcher.place instead."),
+            (given and not self.graph_safe, f"{given} needs graph_safe=True. Otherwise buffers follow the routing."),
+            (finite and self.on_overflow is None, f'Set on_overflow to "raise" or "drop" with {finite}.'),
+        ):
+            if broken:
+                raise ConfigError(rule)
+        return self
 
     @cached_property
     def backend_options(self) -> BackendOptions | None:
@@ -360,10 +340,7 @@ def _options(fields: Mapping[str, Any], variable: str, field: str) -> dict[str, 
         return {"name": value}
     if isinstance(value, dict):
         return value
-    raise ConfigError(
-        f"DispatcherConfig.load: {variable}: {field} has no options, because it is {shown(value)}. "
-        f"Set {ENVIRONMENT_PREFIX}{field.upper()} instead."
-    )
+    raise ConfigError(f"DispatcherConfig.load: {variable}: {field} has no options, because it is {shown(value)}.")
 
 
 def json_or_text(value: str) -> Any:
@@ -375,28 +352,18 @@ def json_or_text(value: str) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(f"DispatcherConfig.load: {path} must end in .yaml, .yml or .json. Rename the file.")
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
+        if path.suffix not in (".yaml", ".yml"):
             value = json.loads(text)
         else:
             import yaml  # noqa: PLC0415 - optional, imported on use
 
             value = yaml.safe_load(text)
     except ImportError as error:
-        raise ConfigError(
-            f"DispatcherConfig.load: PyYAML is not installed, so {path} cannot be read. {how_to_install('yaml')} "
-            "Or use a .json file."
-        ) from error
+        raise ConfigError(f"DispatcherConfig.load: PyYAML is not installed. {how_to_install('yaml')}") from error
     except Exception as error:  # the file cannot be opened, or is not UTF-8, JSON or YAML; the text has the line
-        raise ConfigError(
-            f"DispatcherConfig.load: cannot read {path}: {error}. Correct the file or the path."
-        ) from error
+        raise ConfigError(f"DispatcherConfig.load: cannot read {path}: {error}.") from error
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"DispatcherConfig.load: {path} must hold a mapping of fields, got {type(value).__name__}. "
-            'Start with "backend: alltoall".'
-        )
+        raise ConfigError(f"DispatcherConfig.load: {path} must be a mapping of fields, not {type(value).__name__}.")
     return value

@@ -107,14 +107,10 @@ class Routing:
         if routing_map.shape != probs.shape or routing_map.dtype != torch.bool or routing_map.dim() != 2:
             raise InputError(
                 f"Routing.from_map: routing_map must be bool (T, E) and probs the same shape, got {routing_map.dtype} "
-                f"{tuple(routing_map.shape)} and {tuple(probs.shape)}. Pass the router's map and its dense "
-                f"probabilities."
+                f"{tuple(routing_map.shape)} and {tuple(probs.shape)}."
             )
         if not 1 <= top_k <= routing_map.shape[1]:
-            raise InputError(
-                f"Routing.from_map: top_k must lie in 1..{routing_map.shape[1]} (experts), got {top_k}. "
-                "Pass the router's top_k."
-            )
+            raise InputError(f"Routing.from_map: top_k must lie in 1..{routing_map.shape[1]}, got {top_k}.")
         if torch.compiler.is_compiling() and routing_map.is_cpu:
             told = f"Routing.from_map: no row may select more than top_k={top_k} experts. Pass the router's top_k."
             torch._assert_async((routing_map.sum(1) <= top_k).all(), told)
@@ -175,10 +171,7 @@ class Plan:
             StateError: The config is not graph_safe.
         """
         if self.footprint is None:
-            raise StateError(
-                "Plan.bytes: the config must be graph_safe, got graph_safe=False, where sizes follow the routing. "
-                "Set graph_safe, or measure a step."
-            )
+            raise StateError("Plan.bytes: without graph_safe, sizes follow the routing. Measure a step instead.")
         return self.footprint(dtype)
 
 
@@ -225,9 +218,8 @@ class Dispatched:
             return self.host_counts
         if torch.compiler.is_compiling():
             raise StateError(
-                "Dispatched.tokens_per_expert_list: counts must be read outside of compiled regions, got a call that "
-                "is being traced. Use sent.per_expert(functions) or sent.grouped_mm(rows, weights), which compile, or "
-                "keep dispatch, the loop and combine out of the region with torch.compiler.disable."
+                "Dispatched.tokens_per_expert_list: counts stay on the device in a compiled region. sent.per_expert "
+                "and sent.grouped_mm compile."
             )
         return tuple(self.tokens_per_expert.tolist())
 
@@ -280,8 +272,7 @@ class Dispatched:
         if not fits or (not torch.compiler.is_compiling() and rows.shape[0] != num_rows):
             raise InputError(
                 f"Dispatched.grouped_mm: rows must be floating (R={num_rows}, D) and weights (L={num_experts}, D, H) "
-                f"in the same dtype, got {rows.dtype} {tuple(rows.shape)} and {weights.dtype} {tuple(weights.shape)}. "
-                "Pass one matrix per expert of this rank; transpose those that are (L, H, D)."
+                f"in the same dtype, got {rows.dtype} {tuple(rows.shape)} and {weights.dtype} {tuple(weights.shape)}."
             )
         return grouped_mm(rows, weights, self.offs)
 
@@ -304,15 +295,9 @@ class Dispatched:
         """
         applied, num_experts = list(functions), self.tokens_per_expert.shape[0]
         if len(applied) != num_experts:
-            raise InputError(
-                f"Dispatched.per_expert: this rank has {num_experts} experts, got {len(applied)} functions. "
-                "Pass one function per expert of this rank."
-            )
+            raise InputError(f"Dispatched.per_expert: got {len(applied)} functions for {num_experts} experts.")
         if self._graph_safe:
-            raise StateError(
-                "Dispatched.per_expert: the host must know the rows of each expert, got graph_safe=True, where only "
-                "the device does. Use sent.grouped_mm(rows, weights)."
-            )
+            raise StateError("Dispatched.per_expert: with graph_safe only the device has the counts. Use grouped_mm.")
         if torch.compiler.is_compiling():
             parts = split(self.rows, self.tokens_per_expert)
         else:

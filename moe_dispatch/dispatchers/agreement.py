@@ -130,11 +130,8 @@ def settle(
         return plan
     sizes = Sizes(capacity=channel.capacity)
     if policy is not None:
-        largest, sums = plan.num_sent or 0, list[int]()
-        if policy == "static":
-            assert config.max_tokens_per_rank is not None  # a rule of the config
-            largest = config.max_tokens_per_rank
-        elif policy != "assume":
+        largest, sums = (config.max_tokens_per_rank if policy == "static" else plan.num_sent) or 0, list[int]()
+        if policy not in ("static", "assume"):
             largest, sums = agree(largest, tally=tally)
         check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
         sizes = channel.sizes(largest)
@@ -147,8 +144,7 @@ def settle(
     footprint = None
     if sizes.capacity is not None:
         most = config.max_tokens_per_rank if plan.num_sent is None else plan.num_sent
-        assert most is not None  # graph_safe asks for it
-        footprint = partial(channel.options.footprint, channel.shape, sizes, needs.brought(most, sizes))
+        footprint = partial(channel.options.footprint, channel.shape, sizes, needs.brought(most or 0, sizes))
     return replace(plan, sizes=sizes, settled=True, footprint=footprint)
 
 
@@ -183,8 +179,7 @@ def _agree_on_largest(
     largest, smallest = high // size, -(low // size)
     if channel.config.row_counts == "check" and largest != smallest:
         raise InputError(
-            'Dispatcher.plan: row_counts="check" needs equal rows on all ranks, got '
-            f"{largest} on rank {high % size} and {smallest} on rank {low % size}. "
-            'Pad them alike, or use row_counts="agree".'
+            f'Dispatcher.plan: row_counts="check" needs equal rows on all ranks, got {largest} on rank {high % size} '
+            f'and {smallest} on rank {low % size}. Or use row_counts="agree".'
         )
     return largest, summed

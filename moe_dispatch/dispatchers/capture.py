@@ -44,20 +44,15 @@ class Captured:
         for dispatcher, captured in self._capacities:
             capacity = dispatcher._channel.capacity  # raises if closed
             if capacity != captured:
-                raise StateError(
-                    f"Captured.replay: the graph was captured with room for {captured}, got {capacity}: the dispatcher "
-                    "has grown. Capture again."
-                )
+                raise StateError("Captured.replay: a dispatcher has grown since the capture. Capture again.")
         if plan is not None and plan is not self._plan:
             raise StateError(
-                "Captured.replay: plan must be the one that was captured, got another: its sizes and host-known "
-                "lengths are part of the graph. Capture once for each plan, or keep lengths on the device."
+                "Captured.replay: another plan was captured, and its sizes are part of the graph. Capture once for "
+                "each plan, or keep lengths on the device."
             )
         expected, got = ([(tuple(t.shape), t.dtype, t.device) for t in tensors] for tensors in (self._inputs, inputs))
         if expected != got:
-            raise InputError(
-                f"Captured.replay: inputs must be like those captured, {expected}, got {got}. Capture for these shapes."
-            )
+            raise InputError(f"Captured.replay: inputs must be like those captured, {expected}, got {got}.")
         with torch.no_grad():
             for inside, given in zip(self._inputs, inputs, strict=True):
                 inside.copy_(given, non_blocking=True)
@@ -97,18 +92,10 @@ def capture(
     """
     dispatchers = (dispatcher, *others)
     for each in dispatchers:
-        if each._channel.capacity is None:
-            raise StateError(
-                "capture: the dispatcher must be graph_safe, got graph_safe=False, which waits for the host in every "
-                "dispatch. Set graph_safe and max_tokens_per_rank."
-            )
-        if each.config.debug:
-            raise StateError(
-                "capture: the dispatcher must have debug=False, got debug=True, which reads values in every dispatch. "
-                "Leave debug out."
-            )
+        if each._channel.capacity is None or each.config.debug:
+            raise StateError("capture: a graph cannot wait for the host. Set graph_safe, and leave debug out.")
     if elsewhere := _not_on_cuda(inputs):
-        raise InputError(f"capture: inputs must be on a CUDA device, got {', '.join(elsewhere)}. Move them.")
+        raise InputError(f"capture: inputs must be on a CUDA device, got {', '.join(elsewhere)}.")
     inside = tuple(tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs)
     recorded = _record(lambda: function(*inside), warmup)
     return Captured([(each, each._channel.capacity) for each in dispatchers], inside, plan, *recorded)

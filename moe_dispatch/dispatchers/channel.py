@@ -119,8 +119,7 @@ class Channel:
         """
         check_buffers(self.backend_name, capacity)
         self.capacity = capacity
-        assert self.config.max_tokens_per_rank is not None  # graph_safe requires it
-        self.backend.reserve(self.sizes(self.config.max_tokens_per_rank))
+        self.backend.reserve(self.sizes(self.config.max_tokens_per_rank or 0))
 
     @property
     def ranks_per_node(self) -> int:
@@ -193,9 +192,8 @@ class Lease:
             return self.shared
         if not self._collected.alive:
             raise StateError(
-                "Dispatcher: the dispatcher must be open, got a closed one of backend "
-                f"{self.shared.backend_name!r} on channel {self.shared.name}. Build another with build_dispatcher. "
-                "[MD10]"
+                f"Dispatcher: the dispatcher must be open, got a closed one of backend {self.shared.backend_name!r}. "
+                "Build another with build_dispatcher. [MD10]"
             )
         if self.shared.watches:
             self.tell_watchdog()
@@ -222,10 +220,7 @@ class Lease:
         return f"backend={self.shared.backend_name!r}, rank {ranks.rank} of {ranks.size}{closed}"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise StateError(
-            "Dispatcher: only the weights of a model with a dispatcher can be saved, got pickle or torch.save of the "
-            "module, which holds a process group. Save model.state_dict(), build the model again, and load it there."
-        )
+        raise StateError("Dispatcher: a process group cannot be saved. Save model.state_dict() instead of the model.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lease:
         """Return a new lease on the same channel, because process groups cannot be copied.
@@ -276,8 +271,8 @@ def named_channel(name: str) -> Channel:
     channel = _by_name.get(name)
     if channel is None or not channel.users:
         raise StateError(
-            f"moe_dispatch operators: channel {name!r} must be open in this process, got none of that name. Keep the "
-            "dispatcher open while what was compiled with it, or a backward of it, still runs."
+            f"moe_dispatch operators: channel {name!r} is not open. Keep the dispatcher open while code that was "
+            "compiled with it, or a backward of it, still runs."
         )
     for watch in channel.watches:
         watch.layer = ""  # which dispatcher calls is not known here
@@ -303,7 +298,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     if problem is None and (control.size, control.rank) != (communicator.size, communicator.rank):
         problem = ConfigError(
             f"control_group must hold the ranks of group in the same order, got rank {control.rank} of {control.size} "
-            f"for rank {communicator.rank} of {communicator.size}. Make it with the same ranks."
+            f"for rank {communicator.rank} of {communicator.size}."
         )
     if control.size != communicator.size:
         control = communicator
@@ -322,10 +317,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     facts = {}
     if drawn is not None:  # constraints may depend on the installed version of the backend's library
         options, _, needs = drawn
-        facts = {"backend": options.name}
-        for field in dataclasses.fields(needs):
-            value = getattr(needs, field.name)
-            facts[field.name] = ", ".join(sorted(map(str, value))) if isinstance(value, frozenset) else value
+        facts = {"backend": options.name, **dataclasses.asdict(needs)}
     raise_alike(control, problem, facts=facts, label="build")
     assert drawn is not None
     if config.backend_options is None and communicator.rank == 0:
@@ -360,7 +352,7 @@ def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: 
         if seconds is None or not shortest <= seconds <= longest:
             raise ConfigError(
                 f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds from {shortest} to {longest:.0f}, got "
-                f"{shown(text)}. Set it to 60, or unset it."
+                f"{shown(text)}."
             )
     if seconds is None:
         return None
@@ -368,8 +360,7 @@ def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: 
         watch = watch_group(group, seconds)
         if watch.seconds != seconds and any(id(group) in key[:2] for key in _channels):
             raise ConfigError(
-                f"watchdog must be the same for all open dispatchers of a group, got {seconds:g} after "
-                f"{watch.seconds:g}. Use one number of seconds."
+                f"watchdog must be {watch.seconds:g} as in the open dispatchers of the group, not {seconds:g}."
             )
         watch.seconds, watch.layer = seconds, name
     return seconds
@@ -392,8 +383,8 @@ def _process_group(group: Group) -> dist.ProcessGroup | None:
         return group
     if group.ndim != 1:
         raise ConfigError(
-            f"Dispatcher: a DeviceMesh must have one dimension, got {group.ndim} ({group.mesh_dim_names}). "
-            'Pass the expert-parallel part, for example mesh["ep"].'
+            f'Dispatcher: pass one dimension of a DeviceMesh, such as mesh["ep"], not {group.ndim} '
+            f"({group.mesh_dim_names})."
         )
     return group.get_group()
 
@@ -411,13 +402,10 @@ def _draw(
     if config.permutation != "auto":
         where = f'Backend {options.name!r}: permutation must be "auto"'
         if needs.pads_experts:
-            raise ConfigError(
-                f"{where}, because its library reorders rows itself, got {config.permutation!r}. Leave permutation out."
-            )
+            raise ConfigError(f"{where}, because its library reorders rows itself, got {config.permutation!r}.")
         if config.graph_safe and config.permutation == "te":
             raise ConfigError(
-                f'{where}, "torch" or "triton" with graph_safe=True, because transformer-engine\'s kernels are not yet '
-                "used on buffers of fixed size, got 'te'. Leave permutation out."
+                f'{where}, "torch" or "triton" with graph_safe=True: transformer-engine is not used on fixed buffers.'
             )
         kinds = {config.device} if config.device is not None else needs.devices or device_types(communicator.group)
         if len(kinds) == 1:  # the device of the rows is already certain

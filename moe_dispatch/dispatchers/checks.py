@@ -37,14 +37,11 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Plan:
     maximum = channel.config.max_tokens_per_rank
     if count is None and channel.row_counts not in (None, "static"):
         raise InputError(
-            f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, and {type(layout).__name__} does not "
-            "know its own. Pass like=x, any tensor shaped like the hidden states."
+            f"Dispatcher.plan: backend {channel.backend_name!r} needs row counts, which {type(layout).__name__} does "
+            "not know. Pass like=x."
         )
     if maximum is not None and (count or 0) > maximum:
-        raise InputError(
-            f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}. "
-            "Raise max_tokens_per_rank."
-        )
+        raise InputError(f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}.")
     # Ranks that agree on nothing later have no chance to refuse together, so each rank checks its own rows here.
     if channel.row_counts in (None, "assume"):
         check_max_rows("Dispatcher.plan", channel.needs.padded(count or 0), channel.needs)
@@ -112,8 +109,8 @@ def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | Non
             draft_plan(channel, plan.layout, x)
         elif plan.num_rows != num_rows:
             raise LayoutError(
-                f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. "
-                "Make a plan per micro-batch. [MD06]"
+                f"Dispatcher.dispatch: the plan is for {plan.num_rows} tokens, got x with {num_rows}. Make a plan per "
+                "micro-batch. [MD06]"
             )
     return routing
 
@@ -121,22 +118,13 @@ def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | Non
 def foreign_plan(channel: Channel, plan: Plan) -> StateError:
     """Return the error of a plan of a dispatcher of another config or group, or from before the capacity has grown."""
     if plan.owner != channel.name:
-        return StateError(
-            "Dispatcher.dispatch: the plan must be made by a dispatcher of the same config and group, got one of "
-            f"{plan.owner} on {channel.name}. Make it with this dispatcher's plan()."
-        )
-    return StateError(
-        f"Dispatcher.dispatch: the plan must be made for the capacity in force, got one for {plan.sizes.capacity} "
-        f"on {channel.capacity}: the capacity has grown since. Make the plan again."
-    )
+        return StateError("Dispatcher.dispatch: the plan is of another config or group. Make it with this dispatcher.")
+    return StateError("Dispatcher.dispatch: the capacity has grown since the plan was made. Make the plan again.")
 
 
 def no_routing(routing: object) -> InputError:
     """Return the error of a dispatch whose routing is no ``Routing``."""
-    return InputError(
-        f"Dispatcher.dispatch: routing must be a Routing, got {type(routing).__name__}. "
-        "Pass Routing(topk_ids, topk_weights), or again=sent."
-    )
+    return InputError(f"Dispatcher.dispatch: pass Routing(topk_ids, topk_weights), not {type(routing).__name__}.")
 
 
 def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, needs: Constraints) -> None:
@@ -148,30 +136,21 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
     ids, weights = routing.topk_ids, routing.topk_weights
     where = "Dispatcher.dispatch"
     if x_TD.shape[1] != config.hidden_size:
-        raise InputError(
-            f"{where}: x has hidden size {x_TD.shape[1]}, hidden_size is {config.hidden_size}. Build the dispatcher "
-            f"for it."
-        )
+        raise InputError(f"{where}: x has hidden size {x_TD.shape[1]}, the config has {config.hidden_size}.")
     check_rows(where, "x", x_TD, config, needs, weights=weights)
     allowed = {config.device} if config.device is not None else needs.devices
     if allowed is not None and x_TD.device.type not in allowed:
         way_out = "change config.device"
         if config.device is None:
             way_out = f"use another backend: {config.backend_name!r} takes no other device as configured"
-        raise InputError(
-            f"{where}: x must be on {' or '.join(sorted(allowed))}, got {x_TD.device}. Move x, or {way_out}."
-        )
+        raise InputError(f"{where}: x must be on {' or '.join(sorted(allowed))}, got {x_TD.device}. Or {way_out}.")
     if ids.device != x_TD.device or weights.device != x_TD.device:
         raise InputError(
             f"{where}: x, topk_ids and topk_weights must share a device, got {x_TD.device}, {ids.device}, "
-            f"{weights.device}. "
-            "Move the routing."
+            f"{weights.device}."
         )
     if ids.is_floating_point() and not weights.is_floating_point():
-        raise InputError(
-            f"{where}: topk_ids must be torch.int64 and topk_weights floating, got {ids.dtype} and {weights.dtype}. "
-            "Were the arguments swapped? torch.topk returns weights first; pass Routing(topk_ids, topk_weights)."
-        )
+        raise InputError(f"{where}: ids and weights of the Routing are swapped. torch.topk returns the weights first.")
     if ids.dtype != torch.int64:
         raise InputError(f"{where}: topk_ids must be torch.int64, got {ids.dtype}. Convert with topk_ids.long().")
     if not weights.is_floating_point():
@@ -183,8 +162,8 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
         )
     if x_TD.shape[0] != ids.shape[0]:
         raise InputError(
-            f"{where}: x has {x_TD.shape[0]} tokens but routing has {ids.shape[0]}. "
-            "Route every token of x, with id -1 for those to skip. [MD04]"
+            f"{where}: x has {x_TD.shape[0]} tokens but routing has {ids.shape[0]}. Route every token of x, with id -1 "
+            "for those to skip. [MD04]"
         )
 
 
@@ -209,16 +188,13 @@ def check_rows(
     if rows.dtype not in carried:
         by_wire = rows.dtype in ROW_DTYPES and "bfloat16" in needs.wire_dtypes
         way_out = 'Set wire_dtype="bfloat16"' if by_wire else f"Convert {what}"
+        names = ", ".join(sorted(map(str, carried)))
+        raise InputError(f"{where}: {what} must be {names}, got {rows.dtype}. {way_out}, or use another backend.")
+    wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad))
+    if wants_grad and not needs.differentiable:
         raise InputError(
-            f"{where}: {what} must be {', '.join(sorted(map(str, carried)))}, got {rows.dtype}. "
-            f"{way_out}, or use another backend."
-        )
-    if needs.differentiable or not torch.is_grad_enabled():
-        return
-    if rows.requires_grad or (weights is not None and weights.requires_grad):
-        raise InputError(
-            f"{where}: backend {config.backend_name!r} has no backward as configured, got tensors that require grad. "
-            "Call it under torch.no_grad(), or use another backend."
+            f"{where}: backend {config.backend_name!r} has no backward as configured, and tensors require grad. Call "
+            "it under torch.no_grad(), or use another backend."
         )
 
 
@@ -265,10 +241,9 @@ def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> 
         ids, weights = ids[valid_T], weights[valid_T]
     if (problem := problem_of_ids(ids, num_experts)) is not None:
         raise problem
-    wrong = int((~torch.isfinite(weights) & (ids >= 0)).sum())
-    if wrong:
+    if wrong := int((~torch.isfinite(weights) & (ids >= 0)).sum()):
         raise InputError(
-            f"Dispatcher.dispatch: topk_weights must be finite, got {wrong} that are not. Check the router's logits."
+            f"Dispatcher.dispatch: topk_weights must be finite, got {wrong} that are not. Check the router."
         )
 
 

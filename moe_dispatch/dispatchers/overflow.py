@@ -142,17 +142,12 @@ def retry_on_overflow(
 def check_headroom(verb: str, headroom: float) -> None:
     """Refuse a headroom outside 1..1024 with an InputError."""
     if not 1 <= headroom <= 1024:
-        raise InputError(
-            f"Dispatcher.{verb}: headroom must lie in 1..1024, got {headroom}. Use 1.0 for what was needed."
-        )
+        raise InputError(f"Dispatcher.{verb}: headroom must lie in 1..1024, got {headroom}.")
 
 
 def _capacity(channel: Channel, verb: str) -> Capacity:
     if channel.capacity is None:
-        raise StateError(
-            f"Dispatcher.{verb}: the config must be graph_safe, got graph_safe=False, where sizes follow the routing "
-            "and nothing overflows. Leave the call out."
-        )
+        raise StateError(f"Dispatcher.{verb}: without graph_safe, sizes follow the routing and nothing overflows.")
     return channel.capacity
 
 

@@ -70,8 +70,7 @@ class Recorder:
             self.refuse("a CUDA graph")
         if not encodable(layout):
             raise InputError(
-                "Dispatcher.dispatch: while a trace is recorded, the layout must be one of moe_dispatch.layouts, got "
-                f"{type(layout).__name__}. Flatten the rows yourself, and pass Rows()."
+                f"Dispatcher.dispatch: a trace cannot hold a {type(layout).__name__}. Pass rows and Rows()."
             )
         if self._kept.get(owner, 0) >= self.steps or torch._C._current_graph_task_id() != -1:
             return None
@@ -98,10 +97,7 @@ class Recorder:
         Raises:
             StateError: Always.
         """
-        raise StateError(
-            f"Dispatcher.dispatch: while a trace is recorded, it must be called eagerly, got a call inside {where}. "
-            "Record eager steps of the model."
-        )
+        raise StateError(f"Dispatcher.dispatch: calls inside {where} cannot be recorded. Record eager steps.")
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -82,26 +82,17 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
         raise ConfigError(f"{where}: ep_size must be one of {allowed}, got {shape.ep_size}. {needs.group_sizes_hint}")
     if config.wire_dtype is not None and config.wire_dtype not in needs.wire_dtypes:
         offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
-        raise ConfigError(
-            f"{where}: wire_dtype must be one of {offered}, got {config.wire_dtype!r}. Use another backend."
-        )
+        raise ConfigError(f"{where}: wire_dtype must be one of {offered}, got {config.wire_dtype!r}.")
     if config.device is not None and needs.devices is not None and config.device not in needs.devices:
         offered = ", ".join(sorted(needs.devices))
         raise ConfigError(f"{where}: device must be one of {offered}, got {config.device!r}. Use another backend.")
     if config.graph_safe and not needs.graph_safe:
         raise ConfigError(f"{where}: graph_safe is not possible: {needs.graph_safe_reason}. Set graph_safe=False.")
     if config.on_overflow is not None and needs.drop_order is None:
-        raise ConfigError(
-            f'{where}: its library cannot drop rows, so capacity_factor must be "worst" without on_overflow, got '
-            f"{config.capacity_factor!r} and on_overflow={config.on_overflow!r}. "
-            "Leave both out, or use another backend."
-        )
+        raise ConfigError(f"{where}: its library cannot drop rows. Leave out capacity_factor and on_overflow.")
     fitting = "drop" if needs.drop_order == "weight" else "drop_by_position"
     if config.on_overflow not in (None, "raise", fitting):
-        raise ConfigError(
-            f"{where}: it drops rows by {needs.drop_order}, got on_overflow={config.on_overflow!r}. "
-            f'Use on_overflow="{fitting}" or "raise".'
-        )
+        raise ConfigError(f'{where}: it drops rows by {needs.drop_order}. Use on_overflow="{fitting}" or "raise".')
     try:
         check_max_rows(where, config.max_tokens_per_rank or 0, needs)
     except InputError as error:
@@ -130,7 +121,4 @@ def check_max_rows(where: str, rows: int, needs: Constraints) -> None:
     """
     fits = needs.most_rows
     if fits is not None and rows > fits:
-        raise InputError(
-            f"{where}: at most {fits} rows per rank fit, got {rows}. "
-            f"Use micro-batches of at most {fits} tokens per rank."
-        )
+        raise InputError(f"{where}: at most {fits} rows per rank fit, got {rows}. Use smaller micro-batches.")

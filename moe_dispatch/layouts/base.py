@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, final
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.communication import to_device
-from moe_dispatch.errors import ConfigError, LayoutError
+from moe_dispatch.errors import ConfigError, LayoutError, shown
 from moe_dispatch.layouts.shard import ShardKind, check_divisible, split_positions
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
@@ -67,10 +66,7 @@ class Layout(ABC):
         shape = like.shape if isinstance(like, Tensor) else like
         rows = self.rows_of(shape)
         if y_TD.dim() != 2 or y_TD.shape[0] != rows:
-            raise LayoutError(
-                f"{self}.unflatten: y must be 2-D with the {rows} rows of like {tuple(shape)}, got "
-                f"{tuple(y_TD.shape)}. Return one row per row of flatten(x)."
-            )
+            raise LayoutError(f"{self}.unflatten: y must be 2-D with {rows} rows, got {tuple(y_TD.shape)}.")
         return y_TD if len(shape) == 2 else y_TD.reshape(*shape[:-1], y_TD.shape[-1])
 
     @final
@@ -119,9 +115,7 @@ class Layout(ABC):
         if self.all_real:
             return None
         if not self.on_host:
-            raise LayoutError(
-                f"{self}.real_rows: lengths must be known on the host, got them on {self.device}. Use valid_T."
-            )
+            raise LayoutError(f"{self}.real_rows: the lengths are on {self.device}. Use valid_T.")
         rows = self.mask(num_rows).nonzero().squeeze(1)
         return None if len(rows) == num_rows else rows
 
@@ -276,15 +270,10 @@ class Shard(Layout):
         for name in ("index", "size"):
             object.__setattr__(self, name, integer(f"shard: {name}", getattr(self, name)))
         if self.kind not in self.base.shard_kinds:
-            raise ConfigError(
-                f"{self.base}.shard: kind must be one of {', '.join(self.base.shard_kinds)}, got {self.kind!r}. Zigzag "
-                "splits whole sequences: shard BSHD, SBHD or THD that way first, contiguous parts after it."
-            )
+            kinds = ", ".join(self.base.shard_kinds)
+            raise ConfigError(f"{self.base}.shard: kind must be one of {kinds}, got {self.kind!r}.")
         if self.size < 1 or not 0 <= self.index < self.size:
-            raise ConfigError(
-                f"shard: index must lie in 0..size-1, got index {self.index} and size {self.size}. "
-                "Pass group.rank() and group.size()."
-            )
+            raise ConfigError(f"shard: index must lie in 0..size-1, got index {self.index} and size {self.size}.")
 
     @property
     def metadata(self) -> tuple[Tensor, ...]:
@@ -299,9 +288,7 @@ class Shard(Layout):
         rows = self.base.rows_of(shape)
         length = shape[self.sequence_dim(shape)]
         if self.kind == "zigzag" and length % 2:
-            raise LayoutError(
-                f"{self}: x must be two equal chunks, got {length} positions. Pad to a multiple of {2 * self.size}."
-            )
+            raise LayoutError(f"{self}: x must be two equal chunks, got {length} positions.")
         return rows
 
     def known_rows(self) -> int | None:
@@ -367,16 +354,10 @@ def integer(where: str, value: Any) -> int:
         LayoutError: ``value`` is not an integer, is a bool or a tensor, or has more than 64 bits. The error begins with
             ``where``.
     """
-    number: int | None = None
-    if isinstance(value, int):
-        number = None if isinstance(value, bool) else value
-    elif not isinstance(value, Tensor):  # a tensor may be on a device
-        with suppress(TypeError):
-            number = operator.index(value)
-    if number is None:
-        raise LayoutError(f"{where} must be an integer, got {value!r}. Pass an int of Python or numpy.")
-    if not -(2**63) <= number < 2**63:
-        raise LayoutError(f"{where} must fit 64 bits, got {number}. Pass a number of tokens.")
+    # a tensor may be on a device, and a bool is an int
+    number = None if isinstance(value, bool | Tensor) or not hasattr(value, "__index__") else operator.index(value)
+    if number is None or not -(2**63) <= number < 2**63:
+        raise LayoutError(f"{where} must be an integer of at most 64 bits, got {shown(value)}.")
     return number
 
 
@@ -392,7 +373,5 @@ def integer_tensor(where: str, value: Tensor | Sequence[int]) -> Tensor:
         numbers = [integer(f"{where}[{i}]", item) for i, item in enumerate(value)]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if value.dtype not in INTEGER_DTYPES or value.dim() != 1:
-        raise LayoutError(
-            f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}. Convert it."
-        )
+        raise LayoutError(f"{where} must be a 1-D int32 or int64 tensor, got {value.dtype} {tuple(value.shape)}.")
     return value

@@ -43,14 +43,11 @@ class PaddedBatch(Layout):
 
     def rows_of(self, shape: Sequence[int]) -> int:
         if len(shape) != 3:
-            raise LayoutError(
-                f"{self}: x must be {self.dims}, got shape {tuple(shape)}. Use THD or Rows for other shapes of x."
-            )
+            raise LayoutError(f"{self}: x must be {self.dims}, got shape {tuple(shape)}. Or use THD or Rows.")
         if self.lengths is not None and shape[self.batch_dim] != len(self.lengths):
             raise LayoutError(
-                f"{self}: x must hold one sequence per length, got B = {shape[self.batch_dim]} in {self.dims} "
-                f"{tuple(shape)} and {len(self.lengths)} lengths. Use the layout of this micro-batch and of "
-                "this dimension order."
+                f"{self}: x must hold one sequence per length, got {self.dims} = {tuple(shape)} and "
+                f"{len(self.lengths)} lengths. Use the layout of this micro-batch."
             )
         return prod(shape[:-1])
 
@@ -61,10 +58,7 @@ class PaddedBatch(Layout):
         """Return (B, S) or (S, B)."""
         batch = len(self.metadata[0])
         if num_rows % batch if batch else num_rows:
-            raise LayoutError(
-                f"{self}: the rows must be a multiple of the number of lengths, got {num_rows} rows and {batch} "
-                "lengths. Use the layout of this micro-batch."
-            )
+            raise LayoutError(f"{self}: the rows ({num_rows}) must be a multiple of the number of lengths ({batch}).")
         length = num_rows // batch if batch else 0
         return (batch, length) if self.batch_dim == 0 else (length, batch)
 
@@ -95,10 +89,7 @@ class PaddedBatch(Layout):
             return
         low, high = map(int, torch.aminmax(self.metadata[0]))
         if low < 0 or high > longest:
-            raise LayoutError(
-                f"{self}: lengths must lie in 0..{longest} (S), got {low if low < 0 else high}. "
-                "Count each sequence's real tokens. [MD06]"
-            )
+            raise LayoutError(f"{self}: lengths must lie in 0..{longest} (S), got {low if low < 0 else high}. [MD06]")
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:
         if self.metadata:

@@ -63,10 +63,8 @@ def unshard_from_context_parallel(shards: Sequence[Tensor], layout: Layout, kind
     """
     size = len(shards)
     if not size or any(shard.shape != shards[0].shape for shard in shards):
-        raise LayoutError(
-            "unshard_from_context_parallel: shards must be tensors of one shape, one per rank, got shapes "
-            f"{[tuple(shard.shape) for shard in shards]}. Gather every rank's part."
-        )
+        shapes = [tuple(shard.shape) for shard in shards]
+        raise LayoutError(f"unshard_from_context_parallel: shards must be tensors of one shape, got shapes {shapes}.")
     if size == 1:
         return shards[0]
     shape = list(shards[0].shape)
@@ -102,10 +100,7 @@ def thd_to_bshd(
     layout.check(len(x))
     if max_seqlen is None:
         if not is_host(layout.real):
-            raise LayoutError(
-                f"thd_to_bshd: max_seqlen must be given while cu_seqlens are on a device, got cu_seqlens on "
-                f"{layout.real.device}. Pass the longest sequence, or a bound on it."
-            )
+            raise LayoutError(f"thd_to_bshd: give max_seqlen, because cu_seqlens are on {layout.real.device}.")
         max_seqlen = max(layout.real.diff().tolist(), default=0)
     lengths_B, starts_B = layout.real.diff(), layout.owned[:-1]
     positions_S = torch.arange(max_seqlen, device=starts_B.device)
@@ -138,15 +133,9 @@ def bshd_to_thd(
     layout = THD(cu_seqlens, cu_seqlens_padded, x.shape[1])
     rows = layout.known_rows() if num_rows is None else num_rows
     if rows is None:
-        raise LayoutError(
-            f"bshd_to_thd: num_rows must be given while cu_seqlens are on a device, got cu_seqlens on "
-            f"{layout.owned.device}. Pass the T that the batch came from."
-        )
+        raise LayoutError(f"bshd_to_thd: give num_rows, because cu_seqlens are on {layout.owned.device}.")
     if len(layout.real) != len(x) + 1:
-        raise LayoutError(
-            f"bshd_to_thd: cu_seqlens must have B+1 entries, got {len(layout.real)} for B = {len(x)}. Pass the "
-            "cu_seqlens of this batch."
-        )
+        raise LayoutError(f"bshd_to_thd: cu_seqlens must have B+1 entries, got {len(layout.real)} for B = {len(x)}.")
     layout.check(rows)
     sequence_T, offset_T = locate(layout.owned, torch.arange(rows, device=layout.owned.device))
     positions_T = torch.where(offset_T < layout.real.diff()[sequence_T], sequence_T * x.shape[1] + offset_T, -1)

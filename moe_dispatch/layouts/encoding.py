@@ -57,14 +57,11 @@ def broadcast_layout(layout: Layout | None, group: dist.ProcessGroup, src: int =
     givers = [rank for rank, state in enumerate(states) if state != _ABSENT]
     if givers != [src]:
         raise LayoutError(
-            f"broadcast_layout: exactly rank {src} (src) must give a layout, got one from ranks {givers}. Pass None "
-            "on the others."
+            f"broadcast_layout: exactly rank {src} (src) must give a layout, got one from ranks {givers}."
         )
     if states[src] == _FOREIGN:
-        raise LayoutError(
-            f"broadcast_layout: the layout must be BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class "
-            f"on rank {src}."
-        )
+        known = ", ".join(_CLASSES)
+        raise LayoutError(f"broadcast_layout: the layout must be one of {known}, got another class on rank {src}.")
     arrived = communicator.broadcast(message, states[src], source=src, label="layout")
     digest = hashlib.sha256(repr(arrived.tolist()).encode()).digest()
     digests = communicator.gather_integers([int.from_bytes(digest[:8], "little", signed=True)], label="layout")

@@ -57,10 +57,8 @@ class Rows(PlainRows):
         """Take the number of real rows: an int, or a tensor with one int32 or int64, which is read if on the CPU."""
         if isinstance(num_real, Tensor):
             if num_real.dtype not in INTEGER_DTYPES or num_real.numel() != 1:
-                raise LayoutError(
-                    f"Rows: num_real must be one int32 or int64, got {num_real.dtype} {tuple(num_real.shape)}. Pass an "
-                    "int or a one-element tensor."
-                )
+                got = f"{num_real.dtype} {tuple(num_real.shape)}"
+                raise LayoutError(f"Rows: num_real must be an int or one int32 or int64, got {got}.")
             num_real = int(num_real) if is_host(num_real) else num_real
         elif num_real is not None:
             num_real = integer("Rows: num_real", num_real)
@@ -80,10 +78,7 @@ class Rows(PlainRows):
 
     def check_rows(self, num_rows: int, *, values: bool) -> None:
         if values and self.count is not None and not 0 <= int(self.count) <= num_rows:
-            raise LayoutError(
-                f"Rows: num_real must lie in 0..{num_rows} (rows), got {int(self.count)}. "
-                "Count the rows that hold tokens. [MD06]"
-            )
+            raise LayoutError(f"Rows: num_real must lie in 0..{num_rows} (rows), got {int(self.count)}. [MD06]")
 
 
 @final
@@ -133,6 +128,5 @@ class Masked(PlainRows):
     def check_rows(self, num_rows: int, *, values: bool) -> None:
         if len(self.valid) != num_rows:
             raise LayoutError(
-                f"Masked: the mask must have an entry per row, got {len(self.valid)} entries and {num_rows} rows. "
-                "Use the mask of this micro-batch, cut to the positions that x holds. [MD06]"
+                f"Masked: the mask must have an entry per row, got {len(self.valid)} and {num_rows} rows. [MD06]"
             )

@@ -27,8 +27,7 @@ def check_divisible(what: str, length: int, size: int, kind: ShardKind) -> None:
     multiple = split_multiple(size, kind)
     if length % multiple:
         raise LayoutError(
-            f"shard: {what} ({length}) must be divisible by {multiple} to be split {kind} over {size} ranks. Pad "
-            "sequences to sequence_multiple(...)."
+            f"shard: {what} ({length}) must be divisible by {multiple} to be split {kind} over {size} ranks."
         )
 
 
@@ -77,7 +76,7 @@ def sequence_multiple(
     """
     for name, size in {"batch_size": batch_size, "tp": tp, "cp": cp, "row_multiple": row_multiple}.items():
         if size < 1:
-            raise ConfigError(f"sequence_multiple: {name} must be 1 or more, got {size}. Leave it out if unused.")
+            raise ConfigError(f"sequence_multiple: {name} must be 1 or more, got {size}.")
     multiple = 2 * tp * cp if cp > 1 else tp
     if fp8:
         multiple = lcm(multiple, FP8_ROWS)
@@ -98,9 +97,5 @@ def padded_length(length: int, multiple: int, seq_length: int | None = None) -> 
     if length < 0:
         raise LayoutError(f"padded_length: length must be 0 or more, got {length}. Pass the number of tokens.")
     if seq_length is not None and seq_length < length:
-        raise LayoutError(
-            f"padded_length: seq_length must be at least the length, got seq_length {seq_length} and length {length}. "
-            "Truncate the sequence or raise seq_length."
-        )
-    target = length if seq_length is None else seq_length
-    return -(-target // multiple) * multiple
+        raise LayoutError(f"padded_length: seq_length ({seq_length}) must be at least the length ({length}).")
+    return -(-(length if seq_length is None else seq_length) // multiple) * multiple

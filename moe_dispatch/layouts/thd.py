@@ -51,8 +51,7 @@ class THD(Layout):
         if self.real.shape != self.owned.shape or self.real.device != self.owned.device:
             raise LayoutError(
                 "THD: cu_seqlens and cu_seqlens_padded must have the same length and device, got "
-                f"{len(self.real)} entries on {self.real.device} and {len(self.owned)} on {self.owned.device}. "
-                "Describe the same sequences in both."
+                f"{len(self.real)} entries on {self.real.device} and {len(self.owned)} on {self.owned.device}."
             )
         if self.max_seqlen is not None:
             object.__setattr__(self, "max_seqlen", longest := integer("THD: max_seqlen", self.max_seqlen))
@@ -77,9 +76,7 @@ class THD(Layout):
 
     def rows_of(self, shape: Sequence[int]) -> int:
         if len(shape) != 2 and not (len(shape) == 3 and 1 in shape[:2]):
-            raise LayoutError(
-                f"THD: x must be [T, D], [1, T, D] or [T, 1, D], got shape {tuple(shape)}. Use BSHD or SBHD."
-            )
+            raise LayoutError(f"THD: x must be [T, D], [1, T, D] or [T, 1, D], got shape {tuple(shape)}.")
         return prod(shape[:-1])
 
     def known_rows(self) -> int | None:
@@ -121,14 +118,10 @@ class THD(Layout):
             )
         real, owned = self.real.diff(), self.owned.diff()
         for i in (real > owned).nonzero()[:1, 0].tolist():
-            raise LayoutError(
-                f"THD: a sequence must fit into its padded rows, got {int(real[i])} real and {int(owned[i])} padded "
-                f"rows for sequence {i}. Build both cu_seqlens from the same sequences."
-            )
+            raise LayoutError(f"THD: sequence {i} has {int(real[i])} rows, but only {int(owned[i])} with padding.")
         if self.max_seqlen is not None and len(real) and self.max_seqlen < int(real.max()):
             raise LayoutError(
-                f"THD: max_seqlen must be at least the longest sequence ({int(real.max())}), got {self.max_seqlen}. "
-                "Compute it from the same cu_seqlens."
+                f"THD: max_seqlen must be at least the longest sequence ({int(real.max())}), got {self.max_seqlen}."
             )
 
     def check_shard(self, num_rows: int, size: int, kind: ShardKind, *, values: bool) -> None:

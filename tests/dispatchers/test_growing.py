@@ -105,7 +105,7 @@ def test_after_growing_the_same_data_fit(backend: str, size: int, headroom: floa
         capacity = dispatcher._channel.capacity
         second = dispatcher.grow(headroom=headroom)
         assert dispatcher._channel.capacity == capacity
-        with pytest.raises(StateError, match=r"the plan must be made for the capacity in force, got one for .*rows=2"):
+        with pytest.raises(StateError, match=r"the capacity has grown since the plan was made"):
             dispatcher.dispatch(random_rows(1), random_routing(1), plan)
         result = run_layer(dispatcher, mine, WEIGHTS, group)
         return result, first.overflowed, second.overflowed, dispatcher.check().overflowed, capacity
@@ -148,12 +148,12 @@ def test_growing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("headroom", [0.999, 0, -1, 1025, math.nan, math.inf])
 def test_headroom_out_of_range(headroom: float) -> None:
     dispatcher = build_dispatcher(safe_config("local"))
-    with pytest.raises(InputError, match=r"Dispatcher.grow: headroom must lie in 1..1024, got .*Use 1.0 for what was"):
+    with pytest.raises(InputError, match=r"Dispatcher.grow: headroom must lie in 1..1024, got "):
         dispatcher.grow(headroom=headroom)
 
 
 def test_growing_beyond_what_offs_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatcher = build_dispatcher(safe_config("local", max_tokens_per_rank=1 << 31, rows=2))
+    dispatcher = build_dispatcher(safe_config("local", max_tokens_per_rank=(1 << 31) - 1, rows=2))
     monkeypatch.setattr(Meter, "needs", lambda self: [1 << 31, 0, 0])
     before = dispatcher._channel.capacity
     with pytest.raises(ConfigError, match=r"buffer must have at most 2147483647 rows, .*got 2147483648"):
@@ -173,9 +173,7 @@ CALLS: dict[str, Callable[[Dispatcher], Any]] = {
 @pytest.mark.parametrize(("backend", "size"), BACKENDS)
 def test_an_eager_dispatcher(backend: str, size: int, call: str) -> None:
     results = outcomes_on(lambda group: CALLS[call](build_dispatcher(small_config(backend), group)), size)
-    raises_everywhere(
-        results, StateError, "must be graph_safe, got graph_safe=False, where sizes follow the routing", "Leave the"
-    )
+    raises_everywhere(results, StateError, "without graph_safe, sizes follow the routing", "nothing overflows")
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

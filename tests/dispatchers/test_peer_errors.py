@@ -146,7 +146,7 @@ def test_plan_of_another_dispatcher_on_one_rank(debug: bool) -> None:
         return caught.value
 
     results = outcomes(body, 4)
-    raises_everywhere(results[WRONG:], StateError, "the plan must be made by")
+    raises_everywhere(results[WRONG:], StateError, "the plan is of another config or group")
     raises_everywhere(results[:WRONG], PeerError, f"rank 3 refused: {results[WRONG]}")
 
 
@@ -162,7 +162,7 @@ def test_plan_that_is_wrong_on_one_rank(policy: str) -> None:
         return caught.value
 
     results = outcomes(body, 4)
-    raises_everywhere(results[:1], InputError, "a layout or like=x is needed")
+    raises_everywhere(results[:1], InputError, "pass the layout of the batch, or like=x")
     raises_everywhere(results[1:2], LayoutError, "must start at 0")
     raises_everywhere(results[2:], PeerError, f"rank 0 refused: {results[0]}; rank 1 refused: {results[1]}")
 
@@ -176,11 +176,15 @@ def test_check_names_both_numbers_and_ranks_everywhere() -> None:
         identity_round(dispatcher)
         return caught.value
 
-    texts = ('row_counts="check" needs equal rows on all ranks', "got 7 on rank 2 and 3 on rank 3", "Pad them alike")
+    texts = (
+        'row_counts="check" needs equal rows on all ranks',
+        "got 7 on rank 2 and 3 on rank 3",
+        'Or use row_counts="agree"',
+    )
     raises_everywhere(outcomes(body, 4), InputError, *texts)
 
 
-UNKNOWN = r"backend 'allgather' needs row counts, and BSHD does not know.*like=x"
+UNKNOWN = r"backend 'allgather' needs row counts, which BSHD does not know.*like=x"
 PLANS: list[tuple[dict[str, Any], Callable[[Dispatcher], Any], str]] = [
     ({"row_counts": "agree"}, lambda d: d.plan(BSHD()), UNKNOWN),
     ({"row_counts": "assume"}, lambda d: d.plan(BSHD()), UNKNOWN),

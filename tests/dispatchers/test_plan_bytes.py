@@ -93,5 +93,5 @@ def test_bytes_grow_with_the_factor() -> None:
 
 def test_bytes_of_an_eager_plan() -> None:
     dispatcher = build_dispatcher(config("local", graph_safe=False))
-    with pytest.raises(StateError, match=r"Plan.bytes: the config must be graph_safe, got graph_safe=False, where"):
+    with pytest.raises(StateError, match=r"Plan.bytes: without graph_safe, sizes follow"):
         dispatcher.plan(like=torch.empty(3, HIDDEN)).bytes(torch.float32)

@@ -68,8 +68,8 @@ WRONG: dict[str, tuple[Tensor, Tensor, int, str]] = {
     "shapes": (torch.ones(2, 5) > 0, torch.ones(2, 4), 2, r"bool \(T, E\) and probs the same shape, got .*\(2, 4\)"),
     "no bools": (torch.ones(2, 5), torch.ones(2, 5), 2, r"routing_map must be bool \(T, E\).*got torch.float32"),
     "3-D": (torch.ones(2, 5, 1) > 0, torch.ones(2, 5, 1), 2, r"must be bool \(T, E\)"),
-    "top_k 0": (torch.ones(2, 5) > 2, torch.ones(2, 5), 0, r"top_k must lie in 1\.\.5 \(experts\), got 0"),
-    "top_k 6": (torch.ones(2, 5) > 2, torch.ones(2, 5), 6, r"top_k must lie in 1\.\.5 \(experts\), got 6"),
+    "top_k 0": (torch.ones(2, 5) > 2, torch.ones(2, 5), 0, r"top_k must lie in 1\.\.5, got 0"),
+    "top_k 6": (torch.ones(2, 5) > 2, torch.ones(2, 5), 6, r"top_k must lie in 1\.\.5, got 6"),
     "too many": (torch.ones(2, 5) > 0, torch.ones(2, 5), 3, r"a row selects 5 experts, top_k is 3. Pass top_k=5"),
 }
 

@@ -56,7 +56,7 @@ def test_the_last_to_close_closes_the_backend(closed: list[Any]) -> None:
     two.dispatch(random_rows(3), random_routing(3, top_k=3))
     two.close()
     assert closed == [backend]
-    with pytest.raises(StateError, match="must be open, got a closed one of backend 'local' on channel local-"):
+    with pytest.raises(StateError, match="must be open, got a closed one of backend 'local'"):
         two.plan()
     third = build_dispatcher(small_config("local", top_k=3))
     assert third._channel.backend is not backend
@@ -234,7 +234,7 @@ def test_repr_shows_submodules_and_survives_a_build_that_failed() -> None:
 @pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "torch"])
 def test_a_model_with_a_dispatcher_is_saved_by_its_state_dict(save: Callable[[nn.Module], Any]) -> None:
     layer = Layer()
-    text = r"Dispatcher: only the weights of a model .* can be saved, got pickle or torch\.save.*model\.state_dict\(\)"
+    text = r"Dispatcher: a process group cannot be saved\. Save model\.state_dict\(\)"
     with pytest.raises(StateError, match=text):
         save(layer)
     torch.save(layer.state_dict(), io.BytesIO())

@@ -190,7 +190,7 @@ def test_a_store_that_cannot_be_cloned_is_refused() -> None:
 def test_one_time_limit_for_the_open_dispatchers_of_a_group() -> None:
     def body(group: dist.ProcessGroup) -> None:
         first = build_dispatcher(small_config(watchdog=5), group)
-        with pytest.raises(ConfigError, match="for all open dispatchers of a group, got 6 after 5"):
+        with pytest.raises(ConfigError, match="watchdog must be 5 as in the open dispatchers of the group, not 6"):
             build_dispatcher(small_config(watchdog=6), group)
         identity_round(first)
         first.close()

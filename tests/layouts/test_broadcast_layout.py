@@ -67,7 +67,7 @@ FOREIGN: Any = type("Foreign", (Layout,), dict.fromkeys(Layout.__abstractmethods
         ({}, 1, r"exactly rank 1 \(src\) must give a layout, got one from ranks \[\]"),
         ({2: Rows(1)}, 1, r"exactly rank 1 \(src\) must give a layout, got one from ranks \[2\]"),
         ({1: Rows(1), 2: Rows(1)}, 1, r"exactly rank 1 \(src\) must give a layout, got one from ranks \[1, 2\]"),
-        ({0: FOREIGN}, 0, "BSHD, SBHD, THD, Rows, Masked or a Shard of one, got another class on rank 0"),
+        ({0: FOREIGN}, 0, "BSHD, SBHD, THD, Rows, Shard, Masked, got another class on rank 0"),
         ({}, 3, "src must lie in 0..2, got 3"),
     ],
 )

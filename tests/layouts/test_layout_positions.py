@@ -86,5 +86,5 @@ def test_positions_on_a_device_are_not_read() -> None:
 
 
 def test_positions_of_another_shape() -> None:
-    with pytest.raises(LayoutError, match=r"BSHD: x must hold one sequence per length, got B = 3"):
+    with pytest.raises(LayoutError, match=r"BSHD: x must hold one sequence per length, got \[B, S, D\] = \(3, "):
         BSHD([1, 2]).positions((3, 4, 1))

@@ -159,5 +159,5 @@ def test_dividing_refuses_what_does_not_divide() -> None:
 
 @pytest.mark.parametrize("shapes", [[], [(2, 2, 3), (2, 4, 3)]])
 def test_joining_refuses_parts_of_different_shapes(shapes: list[tuple[int, ...]]) -> None:
-    with pytest.raises(LayoutError, match="shards must be tensors of one shape, one per rank, got shapes"):
+    with pytest.raises(LayoutError, match="shards must be tensors of one shape, got shapes"):
         unshard_from_context_parallel([torch.zeros(shape) for shape in shapes], SBHD())

@@ -66,7 +66,7 @@ def test_padding_is_the_least_that_will_do(length: int, multiple: int) -> None:
 
 
 def test_lengths_that_cannot_be_padded_are_refused() -> None:
-    with pytest.raises(LayoutError, match="got seq_length 199 and length 200"):
+    with pytest.raises(LayoutError, match=r"seq_length \(199\) must be at least the length \(200\)"):
         padded_length(200, 64, seq_length=199)
     with pytest.raises(LayoutError, match="length must be 0 or more, got -1"):
         padded_length(-1, 64)

@@ -255,7 +255,7 @@ def test_layout_of_somebody_else(tmp_path: Path) -> None:
     dispatcher.dispatch(random_rows(3), random_routing(3), Odd())
     with (
         Trace.record(dispatcher, tmp_path / "run.safetensors"),
-        pytest.raises(InputError, match=r"must be one of moe_dispatch.layouts, got Odd\. Flatten the rows yourself"),
+        pytest.raises(InputError, match=r"a trace cannot hold a Odd\. Pass rows"),
     ):
         dispatcher.dispatch(random_rows(3), random_routing(3), Odd())
     assert Trace.load(tmp_path / "run.safetensors").calls == ()
@@ -284,9 +284,7 @@ def test_calls_that_go_through_operators(tmp_path: Path, how: str) -> None:
     run(x)
     with (
         Trace.record(dispatcher, tmp_path / "run.safetensors"),
-        pytest.raises(
-            StateError, match="while a trace is recorded, it must be called eagerly, got a call inside torch"
-        ),
+        pytest.raises(StateError, match="calls inside torch"),
     ):
         run(x)
     run(x).sum().backward()

@@ -239,7 +239,7 @@ REFUSED = [
     ),
     ("alltoall+reduction=exact", {"graph_safe": True, "max_tokens_per_rank": 99}, 4, "graph_safe is not possible"),
     ("deepep", {"hidden_size": 256, "device": "cpu"}, 4, r"Backend 'deepep': device must be one of cuda, got 'cpu'"),
-    ("alltoall+pair_rows=1.5", {}, 4, r"pair_rows=1.5 must come with graph_safe=True"),
+    ("alltoall+pair_rows=1.5", {}, 4, r"pair_rows=1.5 needs graph_safe=True"),
     ("allgather", {"constraints": {"max_rows": 16}}, 4, r"Backend 'allgather': at most 16 rows per rank fit, got 24\."),
     (
         "alltoall",

@@ -128,7 +128,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=True .*Set it to False"),
     ({"transformer_impl": "inference_optimized"}, 'transformer_impl=.*Use "transformer_engine"'),
     ({"num_moe_experts": None}, "num_moe_experts must be a positive number, got None. Build a model with MoE layers"),
-    ({"moe_expert_rank_capacity_factor": 1.5}, "needs max_tokens_per_rank|on_overflow must be chosen"),
+    ({"moe_expert_rank_capacity_factor": 1.5}, "need max_tokens_per_rank|Set on_overflow"),
     ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' captures the MoE layer, which needs graph_safe=True"),
     ({"cuda_graph_impl": "full_iteration"}, "cuda_graph_impl='full_iteration' captures the MoE layer"),
 ]
