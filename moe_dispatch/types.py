@@ -219,7 +219,7 @@ class Dispatched:
         if torch.compiler.is_compiling():
             raise StateError(
                 "Dispatched.tokens_per_expert_list: counts stay on the device in a compiled region. sent.per_expert "
-                "and sent.grouped_mm compile."
+                "and sent.grouped_mm compile. Or use torch.compiler.disable."
             )
         return tuple(self.tokens_per_expert.tolist())
 

@@ -104,12 +104,7 @@ def grow(channel: Channel, headroom: float) -> RequiredCapacity:
         told = _told(channel.name, channel, needed)  # before the capacity changes
         channel.set_capacity(after)
         if channel.control.rank == 0:
-            logger.warning(
-                "%s Growing it to %d rows%s; plans and CUDA graphs made before must be made again.",
-                told,
-                after.rows,
-                "" if after.pair_rows is None else f" and {after.pair_rows} rows to each rank",
-            )
+            logger.warning("%s Growing it to %s. Make plans and CUDA graphs again.", told, after)
     return needed
 
 

@@ -124,7 +124,7 @@ def test_a_loop_over_host_counts_names_the_helpers() -> None:
         compiled(*tensors(10, 0, torch.float32))
     text = str(caught.value)
     assert "Dispatched.tokens_per_expert_list: counts stay on the device in a compiled region" in text
-    assert "sent.per_expert(functions) or sent.grouped_mm(rows, weights), which compile, or keep dispatch, the" in text
+    assert "sent.per_expert and sent.grouped_mm compile" in text
     assert "torch.compiler.disable" in text
 
 
@@ -146,5 +146,5 @@ def test_a_loop_over_host_counts_runs_where_the_graph_may_break(disabled: bool) 
 def test_weights_before_ids() -> None:
     compiled = torch.compile(layer_of(dispatcher_for(), lambda sent: sent.rows), fullgraph=True, backend="aot_eager")
     x, ids, weights = tensors(10, 0, torch.float32)
-    with pytest.raises(ValueError, match=r"Were the arguments swapped\? torch\.topk returns weights first"):
+    with pytest.raises(ValueError, match=r"torch\.topk returns the weights first"):
         compiled(x, weights, ids)

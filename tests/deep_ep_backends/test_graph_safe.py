@@ -182,9 +182,9 @@ FINITE: dict[str, Any] = {"capacity_factor": 1.0, "on_overflow": "raise"}
     [
         ({**V2, "expand": True}, {}, "it sorts expanded rows; the option deterministic=False turns this sort off"),
         ({**V2, "ranks_per_node": 1}, {}, "it sorts rows across nodes; the option deterministic=False turns this"),
-        (V1, {"on_overflow": "raise"}, 'its library cannot drop rows, so capacity_factor must be "worst" without'),
-        (V2, FINITE, 'its library cannot drop rows, so capacity_factor must be "worst" without on_overflow, got 1.0'),
-        (HYBRID, {**FINITE, "on_overflow": "drop"}, "it drops rows by position, got on_overflow='drop'. Use"),
+        (V1, {"on_overflow": "raise"}, "its library cannot drop rows. Leave out capacity_factor"),
+        (V2, FINITE, "its library cannot drop rows. Leave out capacity_factor"),
+        (HYBRID, {**FINITE, "on_overflow": "drop"}, "it drops rows by position. Use"),
         (VARIANTS["fused"], FINITE, "the fused combine hangs if all rows of a token were dropped, got 1.0. Leave"),
     ],
 )

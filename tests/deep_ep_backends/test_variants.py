@@ -223,15 +223,13 @@ def test_a_backend_without_a_backward_is_for_inference(monkeypatch: pytest.Monke
     def body(group: Group) -> None:
         dispatcher = build_dispatcher(config(V25), group)
         x, routing = torch.ones(5, 256), random_routing(5, rank_of(group))
-        text = (
-            "backend 'deepep' has no backward as configured, got tensors that require grad. Call it under torch.no_grad"
-        )
+        text = "backend 'deepep' has no backward as configured, and tensors require grad. Call it under torch.no_grad"
         with pytest.raises(InputError, match=text):
             dispatcher.dispatch(x.clone().requires_grad_(), routing)
         sent = dispatcher.dispatch(x, routing)
         with pytest.raises(InputError, match=text):
             dispatcher.dispatch(x.clone().requires_grad_(), again=sent)
-        text = "Dispatcher.combine: backend 'deepep' has no backward as configured, got tensors that require grad"
+        text = "Dispatcher.combine: backend 'deepep' has no backward as configured, and tensors require grad"
         with pytest.raises(InputError, match=text):
             dispatcher.combine(sent.rows.clone().requires_grad_(), sent)
         dispatcher.close()

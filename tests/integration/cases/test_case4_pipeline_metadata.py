@@ -52,7 +52,7 @@ def test_gradients_are_those_of_the_unsharded_model(rank: int) -> None:
 def test_a_rank_that_never_got_the_layout_is_told_so_by_name() -> None:
     told = [found["lost"] for found in results()]
     assert told[LOSER].startswith("moe_dispatch.errors.LayoutError: Dispatcher.dispatch: a plan or a layout must be")
-    assert "Bring the layout of the micro-batch to every rank of every pipeline stage" in told[LOSER]
+    assert "broadcast_layout brings the layout of a micro-batch to every rank" in told[LOSER]
     assert f"In the dispatcher 'stage {LOST}, rank 1 of its 2'." in told[LOSER]
     assert told[PEER].startswith(
         "moe_dispatch.errors.PeerError: rank 1 refused: Dispatcher.dispatch: a plan or a layout"
