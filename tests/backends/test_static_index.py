@@ -61,20 +61,6 @@ def expect_valid(index: SlotIndex) -> None:
     assert index.padding is None or set(index.padding.tolist()) <= set(range(index.num_grouped + 1))
 
 
-@pytest.mark.parametrize("slack", [0, 5])
-@FIXED
-@given(tables())
-def test_values_to_grouped_and_back(slack: int, table: Table) -> None:
-    assume(table.keys)
-    eager, index = table.index, static_index(table, slack=slack)
-    values_SK = torch.arange(1.0, table.tensor.numel() + 1).view(-1, table.top_k)
-    values_SK = torch.where(table.has_no_key, NAN, values_SK)  # pairs without a key must not be read
-    values_R = index.to_grouped(values_SK)
-    assert values_R.tolist() == eager.to_grouped(values_SK).tolist() + [0] * (index.num_grouped - eager.num_grouped)
-    poisoned_R = torch.where(index.source_or_none() < 0, NAN, values_R)
-    assert torch.equal(index.to_slots(poisoned_R), torch.where(table.has_no_key, 0, values_SK))
-
-
 @st.composite
 def weighted(draw: Any) -> tuple[Table, Tensor, int]:
     table = draw(tables())

@@ -1,4 +1,4 @@
-"""The passes over rows of a buffer of fixed size: the rows of the eager ones, whatever stands in the slack."""
+"""Sums in a buffer of fixed size, which are bags of three bfloat16 parts, and a dispatcher that uses them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from moe_dispatch.permutation import Permutation, TorchPermutation
 from moe_dispatch.permutation.rows import bag, in_bfloat16_parts
 from moe_dispatch_testing.rank_context import padding_rows
 from tests.backends.permutations import INTERPRETED, implementations
-from tests.backends.tables import FLOATS, Table, reduced, rows_of, static_index, tables
+from tests.backends.tables import Table, reduced, rows_of, static_index
 from tests.dispatchers.layer import random_routing, random_rows, small_config
 
 NAN, INF = float("nan"), float("inf")
@@ -24,63 +24,6 @@ EAGER = TorchPermutation()
 STATIC: dict[str, Permutation] = {"torch": TorchPermutation(fixed_size=True)}
 if INTERPRETED:
     STATIC["triton"] = implementations()["triton"]
-every = pytest.mark.parametrize("permutation", STATIC.values(), ids=STATIC)
-SLACK = 3
-
-
-def padded_with_nan(rows_R: Tensor, table: Table, size: int) -> Tensor:
-    """Grouped rows of the eager index, longer, with NaN in padding and slack."""
-    is_padding = [pair is None for pair in table.grouped()] + [True] * (size - len(rows_R))
-    more = rows_R.new_zeros(size - len(rows_R), *rows_R.shape[1:])
-    mask = torch.tensor(is_padding).view(-1, *[1] * (rows_R.dim() - 1))
-    return torch.cat([rows_R, more]).masked_fill(mask, NAN)
-
-
-@every
-@FIXED
-@given(tables())
-def test_expand(permutation: Permutation, table: Table) -> None:
-    assume(table.keys)
-    rows_SD, index = rows_of(len(table.keys)), static_index(table, slack=SLACK)
-    wanted = EAGER.expand(rows_SD, table.index, torch.float32)
-    assert torch.equal(permutation.expand(rows_SD, index, torch.float32)[: len(wanted)], wanted)
-
-
-@every
-@pytest.mark.parametrize("weighted", [True, False])
-@FIXED
-@given(tables())
-def test_expand_weighted(permutation: Permutation, weighted: bool, table: Table) -> None:
-    assume(table.keys)
-    rows_SD, index, size = rows_of(len(table.keys)), static_index(table, slack=SLACK), len(table.grouped())
-    partners_R, weights_R = rows_of(size, seed=1), rows_of(size, 1, seed=2).squeeze(1)
-    wanted, dots = EAGER.expand_weighted(
-        rows_SD, table.index, weights_R if weighted else None, partners_R if weighted else None, torch.float32
-    )
-    long = [
-        padded_with_nan(values, table, index.num_grouped) if weighted else None for values in (weights_R, partners_R)
-    ]
-    got, got_dots = permutation.expand_weighted(rows_SD, index, long[0], long[1], torch.float32)
-    assert torch.equal(got[:size], wanted)
-    assert (got_dots is None) == (dots is None)
-    if got_dots is not None and dots is not None:
-        torch.testing.assert_close(got_dots[:size], dots)
-
-
-@every
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("weighted", [True, False])
-@FIXED
-@given(tables())
-def test_reduce(permutation: Permutation, dtype: torch.dtype, weighted: bool, table: Table) -> None:
-    assume(table.keys)
-    index, size = static_index(table, slack=SLACK), len(table.grouped())
-    weight_dtype = torch.promote_types(dtype, torch.float32)
-    rows_R, weights_R = rows_of(size, dtype=dtype), rows_of(size, 1, weight_dtype, seed=1).squeeze(1)
-    wanted = reduced(EAGER, rows_R, table.index, weights_R if weighted else None)
-    rows, weights = (padded_with_nan(values, table, index.num_grouped) for values in (rows_R, weights_R))
-    got = reduced(permutation, rows, index, weights if weighted else None)
-    torch.testing.assert_close(got, wanted)
 
 
 def bags_of(counts: list[int], seed: int) -> tuple[Tensor, Tensor]:

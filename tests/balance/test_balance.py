@@ -44,7 +44,6 @@ def test_results_are_those_without_balance(backend: Any) -> None:
     fields: dict[str, Any] = {"hidden_size": 256} if vendor else {}
 
     def body(group: Group) -> float:
-        assert group is not None
         rank = group.rank()
         results = []
         for more in ({}, {**BALANCED, "spare_experts_per_rank": 2}):
@@ -64,7 +63,6 @@ def test_results_are_those_without_balance(backend: Any) -> None:
 
 def test_rows_go_where_the_planner_says() -> None:
     def body(group: Group) -> tuple[ExpertPlacement | None, list[int], list[int]]:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(**BALANCED), group)
         routing = zipf_routing(60, group.rank())
         sent = dispatcher.dispatch(random_rows(60), routing)
@@ -84,7 +82,6 @@ def test_rows_go_where_the_planner_says() -> None:
 @pytest.mark.parametrize("layers", ["plain", "checkpointed"])
 def test_weight_gradients_are_those_of_the_dense_layer(layers: str) -> None:
     def body(group: Group) -> list[Tensor]:
-        assert group is not None
         stacked = own_part(group, torch.float64)
         dispatcher = build_dispatcher(small_config(**BALANCED), group)
         weights = SlotWeights(dispatcher, recomputed=layers == "checkpointed")
@@ -109,7 +106,6 @@ def test_weight_gradients_are_those_of_the_dense_layer(layers: str) -> None:
 
 def test_cost_is_one_small_all_gather() -> None:
     def body(group: Group) -> dict[str, tuple[int, int]]:
-        assert group is not None
         counts = {}
         for name, more in (("without", {}), ("with", BALANCED)):
             dispatcher = build_dispatcher(small_config(**more), group)
@@ -142,7 +138,6 @@ def test_rows_that_are_no_tokens_do_not_count() -> None:
 
 def test_a_refused_call_is_told_to_the_peers() -> None:
     def body(group: Group) -> str:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(**BALANCED), group)
         routing = zipf_routing(5, 0)
         with pytest.raises((InputError, PeerError)) as caught:
@@ -190,7 +185,6 @@ def test_a_planner_that_fails_on_one_rank(monkeypatch: pytest.MonkeyPatch, plann
     monkeypatch.setattr(planners, "load_planner", lambda name: plan if name == "theirs" else real(name))
 
     def body(group: Group) -> str:
-        assert group is not None
         rank_of_thread[threading.get_ident()] = group.rank()
         dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1, balance="theirs"), group)
         with pytest.raises((ConfigError, InputError, PeerError)) as caught:

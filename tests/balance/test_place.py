@@ -56,7 +56,6 @@ def test_exact_reduction_gives_the_same_bits(spare: int) -> None:
     backend = {"name": "alltoall", "reduction": "exact"}
 
     def body(group: Group) -> bool:
-        assert group is not None
         plain = build_dispatcher(small_config(backend), group)
         placed = build_dispatcher(small_config(backend, spare_experts_per_rank=spare), group)
         same = []
@@ -73,7 +72,6 @@ def test_exact_reduction_gives_the_same_bits(spare: int) -> None:
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 def test_results_are_equal_up_to_rounding(backend: str) -> None:
     def body(group: Group) -> None:
-        assert group is not None
         plain = build_dispatcher(small_config(backend), group)
         placed = build_dispatcher(small_config(backend, spare_experts_per_rank=1), group)
         for placement in (OWN, COPIES, UNEVEN):
@@ -191,7 +189,6 @@ def test_without_a_placement_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(autograd, "slots_of", None)  # a call would raise
 
     def body(group: Group) -> tuple[int, int]:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(), group)
         assert dispatcher._lease.table is None
         assert dispatcher.placement is None
@@ -232,7 +229,6 @@ THREE_SPARE = ExpertPlacement.contiguous(8, 2, spare=3)
 )
 def test_placements_that_do_not_fit_are_refused_on_all_ranks(placements: Any, told: list[str]) -> None:
     def body(group: Group) -> str:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(spare_experts_per_rank=1), group)
         with pytest.raises((ConfigError, InputError, PeerError)) as caught:
             dispatcher.place(placements[group.rank()])

@@ -58,7 +58,6 @@ def dense_gradients(dtype: torch.dtype, calls: int, rows: Callable[[int], int] =
 
 
 def own_part(group: Group, dtype: torch.dtype) -> list[Tensor]:
-    assert group is not None
     return [weight.chunk(RANKS)[group.rank()].clone().requires_grad_() for weight in all_weights(dtype)]
 
 
@@ -95,7 +94,6 @@ def placed(group: Group, placement: ExpertPlacement = COPIES, **fields: Any) -> 
 )
 def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     def body(group: Group) -> list[Tensor]:
-        assert group is not None
         stacked = own_part(group, dtype)
         dispatcher = placed(group, **fields)
         weights = SlotWeights(dispatcher)
@@ -113,7 +111,6 @@ def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype, fields: dict
 
 def test_weights_are_in_their_slots_and_only_those_of_other_homes_travel() -> None:
     def body(group: Group) -> list[int]:
-        assert group is not None
         dispatcher, (whole_up, whole_down) = placed(group), all_weights(torch.float32)
         up, down = own_part(group, torch.float32)
         ids = torch.zeros(1, 2, dtype=torch.int64)
@@ -157,7 +154,6 @@ def test_a_recomputation_fetches_no_weights(reentrant: bool, recomputed: bool, a
     """All weights in one call, or ``apart``: a call for each."""
 
     def body(group: Group) -> tuple[list[Tensor], int, int]:
-        assert group is not None
         stacked, dispatcher = own_part(group, torch.float64), placed(group)
         weights = SlotWeights(dispatcher, recomputed=recomputed)
 
@@ -188,7 +184,6 @@ def test_parameters_of_equal_shapes_may_be_fetched_apart() -> None:
     """As gate and up of gated experts are: the recomputation once took the weights of one for the other."""
 
     def body(group: Group) -> list[list[Tensor]]:
-        assert group is not None
         found = []
         for checkpointed in (False, True):
             dispatcher = placed(group)
@@ -239,7 +234,6 @@ def test_kept_weights_go_with_the_parameters() -> None:
 
 def test_two_micro_batches_in_flight() -> None:
     def body(group: Group) -> list[Tensor]:
-        assert group is not None
         stacked, dispatcher = own_part(group, torch.float64), placed(group)
         weights = SlotWeights(dispatcher)
         calls = [inputs(group.rank(), call, torch.float64) for call in range(2)]
@@ -261,7 +255,6 @@ def test_ranks_without_rows_take_part(skips_empty: bool) -> None:
         return 0 if rank == 3 else 1
 
     def body(group: Group) -> list[Tensor]:
-        assert group is not None
         stacked, dispatcher = own_part(group, torch.float64), placed(group)
         x, routing, upstream = inputs(group.rank(), 0, torch.float64, rows(group.rank()))
         sent, slots = SlotWeights(dispatcher).fetch(dispatcher.dispatch(x, routing), *stacked)

@@ -227,7 +227,6 @@ def test_the_most_rows_that_offs_counts() -> None:
 
 def test_a_group_whose_ranks_disagreed_can_still_be_used() -> None:
     def body(group: Group) -> None:
-        assert group is not None
         with pytest.raises(ConfigError):
             build_dispatcher(small_config(top_k=1 + group.rank()), group)
         identity_round(build_dispatcher(small_config(), group))
@@ -270,7 +269,6 @@ def test_control_group_of_other_ranks() -> None:
     reverse, store = HashStore(), HashStore()
 
     def body(group: Group) -> list[Exception | None]:
-        assert group is not None
         rank, told = group.rank(), list[Exception | None]()
         reversed_, smaller = thread_group(reverse, 1 - rank, 2), thread_group(HashStore(), 0, 1)
         for control in (reversed_, smaller, thread_group(store, rank, 2)):

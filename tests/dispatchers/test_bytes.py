@@ -35,7 +35,6 @@ def _sent(dtype: torch.dtype, hidden: int, **fields: Any) -> list[list[int]]:
     """Bytes of each rank's collectives in order: counts, dispatch, combine, backwards of combine and dispatch."""
 
     def body(group: Group) -> list[int]:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(hidden_size=hidden, **FIELDS, **fields), group)
         way = _routing(group.rank())
         x, weights = random_rows(ROWS, hidden, dtype=dtype).requires_grad_(), way.topk_weights.requires_grad_()
@@ -93,7 +92,6 @@ def test_per_expert_sending_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_row_for_one_rank_alone_goes_nowhere_else() -> None:
     def body(group: Group) -> list[int]:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(hidden_size=HIDDEN, **FIELDS), group)
         ids = torch.arange(4).repeat(ROWS, 2) + 4 * group.rank()  # experts of this rank, each twice
         with count_collectives() as seen:

@@ -333,7 +333,6 @@ def test_peers_hear_of_the_rank_that_got_no_layout() -> None:
     """On alltoall the exchange of counts carries the refusal."""
 
     def body(group: Group) -> None:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(infer_layout=False), group, name=f"rank {group.rank()}")
         dispatcher.dispatch(X, WAY, None if group.rank() else Rows())
 

@@ -45,7 +45,6 @@ def test_configs_that_mean_the_same(name: str) -> None:
     """Ranks may write one config in two ways. Dispatchers of both share a channel and accept each other's plans."""
 
     def body(group: Group) -> None:
-        assert group is not None
         one, other = (small_config(**{"backend": "alltoall", **SAME[name][way]}) for way in (0, 1))
         dispatcher, x = build_dispatcher([one, other][group.rank()], group), random_rows(4)
         sent = dispatcher.dispatch(x, random_routing(4))
@@ -92,7 +91,6 @@ def test_configs_that_differ_still_differ(name: str) -> None:
             other.dispatch(x, random_routing(4), one.plan(like=x))
 
     def apart(group: Group) -> None:
-        assert group is not None
         build_dispatcher(small_config(**{"backend": "alltoall", **ways[group.rank()]}), group)
 
     on_ranks(shared, 1)

@@ -61,7 +61,6 @@ def test_sizes_are_settled_on_the_control_group_alone(policy: str) -> None:
     store = HashStore()
 
     def body(group: Group) -> tuple[int, int, dict[str, int]]:
-        assert group is not None
         control = thread_group(store, group.rank(), 2)
         config = small_config("allgather", row_counts=policy, debug=True)
         dispatcher = build_dispatcher(config, group, control_group=control)
@@ -84,7 +83,6 @@ def test_a_control_group_makes_another_channel() -> None:
     stores = [HashStore(), HashStore()]
 
     def body(group: Group) -> int:
-        assert group is not None
         controls = [None, *(thread_group(store, group.rank(), 2) for store in stores)]
         built = [build_dispatcher(small_config(), group, control_group=control) for control in controls]
         for dispatcher in built:

@@ -27,7 +27,6 @@ def _step(dispatcher: Dispatcher, rank: int) -> None:
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 def test_tokens_and_padding(backend: str) -> None:
     def body(group: Group) -> tuple[Metrics, Metrics]:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(backend, pad_multiple=4), group)
         for _ in range(2):
             _step(dispatcher, group.rank())
@@ -84,7 +83,6 @@ LABELS = {
 )
 def test_collectives_and_bytes_are_those_that_were_intercepted(backend: str, fields: dict[str, Any]) -> None:
     def body(group: Group) -> tuple[Metrics, Metrics, list[int]]:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(backend, **fields), group)
         before = dispatcher.metrics()
         with count_collectives() as seen:
@@ -102,7 +100,6 @@ def test_collectives_and_bytes_are_those_that_were_intercepted(backend: str, fie
 
 def test_reading_metrics_exchanges_nothing_unless_asked() -> None:
     def body(group: Group) -> tuple[int, int]:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(), group)
         with count_collectives() as alone:
             dispatcher.metrics()

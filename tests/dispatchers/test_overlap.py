@@ -62,7 +62,6 @@ def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Log
         return _Awaited(work, done)
 
     def body(group: Group) -> None:
-        assert group is not None
         dispatcher, x = build_dispatcher(config, group), random_rows(ROWS)
         with _Log() as logs[group.rank()]:
             sent = dispatcher.dispatch(x, random_routing(ROWS))

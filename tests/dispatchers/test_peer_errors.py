@@ -105,7 +105,6 @@ def test_peers_of_a_refusing_rank_are_told(
     fields: dict[str, Any], planned: bool, call: Call, kind: type[Exception], reason: str
 ) -> None:
     def body(group: Group) -> Exception:
-        assert group is not None
         dispatcher = Fickle(small_config(**fields), group)
         plan = dispatcher.plan(Rows(), like=rows(4)) if planned else None
         with pytest.raises(Exception) as caught:  # noqa: PT011 - told apart below
@@ -122,7 +121,6 @@ def test_peers_of_a_refusing_rank_are_told(
 
 def test_two_refusing_ranks_are_both_named_where_counts_are_exchanged() -> None:
     def body(group: Group) -> None:
-        assert group is not None
         wrong = {1: (5, None), 2: (4, THD([0, 3]))}.get(group.rank(), (4, None))
         build_dispatcher(small_config(), group).dispatch(rows(4), routing(wrong[0]), wrong[1])
 
@@ -136,7 +134,6 @@ def test_two_refusing_ranks_are_both_named_where_counts_are_exchanged() -> None:
 @pytest.mark.parametrize("debug", [False, True])
 def test_plan_of_another_dispatcher_on_one_rank(debug: bool) -> None:
     def body(group: Group) -> Exception:
-        assert group is not None
         mine = build_dispatcher(small_config(debug=debug), group)
         other = build_dispatcher(small_config(debug=debug, pad_multiple=4), group)
         plan = (other if group.rank() == WRONG else mine).plan(Rows(), like=rows(4))
@@ -153,7 +150,6 @@ def test_plan_of_another_dispatcher_on_one_rank(debug: bool) -> None:
 @pytest.mark.parametrize("policy", ["agree", "check"])
 def test_plan_that_is_wrong_on_one_rank(policy: str) -> None:
     def body(group: Group) -> Exception:
-        assert group is not None
         dispatcher = build_dispatcher(small_config("allgather", row_counts=policy), group)
         layouts = {0: None, 1: THD([1, 4])}
         with pytest.raises((InputError, PeerError)) as caught:
@@ -169,7 +165,6 @@ def test_plan_that_is_wrong_on_one_rank(policy: str) -> None:
 
 def test_check_names_both_numbers_and_ranks_everywhere() -> None:
     def body(group: Group) -> Exception:
-        assert group is not None
         dispatcher = build_dispatcher(small_config("allgather", row_counts="check"), group)
         with pytest.raises(InputError) as caught:
             dispatcher.plan(Rows(), like=torch.empty([4, 4, 7, 3][group.rank()], HIDDEN))
@@ -211,7 +206,6 @@ def test_peers_wait_no_longer_than_the_group_without_debug(backend: str) -> None
     seconds = 1.0
 
     def body(group: Group) -> float:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(backend, **SAFE), group)
         count = 5 if group.rank() == WRONG else 4
         begin = time.monotonic()
@@ -240,7 +234,6 @@ def test_memory_that_runs_out_while_ids_are_cleaned_is_told(
     monkeypatch.setattr(Permutation, step, staticmethod(fails))
 
     def body(group: Group) -> None:
-        assert group is not None
         x = rows(4)
         ids = torch.tensor([[0, -1]] * 4) if group.rank() else torch.tensor([[0, 1]] * 4)
         build_dispatcher(small_config(backend, top_k=2), group).dispatch(x, Routing(ids, torch.rand(4, 2)))

@@ -17,7 +17,6 @@ def _entered(size: int, *by_rank: dict[str, Any]) -> list[Any]:
     """What ``raise_alike`` returned or raised on each rank, given ``by_rank``; the last entry is for all ranks left."""
 
     def body(group: Group) -> list[int]:
-        assert group is not None
         given = {"problem": None, **by_rank[min(group.rank(), len(by_rank) - 1)]}
         return raise_alike(Communicator(group), given.pop("problem"), label="test", **given)
 
@@ -99,7 +98,6 @@ def test_a_peer_that_left() -> None:
     problem = InputError("x is wrong.")
 
     def body(group: Group) -> None:
-        assert group is not None
         if group.rank() < 2:
             raise_alike(Communicator(group), problem if group.rank() == 0 else None, label="test")
 

@@ -27,7 +27,6 @@ def step(
     config = safe_config(backend, size=SIZE, hidden_size=HIDDEN, **fields)
 
     def body(group: Group) -> list[Collective]:
-        assert group is not None
         with allow_host_syncs():
             dispatcher = build_dispatcher(config, group)
             tokens = TOKENS - 2 * group.rank()

@@ -94,7 +94,6 @@ def sent_bytes(
         return original(comm, out, inp, rows_in, rows_out, label=label)
 
     def body(group: Group) -> tuple[dict[str, int], dict[str, int]]:
-        assert group is not None
         shape = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": hidden}
         dispatcher = build_dispatcher(small_config(backend, **shape, **fields), group)
         way, before = routing(group.rank()), Counter(dispatcher.metrics().bytes_sent)
@@ -184,7 +183,6 @@ def test_nodes_are_detected_by_host_name_or_configured(
     hosts_of_threads(monkeypatch, hosts)
 
     def body(group: Group) -> bool:
-        assert group is not None
         sizes = {"num_experts": 12, "top_k": 2, "hidden_size": 16}
         dispatcher = build_dispatcher(small_config({"name": "alltoall", "levels": 2, **options}, **sizes), group)
         identity_round(dispatcher)
@@ -200,7 +198,6 @@ def test_nodes_are_detected_by_host_name_or_configured(
 
 def test_rows_of_an_expert_are_in_the_order_of_their_senders(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(group: Group) -> Tensor:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(two_levels(2), top_k=1), group)
         ids = torch.zeros(3, 1, dtype=torch.int64)
         x = torch.arange(3).view(3, 1).expand(3, 16) + 10.0 * group.rank()
@@ -219,7 +216,6 @@ def test_a_route_is_restored_from_its_tensors(reduction: str, pad_multiple: int)
     """As ``torch.compile`` does, which sees the tensors of ``blank_route``."""
 
     def body(group: Group) -> None:
-        assert group is not None
         config = small_config(two_levels(2, reduction=reduction), pad_multiple=pad_multiple)
         dispatcher, way = build_dispatcher(config, group), random_routing(6, seed=group.rank())
         sent, backend = dispatcher.dispatch(random_rows(6), way), dispatcher._channel.backend

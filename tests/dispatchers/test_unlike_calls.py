@@ -51,7 +51,6 @@ def refused(name: str, *unlike: Any) -> list[Any]:
     fields, planned = EXCHANGES[name]
 
     def body(group: Group) -> Exception:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(**fields), group)
         with pytest.raises(InputError) as caught:
             unlike[group.rank()](dispatcher, planned)
@@ -86,7 +85,6 @@ def test_grad_modes_that_differ(name: str) -> None:
 )
 def test_a_dispatch_without_a_plan_meets_another_call(debug: bool, verb: str, told: str) -> None:
     def body(group: Group) -> Exception:
-        assert group is not None
         dispatcher, x = build_dispatcher(small_config("allgather", debug=debug), group), random_rows(4)
         plan = dispatcher.plan(Rows(), like=x)
         if group.rank() == 1 and verb == "plan":
@@ -116,7 +114,6 @@ def test_one_rank_swaps_two_layers(name: str) -> None:
     fields, planned = EXCHANGES[name]
 
     def body(group: Group) -> Exception:
-        assert group is not None
         layers = [build_dispatcher(small_config(**fields), group, name=name) for name in ("layers.0", "layers.1")]
         layers = copy.deepcopy(layers)  # a copy stands for its original
         with pytest.raises(InputError) as caught:
@@ -138,7 +135,6 @@ def test_names_may_differ_and_operators_do_not_know_them(name: str) -> None:
     fields, _ = EXCHANGES[name]
 
     def body(group: Group) -> None:
-        assert group is not None
         rank = group.rank()
         build_dispatcher(small_config(**fields), group)
         layer = build_dispatcher(small_config(**fields), group, name=f"layers.{rank}")
@@ -157,7 +153,6 @@ def dispatch_by_operators(dispatcher: Dispatcher, dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 def test_dtypes_that_differ_in_operators(backend: str) -> None:
     def body(group: Group) -> Dispatched:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(backend), group)
         return dispatch_by_operators(dispatcher, torch.float64 if group.rank() else torch.float32)
 
@@ -170,7 +165,6 @@ def test_calls_that_may_differ(backend: str, way: str) -> None:
     """They exchange the same bytes in the same order."""
 
     def body(group: Group) -> None:
-        assert group is not None
         dispatcher = build_dispatcher(small_config(backend), group)
         x, routing = random_rows(4), random_routing(4)
         if group.rank() == 0:

@@ -74,19 +74,15 @@ def test_goes_on_after_cells_that_fail_and_cells_that_cannot_run(
     assert rows[2] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("which", "status"), [("test_right", False), ("no_such_test", True)], ids=["passes", "nothing selected"]
-)
-def test_exit_status(which: str, status: bool, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_fails_if_pytest_selects_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "install", in_this_environment)
     suite = out / "test_suite.py"
     suite.write_text(TESTS)
-    cells = [
-        run.Cell("nowhere", "3.99", ("torch==9",)),
-        run.Cell("here", VERSION, ("torch",), (str(suite), "-k", which)),
-    ]
-    assert end_of(monkeypatch, cells, "--python", sys.executable) is status
-    assert ("; pytest's exit status is 5 |" in (out / "table.md").read_text()) is status
+    nowhere = run.Cell("nowhere", "3.99", ("torch==9",))
+    for which, failed in (("test_right", False), ("no_such_test", True)):
+        here = run.Cell("here", VERSION, ("torch",), (str(suite), "-k", which))
+        assert end_of(monkeypatch, [nowhere, here], "--python", sys.executable) is failed
+        assert ("; pytest's exit status is 5 |" in (out / "table.md").read_text()) is failed
 
 
 def test_a_name_that_no_cell_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,27 +46,6 @@ def test_link_has_the_delay(tmp_path: Path) -> None:
     assert 40 <= float(second.output) < 80
 
 
-def test_hosts_have_names_and_addresses(tmp_path: Path) -> None:
-    script = "import socket; print(socket.gethostname(), *map(socket.gethostbyname, ('host0', 'host1', 'host2')))"
-    with make_hosts(3) as hosts:
-        results = Job(hosts, [sys.executable, "-c", script], tmp_path).results(30)
-    assert [result.output.split() for result in results] == [
-        [name, "10.77.0.1", "10.77.0.2", "10.77.0.3"] for name in ("host0", "host1", "host2")
-    ]
-
-
-def test_cut_link_carries_nothing(tmp_path: Path) -> None:
-    connect = "import socket; socket.create_connection(('host0', 5000), timeout=2)"
-    listen = "import socket; socket.create_server(('host0', 5000)).accept()"
-    script = f"import socket\nif socket.gethostname() == 'host0': {listen}\nelse: {connect}"
-    with make_hosts(2) as hosts:
-        hosts[1].cut()
-        first, second = Job(hosts, [sys.executable, "-c", script], tmp_path).results(5)
-    assert first.status is None, "it waits until it is killed"
-    assert second.status == 1
-    assert "unreachable" in second.output
-
-
 def processes_in(namespaces: set[str]) -> list[str]:
     """Processes in any of these network namespaces."""
     found = []

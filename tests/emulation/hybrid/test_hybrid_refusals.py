@@ -72,17 +72,6 @@ def test_a_capacity_that_is_no_multiple_of_the_chunk_fails_in_the_compiler(
             assert CHUNK_RULE in end
 
 
-def test_chunks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with environment(monkeypatch, NUM_OF_TOKENS_PER_CHUNK_COMBINE_API=128):
-        assert all(CHUNK_RULE in end for end in run_ranks(round_trip(APRIL, 576, 64), 2))
-    (source,) = make_sources([ROWS])
-    with environment(monkeypatch, NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API=8):
-        assert "NUM_OF_TOKENS_PER_CHUNK must be multiple of 16" in outcome(lambda: sent(opened(JULY), source))
-    with environment(monkeypatch, NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API=128):
-        sent(opened(JULY), source)
-        assert "fused kernels need equal chunks" in outcome(lambda: sent(opened(JULY), source, fused=True))
-
-
 @pytest.mark.parametrize(("release", "capacity"), [(APRIL, 1008), (JULY, 1024), (RAGGED, 1024)])
 def test_rows_of_a_call_are_rounded_to_16_and_since_638_to_the_chunk(release: str, capacity: int) -> None:
     buffer = open_buffer(release, None)
