@@ -4,7 +4,7 @@ Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other wa
 
 ======================  ===========================================================================================
 dispatch on alltoall    ``EagerAllToAll.start`` (counts), ``start_rows`` (rows), in ``backends/alltoall/backend.py``
-its combine             ``Leg.start_return``; also the backward of dispatch
+its combine             ``Leg.add_up``; also the backward of dispatch
 backward of combine     ``exchange``; also ``dispatch(again=...)``
 the other forms         ``FixedAllToAll.start``; ``TwoLevelAllToAll.finish``
 allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``

@@ -80,24 +80,21 @@ class AllGatherRoute(RankMajorRoute):
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
         comm, row = self.context.communicator, row_format(rows_TD.dtype, rows_TD.shape[1])
-        everyone = self.context.workspace.take((self.index.num_rows, row.nbytes), rows_TD.device)
+        everyone = self.context.workspace.lend(self.index.num_rows, row.nbytes, device=rows_TD.device)
         comm.all_gather(everyone, row.encode(rows_TD), label=label)
         yield row.read(everyone)
-        self.context.workspace.give(everyone)
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
         hidden, dtype = rows_RD.shape[1], accumulation_dtype(rows_RD.dtype)
         width = hidden + (0 if values_R is None else self.index.top_k)
-        buffer = self.context.workspace.take((self.index.num_rows, width * dtype.itemsize), rows_RD.device)
-        sums = buffer.view(dtype)
+        sums = self.context.workspace.lend(self.index.num_rows, width, dtype=dtype, device=rows_RD.device)
         self.permutation.reduce(rows_RD, self.index, weights_R, sums[:, :hidden])
         if values_R is not None:
             sums[:, hidden:].copy_(self.index.to_slots(values_R))
         mine = sums.new_empty(self.num_rows, width)
         self.context.communicator.reduce_scatter(mine, sums, label=label)
-        self.context.workspace.give(buffer)
         if values_R is None:
             return mine.to(rows_RD.dtype), None
         return mine[:, :hidden].to(rows_RD.dtype).contiguous(), mine[:, hidden:].to(values_R.dtype)
@@ -119,7 +116,7 @@ class AllGather(Backend):
         shape, comm = self.context.shape, self.context.communicator
         form = _form(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
-        everyone = self.context.workspace.take((len(packets) * comm.size, form.stride), packets.device)
+        everyone = self.context.workspace.lend(len(packets) * comm.size, form.stride, device=packets.device)
         comm.all_gather(everyone, packets, label="dispatch")
         rows_SD, weights_SK, ids_SK = form.unpack(everyone)
         first, counts = comm.rank * shape.num_local_experts, list[int]()
@@ -130,9 +127,7 @@ class AllGather(Backend):
             else:
                 counts = list(of_all[mine])
         index = self.context.group(ids_SK - first, weights_SK, sizes.capacity, counts=counts)
-        arrived = arrive(AllGatherRoute(context=self.context, index=index), rows_SD, weights_SK, rows_TD.dtype)
-        self.context.workspace.give(everyone)
-        return arrived
+        return arrive(AllGatherRoute(context=self.context, index=index), rows_SD, weights_SK, rows_TD.dtype)
 
     def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> AllGatherRoute:
         everyone = None if num_rows is None else num_rows * self.context.shape.ep_size

@@ -1,4 +1,4 @@
-"""Memory that calls reuse: buffers that live during one call, and results that callers keep as long as they like."""
+"""Memory that calls reuse: buffers of one call, and results that callers keep as long as they like."""
 
 from __future__ import annotations
 
@@ -21,41 +21,16 @@ class Workspace:
     memory. So the pool keeps the memory of send buffers, receive buffers, results and scratch. On a GPU it gives fresh
     memory: torch's caching allocator already reuses memory there, and is safe with streams.
 
-    A buffer belongs to one use, not to a place in the code, so two calls in flight get two buffers. The pool keeps bare
-    storages, because a tensor made under ``torch.inference_mode`` cannot be written to in training.
+    Memory is reused when nothing refers to it, so two calls in flight get two buffers. The pool keeps bare storages,
+    because a tensor made under ``torch.inference_mode`` cannot be written to in training.
     """
 
     def __init__(self) -> None:
-        self._free: list[torch.UntypedStorage] = []
         self._lent: list[torch.UntypedStorage] = []
         self._lock = threading.Lock()
 
-    def take(self, shape: int | tuple[int, int], device: torch.device) -> Tensor:
-        """Return uint8 memory of this shape with undefined contents. After use, pass it or a view of it to ``give``."""
-        sizes = (shape,) if isinstance(shape, int) else shape
-        nbytes = math.prod(sizes)
-        if nbytes < _WORTH_KEEPING or device.type != "cpu":
-            return torch.empty(sizes, dtype=torch.uint8, device=device)
-        return _tensor_on(self._storage(nbytes), sizes, torch.uint8)
-
-    def _storage(self, nbytes: int) -> torch.UntypedStorage:
-        """Return the smallest free storage that is large enough, or a new storage."""
-        with self._lock:
-            place = bisect_left(self._free, nbytes, key=_SIZE)
-            if place < len(self._free):
-                return self._free.pop(place)
-            if self._free:  # even the largest is too small: replace it rather than keep both
-                self._free.pop()
-        return _new_storage(nbytes)
-
-    def give(self, buffer: Tensor) -> None:
-        """Give back a buffer that ``take`` returned. Its contents may change from now on."""
-        if buffer.numel() >= _WORTH_KEEPING and buffer.device.type == "cpu":
-            with self._lock:
-                insort(self._free, buffer.untyped_storage(), key=_SIZE)
-
-    def lend(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a result or scratch, with undefined contents. It is reused when nothing refers to it.
+    def lend(self, *shape: int, device: torch.device, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return memory with undefined contents. It is reused when nothing refers to it.
 
         Under ``torch.use_deterministic_algorithms`` the memory is always fresh: torch then fills it with NaN, which
         shows elements that are never written.
@@ -66,9 +41,12 @@ class Workspace:
         with self._lock:
             storage = self._returned(nbytes)
             if storage is None:
-                storage = _new_storage(nbytes)
+                # A sixteenth more, so that slowly changing sizes do not allocate every time.
+                storage = torch.UntypedStorage(nbytes + nbytes // 16, device="cpu")
                 insort(self._lent, storage, key=_SIZE)
-            return _tensor_on(storage, shape, dtype)
+            # No view, because autograd forbids writing to a view that an autograd function returned.
+            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
     def _returned(self, nbytes: int) -> torch.UntypedStorage | None:
         """Return the smallest storage that is no longer in use and fits, or None if there is none.
@@ -88,20 +66,6 @@ class Workspace:
 
 
 _SIZE = torch.UntypedStorage.nbytes  # key by which the lists of a pool are sorted
-
-
-def _tensor_on(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a contiguous tensor on the storage.
-
-    It is no view, because autograd forbids writing to a view that an autograd function returned.
-    """
-    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
-
-
-def _new_storage(nbytes: int) -> torch.UntypedStorage:
-    """Allocate a sixteenth more than ``nbytes``, so that slowly changing sizes do not allocate every time."""
-    return torch.UntypedStorage(nbytes + nbytes // 16, device="cpu")
 
 
 def _is_back(storage: torch.UntypedStorage) -> bool:

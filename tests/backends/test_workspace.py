@@ -1,4 +1,4 @@
-"""Reused buffers: never lent twice, reused when given back, and fresh where that is as good."""
+"""Reused buffers: never lent twice, reused when nothing holds them, and fresh where that is as good."""
 
 from __future__ import annotations
 
@@ -21,52 +21,6 @@ def _address(buffer: torch.Tensor) -> int:
     return buffer.untyped_storage().data_ptr()
 
 
-def test_a_buffer_given_back_is_used_again() -> None:
-    space = Workspace()
-    first = space.take(2 * MEGABYTE, CPU)
-    address = _address(first)
-    space.give(first.view(-1, 16))
-    again = space.take(2 * MEGABYTE - 16, CPU)
-    assert (_address(again), again.numel(), again.dtype) == (address, 2 * MEGABYTE - 16, torch.uint8)
-
-
-def test_the_smallest_that_fits_is_taken() -> None:
-    space = Workspace()
-    large, small = space.take(8 * MEGABYTE, CPU), space.take(2 * MEGABYTE, CPU)
-    addresses = {"large": _address(large), "small": _address(small)}
-    space.give(large)
-    space.give(small)
-    assert _address(space.take(MEGABYTE, CPU)) == addresses["small"]
-    assert _address(space.take(MEGABYTE, CPU)) == addresses["large"]
-
-
-def test_growing_sizes_do_not_pile_up_buffers() -> None:
-    space = Workspace()
-    for megabytes in range(1, 40):
-        space.give(space.take(megabytes * MEGABYTE, CPU))
-    assert len(space._free) == 1
-    assert space._free[0].nbytes() < 50 * MEGABYTE
-
-
-def test_threads_never_share_a_buffer() -> None:
-    space, clashes = Workspace(), []
-
-    def work(mark: int) -> None:
-        for _ in range(50):
-            buffer = space.take(MEGABYTE, CPU)
-            buffer[:64] = mark
-            if not (buffer[:64] == mark).all():
-                clashes.append(mark)
-            space.give(buffer)
-
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not clashes
-
-
 @pytest.fixture
 def unfilled() -> Iterator[None]:
     """Fresh memory is not filled, as outside of these tests: only then is that of results used again."""
@@ -83,6 +37,37 @@ def test_what_is_lent_comes_back_when_nobody_holds_it() -> None:
     del first
     again = space.lend(MEGABYTE - 8, 1, dtype=torch.float32, device=CPU)
     assert (_address(again), again.shape, again.dtype) == (address, (MEGABYTE - 8, 1), torch.float32)
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_the_smallest_that_fits_is_lent() -> None:
+    space = Workspace()
+    sizes = {"large": 3 * MEGABYTE, "small": 2 * MEGABYTE}
+    buffers = {name: space.lend(nbytes, device=CPU) for name, nbytes in sizes.items()}
+    addresses = {name: _address(buffer) for name, buffer in buffers.items()}
+    buffers.clear()
+    first, second = (space.lend(2 * MEGABYTE - 16, device=CPU) for _ in range(2))
+    assert (_address(first), _address(second)) == (addresses["small"], addresses["large"])
+    assert (first.shape, first.dtype) == ((2 * MEGABYTE - 16,), torch.uint8)
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_threads_never_share_a_buffer() -> None:
+    space, clashes = Workspace(), []
+
+    def work(mark: int) -> None:
+        for _ in range(50):
+            buffer = space.lend(MEGABYTE, device=CPU)
+            buffer[:64] = mark
+            if not (buffer[:64] == mark).all():
+                clashes.append(mark)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not clashes
 
 
 HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {

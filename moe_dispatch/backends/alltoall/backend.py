@@ -64,45 +64,27 @@ class Leg:
     member_S: Tensor
     cu_T: Tensor
 
-    def start_return(self, packets: Tensor, label: str) -> tuple[Tensor, Started | None]:
-        """Start to return one packet for each row that arrived.
-
-        Returns:
-            Memory of the workspace for the packets that come back, in the order of ``source_S``; and the exchange.
-        """
-        received = self.context.workspace.take((self.source_S.shape[0], packets.shape[1]), packets.device)
-        label += self.suffix
-        work = self.context.communicator.all_to_all(received, packets, self.rows_out, self.rows_in, label=label)
-        return received, work
-
-    def add_up(
-        self,
-        came_back: tuple[Tensor, Started | None],
-        packets: Tensor,
-        form: Packet,
-        out: Tensor,
-        values: Tensor | None,
-    ) -> None:
-        """Wait for the packets that come back, and sum them by row.
+    def add_up(self, packets: Tensor, form: Packet, out: Tensor, values: Tensor | None, *, label: str) -> None:
+        """Return one packet for each row that arrived, and sum the packets that come back by row.
 
         Args:
-            came_back: Result of ``start_return``. Its memory is given back.
-            packets: The packets that were returned, in memory of the workspace. It is given back.
+            packets: The packets.
             form: Format of the packets.
             out: (T, D), gets the sums of the rows.
             values: (T, K), gets the sums of the weights; None if the packets have none.
+            label: Label of the collective, without the suffix.
         """
-        (received, work), space = came_back, self.context.workspace
-        permutation = self.context.permutations[type(received), received.device.type]
+        context, label = self.context, label + self.suffix
+        received = context.workspace.lend(self.source_S.shape[0], packets.shape[1], device=packets.device)
+        work = context.communicator.all_to_all(received, packets, self.rows_out, self.rows_in, label=label)
+        permutation = context.permutations[type(received), received.device.type]
         if work is not None:
             work.wait()
-        space.give(packets)
         # Sum whole packets as if they held only numbers of the row's dtype. ``sum_bags`` ignores the columns behind the
         # row.
         permutation.sum_bags(received.view(form.wire_dtype), self.member_S, self.cu_T, None, out)
         if values is not None:
             permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
-        space.give(received)
 
     def tensors(self) -> list[Tensor]:
         """Return the numbers of rows and the tables, for ``leg_from``."""
@@ -122,19 +104,16 @@ class AllToAllRoute(RankMajorRoute):
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
         row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         leg, packets = self.leg, row.encode(rows_TD)
-        received = exchange(self.context, packets, leg.source_S, leg.rows_out, leg.rows_in, label)
-        yield row.read(received)
-        self.context.workspace.give(received)
+        yield row.read(exchange(self.context, packets, leg.source_S, leg.rows_out, leg.rows_in, label))
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
         form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
-        came_back, num_rows = self.leg.start_return(packets, label), self.leg.cu_T.shape[0] - 1
-        # The results are allocated while the rows travel.
+        num_rows = self.leg.cu_T.shape[0] - 1
         out = self.context.workspace.lend(num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         values = None if values_R is None else values_R.new_empty(num_rows, form.top_k)
-        self.leg.add_up(came_back, packets, form, out, values)
+        self.leg.add_up(packets, form, out, values, label=label)
         return out, values
 
     def tensors(self) -> list[Tensor]:
@@ -259,11 +238,8 @@ class EagerAllToAll(Backend):
     def finish(self, started: Underway) -> Arrived:
         if started.work is not None:
             started.work.wait()
-        self.context.workspace.give(started.outgoing)
         rows_SD, weights_SK, ids_SK = started.form.unpack(started.received)
-        arrived = arrive(self.route(started, ids_SK), rows_SD, weights_SK, started.dtype)
-        self.context.workspace.give(started.received)
-        return arrived
+        return arrive(self.route(started, ids_SK), rows_SD, weights_SK, started.dtype)
 
     @final
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
@@ -328,7 +304,7 @@ def ordered(
         assert count is not None
         pairs = torch.nonzero_static(members_PT, size=count)
     source_S = pairs.select(1, 1).contiguous()
-    outgoing = context.workspace.take((source_S.shape[0], packets.shape[1]), packets.device)
+    outgoing = context.workspace.lend(source_S.shape[0], packets.shape[1], device=packets.device)
     context.permutations[type(packets), packets.device.type].gather(packets, source_S, outgoing)
     return source_S, outgoing
 
@@ -356,7 +332,7 @@ def start_rows(
     Returns:
         The leg, memory of the workspace for the packets that arrive, and the exchange under way.
     """
-    received = context.workspace.take((sum(rows_in), outgoing.shape[1]), outgoing.device)
+    received = context.workspace.lend(sum(rows_in), outgoing.shape[1], device=outgoing.device)
     work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=f"dispatch{suffix}")
     by_row = source_S.sort(stable=True)
     leg = Leg(
@@ -372,22 +348,15 @@ def start_rows(
 
 
 def exchange(
-    context: BackendContext,
-    rows: Tensor,
-    source: Tensor,
-    rows_out: Sequence[int],
-    rows_in: Sequence[int],
-    label: str,
+    context: BackendContext, rows: Tensor, source: Tensor, rows_out: Sequence[int], rows_in: Sequence[int], label: str
 ) -> Tensor:
     """Send ``rows[source]``, uint8. Return the rows that arrive, in memory of the workspace."""
-    space = context.workspace
-    received = space.take((sum(rows_in), rows.shape[1]), rows.device)
-    outgoing = space.take((source.shape[0], rows.shape[1]), rows.device)
+    received = context.workspace.lend(sum(rows_in), rows.shape[1], device=rows.device)
+    outgoing = context.workspace.lend(source.shape[0], rows.shape[1], device=rows.device)
     context.permutations[type(rows), rows.device.type].gather(rows, source, outgoing)
     work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=label)
     if work is not None:
         work.wait()
-    space.give(outgoing)
     return received
 
 
@@ -402,7 +371,7 @@ def reduced_packets(
     context, index = route.context, route.index
     row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(context.shape.wire_dtype))
     form = packet(row, index.top_k, None if values_R is None else values_R.dtype)
-    packets = context.workspace.take((index.num_rows, form.stride), rows_RD.device)
+    packets = context.workspace.lend(index.num_rows, form.stride, device=rows_RD.device)
     permutation = context.permutations[type(index.source_R), rows_RD.device.type]
     permutation.reduce(rows_RD, index, weights_R, form.read(packets))
     if values_R is not None:

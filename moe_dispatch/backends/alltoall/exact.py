@@ -36,15 +36,11 @@ class RouteOfLegs(RankMajorRoute):
     @final
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        row, space = row_format(rows_TD.dtype, rows_TD.shape[1], wire), self.context.workspace
+        row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         packets = row.encode(rows_TD)
         for leg in self.legs:
-            sent = packets
-            packets = exchange(self.context, sent, leg.source_S, leg.rows_out, leg.rows_in, label + leg.suffix)
-            if leg is not self.legs[0]:
-                space.give(sent)
+            packets = exchange(self.context, packets, leg.source_S, leg.rows_out, leg.rows_in, label + leg.suffix)
         yield row.read(packets)
-        space.give(packets)
 
     @property
     def num_rows(self) -> int:
@@ -109,17 +105,14 @@ class ExactRoute(RouteOfLegs):
             row.write(rows_RD, packets[:, : row.nbytes])
             form.weights(packets).copy_(values_R.unsqueeze(1))
         for leg, way in zip(reversed(self.legs), reversed(self.ways), strict=True):
-            received = exchange(context, packets, slots.byrow_N, way.slots_in, way.slots_out, label + leg.suffix)
-            if way is not self.ways[-1]:
-                context.workspace.give(packets)
-            packets, slots = received, way.index
+            packets = exchange(context, packets, slots.byrow_N, way.slots_in, way.slots_out, label + leg.suffix)
+            slots = way.index
         out = context.workspace.lend(slots.num_rows, row.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         weights_N = None if weights_R is None else slots.in_row_order(self.weights_TK)
         context.permutation_of(self.index.source_R).sum_bags(
             packets.view(row.wire_dtype), slots.byrow_N, slots.cu_S, weights_N, out
         )
         values = None if values_R is None else slots.to_slots(form.weights(packets).reshape(-1))
-        context.workspace.give(packets)
         return out, values
 
     def tensors(self) -> list[Tensor]:

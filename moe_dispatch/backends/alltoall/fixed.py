@@ -31,13 +31,15 @@ class FixedAllToAll(Backend):
         context, shape, capacity = self.context, self.context.shape, sizes.capacity
         assert capacity is not None
         assert capacity.pair_rows is not None
-        space, size, pair_rows, experts = context.workspace, shape.ep_size, capacity.pair_rows, shape.num_local_experts
+        size, pair_rows, experts = shape.ep_size, capacity.pair_rows, shape.num_local_experts
         permutation, form = context.permutation_of(ids_TK), form_of(shape, rows_TD.dtype, weights_TK.dtype, note=True)
         owner_TK, counts = permutation.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)
         may_overflow = pair_rows < tokens_of(shape)
         members_PT = rank_members(owner_TK, size)
         table = send_table(members_PT, owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
-        outgoing, received = (space.take((size * pair_rows, form.stride), rows_TD.device) for _ in range(2))
+        outgoing, received = (
+            context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device) for _ in range(2)
+        )
         permutation.gather(form.pack(rows_TD, weights_TK, ids_TK), table.source_S, outgoing)
         form.ids(outgoing).masked_fill_(table.is_empty_S.unsqueeze(1), -1)
         form.notes(outgoing)[::pair_rows, 0] = counts.view(-1, experts)[1:].sum(1)
@@ -46,15 +48,14 @@ class FixedAllToAll(Backend):
         return table, outgoing, received, work, form, rows_TD.dtype, capacity
 
     def finish(self, started: Any) -> Arrived:
-        table, outgoing, received, work, form, dtype, capacity = started
+        table, _, received, work, form, dtype, capacity = started
         context = self.context
         if work is not None:
             work.wait()
-        context.workspace.give(outgoing)
         rows_SD, weights_SK, ids_SK = form.unpack(received)
         first_expert = context.communicator.rank * context.shape.num_local_experts
         index = context.group(ids_SK - first_expert, weights_SK, capacity)
-        arrived = arrive(
+        return arrive(
             AllToAllRoute(context=context, leg=self._leg(table.source_S, table.member_N, table.cu_T), index=index),
             rows_SD,
             weights_SK,
@@ -63,8 +64,6 @@ class FixedAllToAll(Backend):
             needed=form.notes(received)[:: capacity.pair_rows, 0].sum(),
             busiest_pair=table.busiest,
         )
-        context.workspace.give(received)
-        return arrived
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))

@@ -184,14 +184,12 @@ class TwoLevelRoute(RouteOfLegs):
     ) -> tuple[Tensor, Tensor | None]:
         (outer, inner), space = self.legs, self.context.workspace
         form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
-        came_back = inner.start_return(packets, label)
-        relayed = space.take((inner.cu_T.shape[0] - 1, form.stride), rows_RD.device)
+        relayed = space.lend(inner.cu_T.shape[0] - 1, form.stride, device=rows_RD.device)
         values = None if values_R is None else form.weights(relayed)
-        inner.add_up(came_back, packets, form, form.read(relayed), values)
-        came_back = outer.start_return(relayed, label)
+        inner.add_up(packets, form, form.read(relayed), values, label=label)
         out = space.lend(self.num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         values = None if values_R is None else values_R.new_empty(self.num_rows, form.top_k)
-        outer.add_up(came_back, relayed, form, out, values)
+        outer.add_up(relayed, form, out, values, label=label)
         return out, values
 
     def tensors(self) -> list[Tensor]:
@@ -240,12 +238,10 @@ class TwoLevelAllToAll(EagerAllToAll):
         context, nodes, relayed = self.context, self._nodes, started.received
         if started.work is not None:
             started.work.wait()
-        context.workspace.give(started.outgoing)
         owner_SK = nodes.neighbour_of(started.form.ids(relayed))
         rows_out, rows_in, slots = nodes.leg_within(started.host)
         members_PS = rank_members(owner_SK, nodes.ranks_per_node)
         source_S, outgoing = ordered(context, relayed, members_PS, sum(rows_out))
-        context.workspace.give(relayed)
         inner, received, work = start_rows(context, source_S, outgoing, len(relayed), rows_out, rows_in, WITHIN_NODE)
         kept = started.kept
         if nodes.exact:
