@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable
 from functools import partial
@@ -57,9 +56,9 @@ def make_workloads(
                     f"--{option} must not be given with --trace, because the trace decides it, got {given!r}. "
                     "Leave out one of the two."
                 )
-        found = Trace.load(trace)
+        found = Trace.load_whole(trace, "compare")
         recorded = len(found.calls)
-        base = Workload(trace=trace, recorded=recorded, steps=steps or min(recorded, MOST_STEPS))
+        base = Workload(trace=trace, recorded=recorded, steps=min(recorded, steps or MOST_STEPS))
         return tuple(dataclasses.replace(base, dtype=cast(DtypeName, name)) for name in dtypes), found.ep_size
     words = list(dict.fromkeys((tokens or str(base.tokens)).split(",")))
     if not all(map(str.isdecimal, words)):
@@ -105,12 +104,10 @@ def make_task(
         **fields: Fields of ``Task``.
 
     Raises:
-        ConfigError: The config, the name or an option of a backend, the mode or the tolerance is wrong.
+        ConfigError: The config, the name or an option of a backend, or the mode is wrong.
         BackendUnavailableError: A peer is not installed, or a class cannot be imported.
     """
-    chosen_modes, tolerance = _choices("mode", modes, MODES), fields.get("tolerance")
-    if tolerance is not None and not 0 < tolerance < math.inf:
-        raise ConfigError(f"--tolerance must be a number above 0, got {tolerance:g}. Leave it out for the default.")
+    chosen_modes = _choices("mode", modes, MODES)
     config = DispatcherConfig.load(file, **{**({} if file else _SIZES), **(changes or {})})
     variants: list[Variant] = []
     for text in _names(config, backends, file is None, peers):
@@ -135,7 +132,8 @@ def make_task(
     if any(one.backend is None for one in variants):
         workloads = tuple(dataclasses.replace(workload, equal=True) for workload in workloads)
     return Task(
-        config=config.replace(backend="auto"),
+        # A trace decides how many rows each rank has, whatever the config promises.
+        config=config.replace(backend="auto", **({"row_counts": None} if workloads[0].trace else {})),
         variants=tuple(variants),
         workloads=workloads,
         explicit=backends is not None or config.backend_name != "auto",

@@ -103,7 +103,6 @@ class Task:
         explicit: Whether the user named the backends. A named backend that cannot run is a failure.
         rounds: Smallest number of timed rounds. Variants take turns, so that a change in the machine's load affects all
             of them.
-        tolerance: Largest allowed difference from the reference; None for the tolerance of the dtype.
         expert_width: Width of the experts; None for twice the hidden size if any variant has spare expert slots, else
             for experts that cost nothing.
     """
@@ -113,7 +112,6 @@ class Task:
     workloads: tuple[Workload, ...]
     explicit: bool = True
     rounds: int = 10
-    tolerance: float | None = None
     expert_width: int | None = None
 
     @property
@@ -164,7 +162,7 @@ def measure(task: Task, place: Place, send: Send) -> None:
 def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> dict[str, Any]:
     material = make_material(workload, task.config, rank=place.rank, ranks=place.size)
     steps, dtype = material.steps, material.scenario.torch_dtype
-    tolerance = task.tolerance or material.scenario.tolerance
+    tolerance = material.scenario.tolerance
     outcomes = [_empty(variant) for variant in task.variants]
     opened: dict[int, Contender] = {}
     for index, variant in enumerate(task.variants):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.errors import TraceError
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS, DeviceKnown, InputLayout
 from moe_dispatch_testing.rank_context import Call, make_call
 from moe_dispatch_testing.reference import reference
@@ -35,33 +34,11 @@ def replayed(path: Path, config: DispatcherConfig, *, ranks: int, steps: int) ->
         steps: Number of dispatches to use.
 
     Raises:
-        TraceError: The trace cannot be read, lacks ranks or dispatches, or has other sizes. Or its row counts
-            differ although the config promises equal row counts.
+        TraceError: The trace cannot be read, lacks ranks or dispatches, or has other sizes.
     """
-    trace = Trace.load(path)
-    trace.require_whole("compare")
-    trace.check_ids("compare")
-    if trace.ep_size != ranks:
-        raise TraceError(
-            f"compare: --ranks must be {trace.ep_size}, as in the trace {path.name}, got {ranks}. Leave out "
-            f"--ranks, or start {trace.ep_size} ranks with torchrun."
-        )
+    trace = Trace.load_whole(path, "compare")
     room = {"max_tokens_per_rank": None, "graph_safe": False, "capacity_factor": "worst", "on_overflow": None}
     trace.check(config.replace(backend="auto", row_counts=None, **room), ep_size=ranks)  # compare makes its own room
-    if not trace.calls:
-        raise TraceError(f"compare: {path.name} must hold a dispatch, got none. Record at least one step.")
-    if steps > len(trace.calls):
-        raise TraceError(
-            f"compare: --steps must be at most the {len(trace.calls)} dispatches of {path.name}, got {steps}. "
-            "Leave out --steps, or record more dispatches."
-        )
-    for step, call in enumerate(trace.calls[:steps]):
-        counts = [len(real_rows(part)) if part.on_host else part.num_rows for part in call.parts]
-        if config.row_counts in ("assume", "check") and len(set(counts)) > 1:
-            raise TraceError(
-                f'compare: row_counts "{config.row_counts}" promises that all ranks bring the same number of rows, got '
-                f'{", ".join(map(str, counts))} in dispatch {step} of the trace. Set row_counts to "agree".'
-            )
     return trace.calls[:steps]
 
 

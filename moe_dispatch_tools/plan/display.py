@@ -10,7 +10,7 @@ from moe_dispatch_tools.console import size
 
 def show(found: dict[str, Any]) -> None:
     """Print what ``forecast`` returned."""
-    model, cluster, sequences = found["model"], found["cluster"], found["sequences"]
+    model, cluster = found["model"], found["cluster"]
     limit = f" in {model['topk_groups']} of {model['num_groups']} groups" if model["num_groups"] else ""
     console.line(
         f"{model['name']}: {model['num_experts']} experts, top {model['top_k']}{limit}, hidden size "
@@ -30,15 +30,7 @@ def show(found: dict[str, Any]) -> None:
             f"weights of {copies:.0f} experts, {weights}, travel in a forward of a layer; as many gradients return"
         )
     console.line(f"routing {found['routing']}")
-    if sequences["multiple"] > 1:
-        console.line(f"pad sequences to a multiple of {sequences['multiple']} tokens in the data loader")
-    if sequences["length"] is not None:
-        console.line(
-            f"sequences of {sequences['length']} tokens become {sequences['padded_length']} rows, "
-            f"{sequences['padding']} of them padding; sequences in a micro-batch: {sequences['batch_size']}",
-            indent=2,
-        )
-    console.line(f"a rank brings {sequences['rows_per_rank']} rows to each dispatch", indent=2)
+    console.line(f"a rank brings {found['rows_per_rank']} rows to each dispatch")
     rows = {
         "at the experts of a rank": found["received"],
         "at the experts of the busiest rank": found["busiest_rank"],
@@ -79,7 +71,7 @@ def _show_backends(found: dict[str, Any]) -> None:
             [
                 one["name"],
                 *(f"{one[field]['high']:.0f}" for field in ("rows_per_rank", "rank_padding")),
-                one["sequence_multiple"],
+                one["row_multiple"],
                 *(size(one["buffers"].get(purpose, {"high": None})["high"]) for purpose in purposes),
             ]
             for one in usable
@@ -95,7 +87,7 @@ def _show_backends(found: dict[str, Any]) -> None:
                 *(f"size of {one}" for one in purposes),
             ],
             rows,
-            caption="Sequences whose lengths are a multiple of the sequence multiple need no padding. Sizes: the "
+            caption="Rows that are a multiple of this number on every rank need no padding. Sizes: the "
             + ("buffers that graph-safe mode allocates." if found["model"]["graph_safe"] else "rows of the experts."),
         )
     for one in found["backends"]:

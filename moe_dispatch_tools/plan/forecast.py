@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,7 +21,6 @@ from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
-from moe_dispatch.layouts import padded_length, sequence_multiple
 from moe_dispatch.probing import Usable
 from moe_dispatch_tools.loads import Loads, count_loads, count_traffic, padded_rows
 from moe_dispatch_tools.names import NamedBackend
@@ -31,72 +30,11 @@ from moe_dispatch_tools.plan.routing import Dispatch, RoutingSource
 
 # Collectives of the forward. All other collectives belong to the backward.
 FORWARD = ("balance", "counts", "dispatch", "dispatch.within_node", "combine", "combine.within_node")
-FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
+_FACTORS = (1.0, 1.1, 1.25, 1.5, 2.0)
 # Releases to plan if deep_ep is not installed. This package emulates them, so it knows their rules.
 _RELEASES = {"deepep": ("v1.2.1", "v2.5.0"), "hybridep": ("hybridep-746",)}
 _AGREED_INTEGERS = 7  # int64 with which dispatchers agree on row counts
 _RANKS_PER_NODE = 8  # if the number of nodes is not given
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """The rows of a rank, or the sequences of its micro-batch and the parallelism that divides them."""
-
-    tokens: int | None = None
-    batch_size: int = 1
-    seq_length: int | None = None
-    tp: int = 1
-    cp: int = 1
-    sequence_parallel: bool = False
-
-    def multiple(self, config: DispatcherConfig, row_multiple: int = 1) -> int:
-        """Return the multiple of the sequence length that makes the rows of a rank a multiple of ``row_multiple``."""
-        return sequence_multiple(
-            batch_size=self.batch_size,
-            tp=self.tp,
-            cp=self.cp,
-            sequence_parallel=self.sequence_parallel,
-            fp8=config.pad_multiple in ("fp8", "mxfp8", "nvfp4"),
-            row_multiple=row_multiple,
-        )
-
-    def rows(self, config: DispatcherConfig, recorded: int | None = None) -> dict[str, Any]:
-        """Compute the padding of a sequence, and the rows of a rank.
-
-        Args:
-            config: Config. Its ``max_tokens_per_rank`` is the number of rows if nothing else gives it.
-            recorded: Rows of a recorded routing. The micro-batch must then give no number.
-
-        Raises:
-            ConfigError: No number of rows is given, or more than one.
-        """
-        given = {"--tokens": self.tokens, "--seq": self.seq_length, "the recorded routing": recorded}
-        told = [name for name, number in given.items() if number is not None]
-        if len(told) > 1:
-            raise ConfigError(
-                f"plan: only one of {', '.join(given)} must give the number of rows, got {' and '.join(told)}. Leave "
-                "out the others."
-            )
-        multiple, length = self.multiple(config), self.seq_length
-        padded = None if length is None else padded_length(length, multiple)
-        if padded is not None:
-            rows = self.batch_size * padded // (self.cp * (self.tp if self.sequence_parallel else 1))
-        else:
-            rows = self.tokens or recorded or config.max_tokens_per_rank or 0
-        if rows < 1:
-            raise ConfigError(
-                "plan: the rows of a rank must be 1 or more, got none. Give --tokens, or --batch and --seq, or "
-                "set max_tokens_per_rank."
-            )
-        return {
-            "multiple": multiple,
-            "length": length,
-            "padded_length": padded,
-            "padding": None if padded is None or length is None else padded - length,
-            "rows_per_rank": rows,
-            "batch_size": self.batch_size,
-        }
 
 
 @final
@@ -153,38 +91,24 @@ def figure(values_CP: Tensor) -> dict[str, float]:
     return {"expected": float(values_CP.mean()), "low": float(values_CP.min()), "high": float(values_CP.max())}
 
 
-def graph_safe_config(config: DispatcherConfig, tokens: int, fields: Mapping[str, Any]) -> DispatcherConfig:
-    """Switch a config to graph-safe mode.
-
-    Args:
-        config: Config in any mode.
-        tokens: Rows that a rank brings. They become ``max_tokens_per_rank`` if the config has none.
-        fields: Other fields that only graph-safe mode has.
-    """
-    most = config.max_tokens_per_rank or tokens
-    return config.replace(**{"graph_safe": True, "max_tokens_per_rank": most, **fields})
-
-
 def forecast(
     model: Model,
-    batch: MicroBatch,
     source: RoutingSource,
     *,
+    tokens: int | None = None,
     ep_size: int,
     nodes: int | None = None,
     backends: Sequence[NamedBackend],
-    factors: Sequence[float] = FACTORS,
 ) -> dict[str, Any]:
     """Make a plan. It starts no ranks and allocates no buffers.
 
     Args:
         model: Sizes and config.
-        batch: Rows that a rank brings.
         source: Routing.
+        tokens: Rows that a rank brings to a dispatch; None for the recorded routing, or for ``max_tokens_per_rank``.
         ep_size: Ranks in the group. Consecutive ranks share a node.
         nodes: Nodes of the group; None for 8 ranks per node.
         backends: Backends to plan.
-        factors: Capacity factors to plan.
 
     Returns:
         Plain data. All rows and bytes belong to one rank and one micro-batch. With spare expert slots, rows are counted
@@ -193,8 +117,12 @@ def forecast(
     Raises:
         ConfigError: Two numbers do not fit each other, for any backend.
     """
-    config, sequences = model.config, batch.rows(model.config, source.tokens)
-    tokens, nodes = sequences["rows_per_rank"], nodes or ep_size // math.gcd(ep_size, _RANKS_PER_NODE)
+    config, nodes = model.config, nodes or ep_size // math.gcd(ep_size, _RANKS_PER_NODE)
+    if source.tokens is not None and tokens is not None:
+        raise ConfigError("plan: a recorded routing decides the rows of a rank. Leave out --tokens.")
+    tokens = tokens or source.tokens or config.max_tokens_per_rank
+    if tokens is None:
+        raise ConfigError("plan: the number of rows of a rank is not given. Give --tokens, or set max_tokens_per_rank.")
     if ep_size % nodes:
         raise ConfigError(
             f"plan: ep ({ep_size}) must be divisible by nodes ({nodes}). Give the number of nodes of one group."
@@ -220,7 +148,7 @@ def forecast(
             "dtype": str(model.dtype).removeprefix("torch."),
         },
         "cluster": {"ep_size": ep_size, "nodes": nodes, "ranks_per_node": ep_size // nodes},
-        "sequences": sequences,
+        "rows_per_rank": tokens,
         "routing": source.text,
         "dispatches": len(loads.rows_CP),
         "simulated": source.tokens is None,
@@ -228,15 +156,15 @@ def forecast(
         "busiest_rank": figure(loads.received_CP.amax(1)),
         "expert_padding": figure(loads.expert_padding_CP(shape.pad_multiple)),
         "busiest_expert": figure(found.experts_CPE.sum(1).amax(1)),
-        "backends": [plan for named in backends for plan in _backend_plans(named, found, model.layers, batch)],
+        "backends": [plan for named in backends for plan in _backend_plans(named, found, model.layers)],
         "needed_factor": int(loads.received_CP.max()) / balanced_rows(found.capacity_shape),
-        "capacities": capacity_plans(found, factors),
+        "capacities": capacity_plans(found),
         "copies": figure(torch.tensor([[count_copies(placed)] for placed in found.placements] or [[0]])),
         "expert_bytes": model.expert_bytes,
     }
 
 
-def _backend_plans(named: NamedBackend, found: Dispatches, layers: int, batch: MicroBatch) -> Iterator[dict[str, Any]]:
+def _backend_plans(named: NamedBackend, found: Dispatches, layers: int) -> Iterator[dict[str, Any]]:
     """Plan a backend if its library is installed, and else the known releases of its library.
 
     All numbers of a plan are None if the backend refuses the config, and its bytes if it cannot say them.
@@ -244,7 +172,7 @@ def _backend_plans(named: NamedBackend, found: Dispatches, layers: int, batch: M
     Raises:
         ConfigError: There is no such backend or option.
     """
-    empty = ("rows_per_rank", "rank_padding", "sequence_multiple", "buffers", "sent", "row_dtypes", "forward")
+    empty = ("rows_per_rank", "rank_padding", "row_multiple", "buffers", "sent", "row_dtypes", "forward")
     plan = {"name": named.label, "rules": "", "refused": None, **dict.fromkeys((*empty, "backward", "between_nodes"))}
     plan["payload_only"] = None
     try:
@@ -260,7 +188,7 @@ def _backend_plans(named: NamedBackend, found: Dispatches, layers: int, batch: M
         return
     verdict = options.probe()
     if isinstance(verdict, Usable):
-        yield plan | {"rules": verdict.version} | _numbers(options, config, found, layers, batch)
+        yield plan | {"rules": verdict.version} | _numbers(options, config, found, layers)
         return
     absent = f"not usable here: {verdict.reason}"
     for release in _RELEASES.get(cls.name, ()):
@@ -269,7 +197,7 @@ def _backend_plans(named: NamedBackend, found: Dispatches, layers: int, batch: M
             "name": f"{named.label} {release.removeprefix(cls.name + '-')}",
             "rules": f"rules of {release}; {absent}",
         }
-        yield plan | told | _numbers(rules, config, found, layers, batch, devices=frozenset({"cuda"}))
+        yield plan | told | _numbers(rules, config, found, layers, devices=frozenset({"cuda"}))
     if cls.name not in _RELEASES:
         yield plan | {"refused": absent}
 
@@ -279,7 +207,6 @@ def _numbers(
     config: DispatcherConfig,
     found: Dispatches,
     layers: int,
-    batch: MicroBatch,
     **needed: frozenset[str],
 ) -> dict[str, Any]:
     """Count the rows, buffers and bytes of one backend, or return why it is refused."""
@@ -296,7 +223,7 @@ def _numbers(
     numbers = {
         "rows_per_rank": figure(padded_CP),
         "rank_padding": figure(padded_CP - loads.rows_CP),
-        "sequence_multiple": batch.multiple(config, needs.row_multiple),
+        "row_multiple": needs.row_multiple,
         "buffers": _buffers(found, options, needs, int(padded_CP.max())),
     }
     traffic = count_traffic(options, shape, loads, padded_CP, found.dtypes)
@@ -342,23 +269,18 @@ def _buffers(found: Dispatches, options: BackendOptions, needs: Constraints, row
     return {"rows": figure(rows_CP * (shape.hidden_size * dtype.itemsize))}
 
 
-def capacity_plans(found: Dispatches, factors: Sequence[float]) -> list[dict[str, Any]]:
-    """Plan capacity factors of graph-safe mode. Graph-safe mode refuses ``balance``, so it has none.
+def capacity_plans(found: Dispatches) -> list[dict[str, Any]]:
+    """Plan capacity factors of graph-safe mode, among them that of the config. With ``balance`` there are none.
 
     Returns:
         For each factor: the rows of a rank, the rows and bytes of the buffer, which has room for expert padding, the
         share of dispatches that overflow, the share of rows that are dropped, and ``pair_rows`` of ``alltoall`` for the
         same factor with its share of dispatches.
-
-    Raises:
-        ConfigError: A factor is out of range.
     """
-    for wrong in (factor for factor in factors if not 0 < factor <= 1024):
-        raise ConfigError(f"plan: a capacity factor must be above 0 and at most 1024, got {wrong}. Try 1.25.")
     if found.config.balance is not None:
         return []
     own, plans = found.config.capacity_factor, []
-    listed: list[CapacityFactor] = [*sorted({*factors, *([] if own == "worst" else [own])}), "worst"]
+    listed: list[CapacityFactor] = [*sorted({*_FACTORS, *([] if own == "worst" else [own])}), "worst"]
     received_CP, most_pair_C = found.loads.received_CP, found.loads.pairs_CPP.amax((1, 2))
     for factor in listed:
         shape = dataclasses.replace(found.capacity_shape, capacity_factor=factor)

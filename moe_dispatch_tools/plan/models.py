@@ -157,24 +157,24 @@ def _group_limit(path: Path, text: dict[str, Any], config: DispatcherConfig) -> 
         groups, allowed = (text.get(name) for name in names)
         if groups is None and allowed is None:
             continue
-        if not (isinstance(groups, int) and isinstance(allowed, int) and 1 <= allowed <= groups):
-            raise ConfigError(
-                f"plan: {path} must have whole numbers {names[1]} and {names[0]} with 1 <= {names[1]} <= {names[0]}, "
-                f"got {allowed!r} and {groups!r}. Correct them, or leave out both."
-            )
         if allowed == groups or text.get("topk_method") == "greedy":
             return None
-        size, odd = divmod(config.num_experts, groups)
-        if odd or allowed * size < config.top_k:
+        experts, top_k = config.num_experts, config.top_k
+        if (
+            not (isinstance(groups, int) and isinstance(allowed, int))
+            or not 1 <= allowed <= groups
+            or experts % groups
+            or allowed * (experts // groups) < top_k
+        ):
             raise ConfigError(
-                f"plan: {names[0]} ({groups}) must divide num_experts ({config.num_experts}) into groups of which "
-                f"{names[1]} ({allowed}) hold top_k ({config.top_k}) experts, got groups of "
-                f"{config.num_experts / groups:g} experts. Correct {path}."
+                f"plan: {path} must have {names[0]} that divides num_experts ({experts}) into groups, and "
+                f"{names[1]} groups that hold top_k ({top_k}) experts, got {groups!r} and {allowed!r}. Correct "
+                "them, or leave out both."
             )
         scored = 1 if text.get("topk_method") == "group_limited_greedy" else 2  # DeepSeek-V2, or V3
         if "moe_router_num_groups" in text:
-            scored = max(config.top_k // allowed, 1)
-        return GroupLimit(num_groups=groups, topk_groups=allowed, scored_experts=min(scored, size))
+            scored = max(top_k // allowed, 1)
+        return GroupLimit(num_groups=groups, topk_groups=allowed, scored_experts=min(scored, experts // groups))
     return None
 
 

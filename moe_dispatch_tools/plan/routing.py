@@ -53,17 +53,15 @@ def random_routing(name: str, *, seed: int = 0, groups: GroupLimit | None = None
         ConfigError: The name is unknown, or the exponent is not a number from 0 to 8.
     """
     kind, _, given = name.partition(":")
-    if kind not in ("uniform", "zipf") or (kind == "uniform" and given):
-        raise ConfigError(f'plan: routing must be "uniform", "zipf" or "zipf:EXPONENT", got {name!r}. Use one of them.')
     try:
-        exponent = 0.0 if kind == "uniform" else float(given or "1")
-    except ValueError:
-        exponent = -1.0
-    if not 0 <= exponent <= _LARGEST_EXPONENT:
+        exponent = {"uniform": 0.0, "zipf": float(given or "1")}[kind]
+        if not 0 <= exponent <= _LARGEST_EXPONENT or (given and kind == "uniform"):
+            raise ValueError
+    except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"plan: the exponent of zipf must be a number from 0 to {_LARGEST_EXPONENT:g}, got {given!r}. "
-            "Use a number near 1 for a router in training."
-        )
+            f'plan: routing must be "uniform", "zipf:EXPONENT" with an exponent from 0 to {_LARGEST_EXPONENT:g}, or a '
+            f".safetensors file, got {name!r}. Use an exponent near 1 for a router in training."
+        ) from error
 
     def dispatches(shape: MoEShape, tokens: int) -> Iterator[Dispatch]:
         generator = torch.Generator().manual_seed(seed)
@@ -123,9 +121,7 @@ def recorded_routing(dispatches: Sequence[Dispatch], text: str) -> RoutingSource
     return RoutingSource(text=text, dispatches=lambda shape, tokens: dispatches, tokens=most)
 
 
-def routing_of(
-    text: str, file: Path, model: Model, *, ep_size: int | None, seed: int, graph_safe: bool
-) -> tuple[RoutingSource, int]:
+def routing_of(text: str, file: Path, model: Model, *, ep_size: int | None, seed: int) -> tuple[RoutingSource, int]:
     """Read or draw the routing of a plan, and return it with its number of ranks.
 
     Args:
@@ -134,22 +130,17 @@ def routing_of(
         model: Model that a trace must fit.
         ep_size: Number of ranks; None for that of the trace, or for 8.
         seed: Seed of a random routing.
-        graph_safe: Whether slots of padding rows go nowhere. Otherwise padding rows that the host knew are left out.
 
     Raises:
-        TraceError: The trace cannot be read or has other sizes.
-        ConfigError: The trace holds no dispatch, or the random routing is unknown.
+        TraceError: The trace cannot be read, has other sizes or holds no dispatch.
+        ConfigError: The random routing is unknown.
     """
     path = file if text == "uniform" else Path(text)
     if path.suffix != ".safetensors":
         return random_routing(text, seed=seed, groups=model.groups), ep_size or _DEFAULT_RANKS
-    trace = Trace.load(path)
-    trace.require_whole("plan")
-    trace.check_ids("plan")
+    trace = Trace.load_whole(path, "plan")
     trace.check(model.config, ep_size=ep_size or trace.ep_size)
-    if not trace.calls:
-        raise ConfigError(f"plan: {path} must hold a dispatch, got none. Record at least one step.")
-    cut = not (graph_safe or model.config.graph_safe)
+    cut = not model.config.graph_safe  # graph-safe mode keeps padding rows, whose slots go nowhere
     dispatches = [[part.sent_ids(cut=cut and part.on_host) for part in call.parts] for call in trace.calls]
     told = f"{path.name}: {len(dispatches)} dispatches of {len(trace.layers)} layers in {trace.steps} steps"
     return recorded_routing(dispatches, told), trace.ep_size

@@ -79,7 +79,4 @@ def _content(source: Path) -> dict[str, Any]:
                 f"{', '.join(traces) or 'neither'}. Name the directory that RunLog.record wrote, or a trace."
             )
         source /= traces[0]
-    trace = Trace.load(source)
-    if not trace.calls:
-        raise TraceError(f"report: {source} must hold a dispatch, got none. Record at least one step.")
-    return trace_content(source.name, trace)
+    return trace_content(source.name, Trace.load_whole(source, "report"))

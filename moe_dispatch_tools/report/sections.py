@@ -178,11 +178,7 @@ def bytes_section(counts: Counts, text: Sequence[str] = (), pictures: Sequence[s
 
 
 def trace_content(name: str, trace: Trace) -> dict[str, Any]:
-    """Make the content of the page about a trace with at least one dispatch.
-
-    Raises:
-        TraceError: Some ranks are missing, or an expert id is out of range.
-    """
+    """Make the content of the page about a whole trace."""
     counts, traffic = counts_of(trace)
     text, pictures = [], []
     if traffic is not None and trace.ep_size > 1:
@@ -209,12 +205,7 @@ def counts_of(trace: Trace) -> tuple[Counts, Traffic | None]:
 
     The backend has the needs of the recorded run. Planners are pure, so a config with ``balance`` gives the placements
     of the run again.
-
-    Raises:
-        TraceError: Some ranks are missing, or an expert id is out of range.
     """
-    trace.require_whole("report")
-    trace.check_ids("report")
     shape = shape_of(trace.config, trace.ep_size, trace.ranks_per_node)
     sent = ([part.sent_ids(cut=trace.cuts(part)) for part in call.parts] for call in trace.calls)
     found = Dispatches.count(trace.config, shape, sent, [call.parts[0].dtype for call in trace.calls])

@@ -257,26 +257,32 @@ class Trace:
                 row += torch.bincount(ids[ids >= 0], minlength=len(row))[: len(row)]
         return counts
 
-    def require_whole(self, where: str) -> None:
-        """Raise a TraceError that begins with ``where`` if some ranks are missing."""
-        if len(self.ranks) != self.ep_size:
+    @staticmethod
+    def load_whole(path: str | Path, where: str) -> Trace:
+        """Read a trace that has all ranks and at least one dispatch, with ids in -1..E-1.
+
+        Raises:
+            TraceError: The trace cannot be read, or is not such a trace. The error begins with ``where``.
+        """
+        trace = Trace.load(path)
+        if len(trace.ranks) != trace.ep_size:
             raise TraceError(
-                f"{where}: the trace must hold all {self.ep_size} ranks, got rank {', '.join(map(str, self.ranks))}. "
+                f"{where}: {path} must hold all {trace.ep_size} ranks, got rank {', '.join(map(str, trace.ranks))}. "
                 "Record a run that ends without an error."
             )
-
-    def check_ids(self, where: str) -> None:
-        """Raise a TraceError that begins with ``where`` if the router produced an id outside -1..E-1."""
-        last = self.config.num_experts - 1
-        for call in self.calls:
-            for rank, part in zip(self.ranks, call.parts, strict=True):
+        if not trace.calls:
+            raise TraceError(f"{where}: {path} must hold a dispatch, got none. Record at least one step.")
+        last = trace.config.num_experts - 1
+        for call in trace.calls:
+            for rank, part in enumerate(call.parts):
                 ids, valid_T = part.routing.topk_ids, part.layout.valid_T(part.num_rows)
                 ids = ids if valid_T is None else ids[valid_T]
                 if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) <= last:
                     raise TraceError(
                         f"{where}: topk_ids must lie in -1..{last}, got {int(ids.min())}..{int(ids.max())} on rank "
-                        f"{rank} in step {call.step} of {self.layers[call.layer]}. Check the router."
+                        f"{rank} in step {call.step} of {trace.layers[call.layer]}. Check the router."
                     )
+        return trace
 
     def check(self, config: DispatcherConfig, *, ep_size: int) -> None:
         """Raise an error if the routing does not fit a config.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Routing, build_dispatcher
+from moe_dispatch.errors import TraceError
 from moe_dispatch.permutation import merge_slots
 from moe_dispatch_testing import refuse_host_syncs
 from moe_dispatch_testing.ranks import run_ranks
@@ -182,8 +183,8 @@ def test_error_leaves_what_each_rank_has(tmp_path: Path) -> None:
         trace = Trace.load(own)
         assert (trace.ranks, trace.ep_size) == ((rank,), 2)
         same_part(trace.calls[0].parts[0], batches(rank)[0])
-        with pytest.raises(ValueError, match=f"here: the trace must hold all 2 ranks, got rank {rank}. Record a run"):
-            trace.require_whole("here")
+        with pytest.raises(TraceError, match=rf"here: \S+ must hold all 2 ranks, got rank {rank}\. Record a run"):
+            Trace.load_whole(own, "here")
     assert not path.exists()
 
 

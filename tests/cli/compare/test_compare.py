@@ -184,14 +184,6 @@ def test_graph_safe_has_room_for_the_worst_routing(command: Command, tmp_path: P
     assert compared(command, "-b", "alltoall", file, "--mode", "eager")["notes"] == notes[1:]
 
 
-@pytest.mark.parametrize(("tolerance", "status"), [("1e-12", 1), ("0.5", 0)])
-def test_tolerance_of_the_command_line(command: Command, config: str, tolerance: str, status: int) -> None:
-    """Of bfloat16, whose own is between."""
-    report = compared(command, "-b", "alltoall", config, "--mode", "eager", "--tolerance", tolerance, status=status)
-    assert report["cases"][0]["tolerance"] == float(tolerance)
-    assert report["cases"][0]["agree"] == (status == 0)
-
-
 def test_emulation_is_refused_where_ranks_have_gpus() -> None:
     """Before its group, which is NCCL's there, is used."""
     backend = parse_backend("hybridep+emulate=true")
@@ -212,8 +204,6 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
         (["--dtype", "float8"], "--dtype must be one of float64, float32, bfloat16, float16, got 'float8'"),
         (["--routing", "zipf"], "--routing must be one of balanced, uniform, skewed, .*, got 'zipf'"),
         (["--mode", "eager,fast"], "--mode must be one of eager, graph-safe, got 'fast'"),
-        (["--tolerance", "0"], r"--tolerance must be a number above 0, got 0\. Leave it out for the default\."),
-        (["--tolerance", "nan"], "--tolerance must be a number above 0, got nan"),
         (["-b", "alltoall,depep"], "Unknown backend 'depep'.*Did you mean 'deepep'?"),
         (["-b", "alltoall+capacity_factor=0"], "capacity_factor"),
         (["-b", "alltoall,transformers"], "The peer 'transformers' is not installed: no transformers. In "),

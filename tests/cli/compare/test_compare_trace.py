@@ -66,7 +66,7 @@ def test_backends_agree_on_a_trace_in_both_modes(command: Command, config: str, 
 def test_costs_are_those_of_a_plan(command: Command, tmp_path: Path, backend: str, mode: str) -> None:
     path, config = record(tmp_path / "run.safetensors", backend, **ROOM[mode]), written(tmp_path, **SIZES)
     found = outcome(asked(command, "-b", backend, config, "--trace", path, "--mode", mode), backend, mode)
-    room = ["--graph-safe", "--set", f"max_tokens_per_rank={MOST_ROWS}"] if ROOM[mode] else []
+    room = ["--set", "graph_safe=true", "--set", f"max_tokens_per_rank={MOST_ROWS}"] if ROOM[mode] else []
     planned = command("plan", config, "--routing", str(path), "-b", backend, "--dtype", "float32", "--json", *room)
     (plan,) = json.loads(planned.out)["backends"]
     assert 2 * (plan["forward"]["expected"] + plan["backward"]["expected"]) == pytest.approx(
@@ -115,8 +115,7 @@ def test_few_steps_are_taken_of_a_long_trace(
             ["--routing", "skewed"],
             r"--routing must not be given with --trace, because the trace decides it, got 'skewed'\.",
         ),
-        (["--ranks", "4"], r"compare: --ranks must be 2, as in the trace run\.safetensors, got 4\. Leave out --ranks"),
-        (["--steps", "15"], r"compare: --steps must be at most the 14 dispatches of run\.safetensors, got 15\. Leave"),
+        (["--ranks", "4"], r"Trace\.check: ep_size must be 2, as in the trace, got 4\."),
     ],
 )
 def test_what_does_not_fit_the_trace_is_refused(
@@ -132,7 +131,7 @@ def test_trace_without_a_dispatch_is_refused(command: Command, config: str, tmp_
         pass
     answer = command("compare", "-b", "local", config, "--trace", str(tmp_path / "empty.safetensors"))
     assert (answer.status, answer.out) == (2, "")
-    assert "compare: empty.safetensors must hold a dispatch, got none. Record at least one step." in answer.error
+    assert "empty.safetensors must hold a dispatch, got none. Record at least one step." in answer.error
 
 
 def test_configs_that_the_trace_does_not_fit_are_refused(recorded: Path) -> None:
@@ -141,12 +140,14 @@ def test_configs_that_the_trace_does_not_fit_are_refused(recorded: Path) -> None
         ((field, value),) = fields.items()
         with pytest.raises(TraceError, match=rf"{field} must be \d, as in the trace, got {value}\. Use a config"):
             replayed(recorded, small_config(**fields), ranks=2, steps=1)
-    with pytest.raises(
-        TraceError, match=r'"assume" promises that all ranks bring the same number of rows, got 4, 0 in dispatch 2'
-    ):
-        replayed(recorded, small_config(row_counts="assume"), ranks=2, steps=DISPATCHES)
     small = small_config(graph_safe=True, max_tokens_per_rank=2, capacity_factor=0.5, on_overflow="drop")
     assert len(replayed(recorded, small, ranks=2, steps=1)) == 1, "a comparison makes its own room"
+
+
+def test_a_promise_of_equal_rows_is_not_taken_for_a_trace(command: Command, tmp_path: Path, recorded: Path) -> None:
+    """Ranks have 4 and 0 rows in one dispatch, and an assumption that is wrong would hang."""
+    config = written(tmp_path, **SIZES, row_counts="assume")
+    assert asked(command, "-b", "allgather", config, "--trace", recorded, "--mode", "eager")["cases"][0]["agree"]
 
 
 @pytest.mark.slow

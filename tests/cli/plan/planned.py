@@ -14,7 +14,7 @@ from moe_dispatch.dispatchers import Metrics
 from moe_dispatch_testing import Ranks, allow_host_syncs, count_collectives
 from moe_dispatch_testing.scenario import ROUTINGS
 from moe_dispatch_tools.names import parse_backend
-from moe_dispatch_tools.plan.forecast import MicroBatch, forecast, graph_safe_config
+from moe_dispatch_tools.plan.forecast import forecast
 from moe_dispatch_tools.plan.models import Model
 from moe_dispatch_tools.plan.routing import RoutingSource, recorded_routing
 
@@ -65,13 +65,9 @@ def plan_of(
     dtype: torch.dtype = torch.bfloat16,
     **more: Any,
 ) -> Any:
-    """Plan backends. ``graph_safe`` has the fields of that mode; other names are of ``forecast`` and its arguments."""
-    config, batch = given.replace(backend="auto"), more.pop("batch", MicroBatch())
-    if (fields := more.pop("graph_safe", None)) is not None:
-        config = graph_safe_config(config, batch.rows(config, source.tokens)["rows_per_rank"], fields)
+    """Plan backends. Other names are of ``forecast`` and of its model."""
     return forecast(
-        Model(name="test", config=config, layers=more.pop("layers", 1), dtype=dtype),
-        batch,
+        Model(name="test", config=given.replace(backend="auto"), layers=more.pop("layers", 1), dtype=dtype),
         source,
         ep_size=size,
         nodes=more.pop("nodes", 1),

@@ -50,30 +50,15 @@ def test_what_is_printed(command: Command, model: str) -> None:
 
 
 def test_options_reach_the_plan(command: Command, model: str) -> None:
-    shape = [
-        "--ep",
-        "4",
-        "--nodes",
-        "2",
-        "--batch",
-        "2",
-        "--seq",
-        "1001",
-        "--tp",
-        "2",
-        "--cp",
-        "2",
-        "--sequence-parallel",
-    ]
-    more = ["--layers", "3", "--dtype", "float32", "--set", "pad_multiple=fp8", "--set", "wire_dtype=bfloat16"]
-    found = asked(command, model, *shape, *more, "-b", "alltoall", "--routing", "zipf:0.5", "--capacity-factor", "1.7")
+    shape = ["--ep", "4", "--nodes", "2", "--tokens", "504", "--layers", "3", "--dtype", "float32"]
+    more = ["--set", "pad_multiple=fp8", "--set", "wire_dtype=bfloat16"]
+    found = asked(command, model, *shape, *more, "-b", "alltoall", "--routing", "zipf:0.5")
     described = {name: found["model"][name] for name in ("layers", "dtype", "pad_multiple", "wire_dtype")}
     assert described == {"layers": 3, "dtype": "float32", "pad_multiple": 16, "wire_dtype": "bfloat16"}
     assert found["cluster"] == {"ep_size": 4, "nodes": 2, "ranks_per_node": 2}
-    assert (found["sequences"]["multiple"], found["sequences"]["rows_per_rank"]) == (16, 504)
+    assert found["rows_per_rank"] == 504
     assert found["routing"].startswith("zipf with exponent 0.5")
     assert [backend["name"] for backend in found["backends"]] == ["alltoall"]
-    assert [one["factor"] for one in found["capacities"]] == [1.7, "worst"]
     other = asked(command, model, "--tokens", "64", "--routing", "zipf", "--seed", "1", "-b", "alltoall")
     same = asked(command, model, "--tokens", "64", "--routing", "zipf", "--seed", "1", "-b", "alltoall")
     assert other == same
@@ -83,14 +68,14 @@ def test_options_reach_the_plan(command: Command, model: str) -> None:
     )
 
 
-def test_graph_safe_takes_its_fields_along(command: Command, model: str) -> None:
-    room = ["--graph-safe", "--set", "capacity_factor=1.4", "--set", "on_overflow=drop"]
-    found = asked(command, model, "--tokens", "64", "-b", "alltoall,hybridep", *room)
-    assert found["model"]["graph_safe"]
+def test_graph_safe_mode_is_set(command: Command, model: str) -> None:
+    room = ["--set", "graph_safe=true", "--set", "max_tokens_per_rank=64", "--set", "capacity_factor=1.4"]
+    room += ["--set", "on_overflow=drop"]
+    found = asked(command, model, "-b", "alltoall,hybridep", *room)
+    assert (found["model"]["graph_safe"], found["rows_per_rank"]) == (True, 64)
     assert 1.4 in [one["factor"] for one in found["capacities"]]
     assert "it drops rows by position" in found["backends"][1]["refused"]
-    answer = command("plan", model, "--tokens", "64", "-b", "alltoall", *room)
-    assert "size of wire" in answer.out
+    assert "size of wire" in command("plan", model, "-b", "alltoall", *room).out
 
 
 def test_status_1_where_nothing_can_be_used(command: Command, model: str) -> None:
@@ -136,7 +121,7 @@ def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Error: plan: the rows of a rank must be 1 or more, got none. Give --tokens"),
+        ([], "Error: plan: the number of rows of a rank is not given. Give --tokens"),
         (["--tokens", "4", "--set", "pad=3"], "Error: --set must be FIELD=VALUE, got 'pad=3'. Fields: backend, "),
         (["--tokens", "4", "--set", "top_k"], "Error: --set must be FIELD=VALUE, got 'top_k'."),
         (

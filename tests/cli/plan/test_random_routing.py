@@ -13,7 +13,6 @@ import torch
 from moe_dispatch.backends import MoEShape
 from moe_dispatch_tools.loads import count_loads
 from moe_dispatch_tools.plan import routing
-from moe_dispatch_tools.plan.forecast import MicroBatch
 from moe_dispatch_tools.plan.models import GroupLimit
 from moe_dispatch_tools.plan.routing import choose_experts, draw_experts, popularity, random_routing
 from tests.cli.plan.planned import config, plan_of
@@ -125,8 +124,8 @@ def test_traffic_between_nodes_is_that_of_every_token_counted(monkeypatch: pytes
                 assert len(set(ids)) <= 4
 
     def between_nodes(**more: Any) -> float:
-        batch, source = MicroBatch(tokens=32), random_routing("uniform", **more)
-        plan = plan_of(config(**DEEPSEEK), 64, source, 'deepep+emulate="v2-2.1.0"', nodes=8, batch=batch)
+        source = random_routing("uniform", **more)
+        plan = plan_of(config(**DEEPSEEK), 64, source, 'deepep+emulate="v2-2.1.0"', nodes=8, tokens=32)
         return float(plan["backends"][0]["between_nodes"])
 
     counted = crossings / tokens * 32 * 512 * 2 * 4  # rows of 512 bfloat16, in two verbs and their backwards
