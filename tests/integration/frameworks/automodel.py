@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moe_dispatch.errors import ConfigError, StateError
 from tests.integration.deep_ep_users.cpu import cpu_for_cuda
 from tests.integration.frameworks.sources import import_real
 
-RANKS, EXPERTS, TOP_K, HIDDEN, INNER = 2, 4, 2, 32, 16
+RANKS, EXPERTS, TOP_K, HIDDEN, INNER, VOCABULARY = 2, 4, 2, 32, 16, 64
 
 
 def trained(rank: int) -> dict[str, tuple[str, float, bool]]:
@@ -74,6 +75,77 @@ def _trained(rank: int, routed: int) -> tuple[str, float, bool]:
     name = layer.token_dispatcher.dispatcher(HIDDEN).backend_name
     assert all(weight.grad is not None for weight in layer.parameters())
     return name, max(errors), bool((y[~mask] == 0).all())
+
+
+def whole_model(rank: int) -> dict[str, tuple[float, float]]:
+    """By backend: errors of loss and gradients of a Qwen3-MoE, beside Automodel's own experts without ranks."""
+    import_real("nemo_automodel.components.models.qwen3_moe.model")
+    from moe_dispatch.integrations.nemo_automodel import use_moe_dispatch
+
+    found = {}
+    with cpu_for_cuda(), mock.patch("torch.cuda.current_device", return_value=0):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        theirs = _qwen3_moe(experts="torch", dispatcher="torch")
+        want = _step(theirs, rank)
+        for backend in ("alltoall", "allgather"):
+            use_moe_dispatch(backend=backend)
+            ours = _qwen3_moe(experts="torch_mm", dispatcher="hybridep")
+            for module in ours.modules():
+                if hasattr(module, "init_token_dispatcher"):
+                    for name, weight in module.named_parameters():
+                        setattr(module, name, torch.nn.Parameter(distribute_tensor(weight.data, mesh, [Shard(0)])))
+                    module.init_token_dispatcher(mesh)
+            loss = _step(ours, rank)
+            errors = []
+            for (name, weight), (_, reference) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+                got, grad = weight.grad, reference.grad.clone()
+                if ".experts." in name:  # they see the rows of all ranks
+                    assert isinstance(got, DTensor)
+                    dist.all_reduce(grad)
+                    got, grad = got.to_local(), grad.chunk(RANKS)[rank]
+                errors.append(error(got, grad))
+            found[backend] = abs(float(loss / want - 1)), max(errors)
+    return found
+
+
+def _qwen3_moe(**backend: str) -> Any:
+    """A model of Automodel in float32, with the same weights in each call."""
+    from nemo_automodel.components.models.common import BackendConfig
+    from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        dtype="float32",
+    )
+    chosen = BackendConfig(attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, **backend)
+    model = Qwen3MoeForCausalLM(config, backend=chosen)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        scale = weight.shape[-2] ** -0.5 if weight.dim() > 1 else 1
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return model
+
+
+def _step(model: Any, rank: int) -> Tensor:
+    """Forward and backward of two sequences, of another length on each rank. The second one ends with padding."""
+    ids = torch.randint(VOCABULARY, (2, 6 + rank), generator=torch.Generator().manual_seed(rank))
+    is_padding = torch.zeros(ids.shape, dtype=torch.bool)
+    is_padding[1, -2:] = True
+    output = model(ids, attention_mask=(~is_padding).long(), padding_mask=is_padding)
+    loss: Tensor = (getattr(output, "logits", output).log_softmax(-1)[..., 0] * ~is_padding).sum()
+    loss.backward()
+    return loss.detach()
 
 
 def moe_config() -> Any:

@@ -46,6 +46,13 @@ def test_experts_of_automodel_train() -> None:
             assert padding_is_zero
 
 
+@needs("nemo_automodel")
+def test_a_whole_model_of_automodel_trains_as_with_its_own_experts() -> None:
+    for found in run_processes(automodel.whole_model, automodel.RANKS, timeout=TIMEOUT):
+        assert list(found) == ["alltoall", "allgather"]
+        assert all(loss < 1e-6 and gradients < 1e-5 for loss, gradients in found.values())
+
+
 # Read, as these modules do not import here: the name that is wrapped is the one that is called.
 CALLS = {
     ("areal", "areal/engine/megatron_engine.py"): "make_mcore_model",
