@@ -22,8 +22,10 @@ deep_ep, not its rows   ``HybridEP.close``; opening ``ElasticDeepEP``
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -63,10 +65,24 @@ class Communicator:
         self.size = 1 if group is None else group.size()
         self.bytes_sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        _communicators.add(self)
 
     def let_go(self) -> None:
-        """Drop the process group at the end of the process. Nothing can be sent afterwards."""
+        """Drop the process group, at ``close`` or at the end of the process. Nothing can be sent afterwards."""
         self.group = None
+
+    def _count_alone(self, label: str) -> None:
+        """Count a call of a single rank.
+
+        Raises:
+            StateError: The rank is not alone: its group was let go.
+        """
+        if self.size > 1:
+            raise StateError(
+                f"Dispatcher: the group must be in use, got a call ({label}) after close(). Close the dispatcher after "
+                "the last backward."
+            )
+        self.calls[label] += 1
 
     def _start(
         self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], dist.Work], options: Any
@@ -94,7 +110,7 @@ class Communicator:
             label: Name under which the call and its bytes are counted.
         """
         if self.group is None:
-            self.calls[label] += 1
+            self._count_alone(label)
             received.copy_(sent)
             return None
         rows, nbytes = sent.shape[0], sent.nbytes
@@ -105,7 +121,7 @@ class Communicator:
     def all_gather(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Write the ``inp`` of all ranks into ``out``, stacked along dim 0 in the order of the ranks."""
         if self.group is None:
-            self.calls[label] += 1
+            self._count_alone(label)
             out.copy_(inp)
             return
         start = partial(self.group._allgather_base, out, inp)
@@ -114,7 +130,7 @@ class Communicator:
     def reduce_scatter(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Sum ``inp`` over the ranks, and write the r-th part of the sum along dim 0 into ``out`` of rank r."""
         if self.group is None:
-            self.calls[label] += 1
+            self._count_alone(label)
             out.copy_(inp)
             return
         start = partial(self.group._reduce_scatter_base, out, inp)
@@ -130,7 +146,7 @@ class Communicator:
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
         """Return the maximum of each host integer over the ranks. Cost: one all-reduce; on a GPU also a host sync."""
         if self.group is None:
-            self.calls[label] += 1
+            self._count_alone(label)
             return list(values)
         tensor = to_device(values, control_device(self.group))
         self._all_reduce(tensor, dist.ReduceOp.MAX, label=label)
@@ -225,6 +241,20 @@ class Communicator:
         start = partial(self.group.gather, [everyone] if everyone else [], [mine])
         self._start(label, mine.nbytes if self.rank else 0, mine, start, dist.GatherOptions()).wait()
         return [part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)] if everyone else None
+
+
+_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_go_of_groups() -> None:
+    """Drop all process groups while the interpreter still runs.
+
+    Models hold their dispatchers until the end. A process group that is destroyed during the interpreter's shutdown may
+    abort the process. A successful run would then end with the exit status of a failure.
+    """
+    for communicator in [*_communicators]:
+        communicator.let_go()
 
 
 def raise_alike(

@@ -242,7 +242,11 @@ def _release(channel: Channel, *, by_hand: bool) -> None:
         for key in [key for key, other in _channels.items() if other is channel]:
             del _channels[key]
     if by_hand or not channel.backend.collective_close:
-        channel.backend.close()
+        try:
+            channel.backend.close()
+        finally:
+            channel.communicator.let_go()
+            channel.control.let_go()
     else:  # ranks collect garbage at different times, so a collective close would make them wait for each other
         _abandoned.append(channel)
         logger.warning(
@@ -434,14 +438,8 @@ def ranks_per_node(hosts: Sequence[str]) -> int:
 
 
 @atexit.register
-def _let_go_of_groups() -> None:
-    """Drop the process groups of open channels while the interpreter still runs.
-
-    Models hold their dispatchers until the end. A process group that is destroyed during the interpreter's shutdown may
-    abort the process. A successful run would then end with the exit status of a failure.
-    """
+def _drop_backends() -> None:
+    """Drop the buffers of open channels, which hold process groups, while the interpreter still runs."""
     for channel in {id(channel): channel for channel in (*_by_name.values(), *_abandoned)}.values():
-        channel.communicator.let_go()
-        channel.control.let_go()
         channel.users = 0  # a dispatcher that is closed from now on must not close the backend
         del channel.backend

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
+from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
@@ -90,14 +91,14 @@ class AutomodelDispatcher:
         self._config = _config(
             "AutomodelDispatcher", num_experts=config.num_moe_experts, top_k=config.moe_router_topk, **options
         )
-        self._group = ep_group
+        self._ranks = Communicator(ep_group)  # which lets go of the group when the process ends
         self._dispatcher: Dispatcher | None = None
         self._sent: Dispatched | None = None
 
     def dispatcher(self, hidden_size: int) -> Dispatcher:
         """Return the Dispatcher. The first call builds it, which is collective."""
         if self._dispatcher is None:
-            self._dispatcher = build_dispatcher(self._config.replace(hidden_size=hidden_size), self._group)
+            self._dispatcher = build_dispatcher(self._config.replace(hidden_size=hidden_size), self._ranks.group)
         return self._dispatcher
 
     def token_permutation2(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
@@ -79,12 +80,10 @@ class ExpertsFunction:
                 "rows, also slack, got True. Leave graph_safe out, or use DistributedConfig."
             )
         self.dispatcher = Dispatcher(config, group)
-        self.group = group
+        self.ranks = Communicator(group.get_group() if isinstance(group, DeviceMesh) else group)
         self.slices = BatchSlice()
         self.drift: Tensor | None = None  # of the routing that comes next, if it is replayed
         self._implementation = implementation
-        ranks = group.get_group() if isinstance(group, DeviceMesh) else group
-        self._rank, self._size = ranks.rank(), ranks.size()
 
     def dispatcher_of(self, experts: nn.Module) -> Dispatcher:
         """Return the dispatcher that ``give_name`` made for the module; without one, that of all modules."""
@@ -111,10 +110,10 @@ class ExpertsFunction:
     def local(self, experts: nn.Module) -> Any:
         """Return the module, or a view of it with the experts of this rank. Raise ConfigError if it lacks any."""
         held, total = _held(experts), self.dispatcher.config.num_experts
-        if held * self._size == total:
+        if held * self.ranks.size == total:
             return experts
-        _check_held_experts(experts, self.dispatcher.config, self._size, held=held)
-        return _LocalExperts(experts, self._rank, total // self._size)
+        _check_held_experts(experts, self.dispatcher.config, self.ranks.size, held=held)
+        return _LocalExperts(experts, self.ranks.rank, total // self.ranks.size)
 
 
 class _LocalExperts:

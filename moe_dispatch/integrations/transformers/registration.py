@@ -109,7 +109,8 @@ def _is_registered(
         raise ConfigError(
             f"register: {name!r} must stand for one config, got {pairs}. Pass another name= for a second config."
         )
-    if isinstance(present, ExpertsFunction) and present.group is not group:
+    ranks = group.get_group() if isinstance(group, DeviceMesh) else group
+    if isinstance(present, ExpertsFunction) and present.ranks.group is not ranks:
         raise ConfigError(
             f"register: {name!r} must stand for one group, got a second group. Pass another name= for it."
         )
