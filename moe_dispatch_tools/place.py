@@ -60,14 +60,6 @@ def choose_backend(ranks_here: int) -> str:
     return "nccl" if use_gpus(ranks_here) else "gloo"
 
 
-def describe(ranks_here: int) -> str:
-    """Describe the devices of the ranks of this machine, and why they are CPUs although the machine has GPUs."""
-    if use_gpus(ranks_here):
-        return "GPUs (NCCL)"
-    few = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "CPUs (gloo)" + (f": {few} GPUs are too few for {ranks_here} ranks" if few else "")
-
-
 @contextmanager
 def joined(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
     """Join the default group of torchrun, whose environment names the other ranks, and leave it at the end.

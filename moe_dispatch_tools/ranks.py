@@ -40,11 +40,6 @@ def num_ranks(size: int) -> int:
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else size
 
 
-def ranks_here(size: int) -> int:
-    """Return the number of ranks on this machine: torchrun's, or ``size`` without torchrun."""
-    return _place_here()[1] if under_torchrun() else size
-
-
 def _place_here() -> tuple[int, int]:
     """Return the rank of this process on its machine, and the number of ranks there.
 

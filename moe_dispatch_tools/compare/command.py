@@ -22,8 +22,7 @@ from moe_dispatch_tools.compare.peers import PEERS, missing_packages
 from moe_dispatch_tools.compare.workload import MOST_STEPS, Workload, replayed
 from moe_dispatch_tools.machine import this_machine
 from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, own_backend, parse_backend
-from moe_dispatch_tools.place import describe
-from moe_dispatch_tools.ranks import num_ranks, on_ranks, ranks_here, this_rank
+from moe_dispatch_tools.ranks import num_ranks, on_ranks, this_rank
 from moe_dispatch_tools.traces import Trace
 
 DEFAULT_RANKS = 4
@@ -178,16 +177,17 @@ def run(task: Task, ranks: int, *, peers: bool = False, picture: Path | None = N
         replayed(workload.trace, task.config, ranks=ranks, steps=workload.steps)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each profile of memory prints two lines per rank
     document: dict[str, Any] = {
-        "machine": {**this_machine(), "ranks_on": describe(ranks_here(ranks))},
+        "machine": this_machine(),
         "ranks": ranks,
         "rounds": task.rounds,
-        "notes": _notes(task, peers),
         "config": task.config.model_dump(mode="json", exclude={"backend"}),
         "cases": [],
     }
     cases, shown, done = document["cases"], first and not as_json, 0
-    for note in document["notes"] if shown else ():
-        console.line(note, mark="-")
+    for name in PEERS if peers and shown else ():
+        if missing := missing_packages(name):
+            told = f"{name} is left out, not installed: {', '.join(missing)}. {how_to_install('bench')}"
+            console.line(told, mark="-")
 
     def heard(message: dict[str, Any] | int) -> None:
         nonlocal done
@@ -212,21 +212,3 @@ def run(task: Task, ranks: int, *, peers: bool = False, picture: Path | None = N
     elif picture:
         console.line(f"wrote {picture}")
     return 0 if all(case["agree"] for case in cases) else 1
-
-
-def _notes(task: Task, peers: bool) -> list[str]:
-    """Return sentences about what differs from the request and from the config, with the reasons."""
-    config, notes = task.config, []
-    for name in PEERS if peers else ():
-        if missing := missing_packages(name):
-            notes.append(f"{name} is left out, not installed: {', '.join(missing)}. {how_to_install('bench')}")
-    if config.capacity_factor != "worst" and any(one.mode == "graph-safe" for one in task.variants):
-        notes.append(
-            'graph-safe mode runs with capacity_factor "worst" instead of '
-            f"{config.capacity_factor:g}, because dropped rows would change the results"
-        )
-    if config.max_tokens_per_rank is not None:
-        notes.append(
-            f"max_tokens_per_rank is the largest number of rows of a case, instead of {config.max_tokens_per_rank}"
-        )
-    return notes

@@ -69,9 +69,6 @@ def _show_tables(case: dict[str, Any], ran: Sequence[dict[str, Any]], task: Task
         f"includes its plan. Experts {experts}. cpu: processor time of the busiest rank. ratio: of the total to the "
         "first line, with the quartiles of the rounds. above floor: dispatch and combine, minus the floor's.",
     )
-    dtypes = [f"{one['row_dtypes']} ({one['backend']})" for one in ran if one["row_dtypes"] != "unknown"]
-    if dtypes:  # a column for dtypes does not fit on 80 columns
-        console.line(f"Rows travel in {'; '.join(dict.fromkeys(dtypes))}")
     costs = [
         [
             *_cells("{:.3f}", [nbytes / 1e6 for nbytes in (one["bytes_sent"] or {}).values()] or [None] * len(PHASES)),

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import mean, median, quantiles
@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from moe_dispatch.backends.volume import Volume
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import build_dispatcher
-from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError, MoEDispatchError
 from moe_dispatch_testing.counting import count_collectives
 from moe_dispatch_testing.host_syncs import count_host_syncs
@@ -31,7 +29,6 @@ from moe_dispatch_testing.rank_context import Call
 from moe_dispatch_tools.compare.contenders import Contender, Ours, run_layer
 from moe_dispatch_tools.compare.peers import PEERS
 from moe_dispatch_tools.compare.workload import Material, Step, Workload, make_material
-from moe_dispatch_tools.loads import dtype_names
 from moe_dispatch_tools.names import NamedBackend, noting
 from moe_dispatch_tools.place import Place
 from moe_dispatch_tools.ranks import Send
@@ -143,7 +140,6 @@ def measure(task: Task, place: Place, send: Send) -> None:
       largest value; None if it is not finite. from_first: The same difference from the first variant that ran.
     - bytes_sent: Bytes of the collectives of torch.distributed by phase, sum of all ranks, mean of all steps. None if
       another library sends the rows.
-    - row_dtypes: Names of the dtypes of the rows on the wire, dispatch first.
     - rows_padded: Padding rows by cause, sum of all ranks, mean of all steps.
     - peak_rows: Most rows that a rank's experts got in any step. imbalance: Rows of the busiest rank divided by the
       mean of all ranks, mean of all steps.
@@ -181,7 +177,6 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> d
         with noting(variant.name):
             reopen = partial(variant.open, task.config, material.room, place)
             outcomes[index] |= _count(contender, steps, place, reopen, emulated=outcomes[index]["emulated"])
-            outcomes[index]["row_dtypes"] = _row_dtypes(contender, dtype, place.size)
     for number in range(max(task.rounds, len(steps))):
         call = steps[number % len(steps)].call(place.device)
         for index, contender in opened.items():
@@ -216,7 +211,7 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> d
 
 
 def _empty(variant: Variant) -> Outcome:
-    names = ("refused", "dropped", "agrees", "row_dtypes", "rows_padded", "peak_rows", "imbalance", "host_syncs")
+    names = ("refused", "dropped", "agrees", "rows_padded", "peak_rows", "imbalance", "host_syncs")
     return {
         "backend": variant.label,
         "mode": variant.mode,
@@ -367,17 +362,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         found.append((int(levels[-1]), int(levels.max())))
     left, peak = min(found)
     return peak - left
-
-
-def _row_dtypes(contender: Contender, dtype: torch.dtype, ranks: int) -> str:
-    """Return the names of the dtypes of the rows on the wire. They do not depend on the number of rows."""
-    if contender.dispatcher is None:
-        return dtype_names([dtype])
-    counts: dict[str, Any] = dict.fromkeys((part.name for part in fields(Volume)), torch.zeros(ranks))
-    leg = Volume(**{**counts, "legs": None})
-    shape = shape_of(contender.dispatcher.config, ranks)
-    wire = contender.dispatcher._channel.options.wire_bytes(shape, replace(leg, legs=(leg, leg)), dtype)
-    return dtype_names(() if wire is None else wire.row_dtypes)
 
 
 def _time(contender: Contender, call: Call, place: Place) -> list[float]:

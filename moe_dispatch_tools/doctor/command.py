@@ -12,7 +12,7 @@ from moe_dispatch.backends import BackendOptions, Constraints, known_backends, l
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch.backends.registry import probe_backend
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.requirements import check_group, shape_of
+from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.permutation import known_permutations, probe_permutation
 from moe_dispatch.probing import Rejected, Usable
@@ -80,7 +80,7 @@ def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks:
         tests = [one["self_test"] for one in (*found["backends"], *found["permutations"]) if one["self_test"]]
         return int(any(test["passed"] is False for test in tests))
     (one, *_) = found["backends"]
-    return int(not (one["usable"] and one["refused"] is None and one["self_test"] and one["self_test"]["passed"]))
+    return int(not (one["self_test"] and one["self_test"]["passed"]))
 
 
 def diagnose(
@@ -95,8 +95,8 @@ def diagnose(
     """Probe and test backends, and read their constraints. Starts processes. Under torchrun the call is collective.
 
     A finding about a backend has ``emulates`` if it is about the emulation of a release, the ``reason`` why the backend
-    is not usable, the ``constraints`` that restrict something, why it ``refused`` the model on ``ep_size`` ranks, the
-    ``emulations`` that can be tested instead, and the result of the ``self_test``.
+    is not usable, the ``constraints`` on ``ep_size`` ranks that differ from the defaults, the ``emulations`` that can
+    be tested instead, and the result of the ``self_test``.
     """
     for name in names:
         if name not in known_backends():
@@ -133,12 +133,9 @@ def diagnose(
         name, release = one["name"], one["emulates"]
         test = results.get(f"{name} {release}")
         size = topology["ranks"] if test is None else test["ranks"]
-        nodes = topology["ranks_per_node"] if size == topology["ranks"] else None
-        needs, refused = _refusal(config, name, release, size, nodes) if one["usable"] else (None, None)
         one |= {
             "ep_size": size,
-            "constraints": {} if needs is None else _restrictions(needs),
-            "refused": refused,
+            "constraints": _constraints(config, name, release, size) if one["usable"] else {},
             "emulations": () if one["usable"] else _emulations(name),
             "self_test": test,
         }
@@ -176,20 +173,12 @@ def _is_for_one_rank(config: DispatcherConfig, name: str, release: str | None, r
     return sizes is not None and 1 in sizes and ranks not in sizes
 
 
-def _refusal(
-    config: DispatcherConfig, name: str, release: str | None, ep_size: int, ranks_per_node: int | None
-) -> tuple[Constraints | None, str | None]:
-    """Return the constraints for the model on ``ep_size`` ranks, and why the backend refuses the model."""
-    needs = None
+def _constraints(config: DispatcherConfig, name: str, release: str | None, ep_size: int) -> Finding:
+    """Return what a backend needs and can do on ``ep_size`` ranks; empty if it raises an error."""
     try:
-        shape = shape_of(config, ep_size, ranks_per_node)
-        needs = _options(name, release).constraints(shape)
-        check_group(config, name, shape, needs)
-    except MoEDispatchError as error:
-        return needs, str(error)
-    except Exception as error:  # a third-party backend may raise any error
-        return needs, f"constraints() raised {type(error).__name__}: {error}"
-    return needs, None
+        return _restrictions(_options(name, release).constraints(shape_of(config, ep_size)))
+    except Exception:  # a third-party backend may raise any error
+        return {}
 
 
 def _restrictions(needs: Constraints) -> Finding:
@@ -243,8 +232,6 @@ def _show(found: Finding) -> None:
         told = [_PHRASES[name].format(value) for name, value in one["constraints"].items() if name in _PHRASES]
         if told:
             console.line(f"on {_ranks(one['ep_size'])}: {'; '.join(told)}", indent=11)
-        if one["refused"] is not None:
-            console.line(f"refused: {one['refused']}", indent=11)
         if one["emulations"]:
             console.line(f"can be emulated (--emulated): {', '.join(one['emulations'])}", indent=11)
     if found["permutations"]:

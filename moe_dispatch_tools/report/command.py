@@ -10,14 +10,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from moe_dispatch.errors import TraceError
 from moe_dispatch_tools.report.sections import run_content, trace_content
 from moe_dispatch_tools.traces import RunLog, Trace
-from moe_dispatch_tools.traces.run_log import run_files
 
 
 def write_report(source: str | Path, out: str | Path) -> Path:
     """Write a page about a trace or about the log of a run.
 
     Args:
-        source: File of ``Trace.record``, directory of ``RunLog.record``, or directory with one trace.
+        source: File of ``Trace.record``, or directory of ``RunLog.record``.
         out: Directory of the page. It is created if it does not exist.
 
     Returns:
@@ -63,7 +62,7 @@ def _cell(value: str | float | None) -> str:
 
 
 def _content(source: Path) -> dict[str, Any]:
-    if source.is_dir() and run_files(source):
+    if source.is_dir():
         run = RunLog.load(source)
         if not run.steps:
             raise TraceError(
@@ -71,12 +70,4 @@ def _content(source: Path) -> dict[str, Any]:
                 "step() at least once."
             )
         return run_content(source.resolve().name, run)
-    if source.is_dir():
-        traces = sorted(path.name for path in source.glob("*.safetensors"))
-        if len(traces) != 1:
-            raise TraceError(
-                f"report: {source} must hold the log of a run (rank0.jsonl and so on) or one trace, got "
-                f"{', '.join(traces) or 'neither'}. Name the directory that RunLog.record wrote, or a trace."
-            )
-        source /= traces[0]
     return trace_content(source.name, Trace.load_whole(source, "report"))

@@ -18,7 +18,7 @@ import torch
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import RankFailed
 from moe_dispatch_tools.place import Place
-from moe_dispatch_tools.ranks import Send, num_ranks, on_ranks, ranks_here, this_rank
+from moe_dispatch_tools.ranks import Send, _place_here, num_ranks, on_ranks, this_rank
 
 ROOT = Path(__file__).parents[2]
 UNDER_TORCHRUN = """
@@ -97,17 +97,17 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
 
 def test_rank_in_a_pod_is_alone_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_pod(monkeypatch)
-    assert (num_ranks(4), ranks_here(4)) == (2, 1)
+    assert (num_ranks(4), _place_here()) == (2, (0, 1))
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(
         ConfigError, match=r"LOCAL_RANK and LOCAL_WORLD_SIZE must be set together, got only LOCAL_RANK\."
     ):
-        ranks_here(4)
+        _place_here()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert ranks_here(4) == 2
+    assert _place_here() == (1, 2)
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(ConfigError, match=r"got only LOCAL_WORLD_SIZE\. Set both; or set neither"):
-        ranks_here(4)
+        _place_here()
 
 
 def test_rank_that_does_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,6 @@ def test_model_that_cannot_be_tested_here_is_no_failure(command: Command) -> Non
     test = named(report, "alltoall")["self_test"]
     assert test["passed"] is None
     assert test["error"].startswith("num_experts (8) must be divisible by ep_size (3).")
-    assert named(report, "alltoall")["refused"] == test["error"]
     assert command("doctor", *SMALL, "--ranks", "3", "-b", "alltoall").status == 1
 
 
@@ -166,8 +165,8 @@ def test_whatever_a_third_party_raises_is_told(command: Command, monkeypatch: py
     register_backend(Raising)
     monkeypatch.setattr(Raising, "constraints", raising)
     backend = named(found(command, "-b", "raising", status=1), "raising")
-    assert backend["refused"] == "constraints() raised ArithmeticError: planted in constraints"
-    assert backend["self_test"]["passed"] is False
+    assert "planted in constraints" in backend["self_test"]["error"]
+    assert (backend["constraints"], backend["self_test"]["passed"]) == ({}, False)
 
 
 def test_rejected_backend_is_told(command: Command) -> None:
