@@ -131,14 +131,12 @@ def check_known(table: RoutingTable, rows_T: Tensor, columns: list[int]) -> None
     """Raise InputError if an entry of these rows and columns of the table is unknown."""
     unknown_TL = table._stored[rows_T.unsqueeze(1), torch.tensor(columns, device="cpu"), 0] == 0
     for row, column in unknown_TL.nonzero()[:1].tolist():
-        found = int(rows_T[row])
-        first = "a sequence named None"
-        if found != table.unknown_row:
-            name, position = table.key_of(found)
-            first = f"sequence {name!r}, position {position}"
+        at = columns[column]
+        is_named = rows_T[row] != table.unknown_row
+        first = table.key_of(rows_T[row], at) if is_named else f"a sequence named None, layer {table.layers[at]}"
         raise InputError(
             f'RoutingTable.cut: under fallback="error" every entry must be known, got {int(unknown_TL.sum())} of '
-            f"{unknown_TL.numel()} unknown. The first is {first}, layer {table.layers[columns[column]]}. "
+            f"{unknown_TL.numel()} unknown. The first is {first}. "
             'Use fallback="router", or record these tokens.'
         )
 

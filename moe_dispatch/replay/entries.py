@@ -28,8 +28,8 @@ def storage_dtype(num_experts: int) -> torch.dtype:
     return next(dtype for dtype in _TYPES if num_experts - 1 - UNKNOWN <= torch.iinfo(dtype).max)
 
 
-def checked_ids(name: int | str, entries: Entries, num_experts: int) -> Tensor:
-    """Return the ids of one sequence, (S, L, K), with -2 for unknown entries, after all checks."""
+def stored_entries(name: int | str, entries: Entries, num_experts: int) -> Tensor:
+    """Check the ids of one sequence, (S, L, K), and convert them to the form in which a table stores them."""
     several = entries if isinstance(entries, list | tuple) else [entries]
     # as_tensor would warn of an array that is read-only, as those of Ray are.
     ids = torch.cat([part if isinstance(part, Tensor) else torch.tensor(part) for part in several])
@@ -47,7 +47,7 @@ def checked_ids(name: int | str, entries: Entries, num_experts: int) -> Tensor:
                 f"RoutingTable: ids must lie in -1..{num_experts - 1}, got {low if low < -1 else high} in sequence "
                 f"{name!r}. Pass logical ids of this model, and the right num_experts."
             )
-    return ids.masked_fill((ids < 0).all(2, keepdim=True), UNKNOWN)
+    return stored(ids.masked_fill((ids < 0).all(2, keepdim=True), UNKNOWN), num_experts)
 
 
 def stored(ids: Tensor, num_experts: int) -> Tensor:

@@ -33,11 +33,10 @@ from moe_dispatch.replay.entries import (
     UNKNOWN,
     Entries,
     Uses,
-    checked_ids,
     has_repeats,
     ids_of,
     storage_dtype,
-    stored,
+    stored_entries,
 )
 from moe_dispatch.replay.recording import Recording
 
@@ -85,33 +84,35 @@ class RoutingTable:
         layers: Sequence[int] | None = None,
         last_missing: bool = False,
     ) -> None:
-        pairs = list(sequences.items() if isinstance(sequences, Mapping) else sequences)
-        parts = [(name, checked_ids(name, entries, num_experts)) for name, entries in pairs]
+        pairs = sequences.items() if isinstance(sequences, Mapping) else sequences
+        parts = [(name, stored_entries(name, entries, num_experts)) for name, entries in pairs]
         if not parts:
             raise InputError("RoutingTable: there are no sequences. Record a forward.")
         for name, count in Counter(name for name, _ in parts).items():
             if count > 1:
-                sizes = " and ".join(str(len(ids)) for other, ids in parts if other == name)
+                sizes = " and ".join(str(len(values)) for other, values in parts if other == name)
                 raise InputError(
                     f"RoutingTable: sequence {name!r} is given {count} times, with {sizes} positions. Give each "
                     "sample a name of its own, or join the parts of one sample."
                 )
-        (first, ids_SLK), *_ = parts
-        for name, ids in parts:
-            if ids.shape[1:] != ids_SLK.shape[1:]:
+        (first, values_SLK), *_ = parts
+        for name, values in parts:
+            if values.shape[1:] != values_SLK.shape[1:]:
                 raise InputError(
-                    f"RoutingTable: all sequences must have the same layers and top_k, got {tuple(ids_SLK.shape[1:])} "
-                    f"for {first!r} and {tuple(ids.shape[1:])} for {name!r}. Do not mix outputs of different models."
+                    "RoutingTable: all sequences must have the same layers and top_k, got "
+                    f"{tuple(values_SLK.shape[1:])} for {first!r} and {tuple(values.shape[1:])} for {name!r}. Do not "
+                    "mix outputs of different models."
                 )
-        numbers = tuple(range(ids_SLK.shape[1]) if layers is None else layers)
-        if len(numbers) != ids_SLK.shape[1] or sorted({*numbers}) != list(numbers):
+        num_layers, top_k = values_SLK.shape[1:]
+        numbers = tuple(range(num_layers) if layers is None else layers)
+        if len(numbers) != num_layers or sorted({*numbers}) != list(numbers):
             raise InputError(
-                f"RoutingTable: layers must name the {ids_SLK.shape[1]} layers of the ids in ascending order, got "
+                f"RoutingTable: layers must name the {num_layers} layers of the ids in ascending order, got "
                 f"{len(numbers)} numbers: {span(numbers)}. Leave out the ids of dense layers."
             )
-        self._hold({name: len(ids) + last_missing for name, ids in parts}, numbers, ids_SLK.shape[2], num_experts)
-        for name, ids in parts:
-            self._stored[self.rows_of(name)][: len(ids)] = stored(ids, num_experts)
+        self._hold({name: len(values) + last_missing for name, values in parts}, numbers, top_k, num_experts)
+        for name, values in parts:
+            self._stored[self.rows_of(name)][: len(values)] = values
         self.check_distinct()
 
     def _hold(self, lengths: dict[SequenceId, int], layers: tuple[int, ...], top_k: int, num_experts: int) -> None:
@@ -174,8 +175,8 @@ class RoutingTable:
                 "Pass the batch as the trainer holds it."
             )
         missing = ids.new_full((1,), -1, dtype=torch.int64)
-        known = torch.where((routed_BS != 0)[:, :, None, None], ids, missing)
-        pairs = [(name, part[mask != 0]) for name, part, mask in zip(sequences, known, mask_BS, strict=True)]
+        batch = zip(sequences, ids, mask_BS != 0, routed_BS != 0, strict=True)
+        pairs = ((name, torch.where(routed[:, None, None], part, missing)[mask]) for name, part, mask, routed in batch)
         return cls(pairs, num_experts=num_experts, layers=layers)
 
     @classmethod
@@ -223,9 +224,7 @@ class RoutingTable:
         layers = tuple(sorted({layer for table in tables for layer in table.layers}))
         result = cls.unknown(lengths, layers, first.top_k, first.num_experts)
         for table in tables:
-            slices = [result.rows_of(name) for name in table.lengths]
-            ends = [part.start + size for part, size in zip(slices, table.lengths.values(), strict=True)]
-            rows = [torch.arange(part.start, end, device="cpu") for part, end in zip(slices, ends, strict=True)]
+            rows = [torch.arange(size, device="cpu") + result._starts[name] for name, size in table.lengths.items()]
             # A table may have no sequence, such as that of a rank with dummy tokens only.
             result.put(torch.cat([torch.arange(0, device="cpu"), *rows]), table.layers, table.stored_NLK)
         return result
@@ -262,18 +261,17 @@ class RoutingTable:
         here = self._stored[entries_NL]
         clash_NL = ((here != 0) & (values_NLK != 0) & (here != values_NLK)).any(2)
         for row, column in clash_NL.nonzero()[:1].tolist():
-            name, position = self.key_of(int(rows_N[row]))
             raise InputError(
                 f"RoutingTable: two entries have the same key: {ids_of(here[row, column]).tolist()} and "
-                f"{ids_of(values_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
-                f"{layers[column]}. Give each sample a name of its own."
+                f"{ids_of(values_NLK[row, column]).tolist()} for {self.key_of(rows_N[row], columns[column])}. "
+                "Give each sample a name of its own."
             )
         self._stored[entries_NL] = torch.where(values_NLK != 0, values_NLK, here)
 
-    def key_of(self, row: int) -> tuple[SequenceId, int]:
-        """Return the name and the position of a row of the table."""
+    def key_of(self, row: int | Tensor, column: int | Tensor) -> str:
+        """Return the sequence, the position and the layer of an entry, for an error."""
         name = next(name for name, start in self._starts.items() if start <= row < start + self.lengths[name])
-        return name, row - self._starts[name]
+        return f"sequence {name!r}, position {int(row) - self._starts[name]}, layer {self.layers[int(column)]}"
 
     def rows_of(self, sequence: SequenceId) -> slice:
         """Return the rows of the table that hold a sequence."""
@@ -314,9 +312,9 @@ class RoutingTable:
             for position, column in has_repeats(values_SLK).nonzero()[:1].tolist():
                 raise InputError(
                     "RoutingTable: an entry must name different experts, got "
-                    f"{ids_of(values_SLK[position, column]).tolist()} for sequence {name!r}, position {position}, "
-                    f"layer {self.layers[column]}. Set the ids of missing routes to -1. For verl, which fills them "
-                    "with zeros, pass routed_BS to from_padded."
+                    f"{ids_of(values_SLK[position, column]).tolist()} for "
+                    f"{self.key_of(self._starts[name] + position, column)}. Set the ids of missing routes to -1. For "
+                    "verl, which fills them with zeros, pass routed_BS to from_padded."
                 )
 
     def check_slots(self) -> None:
@@ -331,12 +329,10 @@ class RoutingTable:
             return
         partial_NL = (self.stored_NLK == NOWHERE - UNKNOWN).any(2)
         for row, column in partial_NL.nonzero()[:1].tolist():
-            name, position = self.key_of(row)
             raise InputError(
                 f"RoutingReplay: a known entry must name an expert in each of {self.top_k} slots, got "
-                f"{ids_of(self.stored_NLK[row, column]).tolist()} for sequence {name!r}, position {position}, layer "
-                f"{self.layers[column]}, and {int(partial_NL.sum())} entries of this kind. Leave these entries "
-                "unknown: -1 in all slots."
+                f"{ids_of(self.stored_NLK[row, column]).tolist()} for {self.key_of(row, column)}, and "
+                f"{int(partial_NL.sum())} entries of this kind. Leave these entries unknown: -1 in all slots."
             )
         self._slots_checked = True
 
@@ -520,11 +516,10 @@ class RoutingTable:
         told = " and ".join(f"{int(at_NL.sum())} used {how}" for how, at_NL in wrong.items())
         for how, at_NL in wrong.items():
             for row, column in at_NL.nonzero()[:1].tolist():
-                name, position = self.key_of(row)
                 raise StateError(
                     f"RoutingTable.check_used: each of the {int(known_NL.sum())} known entries must be used in one "
-                    f"step, got {told}. The first one used {how} is sequence {name!r}, position {position}, layer "
-                    f"{self.layers[column]}. Check which micro-batches, ranks and layers looked it up."
+                    f"step, got {told}. The first one used {how} is {self.key_of(row, column)}. Check which "
+                    "micro-batches, ranks and layers looked it up."
                 )
 
     def save(self, path: str | Path) -> None:
