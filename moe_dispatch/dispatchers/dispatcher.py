@@ -229,8 +229,8 @@ class Dispatcher(nn.Module):
                         checks.check_values(routing, layout.valid_T(len(x_TD), x.device), channel.config.num_experts)
                     known = plan if isinstance(plan, Plan) else checks.draft_plan(channel, layout, x)
                     real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, known, x_TD)
-                    recorder = channel.recorder
-                    note = None if recorder is None else recorder.note(lease, self.name, x, routing, layout)
+                    if channel.recorder is not None:
+                        channel.recorder.check(x, layout)
                     weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
                     ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
                     permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
@@ -253,8 +253,8 @@ class Dispatcher(nn.Module):
                     )
                     if routing.drift is not None:
                         channel.meter.record_drift(self.name, routing.drift)
-                    if recorder is not None and note is not None:  # no rank refused the call, so all traces hold it
-                        recorder.keep(note)
+                    if channel.recorder is not None:
+                        channel.recorder.note(lease, self.name, x, routing, layout)
                 arrive = partial(_arrive, lease, departed, layout, x.shape, x_TD, weights_TK, routing.topk_weights)
                 return (
                     InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))

@@ -56,11 +56,8 @@ class Recorder:
         self.notes: list[Note] = []
         self._kept: dict[Hashable, int] = {}
 
-    def note(self, owner: Hashable, name: str, x: Tensor, routing: Routing, layout: Layout) -> Note | None:
-        """Copy the input of one dispatch. Return None for a dispatch that is not recorded.
-
-        A dispatch inside a backward is not recorded, because there a checkpoint repeats an earlier dispatch. After the
-        first ``steps`` dispatches of a dispatcher, no more are recorded.
+    def check(self, x: Tensor, layout: Layout) -> None:
+        """Refuse a dispatch that cannot be recorded, before it starts.
 
         Raises:
             StateError: A CUDA graph is capturing the call.
@@ -70,26 +67,32 @@ class Recorder:
             self.refuse("a CUDA graph")
         if not encodable(layout):
             raise InputError(
-                f"Dispatcher.dispatch: a trace cannot hold a {type(layout).__name__}. Pass rows and Rows()."
+                f"Dispatcher.dispatch: a trace cannot hold a {type(layout).__name__}. Flatten x, and pass Rows()."
             )
-        if self._kept.get(owner, 0) >= self.steps or torch._C._current_graph_task_id() != -1:
-            return None
-        return Note(
-            owner=owner,
-            name=name,
-            ids_TK=_to_host(routing.topk_ids.to(torch.int32)),
-            weights_TK=_to_host(routing.topk_weights.detach()),
-            shape=x.shape,
-            dtype=x.dtype,
-            device=x.device,
-            layout=_on_host(layout),
-            on_host=layout.on_host,
-        )
 
-    def keep(self, note: Note) -> None:
-        """Add a note to the recording."""
-        self._kept[note.owner] = self._kept.get(note.owner, 0) + 1
-        self.notes.append(note)
+    def note(self, owner: Hashable, name: str, x: Tensor, routing: Routing, layout: Layout) -> None:
+        """Copy the input of one dispatch that no rank has refused, so all ranks record it.
+
+        A dispatch inside a backward is not recorded, because there a checkpoint repeats an earlier dispatch. After the
+        first ``steps`` dispatches of a dispatcher, no more are recorded.
+        """
+        kept = self._kept.get(owner, 0)
+        if kept >= self.steps or torch._C._current_graph_task_id() != -1:
+            return
+        self._kept[owner] = kept + 1
+        self.notes.append(
+            Note(
+                owner=owner,
+                name=name,
+                ids_TK=_to_host(routing.topk_ids.to(torch.int32)),
+                weights_TK=_to_host(routing.topk_weights.detach()),
+                shape=x.shape,
+                dtype=x.dtype,
+                device=x.device,
+                layout=_on_host(layout),
+                on_host=layout.on_host,
+            )
+        )
 
     def refuse(self, where: str) -> NoReturn:
         """Raise an error about a dispatch whose routing the recorder cannot see.

@@ -255,7 +255,7 @@ def test_layout_of_somebody_else(tmp_path: Path) -> None:
     dispatcher.dispatch(random_rows(3), random_routing(3), Odd())
     with (
         Trace.record(dispatcher, tmp_path / "run.safetensors"),
-        pytest.raises(InputError, match=r"a trace cannot hold a Odd\. Pass rows"),
+        pytest.raises(InputError, match=r"a trace cannot hold a Odd\. Flatten x"),
     ):
         dispatcher.dispatch(random_rows(3), random_routing(3), Odd())
     assert Trace.load(tmp_path / "run.safetensors").calls == ()
