@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin
 
 import torch
@@ -60,94 +59,76 @@ def run(config: DispatcherConfig, *, backend: str | None, emulated: bool, ranks:
     Raises:
         ConfigError: The backend does not exist.
     """
-    first = this_rank() == 0
-    with console.progress("self-tests", visible=first) as show:
-        found = diagnose(
-            config,
-            [backend] if backend else known_backends(),
-            permutations=backend is None,
-            emulated=emulated,
-            ranks=num_ranks(ranks),
-            on_done=show,
-        )
-    if not first:  # only rank 0 has the results
+    ranks, names = num_ranks(ranks), [backend] if backend else known_backends()
+    for name in names:
+        if name not in known_backends():
+            load_backend(name)  # raises an error with a hint
+    testees: dict[str, Testee] = {}
+    found: Finding = {
+        "machine": this_machine(),
+        "model": {field: getattr(config, field) for field in ("num_experts", "top_k", "hidden_size")},
+        "backends": [
+            _backend(config, name, release, ranks, testees)
+            for name in names
+            for release in (None, *(_emulations(name) if emulated else ()))
+        ],
+        "permutations": [
+            _permutation(config, name, device, testees)
+            for name in known_permutations()
+            for device in ("cpu", "cuda")
+            if backend is None
+        ],
+    }
+    with console.progress("self-tests", visible=this_rank() == 0) as show_progress:
+        results, found["topology"] = run_self_tests(testees, ranks, show_progress)
+    if this_rank() != 0:  # only rank 0 has the results
         return 0
+    everything = (*found["backends"], *found["permutations"])
+    for one in everything:
+        one["self_test"] = results.get(one["label"])
     if as_json:
         console.document(found)
     else:
         _show(found)
-    if backend is None:
-        tests = [one["self_test"] for one in (*found["backends"], *found["permutations"]) if one["self_test"]]
-        return int(any(test["passed"] is False for test in tests))
-    (one, *_) = found["backends"]
-    return int(not (one["self_test"] and one["self_test"]["passed"]))
+    passed = [one["self_test"] and one["self_test"]["passed"] for one in everything]
+    return int(False in passed if backend is None else not passed[0])
 
 
-def diagnose(
-    config: DispatcherConfig,
-    names: list[str],
-    *,
-    permutations: bool,
-    emulated: bool,
-    ranks: int,
-    on_done: Callable[[int, int], None],
+def _backend(
+    config: DispatcherConfig, name: str, release: str | None, ranks: int, testees: dict[str, Testee]
 ) -> Finding:
-    """Probe and test backends, and read their constraints. Starts processes. Under torchrun the call is collective.
+    """Probe a backend, or its emulation of a release, and add it to the testees if it is usable.
 
-    A finding about a backend has ``emulates`` if it is about the emulation of a release, the ``reason`` why the backend
-    is not usable, the ``constraints`` on ``ep_size`` ranks that differ from the defaults, the ``emulations`` that can
-    be tested instead, and the result of the ``self_test``.
+    Returns:
+        The ``reason`` why it is not usable, its ``constraints`` on ``ep_size`` ranks that differ from the defaults, and
+        the ``emulations`` that can be tested instead.
     """
-    for name in names:
-        if name not in known_backends():
-            load_backend(name)  # raises an error with a hint
-    backends = [
-        {"name": name, "emulates": release, **_described(_probe(name, release))}
-        for name in names
-        for release in (None, *(_emulations(name) if emulated else ()))
-    ]
-    absent = Rejected("torch sees no CUDA device")
-    kernels: list[Finding] = [
-        {
-            "name": name,
-            "device": device,
-            **_described(probe_permutation(name, device) if device == "cpu" or torch.cuda.is_available() else absent),
-        }
-        for name in known_permutations()
-        for device in ("cpu", "cuda")
-        if permutations
-    ]
-    testees: dict[str, Testee] = {}
-    for one in (one for one in backends if one["usable"]):
-        name, release = one["name"], one["emulates"]
-        spec = name if release is None else {"name": name, "emulate": release}
-        alone = _is_for_one_rank(config, name, release, ranks)
-        testees[f"{name} {release}"] = Testee(
-            config=config.replace(backend=spec), alone=alone, on_cpu=release is not None
-        )
-    for one in (one for one in kernels if one["usable"]):
-        local = config.replace(backend="local", permutation=one["name"], device=one["device"])
-        testees[f"{one['name']} on {one['device']}"] = Testee(config=local, alone=True, on_cpu=one["device"] == "cpu")
-    results, topology = run_self_tests(testees, ranks, on_done)
-    for one in backends:
-        name, release = one["name"], one["emulates"]
-        test = results.get(f"{name} {release}")
-        size = topology["ranks"] if test is None else test["ranks"]
-        one |= {
-            "ep_size": size,
-            "constraints": _constraints(config, name, release, size) if one["usable"] else {},
-            "emulations": () if one["usable"] else _emulations(name),
-            "self_test": test,
-        }
-    for one in kernels:
-        one["self_test"] = results.get(f"{one['name']} on {one['device']}")
-    return {
-        "machine": this_machine(),
-        "topology": topology,
-        "model": {field: getattr(config, field) for field in ("num_experts", "top_k", "hidden_size")},
-        "backends": backends,
-        "permutations": kernels,
-    }
+    label = name if release is None else f"{name}, emulated {release}"
+    verdict = probe_backend(name) if release is None else _options(name, release).probe()
+    found = {"label": label, "name": name, "emulates": release, **_described(verdict)}
+    if isinstance(verdict, Rejected):
+        return found | {"ep_size": ranks, "constraints": {}, "emulations": _emulations(name)}
+    alone, constraints = False, {}
+    try:
+        sizes = _options(name, release).constraints(shape_of(config, 1)).group_sizes
+        alone = sizes is not None and 1 in sizes and ranks not in sizes
+        constraints = _restrictions(_options(name, release).constraints(shape_of(config, 1 if alone else ranks)))
+    except Exception:
+        pass
+    spec = name if release is None else {"name": name, "emulate": release}
+    testees[label] = Testee(config=config.replace(backend=spec), alone=alone, on_cpu=release is not None)
+    return found | {"ep_size": 1 if alone else ranks, "constraints": constraints, "emulations": ()}
+
+
+def _permutation(config: DispatcherConfig, name: str, device: str, testees: dict[str, Testee]) -> Finding:
+    """Probe a permutation, and add it to the testees if it is usable."""
+    label, verdict = f"{name} on {device}", Rejected("torch sees no CUDA device")
+    if device == "cpu" or torch.cuda.is_available():
+        verdict = probe_permutation(name, device)  # type: ignore[assignment]
+    if isinstance(verdict, Usable):
+        local = config.replace(backend="local", permutation=name, device=device)
+        testees[label] = Testee(config=local, alone=True, on_cpu=device == "cpu")
+    return {"label": label, "name": name, "device": device, **_described(verdict)}
 
 
 def _described(verdict: Usable | Rejected) -> Finding:
@@ -156,29 +137,8 @@ def _described(verdict: Usable | Rejected) -> Finding:
     return {"usable": True, "reason": None, "version": verdict.version, "features": verdict.features}
 
 
-def _probe(name: str, release: str | None) -> Usable | Rejected:
-    return probe_backend(name) if release is None else _options(name, release).probe()
-
-
 def _options(name: str, release: str | None) -> BackendOptions:
     return load_backend(name).model_validate({} if release is None else {"emulate": release})
-
-
-def _is_for_one_rank(config: DispatcherConfig, name: str, release: str | None, ranks: int) -> bool:
-    """Return whether the backend accepts a group of one rank, but not a group of ``ranks``."""
-    try:
-        sizes = _options(name, release).constraints(shape_of(config, 1)).group_sizes
-    except Exception:  # a third-party backend may raise any error; its self-test will show it
-        return False
-    return sizes is not None and 1 in sizes and ranks not in sizes
-
-
-def _constraints(config: DispatcherConfig, name: str, release: str | None, ep_size: int) -> Finding:
-    """Return what a backend needs and can do on ``ep_size`` ranks; empty if it raises an error."""
-    try:
-        return _restrictions(_options(name, release).constraints(shape_of(config, ep_size)))
-    except Exception:  # a third-party backend may raise any error
-        return {}
 
 
 def _restrictions(needs: Constraints) -> Finding:
@@ -228,7 +188,7 @@ def _show(found: Finding) -> None:
     sizes = f"{model['num_experts']} experts, top-{model['top_k']}, hidden size {model['hidden_size']}"
     console.line(f"backends, for {sizes}")
     for one in found["backends"]:
-        _show_finding(one, one["name"] if one["emulates"] is None else f"{one['name']}, emulated {one['emulates']}")
+        _show_finding(one)
         told = [_PHRASES[name].format(value) for name, value in one["constraints"].items() if name in _PHRASES]
         if told:
             console.line(f"on {_ranks(one['ep_size'])}: {'; '.join(told)}", indent=11)
@@ -238,10 +198,10 @@ def _show(found: Finding) -> None:
         console.line()
         console.line("permutations")
     for one in found["permutations"]:
-        _show_finding(one, f"{one['name']} on {one['device']}")
+        _show_finding(one)
 
 
-def _show_finding(found: Finding, name: str) -> None:
+def _show_finding(found: Finding) -> None:
     test, mark = found["self_test"], "-"
     told = f"not usable: {found['reason']}"
     if found["usable"]:
@@ -250,7 +210,7 @@ def _show_finding(found: Finding, name: str) -> None:
         mark = {None: "-", True: "ok", False: "failed"}[test["passed"]]
         outcome = {None: "not possible", True: "passed", False: "FAILED"}[test["passed"]]
         told += f"; self-test {outcome} on {_ranks(test['ranks'])}, {test['device']}"
-    console.line(f"{name}: {told}", mark=mark, indent=2)
+    console.line(f"{found['label']}: {told}", mark=mark, indent=2)
     if test is not None and test["error"] is not None:
         console.line(test["error"], indent=11)
 
