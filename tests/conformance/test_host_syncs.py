@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -15,17 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import build_dispatcher
 from moe_dispatch_testing import HostSyncError, allow_host_syncs, count_collectives, refuse_host_syncs, run_ranks
-from tests.conformance.planted import NAMES, PLACES, PLANTS, groups, harmless, operator, planted, program
+from tests.conformance.planted import NAMES, PLACES, PLANTS, groups, operator, planted, program
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
+pytestmark = pytest.mark.usefixtures("nothing_planted")
 SECONDS = datetime.timedelta(seconds=2)
-
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    yield
-    planted.update(dict.fromkeys(PLACES, harmless))
-    groups.clear()
 
 
 def _refused(body: Callable[[], object]) -> None:

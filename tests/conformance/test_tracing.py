@@ -10,17 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch_testing import HostSyncError, trace_static
-from tests.conformance.planted import NAMES, PLACES, PLANTS, groups, harmless, operator, planted
-from tests.dispatchers.layer import random_routing, random_rows, small_config
+from tests.conformance.planted import NAMES, PLACES, PLANTS, groups, operator, planted
 
-
-@pytest.fixture(autouse=True)
-def _restored() -> Iterator[None]:
-    yield
-    planted.update(dict.fromkeys(PLACES, harmless))
-    groups.clear()
+pytestmark = pytest.mark.usefixtures("nothing_planted")
 
 
 @pytest.fixture
@@ -88,14 +81,3 @@ def test_copies_between_host_and_device(kind: str, place: str) -> None:
     planted[place] = COPIES[kind]
     with pytest.raises(HostSyncError, match=r"aten::(_to_copy|copy_) at"):
         trace_static(layer, X, device="meta")
-
-
-def test_an_eager_dispatcher_is_caught() -> None:
-    dispatcher, routing = build_dispatcher(small_config("local", top_k=1)), random_routing(5, top_k=1)
-
-    def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        sent = dispatcher.dispatch(x, Routing(ids, weights))
-        return dispatcher.combine(sent.rows, sent)
-
-    with pytest.raises(HostSyncError, match=r"aten::equal at .*index\.py"):
-        trace_static(call, random_rows(5), routing.topk_ids, routing.topk_weights)
