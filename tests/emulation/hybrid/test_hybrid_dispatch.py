@@ -187,35 +187,6 @@ def flag_of(release: str, handle: Any) -> Any:
     return handle[-2] if release == "hybridep-744" else handle[-1]
 
 
-@FUSED
-@pytest.mark.parametrize("release", [APRIL, JULY, "hybridep-744", "hybridep-746"])
-def test_overflow_drops_the_last_expert_rows_and_raises_the_flag(release: str, fused: bool) -> None:
-    sources = make_sources([ROWS] * 2)
-    full = [expected_rows(sources, rank, pad=16) for rank in range(2)]
-    # Inside the last expert of the fuller rank, so that no received row loses all its expert rows.
-    limit = max(sum(expected.counts) for expected in full) - 16
-
-    def body(group: dist.ProcessGroup) -> Any:
-        return sent(
-            open_buffer(release, group),
-            sources[group.rank()],
-            pad_multiple=16,
-            num_permuted_tokens=limit,
-            non_blocking=True,
-            fused=fused,
-        )
-
-    flags = []
-    for rank, (rows, _, _, counts, handle) in enumerate(run_ranks(body, 2)):
-        kept = min(limit, len(full[rank].rows))
-        assert rows.shape[0] == limit
-        assert torch.equal(rows[:kept], full[rank].rows[:kept])
-        assert int(counts.sum()) == kept
-        flags.append(int(flag_of(release, handle)))
-    assert flags == [int(sum(expected.counts) > limit) for expected in full]
-    assert 1 in flags
-
-
 @CURRENT
 def test_a_rank_may_move_no_probs_in_combine(release: str) -> None:
     """It gets none back; the other reads memory that nobody wrote for rows that lay there."""

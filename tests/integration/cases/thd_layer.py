@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_dispatch import Dispatcher, Plan, Routing
 from moe_dispatch.replay import RoutingTable, replayed
+from tests.integration.deep_ep_users.dense import gradient
 from tests.sharded.model import every_expert
 from tests.sharded.packing import Packed
 from tests.sharded.stage import apply_experts
@@ -115,10 +116,10 @@ def sent_and_back(
     y_TD.backward(batch.random(HIDDEN, salt=3).float())
     return Result(
         y_TD=y_TD.detach(),
-        grad_x_TD=_gradient(x_TD),
-        grad_weights_TK=_gradient(weights_TK),
-        grad_up_LDF=_gradient(up_LDF),
-        grad_down_LFD=_gradient(down_LFD),
+        grad_x_TD=gradient(x_TD),
+        grad_weights_TK=gradient(weights_TK),
+        grad_up_LDF=gradient(up_LDF),
+        grad_down_LFD=gradient(down_LFD),
         num_rows=len(sent.rows),
         real_tokens_per_expert=tuple(sent.real_tokens_per_expert.tolist()),
         tokens_per_expert=tuple(sent.tokens_per_expert.tolist()),
@@ -141,14 +142,9 @@ def dense(step: tuple[Packed, ...], *, forced: bool = False) -> list[Result]:
             weights_TK = weights_TK / weights_TK.sum(1, keepdim=True)
         y_TD = every_expert(x_TD, {"up": up_EDF, "down": down_EFD}, ids_of(batch), weights_TK) * real_T1
         y_TD.backward(batch.random(HIDDEN, salt=3))
-        inputs.append((y_TD.detach(), *map(_gradient, leaves)))
-    ups, downs = (_gradient(whole).chunk(len(step)) for whole in (up_EDF, down_EFD))
+        inputs.append((y_TD.detach(), *map(gradient, leaves)))
+    ups, downs = (gradient(whole).chunk(len(step)) for whole in (up_EDF, down_EFD))
     return [
         Result(y_TD=y, grad_x_TD=x, grad_weights_TK=weights, grad_up_LDF=up, grad_down_LFD=down)
         for (y, x, weights), up, down in zip(inputs, ups, downs, strict=True)
     ]
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None, "no gradient came back"
-    return leaf.grad

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.integration.deep_ep_users.dense import gradient
 from tests.integration.deep_ep_users.megatron_layer import GivenRouter
 from tests.integration.megatron_core.jobs import Check, require, run_checks
 from tests.integration.megatron_core.layer import (
@@ -120,9 +121,7 @@ def no_tokens(rank: int) -> float:
         layer.zero_grad()
         output, _ = layer(hidden)
         output.backward(torch.ones_like(output))
-        assert hidden.grad is not None
-        assert probs_TE.grad is not None
-        return {"output": output.detach(), "hidden": hidden.grad, "probs": probs_TE.grad} | {
+        return {"output": output.detach(), "hidden": gradient(hidden), "probs": gradient(probs_TE)} | {
             name: weight.grad.clone() for name, weight in layer.named_parameters() if weight.grad is not None
         }
 
@@ -147,7 +146,7 @@ def two_in_flight(rank: int) -> float:
         output.backward(torch.linspace(-1, 1, output.numel()).view_as(output))
     errors = [
         difference(
-            {"output": output.detach(), "hidden": _grad(leaf)}, {name: one[name] for name in ("output", "hidden")}
+            {"output": output.detach(), "hidden": gradient(leaf)}, {name: one[name] for name in ("output", "hidden")}
         )
         for output, leaf, one in zip(outputs, leaves, apart, strict=True)
     ]
@@ -206,7 +205,7 @@ def padding_mask(rank: int) -> tuple[float, float, bool]:
         output, _ = layer(hidden, padding_mask=padding_BS)
         (output * real_SB1).square().sum().backward()
         grads = {name: weight.grad.clone() for name, weight in layer.named_parameters() if weight.grad is not None}
-        return {"output": output.detach() * real_SB1, "hidden": _grad(hidden)} | grads, output.detach()
+        return {"output": output.detach() * real_SB1, "hidden": gradient(hidden)} | grads, output.detach()
 
     want, _ = called()
     convert(layer)
@@ -216,11 +215,6 @@ def padding_mask(rank: int) -> tuple[float, float, bool]:
     sent = dispatcher.metrics(gather=True).real_tokens_per_expert - before
     real = sum(4 + 1 + other for other in range(RANKS))
     return difference(got, want), float((output * ~real_SB1).abs().max()), int(sent.sum()) == real * TOP_K
-
-
-def _grad(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return leaf.grad
 
 
 CHECKS: dict[str, Check] = {
