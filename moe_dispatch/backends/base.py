@@ -249,13 +249,8 @@ def grouped_bytes(
     grouped = capacity.buffer_rows if arrived_rows is None else capacity.buffer_rows + 1
     found = {"rows": grouped * shape.hidden_size * dtype.itemsize, "weights": grouped * wide}
     if arrived_rows is not None:
-        found["index"] = index_bytes(
-            arrived_rows,
-            shape.top_k,
-            shape.num_local_experts,
-            buffer_rows=capacity.buffer_rows,
-            pad_multiple=shape.pad_multiple,
-        )
+        sizes_of_index = (shape.top_k, shape.num_local_experts, capacity.buffer_rows, shape.pad_multiple)
+        found["index"] = index_bytes(arrived_rows, *sizes_of_index)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import final
@@ -39,8 +39,8 @@ class Packet:
         nbytes: Number of bytes of a row, scales included.
         stride: Number of bytes from one packet to the next.
         top_k: K; 0 for a bare row.
-        weight_dtype: Dtype of the weights: float32, or float64 for float64 models; None if weights do not travel.
-        id_dtype: Dtype of the ids; None if ids do not travel.
+        weight_dtype: Dtype of the weights: float32, or float64 for float64 models; not used if weights do not travel.
+        id_dtype: Dtype of the ids; not used if ids do not travel.
         widths: Numbers of bytes of the row, a gap, the weights, the note, the ids and a gap.
     """
 
@@ -51,8 +51,8 @@ class Packet:
     nbytes: int
     stride: int
     top_k: int = 0
-    weight_dtype: torch.dtype | None = None
-    id_dtype: torch.dtype | None = None
+    weight_dtype: torch.dtype = torch.float32
+    id_dtype: torch.dtype = torch.int32
     widths: tuple[int, ...] = ()
 
     def write(self, rows_TD: Tensor, out: Tensor) -> None:
@@ -86,8 +86,6 @@ class Packet:
 
     def pack(self, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """Write one packet per row, uint8 (T, stride)."""
-        assert self.weight_dtype is not None
-        assert self.id_dtype is not None
         packets = torch.empty(rows_TD.shape[0], self.stride, dtype=torch.uint8, device=rows_TD.device)
         rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)  # faster than three slices
         self.write(rows_TD, rows)
@@ -97,14 +95,11 @@ class Packet:
 
     def unpack(self, packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows (T, D) as ``read`` does, and strided views of weights and ids, each (T, K)."""
-        assert self.weight_dtype is not None
-        assert self.id_dtype is not None
         rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)
         return self.read(rows), weights.view(self.weight_dtype), ids.view(self.id_dtype)
 
     def weights(self, packets: Tensor) -> Tensor:
         """Return a strided view of the weights, (T, K)."""
-        assert self.weight_dtype is not None
         return packets.split_with_sizes(self.widths, 1)[2].view(self.weight_dtype)
 
     def notes(self, packets: Tensor) -> Tensor:
@@ -113,7 +108,6 @@ class Packet:
 
     def ids(self, packets: Tensor) -> Tensor:
         """Return a strided view of the expert ids, (T, K)."""
-        assert self.id_dtype is not None
         return packets.split_with_sizes(self.widths, 1)[4].view(self.id_dtype)
 
 
@@ -129,12 +123,7 @@ def row_format(dtype: torch.dtype, hidden: int, wire: WireDtype | None = None) -
 
 @cache
 def packet(
-    row: Packet,
-    top_k: int,
-    weight_dtype: torch.dtype | None,
-    id_dtype: torch.dtype | None = None,
-    *,
-    note: bool = False,
+    row: Packet, top_k: int, weight_dtype: torch.dtype | None, id_dtype: torch.dtype | None = None, note: bool = False
 ) -> Packet:
     """Return the format of a row with its slots, aligned so that each part can be viewed in its own dtype."""
     weight_bytes, id_bytes = (0 if dtype is None else dtype.itemsize for dtype in (weight_dtype, id_dtype))
@@ -145,9 +134,8 @@ def packet(
     stride = round_up(ids_end, max(weight_bytes, id_bytes, row.wire_dtype.itemsize))
     edges = (0, row.nbytes, weights_at, note_at, ids_at, ids_end, stride)
     widths = tuple(end - begin for begin, end in pairwise(edges))
-    return Packet(
-        row.dtype, row.hidden, row.wire, row.wire_dtype, row.nbytes, stride, top_k, weight_dtype, id_dtype, widths
-    )
+    found = replace(row, stride=stride, top_k=top_k, widths=widths)
+    return replace(found, weight_dtype=weight_dtype or row.weight_dtype, id_dtype=id_dtype or row.id_dtype)
 
 
 def to_float8(rows_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,7 @@
 """The one-rank reorder between rows as they arrived and rows grouped by expert."""
 
 from moe_dispatch.permutation.base import Permutation
-from moe_dispatch.permutation.choose import (
-    choose_permutation,
-    known_permutations,
-    probe_permutation,
-)
+from moe_dispatch.permutation.choose import choose_permutation, known_permutations, probe_permutation
 from moe_dispatch.permutation.index import (
     SlotIndex,
     accumulation_dtype,

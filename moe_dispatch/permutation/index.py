@@ -208,7 +208,7 @@ class SlotIndex:
         )
 
 
-def index_bytes(num_rows: int, top_k: int, num_keys: int, *, buffer_rows: int, pad_multiple: int) -> int:
+def index_bytes(num_rows: int, top_k: int, num_keys: int, buffer_rows: int, pad_multiple: int) -> int:
     """Return the number of bytes of an index of fixed size and its counts.
 
     The arguments are S, K, L, R and ``pad_multiple`` of ``group_statically``.
@@ -350,13 +350,7 @@ def group_slots(
 
 
 def group_statically(
-    keys_SK: Tensor,
-    num_keys: int,
-    *,
-    rows: int,
-    buffer_rows: int,
-    pad_multiple: int,
-    weights_SK: Tensor | None,
+    keys_SK: Tensor, num_keys: int, *, rows: int, buffer_rows: int, pad_multiple: int, weights_SK: Tensor | None
 ) -> SlotIndex:
     """Make the index of a table of keys for a buffer of fixed size.
 

@@ -40,9 +40,6 @@ def start_kernel(
     padding,
     num_slots,
     num_keys,
-    top_k,
-    row_stride,
-    step,
     grouped,
     num_padding,
     fixed: tl.constexpr,
@@ -54,7 +51,7 @@ def start_kernel(
     """
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < num_slots
-    key = tl.load(keys + at // top_k * row_stride + at % top_k * step, mask=inside, other=-1)
+    key = tl.load(keys + at, mask=inside, other=-1)
     exists = inside & (key >= 0) & (key < num_keys)
     tl.store(cleaned + at, tl.where(exists, key, num_keys), mask=inside)
     tl.store(has_key + at, exists.to(tl.int64), mask=inside)
@@ -153,10 +150,6 @@ def merge_kernel(
     merged,
     firsts,
     num_rows,
-    ids_stride,
-    ids_step,
-    weights_stride,
-    weights_step,
     top_k: tl.constexpr,
     columns: tl.constexpr,
     block: tl.constexpr,
@@ -165,16 +158,16 @@ def merge_kernel(
     row = (tl.program_id(0).to(tl.int64) * block + tl.arange(0, block))[:, None]
     column = tl.arange(0, columns)[None, :]
     inside = (row < num_rows) & (column < top_k)
-    mine = tl.load(ids + row * ids_stride + column * ids_step, mask=inside, other=-1)
+    to = row * top_k + column
+    mine = tl.load(ids + to, mask=inside, other=-1)
     total = tl.zeros((block, columns), merged.dtype.element_ty)
     first = tl.full((block, columns), columns, tl.int64)
     for j in range(top_k):
-        other = tl.load(ids + row * ids_stride + j * ids_step, mask=row < num_rows, other=-1)
-        weight = tl.load(weights + row * weights_stride + j * weights_step, mask=row < num_rows, other=0)
+        other = tl.load(ids + row * top_k + j, mask=row < num_rows, other=-1)
+        weight = tl.load(weights + row * top_k + j, mask=row < num_rows, other=0)
         total += tl.where(mine == other, weight, 0)
         first = tl.where((mine == other) & (first == columns), j, first)
     is_first = (first == column) & (mine >= 0)
-    to = row * top_k + column
     tl.store(merged_ids + to, tl.where(is_first | (mine < 0), mine, -1), mask=inside)
     tl.store(merged + to, tl.where(is_first, total, 0), mask=inside)
     tl.store(firsts + to, tl.where(mine >= 0, first, -1), mask=inside)
@@ -273,11 +266,11 @@ def _group(
         elements = max(num_slots, grouped, num_padding) if fixed else num_slots
         if elements:
             start_kernel[(triton.cdiv(elements, _BLOCK),)](
-                *(keys_SK, cleaned, has_key),
+                *(keys_SK.contiguous(), cleaned, has_key),
                 *((real_L, source_R, source_or_none_R, position_N, byrow_N) if fixed else [None] * 5),
                 # A pointer that no mask lets through: without padding there is no such table.
-                *(padding if fixed and is_padded else has_key, num_slots, num_keys * entries_per_key, top_k),
-                *(*keys_SK.stride(), grouped, num_padding),
+                *(padding if fixed and is_padded else has_key, num_slots, num_keys * entries_per_key),
+                *(grouped, num_padding),
                 fixed=fixed,
                 **_OPTIONS,
             )
@@ -324,15 +317,14 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         num_rows, top_k = ids_TK.shape
-        merged_ids, firsts = (torch.empty_like(ids_TK, memory_format=torch.contiguous_format) for _ in range(2))
-        merged = torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
+        ids_TK, weights_TK = ids_TK.contiguous(), weights_TK.contiguous()
+        merged_ids, firsts, merged = (torch.empty_like(tensor) for tensor in (ids_TK, ids_TK, weights_TK))
         columns = triton.next_power_of_2(top_k)
         block = max(1, _BLOCK // columns)
         if num_rows:
             with torch.cuda.device_of(ids_TK):
                 merge_kernel[(triton.cdiv(num_rows, block),)](
                     *(ids_TK, weights_TK, merged_ids, merged, firsts, num_rows),
-                    *(*ids_TK.stride(), *weights_TK.stride()),
                     top_k=top_k,
                     columns=columns,
                     block=block,

@@ -29,7 +29,7 @@ from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
 from moe_dispatch.communication import Started, read_host
 from moe_dispatch.errors import PeerError
-from moe_dispatch.permutation import SlotIndex
+from moe_dispatch.permutation import SlotIndex, true_positions
 from moe_dispatch.types import Capacity, Sizes
 
 # The exchange of counts sends ``rows + mark * MARK``, where ``mark`` is the mark of the sending rank. Every number of
@@ -298,12 +298,7 @@ def ordered(
 
     ``count`` is not used on the CPU, where the rows are found without it.
     """
-    if packets.is_cpu:
-        pairs = members_PT.nonzero()  # three times as fast there
-    else:
-        assert count is not None
-        pairs = torch.nonzero_static(members_PT, size=count)
-    source_S = pairs.select(1, 1).contiguous()
+    source_S = true_positions(members_PT, count).select(1, 1).contiguous()
     outgoing = context.workspace.lend(source_S.shape[0], packets.shape[1], device=packets.device)
     context.permutations[type(packets), packets.device.type].gather(packets, source_S, outgoing)
     return source_S, outgoing
