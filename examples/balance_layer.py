@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch import Dispatcher, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing import run_processes
 
-SIDES = {"without": {}, "with": {"balance": "least_loaded", "spare_experts_per_rank": 2}}
+SIDES = ("without", "with")
 
 
 def main() -> None:
@@ -36,6 +36,10 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=512)
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the load of experts")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="tokens of a rank")
+    parser.add_argument(
+        "--bound", type=float, default=1.0, help="busiest rank over the mean, from which on experts are copied"
+    )
+    parser.add_argument("--min-rows", type=int, help="fewest rows for which an expert is copied")
     parser.add_argument("--steps", type=int, default=7, help="steps of each side")
     given = parser.parse_args()
     print(
@@ -51,7 +55,13 @@ def main() -> None:
 
 def compare(rank: int, tokens: int, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the measurements of one rank, by side."""
-    layers = {side: Layer(given, rank, **fields) for side, fields in SIDES.items()}
+    balanced = {
+        "balance": "exact",
+        "balance_bound": given.bound,
+        "balance_min_rows": given.min_rows,
+        "spare_experts_per_rank": given.experts // given.ranks,
+    }
+    layers = {side: Layer(given, rank, **(balanced if side == "with" else {})) for side in SIDES}
     x, routing = draw(rank, tokens, given)
     found: dict[str, dict[str, Any]] = {side: {"wall": [], "cpu": []} for side in SIDES}
     for step in range(given.steps + 1):
@@ -90,9 +100,14 @@ class Layer:
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         in_flight = self.dispatcher.dispatch(x, routing, async_op=True)
-        sent, (up, down) = self.slot_weights.fetch(in_flight, self.up, self.down)
+        sent, outputs = self.slot_weights.run(in_flight, experts, self.up, self.down)
         self.rows = len(sent.rows)
-        return self.dispatcher.combine(sent.grouped_mm(torch.relu(sent.grouped_mm(sent.rows, up)), down), sent)
+        return self.dispatcher.combine(outputs, sent)
+
+
+def experts(part: Dispatched, up: Tensor, down: Tensor) -> Tensor:
+    """Run the experts of some slots, with the weights of these slots."""
+    return part.grouped_mm(torch.relu(part.grouped_mm(part.rows, up)), down)
 
 
 def draw(rank: int, tokens: int, given: argparse.Namespace) -> tuple[Tensor, Routing]:

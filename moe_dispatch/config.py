@@ -18,6 +18,7 @@ from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtyp
 from moe_dispatch.backends.capacity import Factor
 from moe_dispatch.backends.registry import AUTO, choose_backend, load_backend, parse_backend
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
+from moe_dispatch.balance.exact import EXACT
 from moe_dispatch.balance.planners import check_planner
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
@@ -83,9 +84,16 @@ class DispatcherConfig(BaseModel):
             the choice.
         num_experts: E, the number of experts in the whole expert-parallel group.
         spare_experts_per_rank: Number of expert slots that each rank has beside those of its own experts, for copies
-            of busy experts. ``Dispatcher.place`` fills them, or ``balance``.
-        balance: Name of a planner that places experts anew in every dispatch, such as "least_loaded". None: placements
-            change only by ``Dispatcher.place``.
+            of busy experts. ``Dispatcher.place`` fills them, or ``balance``. With ``balance="exact"``, 0 stands for
+            ``num_experts / ep_size``, which is enough for every routing.
+        balance: Name of a planner that places experts anew in every dispatch. "exact" gives every rank the same number
+            of rows; with ``graph_safe`` it also fixes the size of the buffers, and the device plans without the host.
+            None: placements change only by ``Dispatcher.place``.
+        balance_bound: For "exact", rows of the busiest rank divided by the mean: 1.0 is exact, and 1.05 copies fewer
+            experts. It holds for every routing if ``spare_experts_per_rank`` is at least ``num_experts / ep_size``.
+            With fewer slots, a plan keeps the copies that relieve other ranks most, and the bound may be exceeded.
+        balance_min_rows: For "exact" in eager mode, the fewest rows for which a copy of an expert is made, because its
+            weights must travel too. None takes 128 rows on a CPU and 1024 on a GPU, 0 makes every copy.
         top_k: K, the number of experts that a row is routed to.
         hidden_size: D, the number of columns of a row.
         pad_multiple: The rows of each expert are padded to a multiple of this number. "bf16" stands for 1, "fp8" for
@@ -136,6 +144,8 @@ class DispatcherConfig(BaseModel):
     hidden_size: _Count
     spare_experts_per_rank: Annotated[int, Field(ge=0)] = 0
     balance: str | None = None
+    balance_bound: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    balance_min_rows: Annotated[int, Field(ge=0)] | None = None
     pad_multiple: _Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
     weights: Literal["combine", "experts"] = "combine"
     wire_dtype: WireDtype | None = None
@@ -180,7 +190,7 @@ class DispatcherConfig(BaseModel):
         bounds = {"capacity_factor": self.capacity_factor, **options}
         finite = ", ".join(f"{name}={bound!r}" for name, bound in bounds.items() if bound != "worst")
         given = ", ".join(filter(None, [finite, self.on_overflow and f"on_overflow={self.on_overflow!r}"]))
-        static, balanced = self.row_counts_policy == "static", self.balance is not None
+        static, balanced, exact = self.row_counts_policy == "static", self.balance is not None, self.balance == EXACT
         if self.balance is not None:
             check_planner(self.balance)
         odd = self.hidden_size % FLOAT8_BLOCK if self.wire_dtype == "float8_e4m3fn" else 0
@@ -195,8 +205,22 @@ class DispatcherConfig(BaseModel):
                 'graph_safe and row_counts="static" need max_tokens_per_rank.',
             ),
             (self.graph_safe and not static, f'graph_safe needs row_counts "static", got {self.row_counts!r}.'),
-            (balanced and not self.spare_experts_per_rank, "balance needs spare_experts_per_rank. Set it to 1 or 2."),
-            (balanced and self.graph_safe, "balance must be None with graph_safe=True. Use Dispatcher.place instead."),
+            (
+                balanced and not exact and not self.spare_experts_per_rank,
+                "balance needs spare_experts_per_rank. Set it to 1 or 2.",
+            ),
+            (
+                balanced and not exact and self.graph_safe,
+                f'balance must be "{EXACT}" or None with graph_safe=True, got {self.balance!r}: it plans on the host.',
+            ),
+            (
+                not exact and (self.balance_bound != 1 or self.balance_min_rows is not None),
+                f'balance_bound and balance_min_rows are settings of balance="{EXACT}", got balance={self.balance!r}.',
+            ),
+            (
+                self.graph_safe and bool(self.balance_min_rows),
+                "balance_min_rows needs graph_safe=False: without a copy, rows would not fit into the buffers.",
+            ),
             (given and not self.graph_safe, f"{given} needs graph_safe=True. Otherwise buffers follow the routing."),
             (finite and self.on_overflow is None, f'Set on_overflow to "raise" or "drop" with {finite}.'),
         ):
@@ -217,6 +241,11 @@ class DispatcherConfig(BaseModel):
     def backend_name(self) -> str:
         """Name of the backend, or "auto"."""
         return AUTO if self.backend_options is None else self.backend_options.name
+
+    def spare_slots(self, ep_size: int) -> int:
+        """Return the number of spare expert slots of each of ``ep_size`` ranks."""
+        spare = self.spare_experts_per_rank
+        return spare if spare or self.balance != EXACT else self.num_experts // ep_size
 
     @property
     def pad_multiple_rows(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.expert_rows import grouped_mm, split
@@ -191,7 +192,8 @@ class Dispatched:
             graph-safe mode.
         weights: float32 (R,), or float64 for float64 rows; 0 on padding. They are part of the autograd graph.
         pad_multiple: The rows of each expert are padded to a multiple of this number. Experts must not pad again.
-        placement: The expert in each expert slot of each rank; None if every rank holds its own experts only.
+        placement: The expert in each expert slot of each rank; None if every rank holds its own experts only. Under
+            ``balance="exact"`` it is an ``ExactPlacement``; ``placement.read()`` has the same on the host.
         state: Private state of the dispatcher and the backend.
     """
 
@@ -201,7 +203,7 @@ class Dispatched:
     host_counts: tuple[int, ...] | None
     weights: Tensor
     pad_multiple: int
-    placement: ExpertPlacement | None
+    placement: ExpertPlacement | ExactPlacement | None
     state: Any
 
     @property
@@ -319,7 +321,7 @@ class InFlight:
         finish: Function behind ``wait``.
     """
 
-    placement: ExpertPlacement | None
+    placement: ExpertPlacement | ExactPlacement | None
     finish: Callable[[], Dispatched]
 
     def wait(self) -> Dispatched:

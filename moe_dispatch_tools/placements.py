@@ -12,9 +12,11 @@ from torch import Tensor
 
 from moe_dispatch.backends.base import MoEShape
 from moe_dispatch.balance import ExpertPlacement, run_planner
+from moe_dispatch.balance.exact import EXACT
 from moe_dispatch.balance.placement import EMPTY
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers.requirements import exact_planner
 from moe_dispatch.permutation import count_values, merge_slots
 
 
@@ -37,12 +39,20 @@ def in_slots(
         used: List to which the placement of each dispatch is appended.
     """
     experts, per_node = config.num_experts, shape.ranks_per_node or shape.ep_size
-    home = ExpertPlacement.contiguous(experts, shape.ep_size, spare=config.spare_experts_per_rank)
+    home = ExpertPlacement.contiguous(experts, shape.ep_size, spare=config.spare_slots(shape.ep_size))
+    planners = []
+    if config.balance == EXACT:
+        planners = [exact_planner(config, shape, rank, torch.device("cpu")) for rank in range(shape.ep_size)]
     for of_ranks in dispatches:
         ids = [merge_slots(ids_TK, torch.zeros(ids_TK.shape), asks=True)[0] for ids_TK in of_ranks]
         placement = home
         if config.balance is not None:
             counts_PE = torch.stack([count_values(ids_TK.flatten() + 1, experts + 1)[1:] for ids_TK in ids])
+            plans = [planner(counts_PE) if config.graph_safe else planner.on_host(counts_PE) for planner in planners]
+            if plans:
+                used.append(plans[0].placement.read())
+                yield [plan.slots_of(ids_TK) for plan, ids_TK in zip(plans, ids, strict=True)]
+                continue
             placement = run_planner(config.balance, counts_PE, home, ranks_per_node=per_node)
         used.append(placement)
         tables = (

@@ -68,7 +68,7 @@ def test_design_notes_are_numbered_without_gaps_and_have_a_status() -> None:
 @pytest.mark.parametrize(
     ("page", "until", "holds"),
     [
-        ("balance.md", "", lambda names: names["balanced"].balance == "least_loaded"),
+        ("balance.md", "", lambda names: names["config"].balance == "exact"),
         ("deep-ep.md", "", lambda names: not names["emulated"]._lease._collected.alive),
         ("graph-safe.md", "", lambda names: names["matrices"].grad.isfinite().all()),
         ("layouts.md", "", lambda names: names["hidden"].shape == (20, 64)),

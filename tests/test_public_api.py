@@ -37,7 +37,7 @@ ERRORS = (
 )
 
 CONFIG_FIELDS = """
-    backend num_experts top_k hidden_size spare_experts_per_rank balance
+    backend num_experts top_k hidden_size spare_experts_per_rank balance balance_bound balance_min_rows
     pad_multiple weights wire_dtype row_counts max_tokens_per_rank infer_layout
     graph_safe capacity_factor on_overflow permutation device watchdog debug constraints
 """
@@ -55,14 +55,14 @@ VALUES: dict[type, str] = {
     backends.Constraints: CONSTRAINTS,
     MoEShape: """
         num_experts top_k hidden_size ep_size pad_multiple wire_dtype max_tokens_per_rank ranks_per_node graph_safe
-        capacity_factor
+        capacity_factor planned_rows
     """,
     Sizes: "padded_rows group_max_rows capacity tokens_per_expert",
     Capacity: "rows buffer_rows pair_rows",
     dispatchers.RequiredCapacity: "rows pair_rows capacity_factor pair_factor overflowed invalid_ids",
     dispatchers.Metrics: """
         backend dispatches real_tokens_per_expert imbalance rank_imbalance rows_padded rows_skipped bytes_sent
-        collectives slots_replayed slots_drifted
+        collectives expert_copies slots_replayed slots_drifted
     """,
 }
 
@@ -142,6 +142,8 @@ def test_config_defaults() -> None:
         "hidden_size": 4,
         "spare_experts_per_rank": 0,
         "balance": None,
+        "balance_bound": 1.0,
+        "balance_min_rows": None,
         "pad_multiple": 1,
         "weights": "combine",
         "wire_dtype": None,

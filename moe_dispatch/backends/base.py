@@ -149,6 +149,8 @@ class MoEShape:
         graph_safe: Whether both verbs must neither wait for the device nor have a shape that depends on the routing.
         capacity_factor: Capacity of graph-safe mode for the experts of one rank, as a multiple of the balanced load, or
             "worst" for the worst case.
+        planned_rows: Most rows of the experts of one rank, padding included, if a plan bounds them for any routing;
+            None without such a plan.
     """
 
     num_experts: int
@@ -161,6 +163,7 @@ class MoEShape:
     ranks_per_node: int | None = None
     graph_safe: bool = False
     capacity_factor: CapacityFactor = "worst"
+    planned_rows: int | None = None
 
     @property
     def num_local_experts(self) -> int:

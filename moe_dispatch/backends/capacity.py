@@ -48,6 +48,8 @@ def sized(shape: MoEShape, rows: int, pair_rows: int | None) -> Capacity:
     rows = max(rows, 1)
     padding = min(shape.num_local_experts, rows) * (shape.pad_multiple - 1)
     buffer_rows = (rows + padding) // shape.pad_multiple * shape.pad_multiple
+    if shape.planned_rows is not None:
+        buffer_rows = min(buffer_rows, shape.planned_rows)
     return Capacity(rows=rows, buffer_rows=buffer_rows, pair_rows=None if pair_rows is None else max(pair_rows, 1))
 
 
@@ -60,10 +62,11 @@ def tokens_of(shape: MoEShape) -> int:
 def worst_rows(shape: MoEShape, pair_rows: int | None = None) -> int:
     """Return the rows of one rank's experts if all slots that can go to the rank do so: ``P * Tmax * min(K, L)``.
 
-    With ``pair_rows``, this number takes the place of Tmax.
+    With ``pair_rows``, this number takes the place of Tmax. With a plan that bounds the rows, it is at most the bound.
     """
     from_each = tokens_of(shape) if pair_rows is None else pair_rows
-    return shape.ep_size * from_each * min(shape.top_k, shape.num_local_experts)
+    worst = shape.ep_size * from_each * min(shape.top_k, shape.num_local_experts)
+    return worst if shape.planned_rows is None else min(worst, shape.planned_rows)
 
 
 def balanced_rows(shape: MoEShape) -> int:

@@ -10,6 +10,7 @@ All of this is arithmetic below the dispatchers: nothing here talks to other ran
 the weights of experts to their slots, and their gradients home.
 """
 
+from moe_dispatch.balance.exact import ExactPlacement, exact
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.planners import (
     Planner,
@@ -22,9 +23,11 @@ from moe_dispatch.balance.planners import (
 )
 
 __all__ = [
+    "ExactPlacement",
     "ExpertPlacement",
     "Planner",
     "eplb",
+    "exact",
     "expected_rows",
     "known_planners",
     "least_loaded",

@@ -1,110 +1,254 @@
 """Which expert weights travel under a placement, seen from one rank. Index arithmetic without an exchange.
 
-The home of an expert is the rank that owns its parameters: rank e // L, whatever the placement says.
+The home of an expert is the rank that owns its parameters: rank e // M, whatever the placement says. Weights of several
+tensors travel side by side, as rows of W numbers for each expert. Gradients of copies take the way back.
+
+E experts, P ranks, M = E / P experts whose home is this rank, B rows of the buffer with the weights of slots, S spare
+slots of a rank, W numbers of one expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
+from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HeldExperts:
-    """The experts of this rank that one rank holds, in the order of its slots. Positions count in this order.
-
-    Attributes:
-        count: Number of these experts.
-        alone: For experts that no other rank holds: positions, and their numbers.
-        shared: For experts that other ranks hold too: positions, and their indices in ``Movement.shared_experts``.
-    """
-
-    count: int
-    alone: tuple[Tensor, Tensor]
-    shared: tuple[Tensor, Tensor]
+from moe_dispatch.permutation import accumulation_dtype
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Movement:
-    """The moves of weights of one rank. All tensors are int64 on the device of the weights.
+    """The moves of one rank, planned on the host. All tensors are int64 on the device of the weights.
 
-    Experts are numbers in 0..L-1 among the experts whose home is this rank. Gradients of copies take the way back.
+    Experts are numbers in 0..M-1 among the experts whose home is this rank.
 
     Attributes:
         rank: This rank.
-        experts_S: The expert in each slot of this rank that holds one of its own experts; 0 in other slots.
-        slots_L: The slot of each expert that this rank both owns and holds; 0 for other experts.
-        empty: The slots that hold no expert.
-        sent: The experts to send, by destination rank.
-        received: The slots to fill with weights of other ranks, by source rank.
+        num_own: M.
+        num_slots: B.
+        apart: Whether the buffer has only weights of other ranks, in the order of their arrival. Experts then run on
+            this rank's own parameters as they are.
+        sent: The experts to send, by destination rank and then by slot of the receiver.
         rows_in: Number of weights to receive from each rank.
         rows_out: Number of weights to send to each rank.
         moves: Whether any rank sends anything.
-        held: The experts of this rank that each rank holds.
-        shared_experts: The experts that more than one rank holds.
+        received: The slots of the weights that arrive, in the order of their arrival.
+        own: Slots of this rank that hold own experts, and these experts.
+        empty: Slots that hold no expert.
+        shared: The experts of this rank that other ranks hold.
+        kept: Of ``shared``, the indices of those that this rank holds too.
+        holders: For each rank, the indices in ``shared`` of the experts that it was sent.
     """
 
     rank: int
-    experts_S: Tensor
-    slots_L: Tensor
-    empty: Tensor
+    num_own: int
+    num_slots: int
+    apart: bool
     sent: Tensor
-    received: Tensor
     rows_in: tuple[int, ...]
     rows_out: tuple[int, ...]
     moves: bool
-    held: tuple[HeldExperts, ...]
-    shared_experts: Tensor
+    received: Tensor
+    own: tuple[Tensor, Tensor]
+    empty: Tensor
+    shared: Tensor
+    kept: Tensor
+    holders: tuple[Tensor, ...]
+
+    def fill(self, buffer_BW: Tensor, own: Sequence[Tensor], received_NW: Tensor) -> None:
+        """Write the weights of all slots. ``own`` are the parameters of this rank; not called if ``apart``."""
+        slots, experts = self.own
+        buffer_BW[slots] = side_by_side(own, experts)
+        buffer_BW[self.received] = received_NW
+        buffer_BW[self.empty] = 0
+
+    def outgoing(self, grads_BW: Tensor) -> Tensor:
+        """Return the gradients that go home."""
+        return grads_BW if self.apart else grads_BW.index_select(0, self.received)
+
+    def own_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of own experts, (M, ...), out of those of the slots; not called if ``apart``."""
+        slots, experts = self.own
+        return [
+            grad.new_zeros(self.num_own, *grad.shape[1:]).index_copy_(0, experts, grad.index_select(0, slots))
+            for grad in grads
+        ]
+
+    def collect(self, own: Sequence[Tensor], home_NW: Tensor) -> Sequence[Tensor]:
+        """Add the gradients of the copies of each expert, rank by rank, and round once.
+
+        Args:
+            own: Gradients of this rank's own experts, (M, ...); zero for experts that it does not hold.
+            home_NW: Gradients of copies on other ranks, in the order of ``sent``.
+
+        Returns:
+            The gradients of this rank's experts, (M, ...).
+        """
+        if not len(self.shared):
+            return own
+        sums = home_NW.new_zeros(len(self.shared), home_NW.shape[1], dtype=accumulation_dtype(home_NW.dtype))
+        for rank, (numbers, part) in enumerate(zip(self.holders, home_NW.split(self.rows_out), strict=True)):
+            if rank == self.rank:
+                sums[self.kept] += side_by_side(own, self.shared[self.kept])
+            elif len(part):
+                sums[numbers] += part  # a rank holds an expert once, so no number occurs twice
+        parts = zip(own, apart(sums.to(home_NW.dtype), own), strict=True)
+        return [grad.index_copy(0, self.shared, part) for grad, part in parts]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StaticMovement:
+    """The moves of a placement that only the device knows, in fixed shapes.
+
+    Every rank sends S weights to every rank, and the receiver takes those that it needs.
+
+    Attributes:
+        rank: This rank.
+        num_own: M.
+        num_slots: B, which is M + S.
+        sent: The experts to send, by destination rank and slot. Where the expert has another home, any expert travels.
+        rows_in: Number of weights to receive from each rank.
+        rows_out: Number of weights to send to each rank.
+        received: For each spare slot, the row that arrives for it.
+        from_home_PS1: For each rank, whether the weights of the spare slots are from there.
+        copies_PM: For each rank and own expert, the row of the copy's gradient among those that come home.
+        is_copied_PM1: Whether there is such a copy.
+    """
+
+    rank: int
+    num_own: int
+    num_slots: int
+    sent: Tensor
+    rows_in: tuple[int, ...]
+    rows_out: tuple[int, ...]
+    received: Tensor
+    from_home_PS1: Tensor
+    copies_PM: Tensor
+    is_copied_PM1: Tensor
+
+    moves: ClassVar[bool] = True
+    apart: ClassVar[bool] = False
+
+    def fill(self, buffer_BW: Tensor, own: Sequence[Tensor], received_NW: Tensor) -> None:
+        """Write the weights of all slots. Empty slots get any weights."""
+        side_by_side(own, out=buffer_BW[: self.num_own])
+        torch.index_select(received_NW, 0, self.received, out=buffer_BW[self.num_own :])
+
+    def outgoing(self, grads_BW: Tensor) -> Tensor:
+        """Return the gradients that go home, (P * S, W): zeros where a copy has another home."""
+        return torch.where(self.from_home_PS1, grads_BW[self.num_own :], 0).flatten(0, 1)
+
+    def own_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of own experts, (M, ...), out of those of the slots."""
+        return [grad[: self.num_own] for grad in grads]
+
+    def collect(self, own: Sequence[Tensor], home_NW: Tensor) -> Sequence[Tensor]:
+        """Add the gradients of the copies of each expert; see ``Movement.collect``."""
+        by_rank = home_NW.index_select(0, self.copies_PM.flatten()).view(*self.copies_PM.shape, -1)
+        by_rank = torch.where(self.is_copied_PM1, by_rank, 0)
+        by_rank[self.rank] = side_by_side(own)
+        return apart(by_rank.sum(0, dtype=accumulation_dtype(home_NW.dtype)).to(home_NW.dtype), own)
+
+
+def static_movement(placement: ExactPlacement, rank: int) -> StaticMovement:
+    """Return the moves of one rank. No host sync."""
+    copies_PS, experts = placement.copies_PS, placement.num_experts
+    size, spare = copies_PS.shape
+    own, ranks = experts // size, torch.arange(size, device=copies_PS.device)
+    home_S = (copies_PS[rank] // own).clamp_(max=size - 1)
+    hits_PSM = copies_PS.unsqueeze(2) == torch.arange(rank * own, (rank + 1) * own, device=copies_PS.device)
+    is_copied_PM, slot_PM = hits_PSM.max(1)
+    return StaticMovement(
+        rank=rank,
+        num_own=own,
+        num_slots=own + spare,
+        sent=(copies_PS - rank * own).clamp_(0, own - 1).flatten(),
+        rows_in=(spare,) * size,
+        rows_out=(spare,) * size,
+        received=torch.add(torch.arange(spare, device=home_S.device), home_S, alpha=spare),
+        from_home_PS1=(copies_PS[rank] // own == ranks.unsqueeze(1)).unsqueeze(2),
+        copies_PM=torch.add(slot_PM, ranks.unsqueeze(1), alpha=spare),
+        is_copied_PM1=is_copied_PM.unsqueeze(2),
+    )
 
 
 @lru_cache(maxsize=64)
 def movement_of(placement: ExpertPlacement, rank: int, device: torch.device) -> Movement:
     """Return the moves of one rank. Ranks agree on the order of an exchange: by rank, then by slot of the receiver."""
-    local, ranks = placement.num_experts // placement.num_ranks, range(placement.num_ranks)
+    own = placement.num_experts // placement.num_ranks
+    return _movement(placement.slots, placement.slots[rank], own, rank, device)
 
-    def held_of(home: int, holder: int) -> list[tuple[int, int]]:
-        """Return the slots of ``holder`` with experts of ``home``, and these experts."""
-        slots = enumerate(placement.slots[holder])
-        return [(slot, expert - home * local) for slot, expert in slots if expert != EMPTY and expert // local == home]
 
-    def index(numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
+def movement_apart(placement: ExactPlacement, rank: int, device: torch.device) -> Movement:
+    """Return the moves of one rank to the spare slots, if own experts run on this rank's own parameters.
 
-    held = [[expert for _, expert in held_of(rank, holder)] for holder in ranks]
-    counts = [sum(expert in experts for experts in held) for expert in range(local)]
-    shared = {expert: number for number, expert in enumerate(e for e in range(local) if counts[e] > 1)}
+    ``placement`` is on the CPU.
+    """
+    empty = placement.num_experts
+    copies = [[EMPTY if expert == empty else expert for expert in of_rank] for of_rank in placement.copies_PS.tolist()]
+    used = [expert for expert in copies[rank] if expert != EMPTY]
+    return _movement(copies, used, placement.num_experts // len(copies), rank, device, apart=True)
 
-    def held_experts(experts: list[int]) -> HeldExperts:
-        alone = [number for number, expert in enumerate(experts) if expert not in shared]
-        added = [number for number, expert in enumerate(experts) if expert in shared]
-        return HeldExperts(
-            count=len(experts),
-            alone=(index(alone), index([experts[number] for number in alone])),
-            shared=(index(added), index([shared[experts[number]] for number in added])),
-        )
 
-    expert_of = dict(held_of(rank, rank))
-    slot_of = {expert: slot for slot, expert in expert_of.items()}
-    received = [[] if home == rank else [slot for slot, _ in held_of(home, rank)] for home in ranks]
-    sent = [[] if holder == rank else experts for holder, experts in enumerate(held)]
+def _movement(
+    held: Sequence[Sequence[int]],
+    mine: Sequence[int],
+    own: int,
+    rank: int,
+    device: torch.device,
+    *,
+    apart: bool = False,
+) -> Movement:
+    """Return the moves of one rank, from the experts that every rank holds, and those in the slots of the buffer."""
+
+    def index(numbers: Iterable[int]) -> Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=device)
+
+    homes = [EMPTY if expert == EMPTY else expert // own for expert in mine]
+    sent = [
+        [] if holder == rank else [expert - rank * own for expert in experts if expert // own == rank and expert >= 0]
+        for holder, experts in enumerate(held)
+    ]
+    shared = sorted(set().union(*sent))
+    number_of = {expert: number for number, expert in enumerate(shared)}
+    kept = [slot for slot, home in enumerate(homes) if home == rank]
+    staying = range(own) if apart else [mine[slot] - rank * own for slot in kept]
+    received = [slot for home in range(len(held)) if home != rank for slot in range(len(mine)) if homes[slot] == home]
     return Movement(
         rank=rank,
-        experts_S=index([expert_of.get(slot, 0) for slot in range(placement.slots_per_rank)]),
-        slots_L=index([slot_of.get(expert, 0) for expert in range(local)]),
-        empty=index([slot for slot, expert in enumerate(placement.slots[rank]) if expert == EMPTY]),
-        sent=index([expert for experts in sent for expert in experts]),
-        received=index([slot for slots in received for slot in slots]),
-        rows_in=tuple(map(len, received)),
+        num_own=own,
+        num_slots=len(mine),
+        apart=apart,
+        sent=index(expert for experts in sent for expert in experts),
+        rows_in=tuple(0 if home == rank else homes.count(home) for home in range(len(held))),
         rows_out=tuple(map(len, sent)),
-        moves=any(held_of(home, holder) for home in ranks for holder in ranks if home != holder),
-        held=tuple(map(held_experts, held)),
-        shared_experts=index(list(shared)),
+        moves=any(
+            expert != EMPTY and expert // own != holder for holder, experts in enumerate(held) for expert in experts
+        ),
+        received=index(received),
+        own=(index(kept), index(mine[slot] - rank * own for slot in kept)),
+        empty=index(slot for slot, home in enumerate(homes) if home == EMPTY),
+        shared=index(shared),
+        kept=index(number_of[expert] for expert in staying if expert in number_of),
+        holders=tuple(index(number_of[expert] for expert in experts) for experts in sent),
     )
+
+
+def side_by_side(tensors: Sequence[Tensor], rows_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Return entries of all tensors side by side, (N, W); all entries if ``rows_N`` is None."""
+    parts = [(tensor if rows_N is None else tensor.index_select(0, rows_N)).flatten(1) for tensor in tensors]
+    return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, 1, out=out)
+
+
+def apart(both_NW: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Undo ``side_by_side`` without a copy: return the part of each tensor."""
+    parts = both_NW.split([tensor.shape[1:].numel() for tensor in like], 1)
+    return tuple(part.view(-1, *tensor.shape[1:]) for part, tensor in zip(parts, like, strict=True))

@@ -22,6 +22,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from moe_dispatch.balance.exact import exact
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
 
@@ -379,7 +380,7 @@ class _Search:
         self._ranks_of[expert], self._shares[expert] = ranks, expert_shares(self._demand, expert, ranks)
 
 
-_BUILT_IN: dict[str, Planner] = {"eplb": eplb, "least_loaded": least_loaded}
+_BUILT_IN: dict[str, Planner] = {"eplb": eplb, "exact": exact, "least_loaded": least_loaded}
 
 
 def is_built_in(name: str) -> bool:

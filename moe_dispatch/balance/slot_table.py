@@ -96,14 +96,17 @@ def slots_of(ids_TK: Tensor, copies_EC: Tensor) -> Tensor:
     expert_TK = ids_TK.clamp(min=0)
     column_TK: Tensor | int = 1
     if width > 2:
-        column_TK = 1 + _turns(ids_TK, copies_EC.shape[0]) % copies_EC[:, 0][expert_TK]
+        column_TK = 1 + counts_and_turns(ids_TK, copies_EC.shape[0])[1] % copies_EC[:, 0][expert_TK]
     return torch.where(ids_TK < 0, -1, copies_EC.flatten()[expert_TK * width + column_TK])
 
 
-def _turns(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Count, for each id, the equal ids before it. For example, [[4, 2], [2, 4]] gives [[0, 0], [1, 1]]."""
+def counts_and_turns(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Count the ids of each expert, (E,), and for each id the equal ids before it, (T, K). No host sync.
+
+    For example, the turns of [[4, 2], [2, 4]] are [[0, 0], [1, 1]].
+    """
     ordered_N, places_N = ids_TK.flatten().sort(stable=True)
-    first_E = torch.searchsorted(ordered_N, torch.arange(num_experts, device=ids_TK.device))
-    turns_N = torch.arange(len(ordered_N), device=ids_TK.device) - first_E[ordered_N.clamp(min=0)]
+    begin = torch.searchsorted(ordered_N, torch.arange(num_experts + 1, device=ids_TK.device))
+    turns_N = torch.arange(len(ordered_N), device=ids_TK.device) - begin[ordered_N.clamp(min=0)]
     # Turns of -1 are never used. They must not be negative, because they go through a table too.
-    return torch.zeros_like(turns_N).scatter_(0, places_N, turns_N.clamp_(min=0)).view_as(ids_TK)
+    return begin.diff(), torch.zeros_like(turns_N).scatter_(0, places_N, turns_N.clamp_(min=0)).view_as(ids_TK)

@@ -69,7 +69,7 @@ def tell_peers(
     try:
         if channel.config.debug or (not has_sizes and channel.agrees_on_rows):
             _agree_on_largest(channel, 0, error)
-        elif in_dispatch and channel.config.balance is not None:
+        elif in_dispatch and channel.config.balance is not None and not channel.config.graph_safe:
             channel.control.gather_integers([REFUSED, *[0] * channel.config.num_experts], label="balance")
             raise_alike(channel.control, error, label="refusal")
         elif in_dispatch and channel.needs.exchanges_counts:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch.backends.base import Arrived, Route
 from moe_dispatch.backends.local import count_experts
+from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import HostCopy, raise_alike
@@ -100,7 +101,7 @@ class Departed:
             reports invalid ids in ``check``.
         valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
         placement: Placement of this dispatch.
-        table: Table that turned ids of experts into ids of expert slots; None if they are equal.
+        experts_L: int64 (L,), the expert in each slot of this rank, or E for an empty slot; None without a placement.
     """
 
     started: Any
@@ -112,8 +113,8 @@ class Departed:
     outcome: Tensor
     invalid: HostCopy | None
     valid_T: Tensor | None
-    placement: ExpertPlacement | None
-    table: SlotTable | None
+    placement: ExpertPlacement | ExactPlacement | None
+    experts_L: Tensor | None
 
 
 def start(
@@ -155,7 +156,9 @@ def start(
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
     config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, recorded)
+    placement: ExpertPlacement | ExactPlacement | None
     placement, table = placed
+    experts_L = None if table is None else table.experts_L
     mark = mark_of(x_TD.dtype, recorded, None if lease is None else lease.number) if needs.exchanges_counts else None
     asks, num_experts = not config.graph_safe, config.num_experts
     try:
@@ -176,11 +179,10 @@ def start(
         tally = [outcome.view(1), count_experts(ids_TK, channel.shape.num_experts)] if sums else []
         plan = settle(channel, plan, facts=facts, lease=lease, tally=tally, problem=problem)
     sizes = plan.sizes if traced is None else traced(plan.sizes)
-    if config.balance is not None:
-        placement, table = plan_balance(channel, ids_TK)
-        ids_TK = slots_of(ids_TK, table.copies_EC)
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device)
+    if config.balance is not None:
+        placement, experts_L, ids_TK = plan_balance(channel, ids_TK)
     marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
     raises_later = mark is None and sizes.capacity is None and sizes.tokens_per_expert is None
     invalid = HostCopy(outcome) if raises_later else None
@@ -209,7 +211,7 @@ def start(
         invalid=invalid,
         valid_T=valid_T,
         placement=placement,
-        table=table,
+        experts_L=experts_L,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_dispatch.balance.exact import EXACT, ExactPlacement
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.balance.planners import is_built_in, run_planner
-from moe_dispatch.balance.slot_table import SlotTable
+from moe_dispatch.balance.slot_table import counts_and_turns, slots_of
 from moe_dispatch.communication import device_types, raise_alike, read_host
 from moe_dispatch.dispatchers.agreement import REFUSED
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
@@ -88,42 +89,66 @@ def device_of_tables(channel: Channel, device: torch.device | str | None) -> tor
     return torch.empty(0, device=chosen).device  # with its number, as tensors have it
 
 
-def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement, SlotTable]:
-    """Return the placement of a dispatch, and its table on this rank. Collective; call with gradients off.
-
-    The planners of this package give the same placement on all ranks, because all ranks have the same counts. A planner
-    of another package may fail on one rank, so ranks compare its results.
+def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement | ExactPlacement, Tensor, Tensor]:
+    """Plan a dispatch under ``balance``. Collective; call with gradients off.
 
     Args:
         channel: Channel of the dispatcher; its config has ``balance``.
         ids_TK: Valid ids of the rows that are sent, int64 (T, K).
+
+    Returns:
+        The placement; the expert in each slot of this rank, int64 (L,), or E for an empty one; and the numbers of the
+        slots that take the place of the ids, int64 (T, K).
 
     Raises:
         ConfigError: The planner raises, or its placement does not fit.
         InputError: The placements of the ranks differ. Raised on every rank.
         PeerError: Another rank refused its call, or has a planner that raises.
 
-    Cost: one host sync, and one all-gather of E+1 integers on the control group. With ``debug``, or a planner of
-    another package, also an all-reduce of three integers.
+    Cost: in graph-safe mode, one all-gather of E integers of the device and no host sync. Otherwise one host sync, and
+    one all-gather of E+1 integers on the control group. With ``debug``, or a planner of another package, also an
+    all-reduce of three integers.
     """
-    config, shape, name = channel.config, channel.shape, channel.config.balance
-    assert name is not None
+    config, size = channel.config, channel.communicator.size
     with profiler_range("balance"):
-        counts = read_host(count_values(ids_TK.flatten() + 1, config.num_experts + 1)[1:])
-        everyone = channel.control.gather_integers([len(ids_TK), *counts], label="balance")
-        if any(rows == REFUSED for rows, *_ in everyone):
+        if config.graph_safe:
+            counts_E, turns_TK = counts_and_turns(ids_TK, config.num_experts)
+            everyone = counts_E.new_empty(size * config.num_experts)
+            channel.communicator.all_gather(everyone, counts_E, label="balance")
+            plan = channel.planner(ids_TK.device)(everyone.view(size, -1))
+            return plan.placement, plan.experts_L, plan.slots_of(ids_TK, turns_TK)
+        counts_E = count_values(ids_TK.flatten() + 1, config.num_experts + 1)[1:]
+        mine = torch.tensor([len(ids_TK), *read_host(counts_E)], dtype=torch.int64, device="cpu")
+        everyone = channel.control.gather_tensor(mine, label="balance")
+        if bool((everyone[:, 0] == REFUSED).any()):
             raise_alike(channel.control, None, label="refusal")
             raise PeerError("Dispatcher.dispatch: another rank refused its call.")
-        home = ExpertPlacement.contiguous(config.num_experts, shape.ep_size, spare=config.spare_experts_per_rank)
-        counts_PE = torch.tensor([of_rank[1:] for of_rank in everyone], dtype=torch.int64, device="cpu")
-        found, problem = home, None
-        try:
-            found = run_planner(name, counts_PE, home, ranks_per_node=channel.ranks_per_node)
-            check_placement(f"Planner {name!r}", channel, found)
-        except Exception as error:
-            problem = error
-        if config.debug or not is_built_in(name):
-            raise_alike(channel.control, problem, facts=facts_of_placement(found), of_call=True, label="balance")
-        elif problem is not None:
-            raise problem
-        return found, channel.table_of(found, ids_TK.device)
+        if config.balance == EXACT:
+            plan = channel.planner(ids_TK.device).on_host(everyone[:, 1:]).to(ids_TK.device)
+            return plan.placement, plan.experts_L, plan.slots_of(ids_TK)
+        return _run_planner(channel, everyone[:, 1:], ids_TK)
+
+
+def _run_planner(channel: Channel, counts_PE: Tensor, ids_TK: Tensor) -> tuple[ExpertPlacement, Tensor, Tensor]:
+    """Plan with a planner of the host.
+
+    The planners of this package give the same placement on all ranks, because all ranks have the same counts. A planner
+    of another package may fail on one rank, so ranks compare its results.
+    """
+    config, name = channel.config, channel.config.balance
+    assert name is not None
+    home = ExpertPlacement.contiguous(
+        config.num_experts, channel.shape.ep_size, spare=config.spare_slots(channel.shape.ep_size)
+    )
+    found, problem = home, None
+    try:
+        found = run_planner(name, counts_PE, home, ranks_per_node=channel.ranks_per_node)
+        check_placement(f"Planner {name!r}", channel, found)
+    except Exception as error:
+        problem = error
+    if config.debug or not is_built_in(name):
+        raise_alike(channel.control, problem, facts=facts_of_placement(found), of_call=True, label="balance")
+    elif problem is not None:
+        raise problem
+    table = channel.table_of(found, ids_TK.device)
+    return found, table.experts_L, slots_of(ids_TK, table.copies_EC)

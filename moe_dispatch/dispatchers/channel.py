@@ -25,13 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.registry import known_backends, load_backend
+from moe_dispatch.balance.exact import ExactPlanner
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import Communicator, control_device, device_types, raise_alike
 from moe_dispatch.config import ENVIRONMENT_PREFIX, WATCHDOG_SECONDS, DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.recorder import Recorder
-from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, shape_of
+from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, exact_planner, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError, shown
 from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Capacity, Sizes
@@ -93,6 +94,7 @@ class Channel:
         self.meter = Meter(shape.num_local_experts, config.num_experts, first)
         self.checked: set[object] = set()
         self.recorder: Recorder | None = None
+        self._planners: dict[torch.device, ExactPlanner] = {}
         self.users = 0
         self.numbers = itertools.count()
         self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
@@ -129,7 +131,7 @@ class Channel:
 
     def table_of(self, placement: ExpertPlacement, device: torch.device) -> SlotTable:
         """Return the table of a placement on this rank. In graph-safe mode all tables have the same shape."""
-        most = min(self.shape.ep_size, 1 + self.shape.ep_size * self.config.spare_experts_per_rank)
+        most = min(self.shape.ep_size, 1 + self.shape.ep_size * self.config.spare_slots(self.shape.ep_size))
         return SlotTable.make(
             placement,
             self.communicator.rank,
@@ -137,6 +139,13 @@ class Channel:
             device=device,
             most_copies=most if self.config.graph_safe else None,
         )
+
+    def planner(self, device: torch.device) -> ExactPlanner:
+        """Return the planner of ``balance="exact"`` for rows on a device."""
+        if device not in self._planners:
+            shape = dataclasses.replace(self.shape, ranks_per_node=self.ranks_per_node)
+            self._planners[device] = exact_planner(self.config, shape, self.communicator.rank, device)
+        return self._planners[device]
 
     def sizes(self, largest: int) -> Sizes:
         """Return the sizes that follow from the largest row count of any rank."""

@@ -85,8 +85,8 @@ class Dispatcher(nn.Module):
         self.name = name
         self._has_seen_ddp = False
         self._lease = lease_channel(config, group, control_group, name)
-        if config.spare_experts_per_rank:
-            ranks, spare = self._channel.shape.ep_size, config.spare_experts_per_rank
+        ranks = self._channel.shape.ep_size
+        if spare := config.spare_slots(ranks):
             own = ExpertPlacement.contiguous(config.num_experts, ranks, spare=spare)
             self._lease.place(own, device_of_tables(self._channel, None))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived
+from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.errors import StateError
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Metrics:
             their ids set to -1.
         bytes_sent: Bytes sent to other ranks, by collective.
         collectives: Number of calls, by collective.
+        expert_copies: Number of copies of experts that ``balance="exact"`` made on this rank, over all dispatches; with
+            ``gather``, on all ranks.
         slots_replayed: Slots whose expert came from a ``RoutingTable``, by name of the dispatcher. Recomputation counts
             them again. Calls inside torch.compile and selective checkpointing are not counted.
         slots_drifted: Those of them in which the router would not have chosen this expert, by name of the dispatcher.
@@ -58,6 +61,7 @@ class Metrics:
     rows_skipped: dict[str, int]
     bytes_sent: dict[str, int]
     collectives: dict[str, int]
+    expert_copies: int
     slots_replayed: dict[str, int]
     slots_drifted: dict[str, int]
 
@@ -97,6 +101,7 @@ class Meter:
         # Real rows and padding of each slot, masked rows, and needs: these are maxima, so a dispatch may be repeated.
         self._counters: dict[torch.device, tuple[Tensor, ...]] = {}
         self._by_expert: dict[torch.device, Tensor] = {}
+        self._copies: dict[torch.device, Tensor] = {}
         self._drift: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
@@ -148,6 +153,7 @@ class Meter:
         self.placed = True
         if device not in self._by_expert:  # the last entry is for empty slots
             self._by_expert[device] = self._zeros("", device, self._num_experts + 1)
+            self._copies[device] = self._zeros("", device)
 
     def record(self, arrived: Arrived, departed: Departed) -> None:
         """Count one dispatch. No sync. In place, so that replays write to the same counters."""
@@ -156,11 +162,14 @@ class Meter:
             self.prepare(device)
         with self.turn(device) if device.type == "cuda" else _NO_TURN:
             real, padding, masked, needs = self._counters[device]
-            if departed.table is None:
+            if departed.experts_L is None:
                 real.add_(arrived.real_tokens_per_expert)
             else:
-                experts_L = departed.table.experts_L.to(device)
+                experts_L = departed.experts_L.to(device)
                 self._by_expert[device].index_add_(0, experts_L, arrived.real_tokens_per_expert)
+                if isinstance(departed.placement, ExactPlacement):
+                    of_spare_slots = experts_L[-departed.placement.copies_PS.shape[1] :]
+                    self._copies[device].add_((of_spare_slots < self._num_experts).sum())
             if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
                 padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
             if departed.valid_T is not None:
@@ -191,6 +200,11 @@ class Meter:
             drifted[name] += both[0]
             replayed[name] += both[1]
         return drifted, replayed
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of experts on this rank so far. A host sync on a GPU."""
+        return sum(self._read(copies) for copies in self._copies.values())
 
     @property
     def masked(self) -> int:
@@ -242,11 +256,12 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         {**meter.rows, "masked": meter.masked},
         +_total(link.bytes_sent for link in links),
         _total(link.calls for link in links),
+        {"copies": meter.copies},
         *meter.drift(),
     ]
     everyone = channel.control.gather_json(mine, label="metrics") if gather else [mine]
     real, padding, *others = zip(*everyone, strict=True)
-    rows, sent, calls, drifted, replayed = map(_total, others)
+    rows, sent, calls, copies, drifted, replayed = map(_total, others)
     tokens = torch.tensor(real, dtype=torch.int64, device="cpu")
     ranks = tokens.sum(1)
     tokens = tokens.sum(0) if meter.placed else tokens.flatten()
@@ -260,6 +275,7 @@ def read_metrics(channel: Channel, *, gather: bool) -> Metrics:
         rows_skipped={"cut": rows["cut"], "masked": rows["masked"]},
         bytes_sent=dict(sent),
         collectives=dict(calls),
+        expert_copies=copies["copies"],
         slots_replayed=dict(replayed),
         slots_drifted=dict(drifted),
     )

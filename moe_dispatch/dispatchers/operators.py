@@ -323,8 +323,8 @@ def trace_dispatch(
     channel = lease.enter()
     if channel.config.balance is not None:
         raise StateError(
-            "Dispatcher.dispatch: with balance, the host plans each dispatch, so keep both verbs out of torch.compile "
-            "and selective checkpointing. Or use dispatcher.place(placement)."
+            "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
+            "selective checkpointing. Or use dispatcher.place(placement)."
         )
     x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
     num_rows = x_TD.shape[0]

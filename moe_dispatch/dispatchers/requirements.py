@@ -6,6 +6,7 @@ import torch
 
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, probe_backend
+from moe_dispatch.balance.exact import EXACT, ExactPlanner, exact_rows
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
 from moe_dispatch.probing import Rejected
@@ -43,7 +44,7 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
             f"Use {-(-config.num_experts // ep_size) * ep_size} experts or ep_size {smaller}."
         )
     return MoEShape(
-        num_experts=config.num_experts + ep_size * config.spare_experts_per_rank,
+        num_experts=config.num_experts + ep_size * config.spare_slots(ep_size),
         top_k=config.top_k,
         hidden_size=config.hidden_size,
         ep_size=ep_size,
@@ -53,6 +54,39 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
         graph_safe=config.graph_safe,
         capacity_factor=config.capacity_factor,
         ranks_per_node=ranks_per_node,
+        planned_rows=_planned_rows(config, ep_size),
+    )
+
+
+def _planned_rows(config: DispatcherConfig, ep_size: int) -> int | None:
+    """Return the most rows of one rank's experts if ``balance`` bounds them for every routing; else None."""
+    if config.balance != EXACT or not config.graph_safe or config.max_tokens_per_rank is None:
+        return None
+    if config.spare_slots(ep_size) * ep_size < config.num_experts:
+        return None
+    return exact_rows(
+        config.num_experts,
+        ep_size,
+        tokens=config.max_tokens_per_rank,
+        top_k=config.top_k,
+        bound=config.balance_bound,
+        pad_multiple=config.pad_multiple_rows,
+    )
+
+
+def exact_planner(config: DispatcherConfig, shape: MoEShape, rank: int, device: torch.device) -> ExactPlanner:
+    """Return the planner of ``balance="exact"`` for rows on a device. In eager mode it plans on the CPU."""
+    fewest = 0 if config.graph_safe else 1024 if device.type == "cuda" else 128
+    return ExactPlanner(
+        config.num_experts,
+        shape.ep_size,
+        rank,
+        spare=config.spare_slots(shape.ep_size),
+        bound=config.balance_bound,
+        pad_multiple=config.pad_multiple_rows,
+        ranks_per_node=shape.ranks_per_node,
+        min_rows=fewest if config.balance_min_rows is None else config.balance_min_rows,
+        device=device if config.graph_safe else "cpu",
     )
 
 

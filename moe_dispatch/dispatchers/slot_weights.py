@@ -1,9 +1,12 @@
-"""``SlotWeights``: bring the weights of experts to the expert slots that hold them, and their gradients home.
+"""``SlotWeights``: run experts with the weights of the expert slots of a placement, and bring gradients home.
 
 Copies of an expert get their gradient in ``_Fetch.backward``: each rank computes the gradient of its own copy, sends it
-to the home of the expert, and ``_summed`` adds the gradients there, rank by rank.
+to the home of the expert, and ``collect`` of the movement adds the gradients there, rank by rank.
 
-S expert slots of this rank, L experts whose home is this rank, N weights that travel, W numbers of one expert.
+The weights that arrive are not kept until the backward. Autograd keeps tensors, so ``run`` frees the memory behind them
+after the experts, and ``_Leave.backward`` allocates it again and fetches the weights a second time.
+
+M experts whose home is this rank, B slots with fetched weights, W numbers of one expert.
 """
 
 from __future__ import annotations
@@ -13,16 +16,26 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moe_dispatch.balance.movement import Movement, movement_of
-from moe_dispatch.balance.placement import ExpertPlacement
+from moe_dispatch.balance.exact import ExactPlacement
+from moe_dispatch.balance.movement import (
+    Movement,
+    StaticMovement,
+    apart,
+    movement_apart,
+    movement_of,
+    side_by_side,
+    static_movement,
+)
 from moe_dispatch.dispatchers.autograd import double_backward, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
 from moe_dispatch.errors import InputError, StateError
-from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Dispatched, InFlight
+
+Moves = Movement | StaticMovement
+Experts = Callable[..., Tensor]
 
 
 @final
@@ -34,88 +47,160 @@ class SlotWeights:
 
     Args:
         dispatcher: Dispatcher of the layer.
-        recomputed: Whether the layer runs inside activation checkpointing. The weights that arrived are then kept until
-            the parameters change, and a recomputation uses them instead of fetching them again. Tensors of equal shapes
-            must then be fetched in one call, unless they are parameters.
     """
 
-    def __init__(self, dispatcher: Dispatcher, *, recomputed: bool = False) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._recomputed = recomputed
-        self._kept: dict[tuple[int | torch.Size, ...], tuple[list[int], dict[ExpertPlacement, Tensor]]] = {}
 
-    def fetch(self, sent: Dispatched | InFlight, *stacked: Tensor) -> tuple[Dispatched, tuple[Tensor, ...]]:
-        """Return the weights of this rank's expert slots, in the order of ``sent.placement``. Collective.
+    def run(self, sent: Dispatched | InFlight, experts: Experts, *stacked: Tensor) -> tuple[Dispatched, Tensor]:
+        """Run experts on the rows of a dispatch, with the weights of this rank's slots. Collective.
 
         The home of an expert sends its weights to each slot on another rank. With an ``InFlight``, weights and rows
-        travel at the same time. In the backward the gradients of copies come home. They are added there rank by rank
-        in float32 (float64 for float64), and rounded once.
+        travel at the same time. The memory of the weights is free again when the experts have run; the backward fetches
+        them a second time. Inside activation checkpointing, the recomputation is the second time.
+
+        In the backward the gradients of copies come home. They are added there rank by rank in float32 (float64 for
+        float64), and rounded once.
 
         Args:
             sent: Result of a dispatch of this dispatcher.
-            *stacked: Parameters of this rank's own experts: (L, ...), all with the same dtype and device. Every rank
+            experts: Called as ``experts(part, *weights)``, and returns an output (R, H) for the rows of ``part``, a
+                ``Dispatched`` with some of the slots of ``sent``. ``weights`` has for each of ``stacked`` a tensor with
+                the weights of these slots. With ``balance="exact"`` in eager mode it is called for this rank's own
+                experts, with ``stacked`` itself, and if there are copies a second time for them.
+            *stacked: Parameters of this rank's own experts: (M, ...), all with the same dtype and device. Every rank
                 passes parameters of the same sizes, with the same ``requires_grad``.
 
         Returns:
-            The dispatch with arrived rows, to use in place of ``sent``; and for each of ``stacked`` a tensor (S, ...),
-            zero in empty slots. Use this result: it makes every rank take part in the backward of the exchange, also a
-            rank whose experts got no row. Without a placement ``stacked`` itself is returned.
+            The dispatch with arrived rows, and the outputs for all of them, to combine. The outputs make every rank
+            take part in the exchanges of the backward, also a rank whose experts got no row.
 
         Raises:
             InputError: The tensors do not fit the config or each other.
             StateError: The call is being compiled, the dispatcher is closed, or ``sent`` is of another dispatcher.
 
+        Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
+        ``balance="exact"``, each all-to-all has the weights of ``P * S`` experts for S spare slots, and own
+        parameters are copied to their slots.
+        """
+        lease, channel = self._enter(stacked)
+        if sent.placement is None:
+            landed = sent.wait()
+            return landed, experts(landed, *stacked)
+        moves, finish = self._start(channel, sent, stacked, whole=False)
+        landed = self._landed(sent, lease)
+        if not moves.moves and moves.apart:
+            return landed, experts(_part(landed, slice(moves.num_own), landed.rows, landed.weights), *stacked)
+        buffer_BW = finish()
+        own, slots = _fetched(lease, moves, buffer_BW, stacked)
+        outputs = _run_parts(landed, moves, experts, own, slots)
+        if torch.is_grad_enabled() and (landed.rows.requires_grad or slots[0].requires_grad):
+            leave = _Refill(lease, moves, len(slots), tuple(buffer_BW.shape))
+            outputs = _Leave.apply(outputs, landed.rows, leave, *slots, *stacked)  # type: ignore[no-untyped-call]
+            if torch._C._current_graph_task_id() == -1:  # otherwise a recomputation, whose backward follows
+                buffer_BW.untyped_storage().resize_(0)
+        return landed, outputs
+
+    def fetch(self, sent: Dispatched | InFlight, *stacked: Tensor) -> tuple[Dispatched, tuple[Tensor, ...]]:
+        """Return the weights of all slots of this rank, for experts that ``run`` cannot call. Collective.
+
+        Autograd keeps these weights until the backward, so they take memory in every layer. A recomputation fetches
+        them again. Arguments, errors and gradients are those of ``run``.
+
+        Returns:
+            The dispatch with arrived rows, to use in place of ``sent``; and for each of ``stacked`` a tensor with the
+            weights of the slots, own ones first. Use this result: it makes every rank take part in the backward of the
+            exchange. Without a placement ``stacked`` itself is returned.
+
         Cost: one all-to-all, and one in the backward; none if no weight has to travel. This rank's own weights are
         copied to their slots.
         """
+        lease, channel = self._enter(stacked)
+        if sent.placement is None:
+            return sent.wait(), stacked
+        moves, finish = self._start(channel, sent, stacked, whole=True)
+        landed = self._landed(sent, lease)
+        _, slots = _fetched(lease, moves, finish(), stacked)
+        if slots[0].requires_grad:
+            landed = dataclasses.replace(landed, weights=tie(landed.weights, slots[0]))
+        return landed, slots
+
+    def _enter(self, stacked: Sequence[Tensor]) -> tuple[Lease, Channel]:
         if torch.compiler.is_compiling():
             raise StateError(
-                "SlotWeights.fetch: weights must be fetched outside of compiled regions, got a call that is being "
-                "traced. Fetch them before the region, and pass them in."
+                "SlotWeights: weights must be fetched outside of compiled regions, got a call that is being traced. "
+                "Compile the experts alone."
             )
         lease = self._dispatcher._lease
-        channel, placement = lease.enter(), sent.placement
+        channel = lease.enter()
         _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
-        if placement is None:
-            return sent.wait(), stacked
-        movement = movement_of(placement, channel.communicator.rank, stacked[0].device)
-        with torch.no_grad():
-            arrive = self._start_fetch(channel, placement, movement, stacked)
+        return lease, channel
+
+    def _landed(self, sent: Dispatched | InFlight, lease: Lease) -> Dispatched:
         landed = sent.wait()
         if landed.state.lease is not lease:
             raise StateError(
-                "SlotWeights.fetch: sent must come from the dispatcher of these weights, got the result of another "
-                "one. Make SlotWeights with the dispatcher that dispatched."
+                "SlotWeights: sent must come from the dispatcher of these weights, got the result of another one. Make "
+                "SlotWeights with the dispatcher that dispatched."
             )
-        weights: tuple[Tensor, ...] = _Fetch.apply(lease, movement, arrive(), *stacked)  # type: ignore[no-untyped-call]
-        if not weights[0].requires_grad:
-            return landed, weights
-        return dataclasses.replace(landed, weights=tie(landed.weights, weights[0])), weights
+        return landed
 
-    def _start_fetch(
-        self, channel: Channel, placement: ExpertPlacement, movement: Movement, stacked: Sequence[Tensor]
-    ) -> Callable[[], Tensor]:
-        """Start the exchange. Returns a function that waits for the weights of the received slots, (N, W)."""
-        if not movement.moves:
-            return lambda: stacked[0].new_empty(0, _width(stacked))
-        if not self._recomputed or torch.is_inference_mode_enabled():
-            return _exchange_weights(channel, movement, _side_by_side(stacked, movement.sent))
-        # Tensors that are made anew in each forward can only be told apart by their shapes.
-        key = tuple(id(weight) if isinstance(weight, nn.Parameter) else weight.shape for weight in stacked)
-        before, kept = self._kept.get(key, ([], {}))
-        if torch._C._current_graph_task_id() != -1 and placement in kept:  # a recomputation in the backward
-            return lambda: kept[placement]
-        versions = [weight._version for weight in stacked]
-        if versions != before:
-            kept = {}
-            self._kept[key] = versions, kept
-        finish = _exchange_weights(channel, movement, _side_by_side(stacked, movement.sent))
+    def _start(
+        self, channel: Channel, sent: Dispatched | InFlight, stacked: Sequence[Tensor], *, whole: bool
+    ) -> tuple[Moves, Callable[[], Tensor]]:
+        """Return the moves, and a function that waits for the weights and returns the buffer. Starts the exchange."""
+        placement, rank, device = sent.placement, channel.communicator.rank, stacked[0].device
+        moves: Moves
+        if not isinstance(placement, ExactPlacement):
+            assert placement is not None
+            moves = movement_of(placement, rank, device)
+        elif channel.config.graph_safe and channel.communicator.size > 1:
+            moves = static_movement(placement, rank)
+        elif whole:
+            moves = movement_of(placement.read(), rank, device)
+        else:
+            moves = movement_apart(placement, rank, device)
+        return moves, _exchange(channel, moves, stacked)
 
-        def keep() -> Tensor:
-            kept[placement] = finish()
-            return kept[placement]
 
-        return keep
+def _fetched(
+    lease: Lease, moves: Moves, buffer_BW: Tensor, stacked: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the parameters of own experts, if they run apart, and the weights of the slots, as results of autograd."""
+    found: tuple[Tensor, ...] = _Fetch.apply(lease, moves, (buffer_BW,), *stacked)  # type: ignore[no-untyped-call]
+    own = len(stacked) if moves.apart else 0
+    return found[:own], found[own:]
+
+
+def _run_parts(
+    landed: Dispatched, moves: Moves, experts: Experts, own: Sequence[Tensor], slots: Sequence[Tensor]
+) -> Tensor:
+    """Run the experts, apart for own ones and copies if the moves say so."""
+    if not own:
+        return experts(landed, *slots)
+    if not moves.num_slots:
+        return experts(_part(landed, slice(moves.num_own), landed.rows, landed.weights), *own)
+    assert landed.host_counts is not None
+    of_own = sum(landed.host_counts[: moves.num_own])
+    sizes = [of_own, len(landed.rows) - of_own]
+    parts = zip((own, slots), _split(moves), landed.rows.split(sizes), landed.weights.split(sizes), strict=True)
+    return torch.cat([experts(_part(landed, some, rows, shares), *weights) for weights, some, rows, shares in parts])
+
+
+def _split(moves: Moves) -> tuple[slice, slice]:
+    return slice(moves.num_own), slice(moves.num_own, moves.num_own + moves.num_slots)
+
+
+def _part(landed: Dispatched, some: slice, rows: Tensor, weights: Tensor) -> Dispatched:
+    """Return a dispatch with some of its slots only."""
+    return dataclasses.replace(
+        landed,
+        rows=rows,
+        weights=weights,
+        tokens_per_expert=landed.tokens_per_expert[some],
+        real_tokens_per_expert=landed.real_tokens_per_expert[some],
+        host_counts=None if landed.host_counts is None else landed.host_counts[some],
+    )
 
 
 def _check_stacked(local: int, stacked: Sequence[Tensor]) -> None:
@@ -123,109 +208,130 @@ def _check_stacked(local: int, stacked: Sequence[Tensor]) -> None:
     shapes = [tuple(weight.shape) for weight in stacked]
     if not shapes or any(shape[:1] != (local,) for shape in shapes):
         raise InputError(
-            f"SlotWeights.fetch: stacked must be tensors ({local}, ...), one entry for each expert whose home is "
-            f"this rank (num_experts / ep_size), got {', '.join(map(str, shapes)) or 'none'}. Stack the parameters "
-            "of this rank's experts."
+            f"SlotWeights: stacked must be tensors ({local}, ...), one entry for each expert whose home is this rank "
+            f"(num_experts / ep_size), got {', '.join(map(str, shapes)) or 'none'}. Stack the parameters of this "
+            "rank's experts."
         )
     kinds = {(weight.dtype, weight.device) for weight in stacked}
     if len(kinds) > 1 or not stacked[0].is_floating_point():
         told = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise InputError(
-            f"SlotWeights.fetch: stacked must be floating, with one dtype and device, got {told}. Fetch tensors of "
-            "other dtypes by a SlotWeights of their own."
+            f"SlotWeights: stacked must be floating, with one dtype and device, got {told}. Use a SlotWeights of their "
+            "own for tensors of other dtypes."
         )
 
 
+@torch.no_grad()
+def _exchange(
+    channel: Channel, moves: Moves, stacked: Sequence[Tensor], into: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Start to fetch weights. The returned function waits for them, and returns the filled buffer.
+
+    Args:
+        channel: Channel of the dispatcher.
+        moves: What travels.
+        stacked: Parameters of this rank's own experts.
+        into: Buffer to fill; None makes one, (B, W), with at least one row, so that its memory is never empty.
+    """
+    buffer = into
+    if buffer is None:
+        buffer = stacked[0].new_empty(max(moves.num_slots, 1), _width(stacked))
+    received = buffer[: moves.num_slots]
+    if not moves.apart:
+        received = buffer.new_empty(sum(moves.rows_in), buffer.shape[1])
+    work = None
+    if moves.moves:
+        outgoing = side_by_side(stacked, moves.sent)
+        work = channel.communicator.all_to_all(received, outgoing, moves.rows_in, moves.rows_out, label="weights")
+
+    @torch.no_grad()
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        if not moves.apart:
+            moves.fill(buffer, stacked, received)
+        return buffer
+
+    return finish
+
+
 class _Fetch(torch.autograd.Function):
-    """Put own and received weights in their slots. The backward brings the gradients of copies home."""
+    """Make weights of slots out of the parameters. The backward brings the gradients of copies home."""
 
     @staticmethod
-    def forward(
-        ctx: Any, lease: Lease, movement: Movement, received_NW: Tensor, *stacked: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, lease: Lease, moves: Moves, held: tuple[Tensor], *stacked: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a rank whose experts got no row may have no gradient
-        ctx.lease, ctx.movement = lease, movement
+        ctx.lease, ctx.moves = lease, moves
         ctx.like = [weight[:0] for weight in stacked]
-        slots = []
-        for weight, received in zip(stacked, _apart(received_NW, stacked), strict=True):
-            of_slots = weight.index_select(0, movement.experts_S)  # one pass; other slots follow
-            of_slots[movement.empty] = 0
-            of_slots[movement.received] = received.view(-1, *weight.shape[1:])
-            slots.append(of_slots)
-        return tuple(slots)
+        slots = apart(held[0][: moves.num_slots], stacked)
+        return (*(weight.view_as(weight) for weight in stacked), *slots) if moves.apart else slots
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise double_backward("dispatch")
-        movement: Movement = ctx.movement
+        moves: Moves = ctx.moves
         ctx.lease.tell_watchdog()
-        given = [
-            like.new_zeros(len(movement.experts_S), *like.shape[1:]) if grad is None else grad
-            for grad, like in zip(grads, ctx.like, strict=True)
-        ]
-        home_NW = given[0].new_empty(0, _width(given))
-        if movement.moves:
-            outgoing = _side_by_side(given, movement.received)
-            home_NW = _exchange_weights(ctx.lease.enter(), movement, outgoing, back=True)()
-        return None, None, None, *(_summed(movement, *pair) for pair in zip(given, _apart(home_NW, given), strict=True))
+        count = len(ctx.like) if moves.apart else 0
+        of_own = _zeros_for_none(grads[:count], ctx.like, moves.num_own)
+        of_slots = _zeros_for_none(grads[count:], ctx.like, moves.num_slots)
+        home_NW = of_slots[0].new_empty(sum(moves.rows_out), _width(ctx.like))
+        if moves.moves:
+            outgoing = moves.outgoing(side_by_side(of_slots))
+            link = ctx.lease.enter().communicator
+            work = link.all_to_all(home_NW, outgoing, moves.rows_out, moves.rows_in, label="weights.backward")
+            if work is not None:
+                work.wait()
+        return None, None, None, *moves.collect(of_own or moves.own_grads(of_slots), home_NW)
 
 
-def _summed(movement: Movement, grad: Tensor, home_NW: Tensor) -> Tensor:
-    """Add the gradients of the copies of each expert, rank by rank.
+def _zeros_for_none(grads: Sequence[Tensor | None], like: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Return gradients, with zeros (rows, ...) for missing ones. Empty if ``grads`` is."""
+    pairs = zip(grads, like, strict=False)
+    return [tensor.new_zeros(rows, *tensor.shape[1:]) if grad is None else grad for grad, tensor in pairs]
 
-    Args:
-        movement: Moves of this rank.
-        grad: Gradients of this rank's slots, (S, ...).
-        home_NW: Gradients of the copies on other ranks, by rank and slot.
 
-    Returns:
-        The gradients of this rank's experts, (L, ...).
+def _width(stacked: Sequence[Tensor]) -> int:
+    """Return W."""
+    return sum(weight.shape[1:].numel() for weight in stacked)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Refill:
+    """What ``_Leave`` needs to fetch weights again: the moves, the number of tensors, and the shape of their buffer."""
+
+    lease: Lease
+    moves: Moves
+    num_tensors: int
+    shape: tuple[int, ...]
+
+
+class _Leave(torch.autograd.Function):
+    """Return the outputs of experts. The backward fetches the weights again, if their memory was freed.
+
+    All ranks decide alike: the memory is empty unless a recomputation has filled it. ``rows_RD`` connects every rank.
     """
-    total = _side_by_side([grad], movement.slots_L)  # one pass; experts that are not only here follow
-    sums = total.new_zeros(len(movement.shared_experts), total.shape[1], dtype=accumulation_dtype(grad.dtype))
-    for rank, (held, part) in enumerate(zip(movement.held, home_NW.split(movement.rows_out), strict=True)):
-        positions, numbers = held.shared
-        if rank == movement.rank:
-            sums[numbers] += total[movement.shared_experts[numbers]]
-        elif held.count:
-            sums[numbers] += part[positions]  # a rank holds an expert once, so no number occurs twice
-            positions, experts = held.alone
-            total[experts] = part[positions]
-    total[movement.shared_experts] = sums.to(grad.dtype)
-    return total.view(-1, *grad.shape[1:])
 
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, rows_RD: Tensor, refill: _Refill, *weights: Tensor) -> Tensor:
+        ctx.refill = refill
+        ctx.save_for_backward(*weights)
+        return outputs.view_as(outputs)
 
-def _width(tensors: Sequence[Tensor]) -> int:
-    """Return W, the numbers of one expert in all tensors."""
-    return sum(tensor[0].numel() for tensor in tensors)
-
-
-def _side_by_side(tensors: Sequence[Tensor], numbers_N: Tensor) -> Tensor:
-    """Return entries of all tensors side by side, (N, W)."""
-    parts = [tensor.index_select(0, numbers_N).view(len(numbers_N), tensor[0].numel()) for tensor in tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _apart(both_NW: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Undo ``_side_by_side``: return the part of each tensor."""
-    parts: tuple[Tensor, ...] = both_NW.split([tensor[0].numel() for tensor in like], 1)
-    return parts
-
-
-def _exchange_weights(
-    channel: Channel, movement: Movement, outgoing: Tensor, *, back: bool = False
-) -> Callable[[], Tensor]:
-    """Start to exchange weights, or gradients on the way back. The returned function waits for what arrives."""
-    rows_in, rows_out, label = movement.rows_in, movement.rows_out, "weights"
-    if back:
-        rows_in, rows_out, label = rows_out, rows_in, "weights.backward"
-    received = outgoing.new_empty(sum(rows_in), outgoing.shape[1])
-    work = channel.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=label)
-
-    def finish() -> Tensor:
-        if work is not None:
-            work.wait()
-        return received
-
-    return finish
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise double_backward("combine")
+        refill: _Refill = ctx.refill
+        saved = ctx.saved_tensors
+        slots, stacked = saved[: refill.num_tensors], saved[refill.num_tensors :]
+        memory = slots[0].untyped_storage()
+        if memory.nbytes() == 0:
+            refill.lease.tell_watchdog()
+            rows, width = refill.shape
+            memory.resize_(rows * width * slots[0].element_size())
+            # ``data`` has no version of its own to change, so autograd takes the weights for those that it saved.
+            buffer_BW = slots[0].data.as_strided((rows, width), (width, 1), 0)
+            _exchange(refill.lease.enter(), refill.moves, stacked, into=buffer_BW)()
+        return grad, *[None] * (2 + len(saved))

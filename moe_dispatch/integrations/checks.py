@@ -51,8 +51,9 @@ def refuse_spare_slots(where: str, config: DispatcherConfig) -> None:
     Raises:
         ConfigError: The config has spare expert slots.
     """
-    if config.spare_experts_per_rank:
+    if config.spare_experts_per_rank or config.balance is not None:
         raise ConfigError(
-            f"{where}: spare_experts_per_rank must be 0, because this integration runs the experts that a rank owns, "
-            f"got {config.spare_experts_per_rank}. Leave it and balance out, or call a Dispatcher with SlotWeights."
+            f"{where}: this integration runs the experts that a rank owns, so it has no spare expert slots, got "
+            f"spare_experts_per_rank={config.spare_experts_per_rank} and balance={config.balance!r}. Leave them out, "
+            "or call a Dispatcher with SlotWeights."
         )

@@ -71,7 +71,7 @@ class Dispatches:
             dtypes: Dtype of the rows of each dispatch, or one dtype of all.
         """
         used: list[ExpertPlacement] = []
-        if config.spare_experts_per_rank:
+        if config.spare_slots(shape.ep_size):
             dispatches = in_slots(dispatches, config, shape, used)
         loads = count_loads(dispatches, shape)
         experts_CPE = rows_of_experts(loads.experts_CPE, used) if used else loads.experts_CPE

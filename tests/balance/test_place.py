@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.backends import Arrived, Constraints, MoEShape
 from moe_dispatch.backends.allgather import AllGatherOptions
-from moe_dispatch.balance import ExpertPlacement
+from moe_dispatch.balance import ExactPlacement, ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.dispatchers import autograd
 from moe_dispatch.dispatchers.metrics import Meter
@@ -35,9 +35,10 @@ def scaled_layer(dispatcher: Dispatcher, x: Tensor, routing: Routing) -> tuple[T
     rank, local = dispatcher._channel.communicator.rank, len(sent.tokens_per_expert)
     experts = torch.arange(rank * local, (rank + 1) * local)
     if sent.placement is not None:
-        experts = torch.tensor(sent.placement.slots[rank])
+        placement = sent.placement.read() if isinstance(sent.placement, ExactPlacement) else sent.placement
+        experts = torch.tensor(placement.slots[rank])
     factors_R = torch.repeat_interleave(1.3 + experts / 7, sent.tokens_per_expert)
-    factors_R = factors_R[: len(sent.rows)].to(x.dtype)
+    factors_R = torch.nn.functional.pad(factors_R, (0, len(sent.rows) - len(factors_R))).to(x.dtype)
     return dispatcher.combine(torch.tanh(sent.rows * factors_R.unsqueeze(1)), sent), sent
 
 
@@ -152,7 +153,9 @@ def test_tables_on_another_device_than_the_rows() -> None:
         tokens_per_expert_list=None,
         route=None,  # type: ignore[arg-type]
     )
-    departed: Any = SimpleNamespace(num_padding=0, num_cut=0, valid_T=None, table=table, outcome=counts.sum())
+    departed: Any = SimpleNamespace(
+        num_padding=0, num_cut=0, valid_T=None, experts_L=table.experts_L, placement=None, outcome=counts.sum()
+    )
     meter.record(arrived, departed)  # torch refuses an index on another device
     assert meter.rows["dispatches"] == 1
 

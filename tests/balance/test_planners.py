@@ -192,7 +192,7 @@ def _too_large(counts: Tensor, home: ExpertPlacement, *, ranks_per_node: int) ->
 def test_planners_of_other_packages(monkeypatch: pytest.MonkeyPatch, function: str, told: str) -> None:
     point = EntryPoint("other", f"{__name__}:{function}", planners.ENTRY_POINT_GROUP)
     monkeypatch.setattr(planners, "entry_points", lambda group: [point])
-    assert known_planners() == ["eplb", "least_loaded", "other"]
+    assert known_planners() == ["eplb", "exact", "least_loaded", "other"]
     with pytest.raises(ConfigError, match=told):
         run_planner("other", torch.ones(4), ExpertPlacement.contiguous(4, 2), ranks_per_node=2)
 

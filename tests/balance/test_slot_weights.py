@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
-from moe_dispatch.balance.movement import movement_of
+from moe_dispatch.balance.exact import ExactPlacement
+from moe_dispatch.balance.movement import movement_of, static_movement
 from moe_dispatch.dispatchers import SlotWeights
-from moe_dispatch.dispatchers.slot_weights import _summed
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing import Scenario
 from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, Group, on_ranks, random_routing, random_rows, small_config
 
 RANKS = 4
-INNER = 6
+INNER = 8
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-13}
 COPIES = ExpertPlacement(NUM_EXPERTS, ((0, 5, 7), (2, 3, -1), (4, 0, 1), (6, 7, 0)))
 
@@ -58,6 +59,7 @@ def dense_gradients(dtype: torch.dtype, calls: int, rows: Callable[[int], int] =
 
 
 def own_part(group: Group, dtype: torch.dtype) -> list[Tensor]:
+    assert group is not None
     return [weight.chunk(RANKS)[group.rank()].clone().requires_grad_() for weight in all_weights(dtype)]
 
 
@@ -83,27 +85,42 @@ def placed(group: Group, placement: ExpertPlacement = COPIES, **fields: Any) -> 
     return dispatcher
 
 
+EXACT: dict[str, Any] = {"balance": "exact", "spare_experts_per_rank": 2}
+STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 24}
+
+
 @pytest.mark.parametrize(
     ("dtype", "fields"),
     [
         (torch.float32, {}),
         (torch.float64, {}),
-        (torch.float64, {"graph_safe": True, "max_tokens_per_rank": 24, "pad_multiple": 4}),
+        (torch.float64, {**STATIC, "pad_multiple": 4}),
+        (torch.float64, {**EXACT, "balance_min_rows": 0}),
+        (torch.float64, {**EXACT, "balance_min_rows": 0, "spare_experts_per_rank": 1, "pad_multiple": 4}),
+        (torch.float64, {**EXACT, **STATIC}),
+        (torch.float64, {**EXACT, **STATIC, "spare_experts_per_rank": 1, "pad_multiple": 4}),
     ],
-    ids=["float32", "float64", "graph_safe"],
+    ids=["float32", "float64", "graph_safe", "exact", "exact_few_slots", "exact_static", "exact_static_few_slots"],
 )
-def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_are_those_of_the_dense_layer(dtype: torch.dtype, fields: dict[str, Any], keeps: bool) -> None:
     def body(group: Group) -> list[Tensor]:
         stacked = own_part(group, dtype)
-        dispatcher = placed(group, **fields)
+        dispatcher = build_dispatcher(small_config(**{"spare_experts_per_rank": 1, **fields}), group)
         weights = SlotWeights(dispatcher)
         for call in range(3):
-            placement = Scenario(name="", spare=1, seed=call).placement(RANKS)
-            assert placement is not None
-            dispatcher.place(placement)
+            if "balance" not in fields:
+                placement = Scenario(name="", spare=1, seed=call).placement(RANKS)
+                assert placement is not None
+                dispatcher.place(placement)
             x, routing, upstream = inputs(group.rank(), call, dtype)
-            sent, (up, down) = weights.fetch(dispatcher.dispatch(x, routing), *stacked)
-            dispatcher.combine(experts(sent, up, down), sent).backward(upstream)
+            if keeps:
+                sent, (up, down) = weights.fetch(dispatcher.dispatch(x, routing), *stacked)
+                outputs = experts(sent, up, down)
+            else:
+                sent, outputs = weights.run(dispatcher.dispatch(x, routing, async_op=True), experts, *stacked)
+            dispatcher.combine(outputs, sent).backward(upstream)
+        assert dispatcher.metrics().collectives["weights"] == (3 if keeps else 6)
         return gradients(stacked)
 
     expect_dense(on_ranks(body, RANKS), dtype, 3)
@@ -147,89 +164,75 @@ def test_nothing_travels_where_every_rank_holds_its_own() -> None:
     on_ranks(body, RANKS)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_a_recomputation_fetches_no_weights(reentrant: bool, recomputed: bool, apart: bool) -> None:
-    """All weights in one call, or ``apart``: a call for each."""
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("fields", [{**EXACT, "balance_min_rows": 0}, {**EXACT, **STATIC}], ids=["eager", "static"])
+def test_weights_are_fetched_twice_also_in_a_recomputation(reentrant: bool | None, fields: dict[str, Any]) -> None:
+    """Once in the forward, and once for the backward, by the recomputation if there is one."""
 
     def body(group: Group) -> tuple[list[Tensor], int, int]:
-        stacked, dispatcher = own_part(group, torch.float64), placed(group)
-        weights = SlotWeights(dispatcher, recomputed=recomputed)
+        stacked, dispatcher = own_part(group, torch.float64), build_dispatcher(small_config(**fields), group)
+        weights = SlotWeights(dispatcher)
 
         def layer(x: Tensor, routing: Routing) -> Tensor:
-            sent = dispatcher.dispatch(x, routing)
-            if apart:
-                sent, (up,) = weights.fetch(sent, stacked[0])
-                sent, (down,) = weights.fetch(sent, stacked[1])
-            else:
-                sent, (up, down) = weights.fetch(sent, *stacked)
-            return dispatcher.combine(experts(sent, up, down), sent)
+            sent, outputs = weights.run(dispatcher.dispatch(x, routing), experts, *stacked)
+            return dispatcher.combine(outputs, sent)
 
         outputs, upstreams = [], []
         for call in range(2):
             x, routing, upstream = inputs(group.rank(), call, torch.float64)
-            outputs.append(checkpoint(layer, x.requires_grad_(), routing, use_reentrant=reentrant))
+            call_layer = layer if reentrant is None else partial(checkpoint, layer, use_reentrant=reentrant)
+            outputs.append(call_layer(x.requires_grad_(), routing))
             upstreams.append(upstream)
         torch.autograd.backward(outputs, upstreams)
         collectives = dispatcher.metrics().collectives
         return gradients(stacked), collectives["weights"], collectives["weights.backward"]
 
     found = on_ranks(body, RANKS)
-    assert [counts for _, *counts in found] == [[(1 + apart) * (2 if recomputed else 4), (1 + apart) * 2]] * RANKS
+    assert [counts for _, *counts in found] == [[4, 2]] * RANKS
     expect_dense([one for one, *_ in found], torch.float64, 2)
 
 
-def test_parameters_of_equal_shapes_may_be_fetched_apart() -> None:
-    """As gate and up of gated experts are: the recomputation once took the weights of one for the other."""
+@pytest.mark.parametrize("fields", [{**EXACT, "balance_min_rows": 0}, {**EXACT, **STATIC}], ids=["eager", "static"])
+def test_fetched_weights_take_no_memory_until_the_backward(fields: dict[str, Any]) -> None:
+    """The memory behind the weights that autograd saved is empty once the experts have run."""
 
-    def body(group: Group) -> list[list[Tensor]]:
-        found = []
-        for checkpointed in (False, True):
-            dispatcher = placed(group)
-            first, last = (weight.detach() for weight in own_part(group, torch.float64))
-            gate, up, down = map(nn.Parameter, (first, first.flip(0, 2), last))
-            weights = SlotWeights(dispatcher, recomputed=checkpointed)
+    def body(group: Group) -> list[tuple[int, int]]:
+        stacked, dispatcher = own_part(group, torch.float32), build_dispatcher(small_config(**fields), group)
+        weights, found = SlotWeights(dispatcher), []
+        own = {weight.untyped_storage().data_ptr() for weight in stacked}
+        for call in range(6):
+            saved: list[Tensor] = []
+            x, routing, upstream = inputs(group.rank(), call, torch.float32)
 
-            def layer(x: Tensor, routing: Routing) -> Tensor:
-                sent = dispatcher.dispatch(x, routing)  # noqa: B023 - called in this turn
-                slots = []
-                for weight in (gate, up, down):  # noqa: B023
-                    sent, (of_slots,) = weights.fetch(sent, weight)  # noqa: B023
-                    slots.append(of_slots)
-                hidden = torch.tanh(sent.grouped_mm(sent.rows, slots[0])) * sent.grouped_mm(sent.rows, slots[1])
-                return dispatcher.combine(sent.grouped_mm(hidden, slots[2]), sent)  # noqa: B023
+            def pack(tensor: Tensor, kept: list[Tensor] = saved) -> Tensor:
+                kept.append(tensor.detach())
+                return tensor
 
-            x, routing, upstream = inputs(group.rank(), 0, torch.float64)
-            x.requires_grad_()
-            y = checkpoint(layer, x, routing, use_reentrant=False) if checkpointed else layer(x, routing)
-            y.backward(upstream)
-            assert dispatcher.metrics().collectives["weights"] == 3
-            found.append(gradients([gate, up, down]))
-            dispatcher.close()
+            sent = dispatcher.dispatch(x, routing)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                sent, outputs = weights.run(sent, experts, *stacked)
+            fetched = [one for one in saved if one.dim() == 3 and one.untyped_storage().data_ptr() not in own]
+            found.append((len(fetched), sum(one.untyped_storage().nbytes() for one in fetched)))
+            dispatcher.combine(outputs, sent).backward(upstream)
         return found
 
-    for plain, recomputed in on_ranks(body, RANKS):
-        torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
+    by_rank = on_ranks(body, RANKS)
+    for of_rank in by_rank:
+        assert all(nbytes == 0 for _, nbytes in of_rank)
+    assert any(count for of_rank in by_rank for count, _ in of_rank)
 
 
-def test_kept_weights_go_with_the_parameters() -> None:
-    """After an optimizer step the weights of the last step are fetched again, and no longer kept."""
+def test_fetch_keeps_weights_and_run_does_not() -> None:
+    """The check above would see them."""
 
-    def body(group: Group) -> None:
-        (up, _), dispatcher = own_part(group, torch.float64), placed(group)
-        weights = SlotWeights(dispatcher, recomputed=True)
-        for step in range(3):
-            sent = dispatcher.dispatch(*inputs(0, 0, torch.float64)[:2])
-            _, (slots,) = weights.fetch(sent, up)
-            assert len(weights._kept) == 1
-            copies = {expert: slots[i] for i, expert in enumerate(COPIES.slots[dispatcher._channel.communicator.rank])}
-            if 0 in copies:
-                torch.testing.assert_close(copies[0], all_weights(torch.float64)[0][0] + step)
-            with torch.no_grad():
-                up.add_(1)
+    def body(group: Group) -> list[int]:
+        stacked = own_part(group, torch.float32)
+        dispatcher = build_dispatcher(small_config(**EXACT, balance_min_rows=0), group)
+        x, routing, _ = inputs(group.rank(), 0, torch.float32)
+        _, (up, _) = SlotWeights(dispatcher).fetch(dispatcher.dispatch(x, routing), *stacked)
+        return [up.untyped_storage().nbytes()]
 
-    on_ranks(body, RANKS)
+    assert all(nbytes > 0 for (nbytes,) in on_ranks(body, RANKS))
 
 
 def test_two_micro_batches_in_flight() -> None:
@@ -239,8 +242,8 @@ def test_two_micro_batches_in_flight() -> None:
         calls = [inputs(group.rank(), call, torch.float64) for call in range(2)]
         flying = [dispatcher.dispatch(x, routing, async_op=True) for x, routing, _ in calls]
         assert all(isinstance(one, InFlight) and one.placement == COPIES for one in flying)
-        landed = [weights.fetch(one, *stacked) for one in flying]
-        outputs = [dispatcher.combine(experts(sent, *slots), sent) for sent, slots in reversed(landed)]
+        landed = [weights.run(one, experts, *stacked) for one in flying]
+        outputs = [dispatcher.combine(rows, sent) for sent, rows in reversed(landed)]
         torch.autograd.backward(outputs, [upstream for *_, upstream in reversed(calls)])
         return gradients(stacked)
 
@@ -257,9 +260,13 @@ def test_ranks_without_rows_take_part(skips_empty: bool) -> None:
     def body(group: Group) -> list[Tensor]:
         stacked, dispatcher = own_part(group, torch.float64), placed(group)
         x, routing, upstream = inputs(group.rank(), 0, torch.float64, rows(group.rank()))
-        sent, slots = SlotWeights(dispatcher).fetch(dispatcher.dispatch(x, routing), *stacked)
-        empty = skips_empty and not len(sent.rows)
-        outputs = torch.zeros(0, HIDDEN, dtype=torch.float64) if empty else experts(sent, *slots)
+
+        def run(part: Dispatched, up: Tensor, down: Tensor) -> Tensor:
+            if skips_empty and not len(part.rows):
+                return torch.zeros(0, HIDDEN, dtype=torch.float64)
+            return experts(part, up, down)
+
+        sent, outputs = SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), run, *stacked)
         dispatcher.combine(outputs, sent).backward(upstream)
         return [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in stacked]
 
@@ -270,15 +277,17 @@ def test_gradients_are_summed_by_rank_and_rounded_once() -> None:
     """In bfloat16, 256 + 1 + 1 is 256 if each sum is rounded."""
     placement = ExpertPlacement(3, ((0, -1), (1, 0), (2, 0)))
     movement = movement_of(placement, 0, torch.device("cpu"))
-    grad, home = torch.tensor([[256.0], [9.0]]).bfloat16(), torch.tensor([[1.0], [1.0]]).bfloat16()
-    assert _summed(movement, grad, home).tolist() == [[258.0]]
+    own, home = movement.own_grads([torch.tensor([[256.0], [9.0]]).bfloat16()]), torch.ones(2, 1).bfloat16()
+    assert [total.tolist() for total in movement.collect(own, home)] == [[[258.0]]]
     assert movement.rows_out == (0, 1, 1)
+    exact = static_movement(ExactPlacement(copies_PS=torch.tensor([[3], [0], [0]]), num_experts=3), 0)
+    assert [total.tolist() for total in exact.collect(own, torch.ones(3, 1).bfloat16())] == [[[258.0]]]
 
 
 def test_without_gradients() -> None:
     def body(group: Group) -> None:
         stacked, dispatcher = own_part(group, torch.float32), placed(group)
-        weights = SlotWeights(dispatcher, recomputed=True)
+        weights = SlotWeights(dispatcher)
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 sent, (up, _) = weights.fetch(dispatcher.dispatch(random_rows(2), random_routing(2)), *stacked)
@@ -291,8 +300,8 @@ def test_without_gradients() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (lambda up, down: [], r"SlotWeights\.fetch: stacked must be tensors \(2, \.\.\.\), .*, got none"),
-        (lambda up, down: [up, torch.ones(3, 2)], r"must be tensors \(2, \.\.\.\), .*, got \(2, 16, 6\), \(3, 2\)"),
+        (lambda up, down: [], r"SlotWeights: stacked must be tensors \(2, \.\.\.\), .*, got none"),
+        (lambda up, down: [up, torch.ones(3, 2)], r"must be tensors \(2, \.\.\.\), .*, got \(2, 16, 8\), \(3, 2\)"),
         (lambda up, down: [up, down.double()], r"one dtype and device, got torch\.float32 on cpu, torch\.float64 on"),
         (lambda up, down: [torch.ones(2, 3, dtype=torch.int64)], r"must be floating, .*, got torch\.int64 on cpu"),
     ],

@@ -118,13 +118,13 @@ def test_a_closed_dispatcher_that_is_kept_keeps_no_group(backend: str) -> None:
 def slot_weights(group: dist.ProcessGroup) -> None:
     dispatcher = build_dispatcher(config("alltoall", spare_experts_per_rank=1), group)
     matrices = torch.randn(4, 16, 16, requires_grad=True)
-    for recomputed in (False, True):
-        weights = SlotWeights(dispatcher, recomputed=recomputed)
-        dispatcher.place(ExpertPlacement(8, ((0, 1, 2, 3, 4), (4, 5, 6, 7, 0))))
+    dispatcher.place(ExpertPlacement(8, ((0, 1, 2, 3, 4), (4, 5, 6, 7, 0))))
+    for _ in range(2):
         x = torch.randn(5, 16, requires_grad=True)
         values, ids = torch.rand(5, 8).topk(2)
-        sent, (slots,) = weights.fetch(dispatcher.dispatch(x, Routing(ids, values)), matrices)
-        dispatcher.combine(sent.grouped_mm(sent.rows, slots), sent).sum().backward()
+        sent = dispatcher.dispatch(x, Routing(ids, values))
+        sent, outputs = SlotWeights(dispatcher).run(sent, lambda part, w: part.grouped_mm(part.rows, w), matrices)
+        dispatcher.combine(outputs, sent).sum().backward()
     dispatcher.close()
 
 

@@ -60,7 +60,9 @@ def test_numbers_of_a_version(text: str, numbers: tuple[int, ...], is_release: b
 def test_spare_slots_are_refused() -> None:
     config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)
     checks.refuse_spare_slots("register", config)
-    with pytest.raises(ConfigError, match=r"register: spare_experts_per_rank must be 0, because .*, got 2\. Leave it"):
+    with pytest.raises(
+        ConfigError, match=r"register: this integration .* got spare_experts_per_rank=2 and balance=None\. Leave"
+    ):
         checks.refuse_spare_slots("register", config.replace(spare_experts_per_rank=2))
 
 

@@ -1,0 +1,210 @@
+"""``balance="exact"``: the plan against a sequential oracle, the split of rows, and what graph-safe mode promises."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.balance import ExactPlacement
+from moe_dispatch.balance.exact import ExactPlan, ExactPlanner
+from moe_dispatch.dispatchers import SlotWeights
+from moe_dispatch.errors import ConfigError
+from moe_dispatch_testing import allow_host_syncs, refuse_host_syncs
+from tests.balance.test_slot_weights import experts
+from tests.dispatchers.layer import Group, on_ranks, small_config
+
+
+def draw(generator: torch.Generator, ranks: int, per_rank: int, rows: int, skew: float) -> Tensor:
+    """Random rows of each rank for each expert, (P, E). A large ``skew`` leaves few experts and few ranks with rows."""
+    experts = torch.rand(ranks * per_rank, generator=generator).double().pow(skew) + 1e-12
+    sources = torch.rand(ranks, generator=generator).double().pow(skew) + 1e-12
+    odds = (sources.unsqueeze(1) * experts).flatten()
+    drawn = torch.multinomial(odds, rows, replacement=True, generator=generator) if rows else torch.zeros(0).long()
+    return torch.bincount(drawn, minlength=len(odds)).view(ranks, -1)
+
+
+def by_turns(totals: list[int], ranks: int) -> tuple[list[int], list[int]]:
+    """The alias method in turns: rows of each rank, and how many foreign experts each rank computes.
+
+    The rank with the fewest rows is filled up by the rank with the most, and is then done.
+    """
+    per_rank, whole = len(totals) // ranks, sum(totals)
+    caps = [whole // ranks + (rank < whole % ranks) for rank in range(ranks)]
+    left = [totals[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)]
+    balance = [sum(of_rank) - cap for of_rank, cap in zip(left, caps, strict=True)]
+    foreign: list[set[tuple[int, int]]] = [set() for _ in range(ranks)]
+    while max(balance) > 0:
+        donor, taker = balance.index(max(balance)), balance.index(min(balance))
+        missing = -balance[taker]
+        balance[donor], balance[taker] = balance[donor] - missing, 0
+        while missing:
+            busiest = left[donor].index(max(left[donor]))
+            taken = min(missing, left[donor][busiest])
+            left[donor][busiest], missing = left[donor][busiest] - taken, missing - taken
+            foreign[taker].add((donor, busiest))
+    return caps, [len(found) for found in foreign]
+
+
+def flows(plan: ExactPlan) -> Tensor:
+    """Rows of a rank for each expert by receiving rank, (E, P)."""
+    assert plan.ends_EP is not None
+    return plan.ends_EP.diff(dim=1, prepend=torch.zeros_like(plan.ends_EP[:, :1]))
+
+
+def holds(placement: ExactPlacement, ranks: int) -> Tensor:
+    held = torch.zeros(placement.num_experts, ranks, dtype=torch.bool)
+    for rank, slots in enumerate(placement.read().slots):
+        for expert in slots:
+            if expert >= 0:
+                held[expert, rank] = True
+    return held
+
+
+CASES = [(ranks, per_rank) for ranks in (1, 2, 3, 4, 8) for per_rank in (1, 2, 5, 32) if ranks * per_rank <= 64]
+
+
+@pytest.mark.parametrize(("ranks", "per_rank"), CASES)
+def test_loads_and_rows_are_exact(ranks: int, per_rank: int) -> None:
+    generator = torch.Generator().manual_seed(ranks * 100 + per_rank)
+    for rows in (0, 1, 7, 300, 5000):
+        for skew in (0.1, 1.0, 30.0):
+            for bound, pad_multiple in ((1.0, 1), (1.0, 8), (1.25, 1), (1.25, 8)):
+                counts = draw(generator, ranks, per_rank, rows, skew)
+                planners = (
+                    ExactPlanner(ranks * per_rank, ranks, rank, spare=per_rank, bound=bound, pad_multiple=pad_multiple)
+                    for rank in range(ranks)
+                )
+                plans = [planner(counts) for planner in planners]
+                by_source = torch.stack([flows(plan) for plan in plans])  # (P, E, P)
+                assert all(torch.equal(plan.placement.copies_PS, plans[0].placement.copies_PS) for plan in plans)
+                assert torch.equal(by_source.sum(2), counts)
+                assert by_source.min() >= 0
+                assert not by_source.sum(0)[~holds(plans[0].placement, ranks)].any()
+                got = by_source.sum(0)
+                own = torch.minimum(counts.t(), got)  # rows that may stay where they are do so
+                assert all(torch.equal(by_source[rank, :, rank], own[:, rank]) for rank in range(ranks))
+                blocks = (counts.sum(0) + pad_multiple - 1).div(pad_multiple, rounding_mode="floor").sum().item()
+                padded = (got + pad_multiple - 1).div(pad_multiple, rounding_mode="floor").sum(0) * pad_multiple
+                assert padded.max() <= torch.tensor(bound * blocks / ranks).ceil() * pad_multiple
+                if bound == 1:
+                    assert padded.max() - padded.min() <= pad_multiple
+                if bound == 1 and pad_multiple == 1:
+                    caps, slots = by_turns(counts.sum(0).tolist(), ranks)
+                    assert padded.tolist() == caps
+                    assert max(slots) <= per_rank
+
+
+def test_few_slots_keep_the_largest_shares_and_lose_no_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    better = 0
+    for _ in range(50):
+        counts = draw(generator, 4, 8, 4000, 3.0)
+        before = counts.sum(0).view(4, 8).sum(1).max()
+        plans = [ExactPlanner(32, 4, rank, spare=1)(counts) for rank in range(4)]
+        got = torch.stack([flows(plan) for plan in plans]).sum(0)
+        assert torch.equal(got.sum(1), counts.sum(0))
+        assert not got[~holds(plans[0].placement, 4)].any()
+        assert got.sum(0).max() <= before
+        better += int(got.sum(0).max() < before)
+    assert better >= 45
+
+
+def test_hand_made_plans() -> None:
+    """Ties: equal experts and equal ranks are taken in the order of their numbers."""
+    plan = ExactPlanner(4, 2, 0, spare=2)(torch.tensor([[4, 4, 0, 0], [4, 4, 0, 0]]))
+    assert plan.placement.read().slots == ((0, 1, -1, -1), (2, 3, 1, -1))
+    assert flows(plan).tolist() == [[4, 0], [0, 4], [0, 0], [0, 0]]
+    plan = ExactPlanner(4, 4, 2, spare=1)(torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0], [9, 0, 0, 0], [3, 0, 0, 0]]))
+    assert plan.placement.read().slots == ((0, -1), (1, 0), (2, 0), (3, 0))
+    assert flows(plan)[0].tolist() == [3, 3, 3, 0]
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_rows_stay_on_their_node_if_they_can(per_node: int) -> None:
+    generator = torch.Generator().manual_seed(per_node)
+    for _ in range(30):
+        counts = draw(generator, 8, 2, 2000, 2.0)
+        plans = [ExactPlanner(16, 8, rank, spare=2, ranks_per_node=per_node)(counts) for rank in range(8)]
+        by_source = torch.stack([flows(plan) for plan in plans])
+        nodes = torch.arange(8) // per_node
+        inside = (by_source * (nodes.view(8, 1, 1) == nodes)).sum((0, 2))
+        sent = counts.view(8 // per_node, per_node, 16).sum(1)
+        taken = by_source.sum(0).t().view(8 // per_node, per_node, 16).sum(1)
+        assert torch.equal(inside, torch.minimum(sent, taken).sum(0))
+
+
+def test_a_copy_with_few_rows_is_not_made() -> None:
+    counts = torch.tensor([[60, 0, 20, 0], [60, 0, 20, 0]])
+    plan = ExactPlanner(4, 2, 0, spare=2, min_rows=40).on_host(counts)
+    assert flows(plan)[0].tolist() == [60, 0]
+    assert plan.placement.read().slots == ((0, 1, -1, -1), (2, 3, 0, -1))
+    for planner in (ExactPlanner(4, 2, 0, spare=2, min_rows=41), ExactPlanner(4, 2, 0, spare=2, bound=1.5)):
+        nothing = planner.on_host(counts)
+        assert nothing.placement.read().slots == ((0, 1, -1, -1), (2, 3, -1, -1))
+        assert nothing.slots_of(torch.tensor([[0, 3], [-1, 2]])).tolist() == [[0, 5], [-1, 4]]
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 8])
+def test_a_graph_safe_dispatch_never_drops_and_has_one_size(pad_multiple: int) -> None:
+    """All tokens to one expert, to the experts of one rank, and at random; ranks with 0 to 12 tokens. No host sync."""
+    most = 12
+    fields: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": most, "pad_multiple": pad_multiple}
+
+    def body(group: Group) -> set[int]:
+        with allow_host_syncs():
+            dispatcher = build_dispatcher(small_config(balance="exact", spare_experts_per_rank=2, **fields), group)
+        generator, sizes, loads = random.Random(group.rank()), set(), []
+        stacked = [torch.ones(2, 16, 4).requires_grad_(), torch.ones(2, 4, 16).requires_grad_()]
+        for step in range(12):
+            rows = most if step == 0 else generator.randrange(most + 1)
+            ids = torch.rand(rows, 8).argsort(1)[:, :2].contiguous()
+            if step < 4:
+                ids = torch.tensor([0, 1]).expand(rows, 2).contiguous()
+            x = torch.randn(rows, 16).requires_grad_()
+            sent = dispatcher.dispatch(x, Routing(ids, torch.rand(rows, 2)))
+            sent, outputs = SlotWeights(dispatcher).run(sent, experts, *stacked)
+            dispatcher.combine(outputs, sent).sum().backward()
+            sizes.add(len(sent.rows))
+            loads.append(sent.tokens_per_expert.sum())
+        with allow_host_syncs():
+            assert not dispatcher.check().overflowed
+            assert torch.stack(loads).max() <= max(sizes)
+            metrics = dispatcher.metrics(gather=True)
+            assert metrics.expert_copies >= 4 * 2  # in the first four steps two ranks hold copies of two experts
+            assert metrics.rank_imbalance is not None
+            assert metrics.rank_imbalance < 1.5
+        return sizes
+
+    with refuse_host_syncs():
+        found = on_ranks(body, 4)
+    # 4 ranks * 12 tokens * top-2 rows are 96; padded to 8, at most (96 + 8 experts * 7) // 8 = 19 blocks, so 5 a rank.
+    assert found == [{24 if pad_multiple == 1 else 40}] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (
+            {"balance_bound": 1.1},
+            r"balance_bound and balance_min_rows are settings of balance=\"exact\", got balance=None",
+        ),
+        (
+            {
+                "balance": "exact",
+                "spare_experts_per_rank": 1,
+                "graph_safe": True,
+                "max_tokens_per_rank": 4,
+                "balance_min_rows": 8,
+            },
+            r"balance_min_rows needs graph_safe=False: without a copy",
+        ),
+    ],
+)
+def test_configs_that_cannot_work_are_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, **fields)
