@@ -76,7 +76,7 @@ class Routing:
             ``[0, num_experts)``, or ``-1`` for a slot that goes nowhere. If a row names an expert twice, the expert
             gets the row once, with the sum of both weights; each slot gets its own gradient.
         topk_weights: floating (T, K). They are applied in ``max(float32, x.dtype)``. The weight of a slot with id
-            ``-1`` is never read.
+            ``-1`` is never read. The others should be finite, which only ``debug=True`` checks.
         drift: int64 (2,): the slots whose replayed expert differs from the router's choice, and all replayed slots.
             ``moe_dispatch.replay.replayed`` counts them, and ``dispatch`` adds them to the metrics. None without
             replay.
@@ -177,7 +177,7 @@ class Plan:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Dispatched:
     """The rows that this rank's experts work on, and the state that ``combine`` needs to bring them back.
 
@@ -205,6 +205,10 @@ class Dispatched:
     pad_multiple: int
     placement: ExpertPlacement | ExactPlacement | None
     state: Any
+
+    def __repr__(self) -> str:
+        rows = f"{str(self.rows.dtype).removeprefix('torch.')} {tuple(self.rows.shape)} on {self.rows.device}"
+        return f"Dispatched(rows={rows}, host_counts={self.host_counts}, pad_multiple={self.pad_multiple})"
 
     @property
     def tokens_per_expert_list(self) -> tuple[int, ...] | None:

@@ -74,7 +74,8 @@ class Packet:
 
     def encode(self, rows_TD: Tensor) -> Tensor:
         """Encode bare rows as uint8 (T, nbytes). The result is a view if contiguous rows travel unchanged."""
-        if self.wire is None and rows_TD.shape[0]:  # with 0 rows, ``view`` could refuse their strides
+        # With 0 rows, and with one column of any stride, ``view`` could refuse the strides.
+        if self.wire is None and rows_TD.shape[0] and rows_TD.stride(-1) == 1:
             return rows_TD.contiguous().view(torch.uint8)
         out = torch.empty(rows_TD.shape[0], self.nbytes, dtype=torch.uint8, device=rows_TD.device)
         self.write(rows_TD, out)

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import Any, NoReturn, TypeVar, final
 
 import torch
@@ -304,7 +305,9 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     Cost: one small all-reduce on the control group. Opening a channel takes two more, and an exchange of host names.
     If ranks disagree, an exchange of texts comes on top.
     """
-    process_group = _process_group(group)
+    process_group, control_group = _process_group(group), _process_group(control_group)
+    if group is None and config.backend_name != "local" and dist.is_initialized() and dist.get_world_size() > 1:
+        _warn_of_one_rank()
     seconds, problem = _attempt(lambda: _watch(config, filter(None, (process_group, control_group)), name))
     communicator = Communicator(process_group)
     control = communicator if control_group is None else Communicator(control_group)
@@ -345,6 +348,14 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
         lease = Lease(channel, name)
     lease.number = next(channel.numbers)
     return lease
+
+
+@cache
+def _warn_of_one_rank() -> None:
+    logger.warning(
+        "A dispatcher was built without a group in a job of several ranks, so each rank works alone. Pass group=, such "
+        'as torch.distributed.group.WORLD, or choose backend="local".'
+    )
 
 
 def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: str) -> float | None:
@@ -393,7 +404,12 @@ def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | N
 
 def _process_group(group: Group) -> dist.ProcessGroup | None:
     if not isinstance(group, DeviceMesh):
-        return group
+        if group is None or isinstance(group, dist.ProcessGroup):
+            return group
+        raise ConfigError(
+            f"Dispatcher: a group must be a process group that this rank is in, got {type(group).__name__}. new_group "
+            "returns an int on the ranks outside the group: build no dispatcher there."
+        )
     if group.ndim != 1:
         raise ConfigError(
             f'Dispatcher: pass one dimension of a DeviceMesh, such as mesh["ep"], not {group.ndim} '

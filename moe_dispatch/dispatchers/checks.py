@@ -87,10 +87,13 @@ def check_call(channel: Channel, x: Tensor, x_TD: Tensor, routing: Routing | Non
     Raises:
         InputError: A shape, dtype or device of x or of the routing does not fit.
         LayoutError: The plan is for another number of tokens, or does not fit x.
-        StateError: The plan was made by a dispatcher of another config or group, or for another capacity.
+        StateError: The plan was made by a dispatcher of another config or group, or for another capacity; or the call
+            is in a transform of torch.func.
     """
     if not isinstance(routing, Routing):
         raise no_routing(routing)
+    if torch._C._are_functorch_transforms_active():
+        raise no_transforms("dispatch")
     ids, weights = routing.topk_ids, routing.topk_weights
     num_rows = x_TD.shape[0]  # ``len`` of a tensor takes longer
     kinds = (
@@ -127,6 +130,14 @@ def no_routing(routing: object) -> InputError:
     return InputError(f"Dispatcher.dispatch: pass Routing(topk_ids, topk_weights), not {type(routing).__name__}.")
 
 
+def no_transforms(verb: str) -> StateError:
+    """Return the error of a call inside ``torch.func.grad``, ``vmap`` or ``jvp``."""
+    return StateError(
+        f"Dispatcher.{verb}: the transforms of torch.func are not supported, got a call inside one. Use "
+        "torch.autograd.grad or backward(), or keep the MoE layer out of the transform."
+    )
+
+
 def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, needs: Constraints) -> None:
     """Check shapes, dtypes and devices of one call.
 
@@ -155,6 +166,11 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
         raise InputError(f"{where}: topk_ids must be torch.int64, got {ids.dtype}. Convert with topk_ids.long().")
     if not weights.is_floating_point():
         raise InputError(f"{where}: topk_weights must be a floating dtype, got {weights.dtype}. Pass float32 weights.")
+    if ids.dim() > 2:
+        raise InputError(
+            f"{where}: topk_ids must be (T, top_k={config.top_k}), one row for each row of x, got {tuple(ids.shape)}. "
+            "Flatten ids and weights in the order of x: layout.flatten(topk_ids)."
+        )
     if ids.dim() != 2 or weights.shape != ids.shape or ids.shape[1] != config.top_k:
         raise InputError(
             f"{where}: topk_ids and topk_weights must be (T, top_k={config.top_k}), got {tuple(ids.shape)} and "
@@ -218,7 +234,10 @@ def check_combine(rows: Tensor, dispatched: Tensor, channel: Channel) -> None:
 
     Raises:
         InputError: The outputs do not fit the dispatched rows, or the backend cannot carry them.
+        StateError: The call is in a transform of torch.func.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise no_transforms("combine")
     if rows.shape != dispatched.shape or rows.dtype not in ROW_DTYPES or rows.device != dispatched.device:
         raise InputError(
             f"Dispatcher.combine: rows must be floating {tuple(dispatched.shape)} on {dispatched.device}, like "

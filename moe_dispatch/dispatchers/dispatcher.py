@@ -142,6 +142,9 @@ class Dispatcher(nn.Module):
             try:
                 if layout is None and like is None and self.config.infer_layout:
                     raise InputError("Dispatcher.plan: pass the layout of the batch, or like=x.")
+                if layout is not None and not isinstance(layout, Layout):
+                    told = f"layout must be a Layout or None, got {type(layout).__name__}. Pass a tensor as like=x."
+                    raise InputError(f"Dispatcher.plan: {told}")
                 draft = checks.draft_plan(channel, layout or self._inferred("plan", like), like)
             except Exception as error:
                 tell_peers(channel, error, in_dispatch=False)
@@ -161,6 +164,16 @@ class Dispatcher(nn.Module):
         again: Dispatched | None = ...,
         async_op: Literal[False] = ...,
     ) -> Dispatched: ...
+    @overload
+    def dispatch(
+        self,
+        x: Tensor,
+        routing: Routing | None = ...,
+        plan: Plan | Layout | None = ...,
+        *,
+        again: None = ...,
+        async_op: Literal[True],
+    ) -> InFlight: ...
     @overload
     def dispatch(
         self,
@@ -200,9 +213,10 @@ class Dispatcher(nn.Module):
             backward.
 
         Raises:
-            InputError: The tensors do not fit, or an id is outside -1..num_experts-1 (in graph-safe mode, ``check``
-                reports such ids). Also if the dtype of x or the grad mode differs between ranks, and the ranks exchange
-                something before rows travel.
+            InputError: The tensors do not fit, or an id is outside -1..num_experts-1: on this rank only, while the
+                others wait, if ranks exchange neither counts nor sizes; in graph-safe mode, ``check`` reports such ids.
+                NaN weights raise only with ``debug=True``. Also if the dtype of x or the grad mode differs between
+                ranks, and the ranks exchange something before rows travel.
             LayoutError: The layout or the plan does not fit x, or both are missing under ``infer_layout=False``.
             StateError: The dispatcher is closed, or the plan or ``again`` comes from another dispatcher.
             PeerError: Another rank refused its call.

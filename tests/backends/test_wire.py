@@ -88,6 +88,15 @@ def test_packets_hold_row_weights_and_ids_apart(
     assert payload <= form.stride < payload + 16
 
 
+@pytest.mark.parametrize(("count", "strides"), [(6, (1, 2)), (1, (7, 5))])
+def test_a_column_with_a_stride_is_encoded(count: int, strides: tuple[int, int]) -> None:
+    """Such a tensor is contiguous, but ``view`` refuses its stride."""
+    rows = torch.empty_strided((count, 1), strides, dtype=torch.bfloat16).copy_(torch.arange(count).unsqueeze(1))
+    assert rows.is_contiguous()
+    form = row_format(torch.bfloat16, 1)
+    assert torch.equal(form.read(form.encode(rows)), rows)
+
+
 def test_a_packet_costs_six_bytes_a_slot() -> None:
     form = packet(row_format(torch.bfloat16, 1024), 8, torch.float32, id_dtype_for(64))
     assert form.stride == 2048 + 6 * 8

@@ -32,9 +32,21 @@ X, WAY = rows(6), routing(6)
 IDS, WEIGHTS = WAY.topk_ids, WAY.topk_weights
 
 Call = Callable[[Dispatcher], Any]
+
+
+def _sent(dispatcher: Dispatcher) -> tuple[Tensor, Dispatched]:
+    sent = dispatcher.dispatch(X, WAY)
+    return sent.rows, sent
+
+
 # A wrong call, and parts of what is said.
 DISPATCH: list[tuple[Call, *tuple[str, ...]]] = [
     (lambda d: d.dispatch(X, routing(5)), "x has 6 tokens but routing has 5", "id -1 for those to skip"),
+    (
+        lambda d: d.dispatch(X.view(2, 3, -1), Routing(IDS.view(2, 3, -1), WEIGHTS.view(2, 3, -1))),
+        "topk_ids must be (T, top_k=2), one row for each row of x, got (2, 3, 2)",
+        "layout.flatten(topk_ids)",
+    ),
     (lambda d: d.dispatch(X, routing(6, top_k=3)), "must be (T, top_k=2)", "(6, 3)"),
     (lambda d: d.dispatch(X, Routing(IDS, WEIGHTS[:, :1])), "must be (T, top_k=2)", "(6, 1)"),
     (lambda d: d.dispatch(X, Routing(IDS.int(), WEIGHTS)), "must be torch.int64, got torch.int32", "topk_ids.long()"),
@@ -89,7 +101,19 @@ COMBINE: list[tuple[Call, *tuple[str, ...]]] = [
         "Dispatcher.combine: sent must be a Dispatched, got InFlight",
         "After async_op=True, wait()",
     ),
+    (lambda d: d.plan(X), "Dispatcher.plan: layout must be a Layout or None, got Tensor", "as like=x"),
     (lambda d: d.plan(), "Dispatcher.plan: pass the layout of the batch, or like=x"),
+]
+TRANSFORMS: list[tuple[Call, *tuple[str, ...]]] = [
+    (
+        lambda d: torch.func.grad(lambda x: d.dispatch(x, WAY).rows.sum())(X),
+        "Dispatcher.dispatch: the transforms of torch.func are not supported",
+    ),
+    (lambda d: torch.func.vmap(lambda x: d.dispatch(x, WAY).rows)(X[None]), "got a call inside one"),
+    (
+        lambda d: torch.func.grad(lambda x, sent: d.combine(x, sent).sum())(*_sent(d)),
+        "Dispatcher.combine: the transforms of torch.func are not supported",
+    ),
 ]
 NAN = float("nan")
 # Under debug=True.
@@ -109,6 +133,7 @@ VALUES: list[tuple[Call, *tuple[str, ...]]] = [
 CALLS: list[tuple[bool, type[Exception], Call, *tuple[str, ...]]] = [
     *((False, InputError, *row) for row in DISPATCH + COMBINE),
     *((False, LayoutError, *row) for row in PLAN),
+    *((False, StateError, *row) for row in TRANSFORMS),
     *((True, InputError, *row) for row in VALUES),
     (True, LayoutError, *PLAN[3]),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -54,6 +55,28 @@ def test_meshes_and_groups_of_processes() -> None:
         assert found["whole"] == found["world"] == found["control"] == (rank, 4)
         assert "pass one dimension of a DeviceMesh" in found["two dimensions"]
         assert 'mesh["ep"]' in found["two dimensions"]
+
+
+def _outside_and_forgotten(rank: int) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_dispatch").addHandler(handler)
+    group = dist.new_group([0])
+    for forgotten in ("local", "alltoall", "allgather"):
+        identity_round(build_dispatcher(small_config(forgotten)))
+    if rank == 1:
+        for groups in ((group, None), (None, group)):
+            with pytest.raises(ConfigError, match="group must be a process group that this rank is in, got int"):
+                build_dispatcher(small_config(), groups[0], control_group=groups[1])
+    return told
+
+
+def test_a_group_that_was_forgotten_is_told_once_and_one_of_other_ranks_is_refused() -> None:
+    for told in run_processes(_outside_and_forgotten, 2):
+        (warning,) = told
+        assert "built without a group in a job of several ranks" in warning
+        assert "Pass group=" in warning
 
 
 @pytest.mark.parametrize("policy", ["agree", "check"])

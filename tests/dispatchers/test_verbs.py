@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, assert_type
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_dispatch import BSHD, Dispatched, Routing, Rows, build_dispatcher
+from moe_dispatch.types import InFlight
 from moe_dispatch_testing.ranks import run_ranks
 from tests.dispatchers.layer import (
     BACKENDS,
@@ -50,6 +51,15 @@ def test_sending_again_exchanges_rows_and_no_counts(backend: str, size: int) -> 
         return {name: count - before[name] for name, count in after.items() if count != before[name]}
 
     assert on_ranks(body, size) == [{} if backend == "local" else {"dispatch": 1}] * size
+
+
+def test_what_dispatch_returns_has_a_type_and_a_short_repr() -> None:
+    dispatcher = build_dispatcher(small_config("local", pad_multiple=4))
+    flight = dispatcher.dispatch(random_rows(3), Routing(torch.tensor([[0, 7]] * 3), torch.ones(3, 2)), async_op=True)
+    assert_type(flight, InFlight)
+    counts = "(4, 0, 0, 0, 0, 0, 0, 4)"
+    told = f"Dispatched(rows=float32 (8, 16) on cpu, host_counts={counts}, pad_multiple=4)"
+    assert repr(flight.wait()) == told
 
 
 @pytest.mark.parametrize("backend", ["local", "alltoall", "allgather"])
