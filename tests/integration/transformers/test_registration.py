@@ -177,7 +177,8 @@ def test_experts_function_is_for_one_config_and_group(mesh: DeviceMesh) -> None:
     with pytest.raises(ConfigError, match=r"'function' must stand for one config, got debug=True after False"):
         register(config(debug=True), group=dist.group.WORLD, name="function")
     with pytest.raises(ConfigError, match=r"'function' must stand for one group, got a second group"):
-        register(config(), group=init_device_mesh("cpu", (1,)), name="function")
+        register(config(), group=dist.new_group([0]), name="function")
+    register(config(), group=init_device_mesh("cpu", (1,)), name="function")  # a mesh of the same group
     with pytest.raises(ConfigError, match=r"graph_safe must be False with group=.*got True"):
         register(config(graph_safe=True, max_tokens_per_rank=8), group=dist.group.WORLD, name="static")
 
