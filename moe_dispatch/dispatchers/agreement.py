@@ -19,6 +19,12 @@ from moe_dispatch.types import Plan, Sizes
 REFUSED = -1
 """Number of rows that a rank tells its peers instead of its own, if it refuses a call."""
 
+UNTOLD = (
+    "The other ranks were not told, because nothing is exchanged before rows travel. They wait until the watchdog, or "
+    "a timeout of the group or of the backend's library, ends it. debug=True tells them."
+)
+"""Note on an error that only one rank raises."""
+
 Facts = Mapping[str, str]
 _UNKNOWN = -(2**40)  # less than any number of a dispatcher, and than its negative
 
@@ -77,9 +83,7 @@ def tell_peers(
             channel.backend.refuse(device_of(channel.communicator.group, preferred))
             raise_alike(channel.control, error, label="refusal")
         elif channel.control.size > 1:
-            error.add_note(
-                "The other ranks were not told: nothing is exchanged before rows travel. debug=True tells them."
-            )
+            error.add_note(UNTOLD)
     except Exception as failure:
         if failure is not error:  # a broken group: the error itself matters more
             error.add_note(f"The other ranks were not told: {failure}")
@@ -136,10 +140,10 @@ def settle(
         check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
         sizes = channel.sizes(largest)
         if tally and sums:
-            invalid, *tokens_per_expert = sums
-            if invalid:
+            if sums[0]:
                 raise_alike(channel.control, problem(), label="refusal")
-            sizes = replace(sizes, tokens_per_expert=tuple(tokens_per_expert))
+            if needs.counts_with_sizes:
+                sizes = replace(sizes, tokens_per_expert=tuple(sums[1:]))
     channel.backend.reserve(sizes)
     footprint = None
     if sizes.capacity is not None:
@@ -168,10 +172,10 @@ def _agree_on_largest(
     numbers = (_UNKNOWN, _UNKNOWN) if lease is None else (lease.number, -lease.number)
     values = (count * size + rank, -count * size + rank, *numbers)
     sums: list[Tensor] = []
-    if channel.sums_tallies:
+    if channel.num_tallied:
         assert channel.control.group is not None
         device = control_device(channel.control.group)
-        sums = [*tally] or [torch.zeros(1 + channel.shape.num_experts, dtype=torch.int64, device=device)]
+        sums = [*tally] or [torch.zeros(channel.num_tallied, dtype=torch.int64, device=device)]
     raise_same = partial(raise_alike, channel.control, of_call=True, label=label)
     high, low, last, first, *summed = raise_same(problem, values=values, sums=sums, facts=facts)
     if last not in (-first, _UNKNOWN):  # of the ranks that know their dispatcher, two call different ones

@@ -26,7 +26,7 @@ from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.communication import HostCopy, raise_alike
-from moe_dispatch.dispatchers.agreement import described, facts_of, mark_of, settle, tell_peers
+from moe_dispatch.dispatchers.agreement import UNTOLD, described, facts_of, mark_of, settle, tell_peers
 from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import problem_of_ids
@@ -134,8 +134,8 @@ def start(
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
     Slots with an invalid id go nowhere. In graph-safe mode, ``check`` reports them. Otherwise the call raises. If the
-    ranks exchange counts, it raises before rows travel, and the peers raise too. Without such an exchange it raises
-    after the rows have arrived, so that no peer is left waiting.
+    ranks exchange counts, or agree on sizes on the device of the rows, it raises before rows travel, and the peers
+    raise too. Without such an exchange it raises after the rows have arrived, and the peers wait in their next call.
 
     Args:
         channel: Channel of the dispatcher.
@@ -174,9 +174,11 @@ def start(
         tell_peers(channel, error, in_dispatch=True, x=x_TD, has_sizes=plan.settled)
         raise
     count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, num_experts)
+    tally: list[Tensor] = []
     if config.debug or not plan.settled:
-        sums = channel.sums_tallies and not plan.settled
-        tally = [outcome.view(1), count_experts(ids_TK, channel.shape.num_experts)] if sums else []
+        if channel.num_tallied and not plan.settled:
+            counts = [count_experts(ids_TK, channel.shape.num_experts)] if needs.counts_with_sizes else []
+            tally = [outcome.view(1), *counts]
         plan = settle(channel, plan, facts=facts, lease=lease, tally=tally, problem=problem)
     sizes = plan.sizes if traced is None else traced(plan.sizes)
     if sizes.capacity is not None:
@@ -184,8 +186,7 @@ def start(
     if config.balance is not None:
         placement, experts_L, ids_TK = plan_balance(channel, ids_TK)
     marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
-    raises_later = mark is None and sizes.capacity is None and sizes.tokens_per_expert is None
-    invalid = HostCopy(outcome) if raises_later else None
+    invalid = None if tally or mark is not None or sizes.capacity is not None else HostCopy(outcome)
     padded = sizes.padded_rows
     if padded is None:
         padded = count if needs.row_multiple == 1 and count >= needs.min_rows else needs.padded(count)
@@ -225,6 +226,8 @@ def finish(channel: Channel, departed: Departed) -> Arrived:
     if departed.invalid is not None and departed.invalid.read():
         problem = problem_of_ids(departed.given_TK, channel.config.num_experts)
         assert problem is not None
+        if channel.communicator.size > 1:
+            problem.add_note(UNTOLD)
         raise problem
     channel.meter.record(arrived, departed)
     return arrived

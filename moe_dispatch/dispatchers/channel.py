@@ -70,7 +70,8 @@ class Channel:
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
         checked: The kinds of tensors that ``check_call`` and ``check_combine`` have found to fit.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
-        sums_tallies: Whether ranks that agree on sizes also sum their counts of slots in a tally.
+        num_tallied: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
+            the others, for a backend that uses them, count the slots that name each expert.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class Channel:
         device = None if control.group is None else control_device(control.group).type
         same_device = device_types(communicator.group) == {device}
         # With ``balance``, the slots of experts are planned after the sizes.
-        self.sums_tallies = needs.counts_with_sizes and same_device and config.balance is None
+        sums = self.agrees_on_rows and same_device and not config.graph_safe and config.balance is None
+        self.num_tallied = 1 + shape.num_experts * needs.counts_with_sizes if sums else 0
         self.context = BackendContext(
             shape=shape, communicator=communicator, needs=needs, permutation=config.permutation
         )

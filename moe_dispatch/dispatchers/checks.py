@@ -154,7 +154,9 @@ def check_tensors(x_TD: Tensor, routing: Routing, config: DispatcherConfig, need
         way_out = "change config.device"
         if config.device is None:
             way_out = f"use another backend: {config.backend_name!r} takes no other device as configured"
-        raise InputError(f"{where}: x must be on {' or '.join(sorted(allowed))}, got {x_TD.device}. Or {way_out}.")
+        raise InputError(
+            f"{where}: x must be on {' or '.join(sorted(allowed))}, got {x_TD.device}. Move x, or {way_out}."
+        )
     if ids.device != x_TD.device or weights.device != x_TD.device:
         raise InputError(
             f"{where}: x, topk_ids and topk_weights must share a device, got {x_TD.device}, {ids.device}, "

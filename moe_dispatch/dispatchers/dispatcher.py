@@ -132,9 +132,9 @@ class Dispatcher(nn.Module):
             PeerError: The call failed on another rank.
 
         Cost: mostly nothing. If the backend needs equal rows or the largest row count, and ``row_counts`` is "agree" or
-        "check", one all-reduce of seven integers on the control group and one host sync. On ``allgather`` the
-        all-reduce has seven integers of each rank and one for each expert. A backend with buffers may grow the buffers
-        here, which is collective.
+        "check", one all-reduce on the control group and one host sync. The all-reduce has seven integers, or seven of
+        each rank and a count of invalid ids where the control group is on the device of the rows; on ``allgather`` also
+        a count for each expert. A backend with buffers may grow the buffers here, which is collective.
         """
         operators.refuse_tracing("plan")
         try:

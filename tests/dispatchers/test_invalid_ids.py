@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
-from moe_dispatch.errors import InputError, PeerError
+from moe_dispatch.errors import InputError, LostPeerError, PeerError
 from moe_dispatch_testing import refuse_host_syncs
 from tests.dispatchers.layer import Group, by_operators, on_ranks, outcomes, outcomes_on, raises_everywhere
 
@@ -29,7 +29,8 @@ BACKENDS: dict[str, tuple[Any, int]] = {
     "deepep v2 expanded": ({**V2, "expand": True, "deterministic": False}, 2),
     "hybridep": ({"name": "hybridep", "emulate": "hybridep-744"}, 2),
 }
-EXCHANGE_COUNTS = ("alltoall", "allgather")  # before rows travel; allgather if the call has no plan
+# They hear of it before rows travel: by the counts, or by the agreement on sizes of a call without a plan.
+TELL_PEERS = ("alltoall", "allgather", "deepep v2", "hybridep")
 GRAPH_SAFE = [name for name in BACKENDS if "exact" not in name and "levels" not in name]
 # 65537 is 1 in 16 bits, and 2**32 + 1 is 1 in 32.
 INVALID = [NUM_EXPERTS, -2, 65537, 2**32 + 1, -(2**63)]
@@ -84,13 +85,42 @@ def test_it_raises_in_its_dispatch(name: str) -> None:
         low, high = min(invalid, 0), max(invalid, NUM_EXPERTS - 1)
         text = f"Dispatcher.dispatch: topk_ids must lie in -1..{NUM_EXPERTS - 1}, got {low}..{high}. Check the router."
         raises_everywhere([wrong], InputError, text)
-        if name.startswith(EXCHANGE_COUNTS):
+        if name.startswith(TELL_PEERS):
             raises_everywhere(peers, PeerError, f"rank {size - 1} refused: {text}")
             continue
         # Nothing is exchanged before rows travel, so peers get the dispatch of a slot that goes nowhere.
         for rank, counts in enumerate(peers):
             of_rank = torch.bincount(ids[ids >= 0], minlength=NUM_EXPERTS).chunk(size)[rank]
             assert torch.equal(counts, size * of_rank)
+
+
+@pytest.mark.parametrize("name", ["allgather", "deepep v1", "deepep v2", "hybridep"])
+def test_with_a_plan_its_rank_says_that_the_others_wait(name: str) -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(name), group)
+        plan = dispatcher.plan(like=rows())
+        with torch.no_grad():
+            dispatcher.dispatch(rows(), routing(NUM_EXPERTS if is_last(group) else None), plan)
+
+    *peers, wrong = outcomes(body, 2)
+    assert peers == [None]
+    assert isinstance(wrong, InputError)
+    assert "The other ranks were not told, because nothing is exchanged before rows travel" in wrong.__notes__[0]
+    assert "They wait until the watchdog, or a timeout" in wrong.__notes__[0]
+
+
+@pytest.mark.parametrize("name", ["allgather", "deepep v2", "hybridep"])
+def test_the_watchdog_ends_the_wait_of_the_others(name: str) -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(config(name, watchdog=1), group)
+        plan = dispatcher.plan(like=rows())
+        with torch.no_grad():
+            sent = dispatcher.dispatch(rows(), routing(NUM_EXPERTS if is_last(group) else None), plan)
+            dispatcher.combine(sent.rows, sent)
+
+    *peers, wrong = outcomes(body, 2)
+    assert isinstance(wrong, InputError)
+    raises_everywhere(peers, LostPeerError, "rank 1")
 
 
 @pytest.mark.parametrize("name", GRAPH_SAFE)
