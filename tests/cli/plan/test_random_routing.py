@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -91,23 +90,6 @@ def test_experts_are_chosen_as_by_loops(limit: GroupLimit) -> None:
     for scores, ids in zip(scores_TE.tolist(), ids_TK.tolist(), strict=True):
         assert len(ids) == 6
         assert set(ids) == by_hand(scores, 6, limit)
-
-
-@pytest.mark.parametrize("exponent", [0.0, 1.0])
-def test_limited_experts_are_as_likely_as_all_orders_say(exponent: float) -> None:
-    """6 experts in 3 groups, of which a token uses 2: count all 720 orders of the scores, each with its odds."""
-    limit = GroupLimit(num_groups=3, topk_groups=2, scored_experts=1)
-    odds_E, tokens = popularity(6, exponent, generator()), 40_000
-    wanted = defaultdict[frozenset[int], float](float)
-    for order in itertools.permutations(range(6)):
-        chance, left = 1.0, 1.0
-        for expert in order:
-            chance, left = chance * float(odds_E[expert]) / left, max(left - float(odds_E[expert]), 1e-12)
-        wanted[frozenset(by_hand([-float(order.index(expert)) for expert in range(6)], 3, limit))] += chance
-    found = Counter(map(frozenset, draw_experts(odds_E, 3, tokens, generator(1), limit).tolist()))
-    assert set(found) <= set(wanted)
-    for experts, chance in wanted.items():
-        assert found[experts] / tokens == pytest.approx(chance, abs=5 * math.sqrt(chance / tokens)), experts
 
 
 def test_traffic_between_nodes_is_that_of_every_token_counted(monkeypatch: pytest.MonkeyPatch) -> None:
