@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,8 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         nvcc.parent.mkdir(parents=True)
         nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.0'\n")
         nvcc.chmod(0o755)
+        (tmp_path / version / "lib64").mkdir()
+        (tmp_path / version / "lib64" / "libcudart.so").touch()
         monkeypatch.setenv("CUDA_HOME", str(tmp_path / version))
         return nvcc
 
@@ -213,6 +216,9 @@ def test_hybridep_needs_the_compiler_of_its_variable(installed: Install, monkeyp
     """The library runs "$CUDA_HOME/bin/nvcc", which is "/bin/nvcc" without the variable."""
     installed(HybridEPBuffer=emulated_deep_ep("hybridep-746").HybridEPBuffer, __version__="1.2")
     assert isinstance(HybridEPOptions().probe(), Usable)
+    home = Path(os.environ["CUDA_HOME"])
+    (home / "lib64" / "libcudart.so").unlink()
+    assert reason(HybridEPOptions) == f"deep_ep 1.2 links its kernels with libcudart, which is not in {home}/lib64"
     monkeypatch.delenv("CUDA_HOME")
     told = "deep_ep 1.2 compiles its kernels with /bin/nvcc, which is missing; set CUDA_HOME to a CUDA toolkit"
     assert reason(HybridEPOptions) == told

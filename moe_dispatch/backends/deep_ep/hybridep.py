@@ -39,6 +39,16 @@ _cache_variable = environment_switch("HYBRID_EP_CACHE_DIR")
 _making_folder = threading.Lock()
 
 
+def _lacking_toolkit(version: str) -> str | None:
+    """Return why the library cannot compile its kernels, which it does at the first dispatch; or None."""
+    home = Path(os.environ.get("CUDA_HOME", "/"))  # the library looks nowhere else
+    reason = lacking_nvcc(version, home / "bin" / "nvcc")
+    has_runtime = any(any(home.glob(f"{folder}/libcudart*")) for folder in ("lib*", "lib/*", "targets/*/lib"))
+    if reason is None and not has_runtime:
+        return f"deep_ep {version} links its kernels with libcudart, which is not in {home}/lib64"
+    return reason
+
+
 @final
 class HybridEPOptions(LibraryOptions):
     """Options of ``hybridep``. None stands for the library's default.
@@ -86,9 +96,7 @@ class HybridEPOptions(LibraryOptions):
 
     def lacking(self, library: Library) -> str | None:
         if hasattr(library.module, "HybridEPBuffer"):
-            # The library finds its compiler only by this variable, and needs it at the first dispatch.
-            nvcc = Path(f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc")
-            return None if library.emulated else lacking_nvcc(library.version, nvcc)
+            return None if library.emulated else _lacking_toolkit(library.version)
         if hasattr(library.module, "HybridEpBuffer"):  # the spelling of 0ed15b5
             return f"deep_ep {library.version} is HybridEP 0ed15b5, whose support has ended; install 34152ae or later"
         return f"deep_ep {library.version} has no HybridEPBuffer: it is not built from the branch hybrid-ep"
