@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from griffe import Class, Expr, ExprName, Extension, Function, GriffeLoader, Parameter, ParameterKind, Parameters
@@ -35,4 +36,12 @@ def _spelled(annotation: str | Expr | None, loader: GriffeLoader) -> str:
         if isinstance(name, ExprName) and name.canonical_path.startswith("moe_dispatch."):
             found = loader.modules_collection[name.canonical_path]
             text = text.replace(name.name, str(found.value)) if found.is_attribute else text
-    return text
+    return re.sub(r"Annotated\[(.+?), Field\((.*?)\)\]", _bounded, text)
+
+
+def _bounded(found: re.Match[str]) -> str:
+    """Return a type with its bounds, such as "int (>= 1)", instead of pydantic's ``Annotated[int, Field(ge=1)]``."""
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    limits = [limit.split("=", 1) for limit in found[2].split(", ")]
+    told = ", ".join(f"{signs[name]} {value}" for name, value in limits if name in signs)
+    return f"{found[1]} ({told})" if told else found[1]

@@ -30,7 +30,9 @@ ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
 # on 128 rows at a time.
 PAD_MULTIPLES = {"bf16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
 
-WATCHDOG_SECONDS = (0.1, 1e6)  # the shortest and the longest time limit: a fifth is a beat, and torch counts in ms
+# Seconds: the watchdog beats five times in a time limit, and torch counts milliseconds in 64 bits.
+SHORTEST_WATCHDOG = 0.1
+LONGEST_WATCHDOG = 1e6
 
 RowCounts = Literal["agree", "assume", "check", "static"]
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -157,7 +159,7 @@ class DispatcherConfig(BaseModel):
     on_overflow: Literal["raise", "drop", "drop_by_position"] | None = None
     permutation: PermutationName = "auto"
     device: Literal["cpu", "cuda"] | None = None
-    watchdog: Annotated[float, Field(ge=WATCHDOG_SECONDS[0], le=WATCHDOG_SECONDS[1])] | None = None
+    watchdog: Annotated[float, Field(ge=SHORTEST_WATCHDOG, le=LONGEST_WATCHDOG)] | None = None
     debug: bool = False
     constraints: ConstraintOverrides = ConstraintOverrides()
 

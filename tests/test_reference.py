@@ -55,5 +55,6 @@ def test_constructors_of_pydantic_classes_list_their_fields(model: Any) -> None:
     package: Any = griffe.load("moe_dispatch", search_paths=[str(ROOT)], extensions=extensions)
     parameters = package[f"config.{model.__name__}"].parameters
     assert [parameter.name for parameter in parameters] == ["self", *model.model_fields]
+    assert "Annotated" not in " ".join(str(parameter.annotation) for parameter in parameters)
     required = [parameter.name for parameter in parameters if parameter.default is None]
     assert required == ["self", *(name for name, field in model.model_fields.items() if field.is_required())]

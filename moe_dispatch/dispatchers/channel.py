@@ -30,7 +30,7 @@ from moe_dispatch.balance.exact import ExactPlanner
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import Communicator, control_device, device_types, raise_alike
-from moe_dispatch.config import ENVIRONMENT_PREFIX, WATCHDOG_SECONDS, DispatcherConfig
+from moe_dispatch.config import ENVIRONMENT_PREFIX, LONGEST_WATCHDOG, SHORTEST_WATCHDOG, DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.dispatchers.recorder import Recorder
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, exact_planner, shape_of
@@ -374,11 +374,10 @@ def _watch(config: DispatcherConfig, groups: Iterable[dist.ProcessGroup], name: 
     if seconds is None and text:
         with suppress(ValueError):
             seconds = float(text)
-        shortest, longest = WATCHDOG_SECONDS
-        if seconds is None or not shortest <= seconds <= longest:
+        if seconds is None or not SHORTEST_WATCHDOG <= seconds <= LONGEST_WATCHDOG:
             raise ConfigError(
-                f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds from {shortest} to {longest:.0f}, got "
-                f"{shown(text)}."
+                f"{ENVIRONMENT_PREFIX}WATCHDOG must be a number of seconds from {SHORTEST_WATCHDOG} to "
+                f"{LONGEST_WATCHDOG:.0f}, got {shown(text)}."
             )
     if seconds is None:
         return None
