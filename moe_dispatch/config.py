@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from moe_dispatch._probing import how_to_install
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
 from moe_dispatch.backends.registry import AUTO, choose_backend, load_backend, parse_backend
@@ -22,7 +23,6 @@ from moe_dispatch.balance.exact import EXACT
 from moe_dispatch.balance.planners import check_planner
 from moe_dispatch.communication import canonical_json
 from moe_dispatch.errors import ConfigError, did_you_mean, shown
-from moe_dispatch.probing import how_to_install
 
 ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
 # Quantised grouped GEMMs need a row count for each expert that is a multiple of these numbers. mxfp8: the GEMM of the

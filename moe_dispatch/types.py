@@ -19,10 +19,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._expert_rows import grouped_mm, split
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.errors import InputError, StateError
-from moe_dispatch.expert_rows import grouped_mm, split
 from moe_dispatch.layouts import Layout
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,12 @@ def test_public_names(module: object, names: str) -> None:
     exported: Sequence[str] = module.__all__  # type: ignore[attr-defined]
     assert sorted(exported) == sorted(names.split())
     assert all(hasattr(module, name) for name in exported)
+
+
+def test_modules_that_completion_offers() -> None:
+    files = Path(moe_dispatch.__file__).parent.glob("*.py")
+    public = {file.stem for file in files if not file.stem.startswith("_")}
+    assert public == {"communication", "config", "errors", "types", "watchdog"}
 
 
 def test_errors_and_the_builtins_they_resemble() -> None:

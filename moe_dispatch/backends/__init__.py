@@ -6,6 +6,7 @@ To add a backend, subclass ``BackendOptions`` (``name``, ``constraints``, ``open
 the smallest example.
 """
 
+from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.base import (
     PROTOCOL,
     Arrived,
@@ -19,7 +20,6 @@ from moe_dispatch.backends.base import (
 from moe_dispatch.backends.registry import known_backends, load_backend, parse_backend, register_backend
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.communication import Communicator
-from moe_dispatch.probing import Rejected, Usable
 from moe_dispatch.types import Sizes
 
 __all__ = [

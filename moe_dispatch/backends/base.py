@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.workspace import Workspace
@@ -25,7 +26,6 @@ from moe_dispatch.permutation import (
     choose_permutation,
     index_bytes,
 )
-from moe_dispatch.probing import Rejected, Usable
 from moe_dispatch.types import Capacity, Sizes
 
 PROTOCOL = 1

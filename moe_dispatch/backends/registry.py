@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.backends.base import PROTOCOL, BackendOptions
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError, did_you_mean, shown
-from moe_dispatch.probing import Rejected, Usable
 
 ENTRY_POINT_GROUP = "moe_dispatch.backends"
 AUTO = "auto"

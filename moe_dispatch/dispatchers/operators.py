@@ -23,10 +23,10 @@ from torch.library import get_ctx
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from moe_dispatch._custom_operators import operator
 from moe_dispatch.backends.base import Route
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import to_device
-from moe_dispatch.custom_operators import operator
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
 from moe_dispatch.dispatchers.autograd import State, anchor, double_backward, finish, pad, start, tie, trim

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from moe_dispatch._probing import Rejected
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, probe_backend
 from moe_dispatch.balance.exact import EXACT, ExactPlanner, exact_rows
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
-from moe_dispatch.probing import Rejected
 from moe_dispatch.types import Capacity
 
 _OTHER_EXPERTS = "Use another ep_size or number of experts."

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, dtype
 
+from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.permutation.index import (
     SlotIndex,
     count_owners,
@@ -16,7 +17,6 @@ from moe_dispatch.permutation.index import (
     merge_slots,
     valid_ids,
 )
-from moe_dispatch.probing import Rejected, Usable
 
 
 class Permutation(ABC):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, did_you_mean
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.rows import TorchPermutation
 from moe_dispatch.permutation.te_rows import TransformerEnginePermutation
 from moe_dispatch.permutation.triton_rows import TritonPermutation
-from moe_dispatch.probing import Rejected, Usable
 
 logger = logging.getLogger("moe_dispatch")
 

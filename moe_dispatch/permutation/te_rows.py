@@ -25,11 +25,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import Rejected, Usable, import_whole
 from moe_dispatch.errors import BackendUnavailableError
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.index import SlotIndex
 from moe_dispatch.permutation.rows import TorchPermutation, clear_padding
-from moe_dispatch.probing import Rejected, Usable, import_whole
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # The parameters of each function. They are the same in 2.10.0 to 2.20.2, except that 2.12 added pad_offsets. It is not

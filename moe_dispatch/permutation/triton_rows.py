@@ -7,10 +7,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import Rejected, Usable, import_whole
 from moe_dispatch.permutation.base import Permutation
 from moe_dispatch.permutation.index import SlotIndex, accumulation_dtype
 from moe_dispatch.permutation.rows import as_words
-from moe_dispatch.probing import Rejected, Usable, import_whole
 
 _OLDEST_CAPABILITY = (8, 0)  # older GPUs cannot compute with bfloat16, and our tests do not compile for them
 

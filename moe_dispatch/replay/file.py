@@ -18,8 +18,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import how_to_install
 from moe_dispatch.errors import MoEDispatchError, TraceError
-from moe_dispatch.probing import how_to_install
 
 FORMAT = 1
 

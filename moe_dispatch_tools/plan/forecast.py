@@ -15,13 +15,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import Usable
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.capacity import CapacityFactor, balanced_rows, capacity_of
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_max_rows, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, MoEDispatchError
-from moe_dispatch.probing import Usable
 from moe_dispatch_tools.loads import Loads, count_loads, count_traffic, padded_rows
 from moe_dispatch_tools.names import NamedBackend
 from moe_dispatch_tools.placements import count_copies, in_slots, rows_of_experts

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.errors import BackendUnavailableError, ConfigError
 from moe_dispatch.permutation import choose_permutation, known_permutations, probe_permutation
 from moe_dispatch.permutation.te_rows import TransformerEnginePermutation
 from moe_dispatch.permutation.triton_rows import TritonPermutation
-from moe_dispatch.probing import Rejected, Usable
 
 
 @pytest.fixture(autouse=True)

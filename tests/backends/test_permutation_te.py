@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.errors import BackendUnavailableError
 from moe_dispatch.permutation import TorchPermutation, group_slots, te_rows
 from moe_dispatch.permutation.te_rows import TransformerEnginePermutation, kernels_of, layout_problem, row_map
-from moe_dispatch.probing import Rejected, Usable
 from tests.backends.tables import EXAMPLE, FLOATS, rows_of
 from tests.backends.te_stand_in import RECORDED, VERSIONS, stand_in
 

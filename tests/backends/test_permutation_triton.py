@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import Rejected, Usable
 from moe_dispatch.permutation.triton_rows import TritonPermutation
-from moe_dispatch.probing import Rejected, Usable
 from tests.backends.permutations import INTERPRETED
 from tests.backends.tables import EXAMPLE
 

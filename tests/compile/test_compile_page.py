@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moe_dispatch.custom_operators import BODIES
+from moe_dispatch._custom_operators import BODIES
 from tests.compile.layer import needs_compiler
 from tests.pages import ROOT, run_page
 

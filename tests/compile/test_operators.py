@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Routing
+from moe_dispatch._custom_operators import BODIES, NAMESPACE
 from moe_dispatch.backends import known_backends, load_backend
 from moe_dispatch.backends.base import Backend, Route
-from moe_dispatch.custom_operators import BODIES, NAMESPACE
 from moe_dispatch.dispatchers import operators
 from moe_dispatch.errors import StateError
 from moe_dispatch_testing.ranks import run_ranks

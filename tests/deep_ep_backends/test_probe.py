@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from moe_dispatch import DispatcherConfig, build_dispatcher
+from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends import BackendOptions, Rejected, Usable
 from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions
 from moe_dispatch.backends.deep_ep.hybridep import HybridEPOptions
 from moe_dispatch.errors import BackendUnavailableError
-from moe_dispatch.probing import loaded_nccl
 from moe_dispatch_testing.emulation import emulated_deep_ep
 
 Install = Callable[..., None]

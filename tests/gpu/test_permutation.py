@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import Rejected
 from moe_dispatch.permutation import (
     Permutation,
     SlotIndex,
@@ -20,7 +21,6 @@ from moe_dispatch.permutation import (
     known_permutations,
     probe_permutation,
 )
-from moe_dispatch.probing import Rejected
 from tests.backends.te_stand_in import RECORDED
 from tests.gpu.syncs import refused_syncs
 from tests.simulated_cuda.device import is_simulated

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._probing import loaded_nccl
 from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape, WireDtype
 from moe_dispatch.backends.capacity import worst_rows
 from moe_dispatch.backends.deep_ep.buffers import Handle, environment_switch, unfilled
@@ -26,7 +27,6 @@ from moe_dispatch.backends.deep_ep.library import Library, lacking_nvcc
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRows
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import round_up, running_total
-from moe_dispatch.probing import loaded_nccl
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions

@@ -23,10 +23,10 @@ from typing import Any, final
 
 import torch
 
+from moe_dispatch._probing import Rejected, Usable, import_whole
 from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.probing import Rejected, Usable, import_whole
 
 logger = logging.getLogger("moe_dispatch")
 

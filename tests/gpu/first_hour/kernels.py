@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from moe_dispatch._probing import Rejected
 from moe_dispatch.permutation import choose_permutation, group_slots, known_permutations, probe_permutation
-from moe_dispatch.probing import Rejected
 
 # Rows, columns, experts, top_k: the shape of the issue, DeepSeek-V3's layer, and a small batch.
 SHAPES = {"full": [(8192, 4096, 64, 8), (4096, 7168, 256, 8), (256, 4096, 64, 8)], "small": [(64, 128, 8, 2)]}

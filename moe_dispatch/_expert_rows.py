@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import get_ctx
 
-from moe_dispatch.custom_operators import operator
+from moe_dispatch._custom_operators import operator
 
 # torch's grouped GEMM wants every row of both operands to start at a multiple of 16 bytes.
 _ALIGNED_BYTES = 16
