@@ -82,8 +82,3 @@ def test_the_way_home_is_sorted_while_rows_travel(log: _Log) -> None:
     assert {"sort", "searchsorted"} <= set(log.meanwhile("dispatch"))
     arrived = log.done[log.done.index("await", log.done.index("dispatch")) :]
     assert arrived.count("sort") == 2  # what arrived, by expert and back
-
-
-@pytest.mark.parametrize("log", ["fast"], indirect=True)
-def test_memory_for_sums_is_made_while_rows_come_back(log: _Log) -> None:
-    assert "empty" in log.meanwhile("combine")
