@@ -113,6 +113,6 @@ def _record(step: Callable[[], Any], warmup: int) -> tuple[Any, Any]:
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # torch's own stream for captures is on the first device that captured
         outputs = step()
     return graph, outputs

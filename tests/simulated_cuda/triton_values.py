@@ -40,8 +40,7 @@ def computed(findings: values.Findings) -> Iterator[None]:
             if not warmup:
                 again = _again(self, args, grid, kwargs)
                 _compute_first(self.fn.__name__, args, again)
-                if findings.tape is not None:
-                    findings.tape.append(again)
+                findings.note(again)
         return compiled
 
     # Outside a kernel, Triton refuses calls of functions that are compiled. The interpreter makes such calls.

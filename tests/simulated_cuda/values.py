@@ -61,16 +61,22 @@ _WITH_NOTES = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only"}
 
 @final
 class Findings:
-    """What the operators of CUDA and of the CPU disagreed on, and the tape of the capture that is under way.
+    """What the operators of CUDA and of the CPU disagreed on, and the tapes of the captures that are under way.
 
     Attributes:
         differences: How often each operator gave another shape or dtype on CUDA than on the CPU.
-        tape: Functions that compute the captured operators again; None outside a capture.
+        tapes: For each device with a capture under way, functions that compute the captured operators again. Ranks are
+            threads with a device each, and autograd has further threads, so neither a thread nor the process will do.
     """
 
     def __init__(self) -> None:
         self.differences: Counter[str] = Counter()
-        self.tape: list[Callable[[], None]] | None = None
+        self.tapes: dict[int, list[Callable[[], None]]] = {}
+
+    def note(self, again: Callable[[], None]) -> None:
+        """Add a function to the tape of the current device, if a capture is under way there."""
+        if self.tapes and (tape := self.tapes.get(torch.cuda.current_device())) is not None:
+            tape.append(again)
 
 
 @contextmanager
@@ -123,8 +129,7 @@ class _Values(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         name = func.name()
         if name.startswith("c10d"):  # the stand-in for NCCL moves the bytes
-            if self._findings.tape is not None:
-                self._findings.tape.append(lambda: func(*args, **kwargs))
+            self._findings.note(lambda: func(*args, **kwargs))
             return func(*args, **kwargs)
         if _reads_the_device(name, args, kwargs):
             note_sync(f"{name}, whose result depends on values")
@@ -146,8 +151,7 @@ class _Values(TorchDispatchMode):
                 on_cpu(tensor).copy_(value)
         again = self._again(func, args, kwargs, None if written else out)
         again()
-        if self._findings.tape is not None:
-            self._findings.tape.append(again)
+        self._findings.note(again)
         results = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor) and value.is_cuda]
         for tensor in tensors:
             if not any(tensor is each for each in written):
@@ -242,10 +246,10 @@ def _replayed(findings: Findings) -> Iterator[None]:
 
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        findings.tape = self.tape = []
+        findings.tapes[torch.cuda.current_device()] = self.tape = []
 
     def capture_end(self: Any) -> None:
-        findings.tape = None
+        del findings.tapes[torch.cuda.current_device()]
         end(self)
 
     def compute_again(self: Any) -> None:
