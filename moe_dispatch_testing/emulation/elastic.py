@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor
 
 from moe_dispatch_testing.emulation.arguments import X, agreed, pack_rows, unpack_bias, unpack_rows, value_or
+from moe_dispatch_testing.emulation.elastic_copies import BLOCK_BYTES, BufferAllocator, ExpertCopies
 from moe_dispatch_testing.emulation.elastic_rows import (
     ElasticCounts,
     EPHandle,
@@ -36,24 +37,26 @@ from moe_dispatch_testing.host_syncs import allow_host_syncs
 # Result of a call: its values and an event, or with defer_epilogue only the event, whose wait returns the values.
 _Outcome = tuple[Any, ...] | ElasticEventOverlap
 _NUM_SMS = 24  # what the emulation recommends
-_BLOCK_BYTES = 2 * 2**20  # the bytes of a buffer are a multiple of this
 
 
 @final
 class _ElasticRuntime:
-    """The state of an open buffer."""
+    """The state of an open buffer. Fresh memory for redundant experts holds NaN, as a stand-in for anything."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup | None, num_bytes: int) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup | None, num_bytes: int, num_lb_bytes: int) -> None:
         self.exchange = RankExchange(group)
         self.num_bytes = num_bytes
+        self.lb_storage = torch.full((num_lb_bytes,), 255, dtype=torch.uint8)
         self.calls = 0  # dispatches and combines so far
         # Random orders differ between calls and between ranks, but every run of the program has the same orders.
         self.generator = Generator().manual_seed(1 + self.exchange.rank)
         with self.exchange.entrance(name) as entry:
-            whole = num_bytes > 0 and num_bytes % _BLOCK_BYTES == 0
-            require(whole, f"num_bytes must be a multiple of {_BLOCK_BYTES}, got {num_bytes}")
+            whole = num_bytes > 0 and num_bytes % BLOCK_BYTES == 0
+            require(whole, f"num_bytes must be a multiple of {BLOCK_BYTES}, got {num_bytes}")
+            whole = num_lb_bytes % BLOCK_BYTES == 0
+            require(whole, f"num_lb_bytes must be a multiple of {BLOCK_BYTES}, got {num_lb_bytes}")
             # All ranks register a window of symmetric memory. It must have the same size everywhere.
-            entry.same = {"num_bytes": num_bytes}
+            entry.same = {"num_bytes": num_bytes + num_lb_bytes}
 
 
 class _ElasticBase:
@@ -95,11 +98,15 @@ class _ElasticBase:
         num_gpu_timeout_secs: int = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        if num_cpu_bytes > 0 or lb_allocation_plan_or_num_bytes != 0:
+        if num_cpu_bytes > 0:
             raise NotImplementedError(
-                f"{type(self).__name__}: memory on the host and for redundant experts is not emulated. Leave "
-                "num_cpu_bytes and lb_allocation_plan_or_num_bytes at 0."
+                f"{type(self).__name__}: memory on the host is not emulated. Leave num_cpu_bytes at 0."
             )
+        plan = lb_allocation_plan_or_num_bytes if isinstance(lb_allocation_plan_or_num_bytes, BufferAllocator) else None
+        num_lb_bytes = lb_allocation_plan_or_num_bytes if plan is None else plan.num_bytes
+        assert plan is None or not plan.materialized
+        assert isinstance(num_lb_bytes, int)
+        assert num_lb_bytes >= 0
         self.group = group
         self.rank_idx = 0 if group is None else group.rank()
         self.num_ranks = _size(group)
@@ -126,8 +133,10 @@ class _ElasticBase:
         self.num_allocated_qps = num_allocated_qps or (129 if allow_hybrid_mode else 17)
         self.explicitly_destroy = explicitly_destroy
         if self.is_v25:
-            self.num_lb_bytes, self.context = 0, None
-        self.runtime = _ElasticRuntime(type(self).__name__, group, num_bytes)
+            self.num_lb_bytes, self.context = num_lb_bytes, None
+        self.runtime = _ElasticRuntime(type(self).__name__, group, num_bytes, num_lb_bytes)
+        if plan is not None:
+            plan.materialize(self.runtime.lb_storage)
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
@@ -157,7 +166,7 @@ class _ElasticBase:
         row_bytes = hidden + -(-hidden // 32) * 4 if use_fp8_dispatch else hidden * 2
         sent = _row_bytes(row_bytes, top_k) * _size(group)
         back = _row_bytes(hidden * 2, top_k) * (min(_size(group), top_k) if allow_multiple_reduction else top_k)
-        return aligned(max(sent, back) * num_max_tokens_per_rank, _BLOCK_BYTES)
+        return aligned(max(sent, back) * num_max_tokens_per_rank, BLOCK_BYTES)
 
     def barrier(
         self,
@@ -475,5 +484,6 @@ ElasticBuffer: type[Any] = follow_release(
     type("ElasticBuffer", (_ElasticBase,), {"is_v25": False, "kernels": set(), "__doc__": _ElasticBase.__doc__}),
 )
 EPBuffer: type[Any] = follow_release(
-    "v2.5.0", type("EPBuffer", (_ElasticBase,), {"is_v25": True, "kernels": set(), "__doc__": _ElasticBase.__doc__})
+    "v2.5.0",
+    type("EPBuffer", (ExpertCopies, _ElasticBase), {"is_v25": True, "kernels": set(), "__doc__": _ElasticBase.__doc__}),
 )

@@ -14,6 +14,7 @@ import torch
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.emulation.config import Config
 from moe_dispatch_testing.emulation.elastic import ElasticBuffer, EPBuffer
+from moe_dispatch_testing.emulation.elastic_copies import BLOCK_BYTES, EXPERT_BYTES, BufferAllocator
 from moe_dispatch_testing.emulation.elastic_rows import EPHandle, GuardedEPHandle
 from moe_dispatch_testing.emulation.events import ElasticEventOverlap, EPEventOverlap, EventHandle, EventOverlap
 from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
@@ -130,15 +131,18 @@ def _v2(release: str) -> ModuleType:
 def _v25(release: str) -> ModuleType:
     """Make the module of V2.5. It has no ``Buffer``, ``Config`` and ``ElasticBuffer`` any more.
 
-    Its buffers for other purposes (EngramBuffer, PPBuffer, BucketBuffer, BufferAllocator) are not emulated.
+    Its buffers for other purposes (EngramBuffer, PPBuffer, BucketBuffer) are not emulated.
     """
     event = _module("deep_ep.utils.event", EventHandle=EventHandle, EventOverlap=EPEventOverlap)
     return _module(
         "deep_ep",
+        BufferAllocator=BufferAllocator,
         EPBuffer=EPBuffer,
         EPHandle=GuardedEPHandle,
         EventHandle=EventHandle,
         EventOverlap=EPEventOverlap,
+        get_num_allocation_alignment=lambda: BLOCK_BYTES,
+        get_num_tma_alignment=lambda: EXPERT_BYTES,
         topk_idx_t=torch.int64,
         __version__=release.removeprefix("v"),
         buffers=_module(

@@ -93,7 +93,7 @@ def test_the_module_has_the_names_of_the_package(release: str) -> None:
         ("v1.2.1", "Buffer", "get_low_latency_rdma_size_hint"),
         ("v2-2.1.0", "ElasticBuffer", "engram_fetch"),
         ("v2-2.1.0", "ElasticBuffer", "get_pp_buffer_size_hint"),
-        ("v2.5.0", "EPBuffer", "lb_prefetch_weights"),
+        ("v2.5.0", "EPBuffer", "print_memory_usage"),
         ("v2.5.0", "EPBuffer", "get_comm_stream"),
     ],
 )

@@ -175,5 +175,5 @@ def test_parts_beside_expert_parallelism_are_refused() -> None:
     for call in (buffer.get_comm_stream, buffer.create_agrs_session, lambda: buffer.engram_write(torch.ones(1))):
         with pytest.raises(NotImplementedError, match=r"ElasticBuffer\..* is not emulated"):
             call()
-    with pytest.raises(NotImplementedError, match="memory on the host and for redundant experts is not emulated"):
+    with pytest.raises(NotImplementedError, match="memory on the host is not emulated"):
         open_buffer(None, num_cpu_bytes=2 * MIB)
