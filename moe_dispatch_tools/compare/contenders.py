@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights
+from moe_dispatch.types import Dispatched
 from moe_dispatch_testing.rank_context import Call, RankContext
 from moe_dispatch_testing.scenario import Experts
 from moe_dispatch_tools.compare.workload import Step
@@ -53,6 +54,11 @@ class Contender(ABC):
 
     def close(self) -> None:  # noqa: B027 - optional
         """Release buffers and groups that outlive a call."""
+
+
+def _gated(part: Dispatched, up_gate: Tensor, down: Tensor) -> Tensor:
+    up, gate = part.grouped_mm(part.rows, up_gate).chunk(2, 1)
+    return part.grouped_mm(up * torch.sigmoid(gate), down)
 
 
 @final
@@ -95,9 +101,7 @@ class Ours(Contender):
         mark()
         rows = sent.rows
         if self._experts:
-            sent, (up_gate, down) = self._slot_weights.fetch(sent, *self._experts)
-            up, gate = sent.grouped_mm(sent.rows, up_gate).chunk(2, 1)
-            rows = sent.grouped_mm(up * torch.sigmoid(gate), down)
+            sent, rows = self._slot_weights.run(sent, _gated, *self._experts)
         if dispatcher.config.weights == "experts":
             rows = (rows * sent.weights.unsqueeze(1)).to(rows.dtype)
         mark()
