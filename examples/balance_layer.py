@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.balance import ExactPlacement, ExpertPlacement
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing import run_processes
 
@@ -61,7 +64,9 @@ def compare(rank: int, tokens: int, given: argparse.Namespace) -> dict[str, dict
         "balance_min_rows": given.min_rows,
         "spare_experts_per_rank": given.experts // given.ranks,
     }
-    layers = {side: Layer(given, rank, **(balanced if side == "with" else {})) for side in SIDES}
+    world = dist.group.WORLD
+    assert world is not None
+    layers = {side: Layer(given, world, **(balanced if side == "with" else {})) for side in SIDES}
     x, routing = draw(rank, tokens, given)
     found: dict[str, dict[str, Any]] = {side: {"wall": [], "cpu": []} for side in SIDES}
     for step in range(given.steps + 1):
@@ -74,21 +79,23 @@ def compare(rank: int, tokens: int, given: argparse.Namespace) -> dict[str, dict
                 found[side]["cpu"].append(time.process_time() - cpu)
     for side, layer in layers.items():
         before = layer.dispatcher.metrics().bytes_sent.get("weights", 0)
-        found[side].update(rows=0, saved=saved_bytes(lambda layer=layer: layer(x, routing)))
-        found[side].update(moved=layer.dispatcher.metrics().bytes_sent.get("weights", 0) - before, rows=layer.rows)
+        result, saved = with_saved_bytes(partial(layer, x, routing))
+        result.sum().backward()
+        moved = layer.dispatcher.metrics().bytes_sent.get("weights", 0) - before
+        found[side].update(moved=moved, rows=layer.rows, saved=saved)
     return found
 
 
 class Layer:
     """A MoE layer whose experts are two matrices each. All experts of a layer are drawn from one seed."""
 
-    def __init__(self, given: argparse.Namespace, rank: int, **fields: Any) -> None:
+    def __init__(self, given: argparse.Namespace, group: dist.ProcessGroup, **fields: Any) -> None:
         config = DispatcherConfig(
             backend="alltoall", num_experts=given.experts, top_k=given.top_k, hidden_size=given.hidden, **fields
         )
-        self.dispatcher: Dispatcher = build_dispatcher(config, dist.group.WORLD)
+        self.dispatcher: Dispatcher = build_dispatcher(config, group)
         self.slot_weights = SlotWeights(self.dispatcher)
-        generator = torch.Generator().manual_seed(rank)
+        generator = torch.Generator().manual_seed(group.rank())
         own = given.experts // given.ranks
         self.up = (
             torch.randn(own, given.hidden, given.inner, generator=generator) / given.hidden**0.5
@@ -97,11 +104,12 @@ class Layer:
             torch.randn(own, given.inner, given.hidden, generator=generator) / given.inner**0.5
         ).requires_grad_()
         self.rows = 0
+        self.placement: ExpertPlacement | ExactPlacement | None = None
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         in_flight = self.dispatcher.dispatch(x, routing, async_op=True)
         sent, outputs = self.slot_weights.run(in_flight, experts, self.up, self.down)
-        self.rows = len(sent.rows)
+        self.rows, self.placement = len(sent.rows), sent.placement
         return self.dispatcher.combine(outputs, sent)
 
 
@@ -120,17 +128,21 @@ def draw(rank: int, tokens: int, given: argparse.Namespace) -> tuple[Tensor, Rou
     return x, Routing(ids, torch.rand(tokens, given.top_k, generator=generator))
 
 
-def saved_bytes(forward: Any) -> int:
-    """Return the bytes that a forward saves for the backward. Tensors that share memory count once."""
-    storages: dict[int, int] = {}
+def with_saved_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """Return the result of a forward, and the bytes that it keeps for the backward.
+
+    Parameters count too. Tensors that share memory count once. The weights of copies do not count: ``SlotWeights``
+    frees their memory before the forward ends.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward().sum().backward()
-    return sum(storages.values())
+        result = forward()
+    return result, sum(storage.nbytes() for storage in storages.values())
 
 
 def line(of_ranks: list[dict[str, Any]], side: str, tokens_per_expert: float) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
+from torch import Tensor
 
 import balance_layer
 
 
 def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--ranks 2 --experts 8 --hidden 16 --inner 16 --tokens 64 --steps 2 --zipf 2"
+    sizes = "--ranks 2 --experts 8 --hidden 16 --inner 16 --tokens 64 --steps 2 --zipf 2 --min-rows 0"
     monkeypatch.setattr(sys, "argv", ["balance_layer.py", *sizes.split()])
     balance_layer.main()
     _, *lines = capsys.readouterr().out.splitlines()
@@ -21,3 +23,16 @@ def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert rows[0] > 1.1 * rows[1]
     assert float(ratio[0]) > 1.1 > float(ratio[1])
     assert moved[0] == "0.0"
+
+
+def test_saved_bytes_are_those_that_are_still_there_after_the_forward() -> None:
+    freed, kept, weight = (torch.ones(size, requires_grad=True) for size in (10, 20, 30))
+
+    def forward() -> Tensor:
+        copy = freed.clone()
+        result = (copy * copy).sum() + (kept * kept).sum() + (weight * 2).sum()
+        copy.untyped_storage().resize_(0)
+        return result
+
+    _, saved = balance_layer.with_saved_bytes(forward)
+    assert saved == 20 * 4
