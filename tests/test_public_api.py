@@ -124,6 +124,7 @@ def test_config_fields() -> None:
         "allocate_on_comm_stream",
         "ranks_per_node",
         "gin_within_node",
+        "prefetch_weights",
         "emulate",
     ]
     assert list(HybridEPOptions.model_fields) == [

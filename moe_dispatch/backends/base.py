@@ -516,9 +516,11 @@ class Backend(ABC):
     Attributes:
         collective_close: Whether ``close`` waits for the peers. If so, the backend stays open when a dispatcher is
             garbage-collected without a call of ``close``.
+        brings_copies: Whether the backend has ``bring_copies``. If not, ranks exchange expert weights all-to-all.
     """
 
     collective_close: ClassVar[bool] = False
+    brings_copies: bool = False
 
     def __init__(self, context: BackendContext) -> None:
         self.context = context
@@ -574,6 +576,22 @@ class Backend(ABC):
 
         The peers' ``start`` finds the mark and raises ``PeerError``. Then all ranks get the text of the error.
         """
+
+    def bring_copies(self, own_MW: Tensor, copies_PS: Tensor) -> Callable[[], Tensor]:
+        """Start to bring the weights of copied experts to their spare slots, without a host sync. Collective.
+
+        ``SlotWeights`` calls this in graph-safe mode with ``balance="exact"``, if ``brings_copies``.
+
+        Args:
+            own_MW: (M, W), the weights of the M experts whose home is this rank, contiguous.
+            copies_PS: int64 (P, S), the expert in each spare slot of each rank, equal on all ranks. Expert e has the
+                home e // M, and no rank holds a copy of its own expert. P * M stands for an empty slot.
+
+        Returns:
+            A function that waits for the weights and returns (S, W), valid until the next call. Empty slots hold any
+            finite weights.
+        """
+        raise NotImplementedError
 
     def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
         """Make a route from the tensors of its ``tensors()``, taken in their order, without a host sync.

@@ -114,6 +114,7 @@ class StaticMovement:
         rank: This rank.
         num_own: M.
         num_slots: B, which is M + S.
+        copies_PS: The expert in each spare slot of each rank, as in ``ExactPlacement``.
         sent: The experts to send, by destination rank and slot. Where the expert has another home, any expert travels.
         rows_in: Number of weights to receive from each rank.
         rows_out: Number of weights to send to each rank.
@@ -126,6 +127,7 @@ class StaticMovement:
     rank: int
     num_own: int
     num_slots: int
+    copies_PS: Tensor
     sent: Tensor
     rows_in: tuple[int, ...]
     rows_out: tuple[int, ...]
@@ -170,6 +172,7 @@ def static_movement(placement: ExactPlacement, rank: int) -> StaticMovement:
         rank=rank,
         num_own=own,
         num_slots=own + spare,
+        copies_PS=copies_PS,
         sent=(copies_PS - rank * own).clamp_(0, own - 1).flatten(),
         rows_in=(spare,) * size,
         rows_out=(spare,) * size,

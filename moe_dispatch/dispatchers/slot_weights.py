@@ -81,7 +81,7 @@ class SlotWeights:
 
         Cost: one all-to-all, and two in the backward; none if no weight has to travel. In graph-safe mode with
         ``balance="exact"``, each all-to-all has the weights of ``P * S`` experts for S spare slots, and own
-        parameters are copied to their slots.
+        parameters are copied to their slots. ``Backend.bring_copies``, where there is one, replaces those that fetch.
         """
         lease, channel = self._enter(stacked)
         if sent.placement is None:
@@ -236,6 +236,16 @@ def _exchange(
     buffer = into
     if buffer is None:
         buffer = stacked[0].new_empty(max(moves.num_slots, 1), _width(stacked))
+    if channel.backend.brings_copies and isinstance(moves, StaticMovement):
+        own_MW = side_by_side(stacked, out=buffer[: moves.num_own])
+        arrived = channel.backend.bring_copies(own_MW, moves.copies_PS)
+
+        @torch.no_grad()
+        def place() -> Tensor:
+            buffer[moves.num_own :] = arrived()
+            return buffer
+
+        return place
     received = buffer[: moves.num_slots]
     if not moves.apart:
         received = buffer.new_empty(sum(moves.rows_in), buffer.shape[1])

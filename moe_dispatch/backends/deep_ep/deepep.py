@@ -42,6 +42,9 @@ class DeepEPOptions(LibraryOptions):
             needs whole nodes. v2 and V2.5 offer float8 only within a node.
         gin_within_node: For v2 and V2.5: whether the buffers of a group within one node use NCCL's GIN, which needs
             network cards that GPUs drive. Across nodes they always do.
+        prefetch_weights: For V2.5 in graph-safe mode, with all ranks in one NVLink domain: whether ``SlotWeights``
+            fetches the weights of copies of ``balance="exact"`` with ``lb_prefetch_weights``, which sends only those
+            that are needed. Gradients travel all-to-all.
         emulate: Whether to run on the emulation of ``deep_ep``, on CPU tensors. True emulates the newest release; the
             name of a release emulates that release.
     """
@@ -54,6 +57,7 @@ class DeepEPOptions(LibraryOptions):
     allocate_on_comm_stream: bool = False
     ranks_per_node: Annotated[int, Field(ge=1)] | None = None
     gin_within_node: bool = False
+    prefetch_weights: bool = False
     emulate: bool | Release = False
 
     @property
@@ -76,6 +80,12 @@ class DeepEPOptions(LibraryOptions):
         device, variant = "cuda", "v2.5"  # only for tables: before any other use, ``probe`` refuses
         if isinstance(library, Library):
             device, variant = library.device, deepep_v2.variant_of(library) or "v1"
+        if self.prefetch_weights and not (variant == "v2.5" and ranks_per_node >= shape.ep_size and shape.graph_safe):
+            raise ConfigError(
+                "Backend 'deepep': prefetch_weights needs V2.5, all ranks in one NVLink domain, and graph_safe=True, "
+                f"got {variant}, {ranks_per_node} of {shape.ep_size} ranks on a node, and graph_safe="
+                f"{shape.graph_safe}. Leave prefetch_weights out."
+            )
         if variant != "v1":
             return deepep_v2.constraints(device, variant, shape, ranks_per_node, self)
         if self.expand:

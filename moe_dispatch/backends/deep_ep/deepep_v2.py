@@ -25,7 +25,7 @@ from moe_dispatch.backends.deep_ep.buffers import Handle, environment_switch, un
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.library import Library, lacking_nvcc
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRows
-from moe_dispatch.errors import ConfigError
+from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch.permutation import round_up, running_total
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ _V25_NVCC = (13, 1)
 _FEWEST_SMS = 4
 # The library reads it whenever it makes a buffer.
 _gin_is_off = environment_switch("EP_DISABLE_GIN")
+# The library reads it in every call. With "1" an event keeps the tensors of its call. Otherwise the caching allocator
+# does, which until the end of a capture would not reuse the memory of any layer's weights.
+_events_keep_tensors = environment_switch("EP_AVOID_RECORD_STREAM")
 
 
 def variant_of(library: Library) -> str | None:
@@ -135,6 +138,10 @@ class ElasticDeepEP(DeepEP):
         self._spans_nodes = options.ranks_on_a_node(context.shape) < context.shape.ep_size
         self._uses_gin = self._spans_nodes or options.gin_within_node
         self._is_v25 = variant_of(library) == "v2.5"
+        self.brings_copies = options.prefetch_weights
+        self._module = library.module
+        # Buffers for the weights of copies, with the memory in which they arrive. As with rows, only the last is used.
+        self._pools: list[tuple[Any, Tensor]] = []
         self._class = library.module.EPBuffer if self._is_v25 else library.module.ElasticBuffer
         self._ids_dtype: torch.dtype = getattr(library.module, "topk_idx_t", torch.int64)
         self._deferred: list[Callable[[], None]] = []  # at most one
@@ -148,16 +155,13 @@ class ElasticDeepEP(DeepEP):
                 "backend 'deepep': the buffer is outgrown, and keeps its network queues until close(). Set "
                 "max_tokens_per_rank, so that the first buffer is large enough."
             )
+        sizes = {"num_max_tokens_per_rank": rows, "hidden": shape.hidden_size, "num_topk": shape.top_k}
+        return self._make(**sizes, deterministic=self._deterministic)
+
+    def _make(self, **arguments: Any) -> Any:
         try:
             with nullcontext() if self._uses_gin else _gin_is_off.at("1"):
-                return self._class(
-                    self.context.communicator.group,
-                    num_max_tokens_per_rank=rows,
-                    hidden=shape.hidden_size,
-                    num_topk=shape.top_k,
-                    deterministic=self._deterministic,
-                    explicitly_destroy=True,
-                )
+                return self._class(self.context.communicator.group, explicitly_destroy=True, **arguments)
         except Exception as error:
             if "GIN" not in str(error) and "GDAKI" not in str(error):
                 raise
@@ -275,8 +279,41 @@ class ElasticDeepEP(DeepEP):
             rows_TD, values_TK, _ = buffer.combine(rows_SD, handle.raw, topk_weights=values_SK)
         return rows_TD, values_TK
 
+    def bring_copies(self, own_MW: Tensor, copies_PS: Tensor) -> Callable[[], Tensor]:
+        self.buffer()  # refuses if the backend is closed
+        (num_own, width), (size, spare) = own_MW.shape, copies_PS.shape
+        expert_bytes, multiple = width * own_MW.itemsize, self._module.get_num_tma_alignment()
+        if expert_bytes % multiple:
+            raise InputError(
+                "Backend 'deepep': with prefetch_weights the parameters of one expert must have a multiple of "
+                f"{multiple} bytes, got {expert_bytes}. Leave prefetch_weights out."
+            )
+        nbytes, used = spare * expert_bytes, copies_PS < size * num_own
+        with unfilled():
+            if not self._pools or len(self._pools[-1][1]) < nbytes:
+                plan = self._module.BufferAllocator()
+                memory = plan.allocate((nbytes,), torch.uint8)
+                smallest = self._module.get_num_allocation_alignment()
+                buffer = self._make(num_bytes=smallest, lb_allocation_plan_or_num_bytes=plan)
+                self._pools.append((buffer, memory.zero_()))  # slots that stay empty must not hold NaN
+            buffer, memory = self._pools[-1]
+            arriving_SW = memory[:nbytes].view(own_MW.dtype).view(spare, width)
+            num_sms = self._num_sms or max(buffer.lb_get_theoretical_num_sms(), _FEWEST_SMS)
+            mapping = torch.where(used, copies_PS, -1).int()
+            with _events_keep_tensors.at("1"):
+                event = buffer.lb_prefetch_weights(arriving_SW, own_MW, mapping, num_sms=num_sms)
+        self.context.communicator.calls["weights.prefetch"] += 1
+
+        def arrived() -> Tensor:
+            event.wait()
+            return arriving_SW
+
+        return arrived
+
     def close(self) -> None:
         self._deferred.clear()
+        self._buffers += [buffer for buffer, _ in self._pools]
+        self._pools.clear()  # their memory belongs to the buffers, which are destroyed now
         super().close()
 
 
