@@ -14,16 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.checks import refuse_spare_slots
+from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, view_of
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.integrations.transformers.forwards import plan_in_force
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said
-from moe_dispatch.types import Routing
+from moe_dispatch.types import Dispatched, Routing
 
-# hidden states (R, D), local expert ids (R, K), weights (R, K) -> (R, D), weighted and summed over K
-ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
+# module or view, hidden states (R, D), local expert ids (R, K), weights (R, K) -> (R, D), weighted and summed over K
+ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 WIRED = "_moe_dispatch"
 _LAYER = "_moe_dispatch_layer"  # attribute of an experts module: its own dispatcher beside that of an ExpertsFunction
 
@@ -37,12 +37,11 @@ class ExpertParallel:
     """
 
     def __init__(self, config: DispatcherConfig, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-        refuse_spare_slots("register", config)
         _check_held_experts(experts, config, ep_mesh.size(), held=_held(experts) * ep_mesh.size())
         self.dispatcher = Dispatcher(config, ep_mesh, name=type(experts).__name__)  # until attach knows its path
         self.slices = BatchSlice(tp_mesh.get_group())
         self.drift: Tensor | None = None  # of the routing that comes next, if it is replayed
-        self._forward = experts.forward
+        self._experts, self._forward = experts, experts.forward
         setattr(experts, WIRED, self)  # for attach
 
     def dispatcher_of(self, experts: nn.Module) -> Dispatcher:
@@ -58,8 +57,13 @@ class ExpertParallel:
         drift, self.drift = self.drift, None
         shared = None if drift is None else self.slices.share(drift)
         routing = Routing(self.slices.cut(top_k_index), self.slices.take(top_k_weights), shared)
-        y_TD = _through(self.dispatcher, self._forward, self.slices.take(hidden_states), routing)
+        y_TD = _through(self.dispatcher, self._run, self._experts, self.slices.take(hidden_states), routing)
         return self.slices.put_together(y_TD, len(hidden_states))
+
+    def _run(self, experts: Any, *rows: Tensor) -> Tensor:
+        forward: Any = self._forward  # bound to the module, whose attribute of this name is transformers' by now
+        y_RD: Tensor = forward(*rows) if experts is self._experts else forward.__func__(experts, *rows)
+        return y_RD
 
 
 @final
@@ -73,7 +77,6 @@ class ExpertsFunction:
     def __init__(
         self, config: DispatcherConfig, group: dist.ProcessGroup | DeviceMesh, implementation: Callable[..., Tensor]
     ) -> None:
-        refuse_spare_slots("register", config)
         if config.graph_safe:
             raise ConfigError(
                 "register: graph_safe must be False with group=, because transformers' experts functions read all "
@@ -100,12 +103,9 @@ class ExpertsFunction:
 
     def __call__(self, experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Run the experts on the batch of this rank (T, D), with global ids and weights (T, K)."""
-
-        def forward(*rows: Tensor) -> Tensor:
-            return self._implementation(self.local(experts), *rows)
-
         routing, self.drift = Routing(top_k_index, top_k_weights, self.drift), None
-        return _through(self.dispatcher_of(experts), forward, hidden_states, routing)
+        dispatcher = self.dispatcher_of(experts)
+        return _through(dispatcher, self._implementation, self.local(experts), hidden_states, routing)
 
     def local(self, experts: nn.Module) -> Any:
         """Return the module, or a view of it with the experts of this rank. Raise ConfigError if it lacks any."""
@@ -113,20 +113,10 @@ class ExpertsFunction:
         if held * self.ranks.size == total:
             return experts
         _check_held_experts(experts, self.dispatcher.config, self.ranks.size, held=held)
-        return _LocalExperts(experts, self.ranks.rank, total // self.ranks.size)
-
-
-class _LocalExperts:
-    """A view of an experts module with the parameters of some experts. Other attributes are those of the module."""
-
-    def __init__(self, experts: nn.Module, rank: int, num_experts: int) -> None:
-        self.num_experts = num_experts
-        for name, parameter in experts.named_parameters(recurse=False):
-            setattr(self, name, parameter[rank * num_experts : (rank + 1) * num_experts])
-        self._experts = experts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._experts, name)
+        local = total // self.ranks.size
+        own = slice(self.ranks.rank * local, (self.ranks.rank + 1) * local)
+        weights = {name: weight[own] for name, weight in experts.named_parameters(recurse=False)}
+        return view_of(experts, weights, num_experts=local)
 
 
 def _rename(dispatcher: Dispatcher, name: str) -> None:
@@ -150,13 +140,33 @@ def _held(experts: nn.Module) -> int:
     return int(held)
 
 
-def _through(dispatcher: Dispatcher, forward: ExpertsForward, x_TD: Tensor, routing: Routing) -> Tensor:
+def _through(
+    dispatcher: Dispatcher, forward: ExpertsForward, experts: nn.Module, x_TD: Tensor, routing: Routing
+) -> Tensor:
     """Dispatch rows, run this rank's experts on the rows that arrive, and combine their outputs: (T, D).
+
+    With spare expert slots, views of the experts run with the weights of the slots, which are fetched here.
+    """
+    config = dispatcher.config
+    if not has_spare_slots(config):
+        sent = dispatcher.dispatch(x_TD, routing, plan_in_force(config))
+        return dispatcher.combine(_run(forward, experts, config, sent), sent)
+    own = own_weights("moe_dispatch experts", experts)
+
+    def run(part: Dispatched, *weights: Tensor) -> Tensor:
+        view = view_of(experts, dict(zip(own, weights, strict=True)), num_experts=len(weights[0]))
+        return _run(forward, view, config, part)
+
+    in_flight = dispatcher.dispatch(x_TD, routing, plan_in_force(config), async_op=True)
+    sent, y_RD = SlotWeights(dispatcher).run(in_flight, run, *own.values())
+    return dispatcher.combine(y_RD, sent)
+
+
+def _run(forward: ExpertsForward, experts: Any, config: DispatcherConfig, sent: Dispatched) -> Tensor:
+    """Run experts on the rows of a dispatch, or of some of its slots.
 
     In graph-safe mode, rows after those of the last expert get the id L, and transformers skips them. No host sync.
     """
-    config = dispatcher.config
-    sent = dispatcher.dispatch(x_TD, routing, plan_in_force(config))
     rows_RD = sent.rows
     # Without a row, the parameters of the experts would get no gradient on this rank, and FSDP would wait for one.
     lacks_rows = not len(rows_RD)
@@ -165,5 +175,5 @@ def _through(dispatcher: Dispatcher, forward: ExpertsForward, x_TD: Tensor, rout
     positions_R = torch.arange(len(rows_RD), dtype=torch.int32, device=rows_RD.device)
     ids_R = torch.zeros_like(positions_R) if lacks_rows else torch.searchsorted(sent.offs, positions_R, right=True)
     weights_R = sent.weights if config.weights == "experts" and not lacks_rows else torch.ones_like(rows_RD[:, 0])
-    y_RD = forward(rows_RD, ids_R.to(torch.int64).unsqueeze(1), weights_R.to(rows_RD.dtype).unsqueeze(1))
-    return dispatcher.combine(y_RD[: len(sent.rows)], sent)
+    y_RD = forward(experts, rows_RD, ids_R.to(torch.int64).unsqueeze(1), weights_R.to(rows_RD.dtype).unsqueeze(1))
+    return y_RD[: len(sent.rows)]

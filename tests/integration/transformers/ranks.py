@@ -16,6 +16,7 @@ from tests.integration.transformers.models import BATCHES, PROMPTS, Batch, build
 from tests.integration.transformers.wiring import Gradients, gradients, largest_error, loss_of, targets, unsharded
 
 OURS, THEIRS = "moe_dispatch", "all_to_all"
+BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
 
 
 @final
@@ -113,6 +114,7 @@ def _counts(case: Case, model: Any) -> dict[str, float]:
         "skipped": sum(metrics.rows_skipped.values()),
         "slots": float(metrics.real_tokens_per_expert.sum()),
         "agreements": metrics.collectives.get("sizes", 0),
+        "fetches": metrics.collectives.get("weights", 0),
     }
 
 

@@ -17,7 +17,7 @@ from moe_dispatch.layouts import BSHD
 from moe_dispatch.replay import RoutingTable
 from moe_dispatch_testing.ranks import run_processes
 from tests.integration.transformers.models import BATCHES, EXPERTS, FAMILIES, HIDDEN, LAYERS, TOP_K, build
-from tests.integration.transformers.ranks import Case, Mesh, run_cases
+from tests.integration.transformers.ranks import BALANCED, Case, Mesh, run_cases
 from tests.integration.transformers.replaying import (
     TWO,
     WEIGHTS,
@@ -101,6 +101,7 @@ CASES = {
     "deepseek_v3, checkpoint": Case(family="deepseek_v3", mesh=Mesh(fsdp=2, ep=2), checkpoint=True),
     "gpt_oss": Case(family="gpt_oss", mesh=Mesh(fsdp=2, ep=2)),
     "mixtral, tp 2": Case(family="mixtral", mesh=Mesh(tp=2, ep=2)),
+    "balanced": Case(mesh=Mesh(fsdp=2, ep=2), fields=BALANCED),
 }
 
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch import Dispatcher
-from moe_dispatch.errors import LayoutError, StateError
+from moe_dispatch.errors import ConfigError, LayoutError, StateError
 from moe_dispatch.integrations.transformers import attach, dispatchers_of
 from tests.integration.transformers.models import BATCHES, FAMILIES, HIDDEN, LAYERS, TOP_K, build, draw_batch
 from tests.integration.transformers.wiring import (
@@ -134,6 +134,25 @@ def test_a_mask_of_the_wrong_shape_is_refused_and_leaves_no_plan(mesh: DeviceMes
     with pytest.raises(RuntimeError, match="this layer fails"):
         fail_in_a_layer(model)
     check_that_no_plan_is_in_force(model)
+
+
+def add_a_norm(experts: Any) -> None:
+    experts.norm = torch.nn.RMSNorm(HIDDEN)
+
+
+def change_a_dtype(experts: Any) -> None:
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(add_a_norm, r"got weights like norm\.weight"), (change_a_dtype, r"got torch\.bfloat16, torch\.float32")],
+)
+def test_experts_whose_weights_cannot_travel_are_refused(change: Any, told: str, mesh: DeviceMesh) -> None:
+    model = ready(FAMILY, mesh, name="balanced", balance="exact")
+    change(model.model.layers[0].mlp.experts)
+    with pytest.raises(ConfigError, match=rf"Qwen3MoeExperts itself must hold all weights of its experts.*{told}\. L"):
+        loss_of(model, LEFT, 1)
 
 
 def fail_in_a_layer(model: Any) -> None:

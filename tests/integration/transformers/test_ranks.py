@@ -15,6 +15,7 @@ import torch
 from moe_dispatch_testing.ranks import run_processes
 from tests.integration.transformers.models import BATCHES, FAMILIES, LAYERS, TOP_K
 from tests.integration.transformers.ranks import (
+    BALANCED,
     THEIRS,
     Case,
     Mesh,
@@ -46,6 +47,17 @@ TRAIN = {
     "hybridep": Case(mesh=PLAIN, backend={"name": "hybridep", "emulate": True}, dtype=torch.bfloat16),
     "checkpoint, ep 2": Case(mesh=MESHES["fsdp 4, ep 2"], checkpoint=True),
 }
+# "gpt_oss" has a bias for each expert, "fsdp 4, ep 2" shards the weights of the experts.
+BALANCE = {
+    **{f"balanced, {name}": Case(mesh=mesh, fields=BALANCED) for name, mesh in MESHES.items()},
+    **{f"balanced, {family}": Case(family=family, mesh=PLAIN, fields=BALANCED) for family in ("gpt_oss", "mixtral")},
+    "balanced, checkpoint": Case(mesh=MESHES["fsdp 4, ep 2"], fields=BALANCED, checkpoint=True),
+    "balanced, graph-safe": Case(
+        mesh=PLAIN, fields={"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 32}
+    ),
+    "spare slots": Case(mesh=PLAIN, fields={"balance": "least_loaded", "spare_experts_per_rank": 1}),
+}
+TRAIN |= BALANCE
 THEIR_TRAIN = {f"theirs, {family}": Case(family=family, mesh=PLAIN, implementation=THEIRS) for family in FAMILIES}
 GENERATE = {
     "generate": Case(mesh=PLAIN),
@@ -98,6 +110,7 @@ def test_loss_and_gradients_are_those_of_the_unsharded_model(ranks: list[dict[st
     firsts = [seen[group * case.mesh.ep] for group in range(groups)]
     assert sum(result["skipped"] for result in firsts) == runs * padding
     assert sum(result["slots"] for result in firsts) == runs * real * TOP_K
+    assert all(bool(result["fetches"]) == (name in BALANCE) for result in seen)
 
 
 @pytest.mark.parametrize("name", THEIR_TRAIN)

@@ -1,0 +1,127 @@
+"""What one rank does with balanced experts: accumulate gradients, count hooks, and train for some steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_dispatch.balance.movement import Movement
+from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
+from tests.integration.transformers.models import BATCHES, Batch, build, draw_batch
+from tests.integration.transformers.ranks import Case, load
+from tests.integration.transformers.wiring import gradients, largest_error, loss_of, targets
+
+FAVOURED = 2  # experts that get nearly all rows: those of rank 0 if it holds two
+STEPS = 20
+
+
+def favour(model: Any) -> Any:
+    """Let all tokens share a direction that the first routers' rows look for. Other experts get few rows or none."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(3)
+        model.config.use_cache = False  # which a layer that is used twice would fill twice
+        for layer in model.model.layers:
+            direction = layer.post_attention_layernorm.weight
+            layer.mlp.gate.weight[:FAVOURED] += 5 * direction / direction.norm()
+    return model
+
+
+def micro_batches(rank: int) -> tuple[Batch, Batch]:
+    """Two of a rank, of other sizes. The third rank has no token in its first one, and the first has none later."""
+    return BATCHES[rank], draw_batch(10 + rank, [0, 0] if rank == 0 else [4 + rank, 3], 9, "left")
+
+
+def accumulated(case: Case, rank: int, *, together: bool = False) -> dict[str, Any]:
+    """Errors of the gradients of two micro-batches, and how often the hook of each parameter ran.
+
+    ``together``: both forwards run before one backward, so each layer is used twice in one graph.
+    """
+    ranks = dist.get_world_size()
+    everyone = [batch for other in range(ranks) for batch in micro_batches(other)]
+    with mock.patch("tests.integration.transformers.ranks.build", favoured):
+        model = (_data_parallel if case.mesh.fsdp == 1 else load)(case)
+    fired: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
+    losses = []
+    for batch in micro_batches(rank):
+        losses.append(loss_of(model, batch, targets(*everyone)) * ranks)  # data parallelism takes the mean
+        if not together:
+            losses.pop().backward()
+    if together:
+        torch.stack(losses).sum().backward()
+    whole = favoured(case.family).train()
+    if case.mesh.fsdp == 1:
+        _use_one_layer_twice(whole)
+    for batch in everyone:
+        loss_of(whole, batch, targets(*everyone)).backward()
+    got = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
+    metrics = next(iter(dispatchers_of(model).values())).metrics(gather=True)
+    return {
+        "error": largest_error(got, gradients(whole)),
+        "fired": set(fired.values()),
+        "hooked": len(fired) == len(got),
+        "keys": [name.removeprefix("module.") for name in model.state_dict()] == list(whole.state_dict()),
+        "fetches": metrics.collectives.get("weights", 0),
+        "idle": int((metrics.real_tokens_per_expert == 0).sum()),
+    }
+
+
+def favoured(family: str, **changes: Any) -> Any:
+    return favour(build(family, **changes))
+
+
+def _use_one_layer_twice(model: Any) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+def _data_parallel(case: Case) -> Any:
+    """A model in DDP whose experts run by the registry of functions, and whose layers are one and the same."""
+    model = favoured(case.family).train()
+    _use_one_layer_twice(model)
+    config = config_for(model.config, backend=case.backend, **case.fields)
+    name = f"ddp-{config.digest}"
+    register(config, group=dist.group.WORLD, name=name)
+    model.set_experts_implementation(name)
+    attach(model)
+    return DistributedDataParallel(model)
+
+
+def planted(case: Case, rank: int) -> list[float]:
+    """Errors of the gradients if those of copies are lost on their way home, and if they are counted twice."""
+    collect = Movement.collect
+    errors = []
+    for factor in (0, 2):
+
+        def wrong(self: Movement, own: Any, home_NW: Tensor, factor: int = factor) -> Any:
+            return collect(self, own, home_NW * factor)
+
+        with mock.patch.object(Movement, "collect", wrong):
+            errors.append(accumulated(case, rank)["error"])
+    return errors
+
+
+def trained(case: Case, rank: int) -> dict[str, Any]:
+    """Losses of some steps, and rows of the busiest rank divided by the mean over all of them."""
+    with mock.patch("tests.integration.transformers.ranks.build", favoured):
+        model = load(case).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ranks = dist.get_world_size()
+    batches = [draw_batch(20 + other, [24, 17 + other], 24, "right") for other in range(ranks)]
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of(model, batches[rank], targets(*batches))
+        (loss * ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    metrics = next(iter(dispatchers_of(model).values())).metrics(gather=True)
+    return {"losses": losses, "imbalance": metrics.rank_imbalance}

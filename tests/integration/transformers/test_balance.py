@@ -1,0 +1,76 @@
+"""Models of transformers with balanced experts on two and four gloo ranks, against the model on one rank."""
+
+from __future__ import annotations
+
+import datetime
+from functools import partial
+from typing import Any
+
+import pytest
+
+from moe_dispatch_testing.ranks import run_processes
+from tests.integration.transformers.balancing import accumulated, planted, trained
+from tests.integration.transformers.ranks import BALANCED, Case, Mesh, run_cases
+
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "balanced": BALANCED}
+STATIC = {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 64}
+TOGETHER = partial(accumulated, together=True)
+
+
+def jobs(ranks: int) -> dict[str, Any]:
+    sharded, replicated = Mesh(fsdp=ranks, ep=2), Mesh(ep=ranks)
+    of_kinds = {
+        f"{how}, {kind}": (job, Case(mesh=mesh, fields=fields))
+        for kind, fields in KINDS.items()
+        for how, (job, mesh) in {
+            "FSDP2": (accumulated, sharded),
+            "FSDP2, one backward": (TOGETHER, sharded),
+            "DDP": (accumulated, replicated),
+            "DDP, one backward": (TOGETHER, replicated),
+            "train": (trained, Mesh(fsdp=ranks, ep=ranks)),
+        }.items()
+    }
+    return {
+        **of_kinds,
+        "FSDP2, graph-safe": (accumulated, Case(mesh=sharded, fields=STATIC)),
+        "planted, FSDP2": (planted, Case(mesh=sharded, fields=BALANCED)),
+        "planted, DDP": (planted, Case(mesh=replicated, fields=BALANCED)),
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    found = run_processes(run_cases, request.param, jobs(request.param), timeout=datetime.timedelta(seconds=300))
+    raised = [result for of_rank in found for result in of_rank.values() if isinstance(result, str)]
+    assert not raised, raised[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "balanced", "graph-safe"])
+@pytest.mark.parametrize("how", ["FSDP2", "DDP"])
+def test_gradients_of_two_micro_batches_are_those_of_one_rank(ranks: list[dict[str, Any]], how: str, kind: str) -> None:
+    """Each hook runs once in each backward, and the weights keep their names."""
+    names = [name for name in (f"{how}, {kind}", f"{how}, one backward, {kind}") if name in ranks[0]]
+    for name in names:
+        for result in (of_rank[name] for of_rank in ranks):
+            assert result["error"] < 1e-4
+            assert result["fired"] == {1 if "one backward" in name else 2}
+            assert result["hooked"]
+            assert result["keys"]
+            assert result["idle"]  # experts without rows
+            assert bool(result["fetches"]) == (kind != "plain")
+
+
+def test_the_checks_see_gradients_of_copies_that_are_lost_or_counted_twice(ranks: list[dict[str, Any]]) -> None:
+    for of_rank in ranks:
+        assert min(*of_rank["planted, FSDP2"], *of_rank["planted, DDP"]) > 0.1
+
+
+def test_training_with_a_router_that_favours_few_experts(ranks: list[dict[str, Any]]) -> None:
+    """The losses stay the same, and the busiest rank computes as many rows as the others."""
+    for of_rank in ranks:
+        plain, balanced = of_rank["train, plain"], of_rank["train, balanced"]
+        assert plain["losses"][-1] < plain["losses"][0] - 0.2
+        assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        assert plain["imbalance"] > 0.9 * len(ranks)
+        assert balanced["imbalance"] < 1.05
