@@ -113,6 +113,30 @@ def test_only_weights_of_copies_travel(size: int) -> None:
     assert any(copies for _, copies in by_rank)
 
 
+def test_training_after_inference() -> None:
+    """The memory of copies is made in inference mode here, and used outside too."""
+
+    def body(group: Group) -> None:
+        dispatcher, stacked = opened(group, prefetches=True), own_part(group, 2, 8, 8)
+        x, routing = random_rows(ROWS, hidden=HIDDEN), busy(rank_of(group))
+
+        def layer() -> Tensor:
+            sent, outputs = SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), experts, *stacked)
+            return dispatcher.combine(outputs, sent)
+
+        with torch.inference_mode():
+            first = layer()
+        second = layer()
+        second.sum().backward()
+        assert torch.equal(first, second)
+        assert all(weight.grad is not None for weight in stacked)
+        with torch.inference_mode():
+            assert torch.equal(first, layer())
+        dispatcher.close()
+
+    on_ranks(body, 2)
+
+
 def test_events_keep_tensors_during_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator of torch would not reuse the memory of weights before the end of a capture."""
     monkeypatch.delenv(VARIABLE, raising=False)
