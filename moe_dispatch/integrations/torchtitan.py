@@ -15,9 +15,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.integrations.checks import check_version, refuse_spare_slots
 from moe_dispatch.layouts import Rows
@@ -28,6 +29,8 @@ from moe_dispatch.types import Dispatched, Routing
 check_version("torchtitan", tested=("0.3.0",), lowest="0.3.0")  # before the imports, whose errors explain less
 
 from torchtitan.config import override  # noqa: E402
+from torchtitan.config.override import derive  # noqa: E402
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh  # noqa: E402
 from torchtitan.models.common.moe import MoE, RoutedExperts  # noqa: E402
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher  # noqa: E402
 
@@ -85,7 +88,6 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             hidden_size=config.hidden_dim,
             **config.options,
         )
-        refuse_spare_slots("MoEDispatchTokenDispatcher", self._config)
         self._name = config.name
         self._dispatcher: Dispatcher | None = None
         self.drift: Tensor | None = None  # of the routing of this micro-batch, if it is replayed
@@ -117,22 +119,69 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             Rows (R, D); number of rows of each local expert with padding, int64; and ``metadata`` for ``combine``.
 
         Raises:
+            ConfigError: The config has spare expert slots, which only ``SlotRoutedExperts`` fill.
             InputError: The router has another number of experts. Other errors are those of ``Dispatcher.dispatch``.
 
         Cost: that of ``Dispatcher.dispatch`` without a plan.
         """
-        if (counted := num_local_tokens_per_expert_E.numel()) != self.num_experts:
+        refuse_spare_slots("MoEDispatchTokenDispatcher.dispatch in RoutedExperts", self._config)
+        routing = self.routing(topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
+        sent = self.dispatcher.dispatch(x_TD, routing, Rows())
+        return sent.rows, sent.tokens_per_expert, sent
+
+    def routing(self, scores_TK: Tensor, ids_TK: Tensor, counts_E: Tensor) -> Routing:
+        """Return the routing of a call of ``dispatch`` with these arguments."""
+        if (counted := counts_E.numel()) != self.num_experts:
             raise InputError(
                 f"MoEDispatchTokenDispatcher.dispatch: num_experts ({self.num_experts}) must be that of the router, "
                 f"got counts of {counted} experts. Give the dispatcher and the router the same num_experts."
             )
-        routing, self.drift = Routing(topk_expert_ids_TK, topk_scores_TK, self.drift), None
-        sent = self.dispatcher.dispatch(x_TD, routing, Rows())
-        return sent.rows, sent.tokens_per_expert, sent
+        routing, self.drift = Routing(ids_TK, scores_TK, self.drift), None
+        return routing
 
     def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
         """Send expert outputs back and sum them, weighted by their scores: (T, D)."""
         return self.dispatcher.combine(routed_output_RD, metadata)
+
+
+@final
+class SlotRoutedExperts(RoutedExperts):  # type: ignore[misc]
+    """Routed experts that run on the expert slots of a placement, for ``balance`` and ``spare_experts_per_rank``.
+
+    ``inner_experts`` are called with the weights of slots in the place of their parameters, so a class with another
+    ``_grouped_mm`` keeps it. Their parameters must have one entry for each expert, and one dtype.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):  # type: ignore[misc]
+        """Config of ``RoutedExperts`` with a ``MoEDispatchTokenDispatcher.Config``."""
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """Send rows and weights of experts, run the experts, and combine: (B, L, D). FSDP has unsharded the weights.
+
+        Cost: that of ``SlotWeights.run``.
+        """
+        ours, experts = self.token_dispatcher, self.inner_experts
+        scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
+        routing = ours.routing(scores_TK, ids_TK, num_local_tokens_per_expert_E)
+        in_flight = ours.dispatcher.dispatch(x_BLD.flatten(0, 1), routing, Rows(), async_op=True)
+        names, weights = zip(*experts.named_parameters(), strict=True)
+
+        def run(part: Dispatched, *slots: Tensor) -> Tensor:
+            held = dict(zip(names, slots, strict=True))
+            output_RD: Tensor = functional_call(experts, held, (part.rows, part.tokens_per_expert))
+            return output_RD
+
+        with maybe_set_sparse_mesh():
+            sent, y_RD = SlotWeights(ours.dispatcher).run(in_flight, run, *map(_local, weights))
+        combined: Tensor = ours.dispatcher.combine(y_RD, sent)
+        return combined.view(x_BLD.shape)
 
 
 @override(target=RoutedExperts.Config, description="moe-dispatch moves the tokens of routed experts.")  # type: ignore[untyped-decorator]
@@ -146,10 +195,12 @@ def moe_dispatch_override(
             its ``pad_multiple`` and ``num_max_tokens_per_rank`` if they are set.
         backend: Backend, as in ``DispatcherConfig``.
         name: Path of the layer in the model, which errors show.
-        **options: Other fields of ``DispatcherConfig``.
+        **options: Other fields of ``DispatcherConfig``. With ``balance`` or ``spare_experts_per_rank``, the copy is a
+            ``SlotRoutedExperts.Config``.
 
     Raises:
-        ConfigError: The replaced dispatcher and the experts disagree, or that dispatcher asks for static shapes.
+        ConfigError: The replaced dispatcher and the experts disagree, that dispatcher asks for static shapes, or spare
+            expert slots are asked for with a subclass of ``RoutedExperts``.
     """
     theirs, experts = cfg.token_dispatcher, cfg.inner_experts
     where = name or "moe_dispatch_override"
@@ -172,7 +223,14 @@ def moe_dispatch_override(
         options={**taken, **options},
         name=name,
     )
-    return dataclasses.replace(cfg, token_dispatcher=ours)
+    if not (options.get("balance") or options.get("spare_experts_per_rank")):
+        return dataclasses.replace(cfg, token_dispatcher=ours)
+    if type(cfg) not in (RoutedExperts.Config, SlotRoutedExperts.Config):
+        raise ConfigError(
+            f"{where}: experts with spare expert slots must be RoutedExperts, got {type(cfg).__qualname__}. Leave "
+            "balance and spare_experts_per_rank out."
+        )
+    return derive(cfg, SlotRoutedExperts.Config, token_dispatcher=ours)
 
 
 def use_moe_dispatch(model_config: Any, *, backend: str | dict[str, Any] = "auto", **options: Any) -> list[str]:

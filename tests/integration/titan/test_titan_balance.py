@@ -1,0 +1,301 @@
+"""Balanced experts of torchtitan under its own FSDP: gradients of the whole model on one rank, each counted once."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from moe_dispatch.errors import ConfigError, StateError
+from moe_dispatch_testing import run_processes
+from tests.integration.deep_ep_users.dense import TOLERANCE
+from tests.integration.needs import needs
+from tests.integration.titan.moe import EXPERT_WEIGHTS, HIDDEN, TIMEOUT, built, moe_config
+
+pytestmark = [
+    *needs("torchtitan"),
+    # The router asks for an autocast that a CPU does not have, and torch's compiler uses what torch has deprecated.
+    pytest.mark.filterwarnings("ignore:.*CPU [Aa]utocast", "ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
+
+LAYERS, MICRO_BATCHES, STEPS = 2, 2, 20
+# A rank without tokens, and another one with most of them.
+TOKENS = {2: (23, 0), 4: (5, 0, 33, 12)}
+BALANCE: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """How ranks are divided, and the options of ``use_moe_dispatch``."""
+
+    ranks: int
+    ep: int
+    replicate: int = 1
+    options: tuple[tuple[str, Any], ...] = tuple(BALANCE.items())
+    recompute: bool = False
+
+
+STATIC = (("graph_safe", True), ("max_tokens_per_rank", 40))
+CASES = {
+    "2 ranks": Case(ranks=2, ep=2),
+    "2 ranks, recomputed": Case(ranks=2, ep=2, recompute=True),
+    "ep 4": Case(ranks=4, ep=4),
+    "ep 4, not balanced": Case(ranks=4, ep=4, options=()),
+    "ep 4, graph-safe": Case(ranks=4, ep=4, options=(("balance", "exact"), *STATIC)),
+    "ep 2 x fsdp 2": Case(ranks=4, ep=2),
+    "ep 2 x replicas 2": Case(ranks=4, ep=2, replicate=2),
+}
+
+
+@final
+class Block(nn.Module):
+    """A block of which torchtitan shards the experts apart. It uses its layer twice."""
+
+    moe_enabled = True
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        for _ in range(2):
+            x_BLD = x_BLD + self.moe(x_BLD)
+        return x_BLD
+
+
+@final
+class Decoder(nn.Module):
+    """What ``apply_fsdp_to_decoder`` reads of a model."""
+
+    enable_weight_tying = False
+    tok_embeddings = norm = lm_head = None
+
+    def __init__(self, config: Any, shard: Any = lambda moe: None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for number in range(LAYERS):
+            moe = built(config)
+            shard(moe)
+            # The first layer sends all rows to two experts of one rank, the second layer sends most rows to one expert.
+            with torch.no_grad():
+                moe.expert_bias_E[: 2 - number] = 1.0
+            self.layers[str(number)] = Block(moe)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        for block in self.layers.values():
+            x_BLD = block(x_BLD)
+        return x_BLD
+
+
+def batch(ranks: int, rank: int, micro: int) -> tuple[Tensor, Tensor]:
+    """Tokens of a rank in a micro-batch, and the gradient of its output."""
+    generator = torch.Generator().manual_seed(10 * micro + rank)
+    x_BLD, upstream_BLD = torch.randn(2, 1, TOKENS[ranks][rank], HIDDEN, generator=generator)
+    return x_BLD, upstream_BLD / HIDDEN
+
+
+def accumulate(model: Any, ranks: int, members: range) -> None:
+    for micro in range(MICRO_BATCHES):
+        drawn = [batch(ranks, member, micro) for member in members]
+        x_BLD, upstream_BLD = (torch.cat(tensors, 1) for tensors in zip(*drawn, strict=True))
+        model(x_BLD).backward(upstream_BLD)
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name.replace("._checkpoint_wrapped_module", ""): tensor for name, tensor in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in parameters(model).items():
+        grad = parameter.grad
+        assert grad is not None, f"{name} has no gradient"
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+@functools.cache
+def whole(ranks: int) -> dict[str, Tensor]:
+    """Gradients of torchtitan's own model with all experts and all tokens on one rank."""
+    model = Decoder(moe_config())
+    accumulate(model, ranks, range(ranks))
+    return gradients(model)
+
+
+def sharded(rank: int, case: Case) -> tuple[dict[str, Tensor], Counter[str], list[float], list[str]]:
+    """Gradients, calls of hooks of parameters, losses of some steps, and names in the state dict."""
+    import spmd_types as spmd
+    from torchtitan.distributed import parallel_dims
+    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+    from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+
+    from moe_dispatch.integrations.torchtitan import use_moe_dispatch
+
+    parallel_dims.device_type = "cpu"
+    shard = case.ranks // case.replicate
+    dims = parallel_dims.ParallelDims(
+        dp_replicate=case.replicate,
+        dp_shard=shard,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=case.ep,
+        world_size=case.ranks,
+        spmd_backend="partial_dtensor",
+    )
+    dims.build_mesh()
+    config = moe_config()
+    use_moe_dispatch(config, backend="alltoall", **dict(case.options))
+    layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+    set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=layout)
+    set_spmd_backend("partial_dtensor")
+    replicas = ["dp_replicate"] if case.replicate > 1 else []
+    with get_spmd_context(parallel_dims=dims)():
+        model: Any = Decoder(config, lambda moe: moe.parallelize(dims))
+        if case.recompute:
+            FullAC(FullAC.Config()).apply(model)
+        apply_fsdp_to_decoder(
+            model,
+            dims.get_mesh([*replicas, "fsdp"]),
+            torch.float32,
+            torch.float32,
+            pp_enabled=False,
+            reshard_after_forward_policy="always",
+            ep_degree=case.ep,
+            edp_mesh=dims.get_mesh([*replicas, "efsdp"]),
+        )
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        hooks: Counter[str] = Counter()
+        for name, parameter in parameters(model).items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooks.update([name]))
+        accumulate(model, case.ranks, range(rank, rank + 1))
+        found, calls = gradients(model), Counter(hooks)
+        for number, block in enumerate(model.layers.values()):
+            dispatcher = block.moe.routed_experts.token_dispatcher.dispatcher
+            busiest = dispatcher.metrics(gather=True).rank_imbalance
+            assert busiest is not None
+            if case.options:
+                assert busiest < 1.1, f"layer {number} is not balanced"
+            else:
+                assert busiest > 1.5, f"layer {number} is balanced by its router"
+        losses = train(model, case, rank)
+    return found, calls, losses, sorted(model.state_dict())
+
+
+def train(model: nn.Module, case: Case, rank: int) -> list[float]:
+    import torch.distributed as dist
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x_BLD, target_BLD = batch(case.ranks, rank, step % MICRO_BATCHES)
+        loss = (model(x_BLD) - target_BLD).square().sum() / HIDDEN
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def on_rank(rank: int, ranks: int) -> dict[str, Any]:
+    return {name: sharded(rank, case) for name, case in CASES.items() if case.ranks == ranks}
+
+
+@functools.cache
+def all_results(ranks: int) -> list[dict[str, Any]]:
+    """By rank: importing torchtitan takes longer than a case."""
+    return run_processes(on_rank, ranks, ranks, timeout=TIMEOUT)
+
+
+def results(name: str) -> list[Any]:
+    return [found[name] for found in all_results(CASES[name].ranks)]
+
+
+def require_whole(found: dict[str, Tensor], ranks: int) -> None:
+    """Compare gradients. torchtitan's experts compute in bfloat16."""
+    wanted = whole(ranks)
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        difference = (found[name] - want).abs().max() / want.abs().max()
+        assert difference <= TOLERANCE, f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reduced_gradients_are_those_of_the_whole_model(name: str) -> None:
+    for found, *_ in results(name):
+        require_whole(found, CASES[name].ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hooks_of_each_parameter_run_once_in_a_backward(name: str) -> None:
+    for _, calls, *_ in results(name):
+        assert calls == dict.fromkeys(whole(CASES[name].ranks), MICRO_BATCHES)
+
+
+def test_losses_are_those_without_balance_and_keys_of_the_state_dict_too() -> None:
+    _, _, plain, names = results("ep 4, not balanced")[0]
+    _, _, balanced, same = results("ep 4")[0]
+    assert plain[-1] < 0.9 * plain[0]
+    assert balanced == pytest.approx(plain, rel=1e-3)
+    assert same == names
+    assert sum(weight in name for name in names for weight in EXPERT_WEIGHTS) == len(EXPERT_WEIGHTS) * LAYERS
+
+
+def test_other_routed_experts_are_refused_with_spare_slots() -> None:
+    from torchtitan.models.common.moe import RoutedExperts
+
+    from moe_dispatch.integrations.torchtitan import MoEDispatchTokenDispatcher, moe_dispatch_override, use_moe_dispatch
+
+    @dataclass(kw_only=True, slots=True)
+    class OtherConfig(RoutedExperts.Config):  # type: ignore[misc]
+        pass
+
+    theirs = moe_config().routed_experts
+    other = OtherConfig(inner_experts=theirs.inner_experts, token_dispatcher=theirs.token_dispatcher)
+    with pytest.raises(ConfigError, match=r"spare expert slots must be RoutedExperts, got .*OtherConfig\. Leave"):
+        moe_dispatch_override(other, balance="exact")
+    config = moe_config()
+    use_moe_dispatch(config, backend="local", balance="exact")
+    balanced = config.routed_experts
+    use_moe_dispatch(config, backend="local", balance="exact")
+    assert type(config.routed_experts) is type(balanced)
+    dispatcher = MoEDispatchTokenDispatcher(balanced.token_dispatcher)
+    with pytest.raises(ConfigError, match=r"RoutedExperts: this integration runs the experts that a rank owns"):
+        dispatcher.dispatch(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(8))
+
+
+def test_selective_checkpointing_is_refused() -> None:
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    from moe_dispatch.integrations.torchtitan import use_moe_dispatch
+
+    config = moe_config()
+    use_moe_dispatch(config, **BALANCE)
+    model = Decoder(config)
+    SelectiveAC(SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])).apply(model)
+    with pytest.raises(StateError, match="selective checkpointing"):
+        accumulate(model, 2, range(2))
+
+
+def test_one_rank_with_balance_is_their_local_dispatcher() -> None:
+    from moe_dispatch.integrations.torchtitan import use_moe_dispatch
+
+    config = moe_config()
+    use_moe_dispatch(config, **BALANCE)
+    model = Decoder(config)
+    accumulate(model, 2, range(2))
+    require_whole(gradients(model), 2)
