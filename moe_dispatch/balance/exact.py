@@ -166,10 +166,11 @@ class ExactPlanner:
         # Keep the S largest shares of each rank. Equal shares are told apart by their expert.
         key_PE = torch.add(self._tie_E, copied_EP.t(), alpha=self._experts)
         key_PS, kept_PS = key_PE.topk(self._spare, dim=1)
-        rows_PS = key_PS // self._experts
-        kept_PS = torch.where(rows_PS > 0, kept_PS, self._experts)
         if self._spare < self._own:
-            copied_EP = self._refilled(blocks_E, copied_EP.sum(0), rows_PS, kept_PS)
+            copied_EP = self._refilled(blocks_E, copied_EP.sum(0), key_PS // self._experts, kept_PS)
+        if self._spare < self._own or self._min_rows:
+            copied_EP = self._relieving(blocks_E, copied_EP)
+        kept_PS = torch.where(copied_EP.t().gather(1, kept_PS) > 0, kept_PS, self._experts)
         home_E = blocks_E - copied_EP.sum(1)
         blocks_EP = torch.where(self._is_home_EP, home_E.unsqueeze(1), copied_EP)
         demand_EP = _differences(torch.minimum(blocks_EP.cumsum(1) * self._block, total_E.unsqueeze(1)))
@@ -234,11 +235,20 @@ class ExactPlanner:
 
         A rank then takes more of the expert of its largest share instead, as far as blocks of it are still at home.
         """
-        kept_PE = rows_PS.new_zeros(self._size, self._experts + 1).scatter_(1, kept_PS, rows_PS)
+        kept_PE = rows_PS.new_zeros(self._size, self._experts).scatter_(1, kept_PS, rows_PS)
         wanted_PE = torch.zeros_like(kept_PE).scatter_(1, kept_PS[:, :1], (planned_P - rows_PS.sum(1)).unsqueeze(1))
-        kept_EP, wanted_EP = kept_PE.t()[: self._experts], wanted_PE.t()[: self._experts]
-        at_home_E = blocks_E - kept_EP.sum(1)
-        return kept_EP + _differences(torch.minimum(wanted_EP.cumsum(1), at_home_E.unsqueeze(1)))
+        at_home_E = blocks_E - kept_PE.sum(0)
+        return kept_PE.t() + _differences(torch.minimum(wanted_PE.t().cumsum(1), at_home_E.unsqueeze(1)))
+
+    def _relieving(self, blocks_E: Tensor, copied_EP: Tensor) -> Tensor:
+        """Return the copied blocks; without those of busy ranks, if the busiest rank would have more than at home.
+
+        A busy rank takes blocks in return for those that it gives away, but some of its own may have got no copy.
+        """
+        load_P = blocks_E.view(self._size, self._own).sum(1)
+        after_P = load_P - copied_EP.sum(1).view(self._size, self._own).sum(1) + copied_EP.sum(0)
+        is_busy_P = load_P * self._size > load_P.sum()
+        return copied_EP * ~((after_P.max() > load_P.max()) & is_busy_P)
 
     def _mine(self, supply_EP: Tensor, demand_EP: Tensor) -> Tensor:
         """Return how many rows of each expert this rank sends to each rank, int64 (E, P). Sums over ranks are exact.

@@ -114,6 +114,18 @@ def test_few_slots_keep_the_largest_shares_and_lose_no_row() -> None:
     assert better >= 45
 
 
+@pytest.mark.parametrize(("spare", "min_rows"), [(1, 0), (8, 13), (1, 13)])
+def test_a_busy_rank_takes_no_rows_in_return_for_copies_that_are_not_made(spare: int, min_rows: int) -> None:
+    """Rank 0 has many small experts to give, and rank 1 one large expert that would fill the gap."""
+    counts = torch.tensor([12] * 8 + [90] + [0] * 15)
+    planner = ExactPlanner(24, 3, 0, spare=spare, min_rows=min_rows)
+    plan = planner(torch.stack([counts, torch.zeros_like(counts), torch.zeros_like(counts)]))
+    loads = flows(plan).sum(0).tolist()
+    assert loads == ([84, 90, 12] if min_rows == 0 else [96, 90, 0])
+    held = [expert for expert in plan.placement.copies_PS.flatten().tolist() if expert < 24]
+    assert len(held) == (min_rows == 0)
+
+
 def test_hand_made_plans() -> None:
     """Ties: equal experts and equal ranks are taken in the order of their numbers."""
     plan = ExactPlanner(4, 2, 0, spare=2)(torch.tensor([[4, 4, 0, 0], [4, 4, 0, 0]]))
