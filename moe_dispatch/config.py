@@ -87,7 +87,7 @@ class DispatcherConfig(BaseModel):
         num_experts: E, the number of experts in the whole expert-parallel group.
         spare_experts_per_rank: Number of expert slots that each rank has beside those of its own experts, for copies
             of busy experts. ``Dispatcher.place`` fills them, or ``balance``. With ``balance="exact"``, 0 stands for
-            ``num_experts / ep_size``, which is enough for every routing.
+            ``num_experts / ep_size``, which is enough for every routing, so more slots are not made.
         balance: Name of a planner that places experts anew in every dispatch. "exact" gives every rank the same number
             of rows; with ``graph_safe`` it also fixes the size of the buffers, and the device plans without the host.
             None: placements change only by ``Dispatcher.place``.
@@ -245,9 +245,11 @@ class DispatcherConfig(BaseModel):
         return AUTO if self.backend_options is None else self.backend_options.name
 
     def spare_slots(self, ep_size: int) -> int:
-        """Return the number of spare expert slots of each of ``ep_size`` ranks."""
-        spare = self.spare_experts_per_rank
-        return spare if spare or self.balance != EXACT else self.num_experts // ep_size
+        """Return the number of spare expert slots of each of ``ep_size`` ranks. One rank has nothing to balance."""
+        if self.balance != EXACT:
+            return self.spare_experts_per_rank
+        enough = self.num_experts // ep_size
+        return 0 if ep_size == 1 else min(self.spare_experts_per_rank or enough, enough)
 
     @property
     def pad_multiple_rows(self) -> int:

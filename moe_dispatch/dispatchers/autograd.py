@@ -145,8 +145,8 @@ def start(
         plan: A plan, or the draft of one.
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
-        placed: The placement in force, and its table; two None if every rank holds its own experts only. Not used if
-            the config has ``balance``.
+        placed: The placement in force, and its table; two None if every rank holds its own experts only. If the config
+            has ``balance``, a placement planned here takes its place.
         recorded: Whether the call records gradients.
         lease: Lease of the dispatcher; None in compiled code.
         traced: Function that replaces the settled sizes by those that were traced; None in an eager call.
@@ -183,7 +183,7 @@ def start(
     sizes = plan.sizes if traced is None else traced(plan.sizes)
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device)
-    if config.balance is not None:
+    if config.balance is not None and placement is not None:
         placement, experts_L, ids_TK = plan_balance(channel, ids_TK)
     marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
     invalid = None if tally or mark is not None or sizes.capacity is not None else HostCopy(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -196,6 +197,24 @@ def test_a_graph_safe_dispatch_never_drops_and_has_one_size(pad_multiple: int) -
         found = on_ranks(body, 4)
     # 4 ranks * 12 tokens * top-2 rows are 96; padded to 8, at most (96 + 8 experts * 7) // 8 = 19 blocks, so 5 a rank.
     assert found == [{24 if pad_multiple == 1 else 40}] * 4
+
+
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_one_rank_pays_nothing(graph_safe: bool) -> None:
+    fields = {"graph_safe": True, "max_tokens_per_rank": 3} if graph_safe else {}
+    dispatcher = build_dispatcher(small_config("local", balance="exact", spare_experts_per_rank=4, **fields))
+    up = torch.ones(8, 16, 16)
+    with refuse_host_syncs() if graph_safe else nullcontext():
+        sent = dispatcher.dispatch(torch.ones(3, 16), Routing(torch.zeros(3, 2).long(), torch.ones(3, 2)))
+        sent, (given,) = SlotWeights(dispatcher).fetch(sent, up)
+    assert given is up
+    assert len(sent.tokens_per_expert) == 8
+    assert sent.placement is None
+
+
+def test_slots_that_no_plan_can_use_are_not_made() -> None:
+    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, balance="exact", spare_experts_per_rank=9)
+    assert [config.spare_slots(ranks) for ranks in (1, 2, 4)] == [0, 4, 2]
 
 
 @pytest.mark.parametrize(
