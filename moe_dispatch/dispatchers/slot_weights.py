@@ -92,11 +92,12 @@ class SlotWeights:
         if not moves.moves and moves.apart:
             return landed, experts(_part(landed, slice(moves.num_own), landed.rows, landed.weights), *stacked)
         buffer_BW = finish()
+        del finish  # and with it what arrived and what was sent, before the experts need memory
         own, slots = _fetched(lease, moves, buffer_BW, stacked)
         outputs = _run_parts(landed, moves, experts, own, slots)
         if torch.is_grad_enabled() and (landed.rows.requires_grad or slots[0].requires_grad):
-            leave = _Refill(lease, moves, len(slots), tuple(buffer_BW.shape))
-            outputs = _Leave.apply(outputs, landed.rows, leave, *slots, *stacked)  # type: ignore[no-untyped-call]
+            first, again = buffer_BW.view(-1)[:1], (lease, moves, tuple(buffer_BW.shape))
+            outputs = _Leave.apply(outputs, landed.rows, slots[0], first, again, *stacked)  # type: ignore[no-untyped-call]
             if torch._C._current_graph_task_id() == -1:  # otherwise a recomputation, whose backward follows
                 buffer_BW.untyped_storage().resize_(0)
         return landed, outputs
@@ -154,7 +155,7 @@ class SlotWeights:
         if not isinstance(placement, ExactPlacement):
             assert placement is not None
             moves = movement_of(placement, rank, device)
-        elif channel.config.graph_safe and channel.communicator.size > 1:
+        elif channel.config.graph_safe:
             moves = static_movement(placement, rank)
         elif whole:
             moves = movement_of(placement.read(), rank, device)
@@ -306,42 +307,41 @@ def _width(stacked: Sequence[Tensor]) -> int:
     return sum(weight.shape[1:].numel() for weight in stacked)
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Refill:
-    """What ``_Leave`` needs to fetch weights again: the moves, the number of tensors, and the shape of their buffer."""
-
-    lease: Lease
-    moves: Moves
-    num_tensors: int
-    shape: tuple[int, ...]
-
-
 class _Leave(torch.autograd.Function):
     """Return the outputs of experts. The backward fetches the weights again, if their memory was freed.
 
-    All ranks decide alike: the memory is empty unless a recomputation has filled it. ``rows_RD`` connects every rank.
+    ``rows_RD`` and a tensor of slots connect every rank to the exchanges of the backward.
+
+    ``first`` is the first number of the buffer, which every rank has, also one without copies. Ranks must decide alike,
+    and it tells them: its memory is empty, unless a recomputation has filled the buffer, or hooks of saved tensors keep
+    copies of it and so of all weights.
     """
 
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, rows_RD: Tensor, refill: _Refill, *weights: Tensor) -> Tensor:
-        ctx.refill = refill
-        ctx.save_for_backward(*weights)
+    def forward(
+        ctx: Any,
+        outputs: Tensor,
+        rows_RD: Tensor,
+        slot: Tensor,
+        first: Tensor,
+        again: tuple[Lease, Moves, tuple[int, int]],
+        *stacked: Tensor,
+    ) -> Tensor:
+        ctx.again = again
+        ctx.save_for_backward(first, *stacked)
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise double_backward("combine")
-        refill: _Refill = ctx.refill
-        saved = ctx.saved_tensors
-        slots, stacked = saved[: refill.num_tensors], saved[refill.num_tensors :]
-        memory = slots[0].untyped_storage()
+        first, *stacked = ctx.saved_tensors
+        lease, moves, (rows, width) = ctx.again
+        memory = first.untyped_storage()
         if memory.nbytes() == 0:
-            refill.lease.tell_watchdog()
-            rows, width = refill.shape
-            memory.resize_(rows * width * slots[0].element_size())
+            lease.tell_watchdog()
+            memory.resize_(rows * width * first.element_size())
             # ``data`` has no version of its own to change, so autograd takes the weights for those that it saved.
-            buffer_BW = slots[0].data.as_strided((rows, width), (width, 1), 0)
-            _exchange(refill.lease.enter(), refill.moves, stacked, into=buffer_BW)()
-        return grad, *[None] * (2 + len(saved))
+            buffer_BW = first.data.as_strided((rows, width), (width, 1), 0)
+            _exchange(lease.enter(), moves, stacked, into=buffer_BW)()
+        return grad, *[None] * (4 + len(stacked))

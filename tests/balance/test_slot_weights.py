@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +17,7 @@ from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
 from moe_dispatch.balance import ExpertPlacement
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.movement import movement_of, static_movement
+from moe_dispatch.communication import Communicator
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import InFlight
@@ -87,6 +90,9 @@ def placed(group: Group, placement: ExpertPlacement = COPIES, **fields: Any) -> 
 
 EXACT: dict[str, Any] = {"balance": "exact", "spare_experts_per_rank": 2}
 STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 24}
+BOTH = pytest.mark.parametrize(
+    "fields", [{**EXACT, "balance_min_rows": 0}, {**EXACT, **STATIC}], ids=["eager", "static"]
+)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +171,7 @@ def test_nothing_travels_where_every_rank_holds_its_own() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("fields", [{**EXACT, "balance_min_rows": 0}, {**EXACT, **STATIC}], ids=["eager", "static"])
+@BOTH
 def test_weights_are_fetched_twice_also_in_a_recomputation(reentrant: bool | None, fields: dict[str, Any]) -> None:
     """Once in the forward, and once for the backward, by the recomputation if there is one."""
 
@@ -192,7 +198,7 @@ def test_weights_are_fetched_twice_also_in_a_recomputation(reentrant: bool | Non
     expect_dense([one for one, *_ in found], torch.float64, 2)
 
 
-@pytest.mark.parametrize("fields", [{**EXACT, "balance_min_rows": 0}, {**EXACT, **STATIC}], ids=["eager", "static"])
+@BOTH
 def test_fetched_weights_take_no_memory_until_the_backward(fields: dict[str, Any]) -> None:
     """The memory behind the weights that autograd saved is empty once the experts have run."""
 
@@ -220,6 +226,56 @@ def test_fetched_weights_take_no_memory_until_the_backward(fields: dict[str, Any
     for of_rank in by_rank:
         assert all(nbytes == 0 for _, nbytes in of_rank)
     assert any(count for of_rank in by_rank for count, _ in of_rank)
+
+
+@BOTH
+def test_ranks_agree_that_hooks_have_kept_weights(fields: dict[str, Any]) -> None:
+    """Saved tensors are copied, as to the CPU. No rank may then fetch again, also not rank 0, which has no copies."""
+
+    def body(group: Group) -> tuple[list[Tensor], int]:
+        stacked, dispatcher = own_part(group, torch.float64), build_dispatcher(small_config(**fields), group)
+        x, _, upstream = inputs(group.rank(), 0, torch.float64)
+        routing = Routing(torch.tensor([[0, 1]]).expand(24, 2).contiguous(), torch.ones(24, 2))
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor):
+            sent, outputs = SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), experts, *stacked)
+            y = dispatcher.combine(outputs, sent)
+        y.backward(upstream)
+        return gradients(stacked), dispatcher.metrics().collectives["weights"]
+
+    found = on_ranks(body, RANKS)
+    assert [fetches for _, fetches in found] == [1] * RANKS
+    assert all(float(of_up.abs().sum()) > 0 for (of_up, _), _ in found[:1])
+
+
+@BOTH
+def test_buffers_of_the_exchange_are_free_when_experts_run(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = Communicator.all_to_all
+    used = threading.local()
+
+    def noted(link: Communicator, received: Tensor, sent: Tensor, *args: Any, label: str) -> Any:
+        if label == "weights":  # in eager mode weights arrive in the buffer of the experts
+            used.tensors = [weakref.ref(one) for one in ([received, sent] if "graph_safe" in fields else [sent])]
+        return exchange(link, received, sent, *args, label=label)
+
+    monkeypatch.setattr(Communicator, "all_to_all", noted)
+
+    def body(group: Group) -> list[bool]:
+        stacked, dispatcher = own_part(group, torch.float32), build_dispatcher(small_config(**fields), group)
+        x, routing, _ = inputs(group.rank(), 0, torch.float32)
+        alive: list[bool] = []
+
+        def run(part: Dispatched, up: Tensor, down: Tensor) -> Tensor:
+            alive.extend(one() is not None for one in used.tensors)
+            return experts(part, up, down)
+
+        SlotWeights(dispatcher).run(dispatcher.dispatch(x, routing), run, *stacked)
+        return alive
+
+    for alive in on_ranks(body, RANKS):
+        assert alive
+        assert not any(alive)
 
 
 def test_fetch_keeps_weights_and_run_does_not() -> None:
