@@ -27,7 +27,7 @@ import hashlib
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -39,7 +39,27 @@ from torch._C._distributed_c10d import AllgatherOptions
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError
 from moe_dispatch.watchdog import WatchedCall, watch_of
 
-Started = dist.Work | WatchedCall  # a collective that can be waited for
+
+@final
+class Alone:
+    """The process group of a single rank without torch.distributed: its collectives copy, and complete at once."""
+
+    def alltoall_base(self, out: Tensor, inp: Tensor, *others: Any) -> Alone:
+        """Copy ``inp`` to ``out``. All-gather and reduce-scatter do the same."""
+        out.copy_(inp)
+        return self
+
+    _allgather_base = _reduce_scatter_base = alltoall_base
+
+    def allreduce(self, *arguments: Any) -> Alone:
+        """Leave the tensors as they are."""
+        return self
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+Started = dist.Work | WatchedCall | Alone  # a collective that can be waited for
 
 
 @final
@@ -71,36 +91,37 @@ class Communicator:
         """Drop the process group, at ``close`` or at the end of the process. Nothing can be sent afterwards."""
         self.group = None
 
-    def _count_alone(self, label: str) -> None:
-        """Count a call of a single rank.
+    def _start(self, name: str, *arguments: Any, tensor: Tensor, label: str, nbytes: int, options: Any) -> Started:
+        """Count a collective on ``tensor``, start it, and return the handle to wait for.
+
+        Args:
+            name: Method of the process group.
+            *arguments: Its arguments before the options.
+            tensor: Tensor on the device of the collective.
+            label: Name under which the call and its bytes are counted.
+            nbytes: Bytes that this rank sends to other ranks.
+            options: Options of the method. They get the time limit of the watchdog if there is one.
 
         Raises:
-            StateError: The rank is not alone: its group was let go.
+            StateError: The group was let go.
         """
-        if self.size > 1:
+        if self.group is None and self.size > 1:
             raise StateError(
                 f"Dispatcher: the group must be in use, got a call ({label}) after close(). Close the dispatcher after "
                 "the last backward."
             )
         self.calls[label] += 1
-
-    def _start(
-        self, label: str, nbytes: int, tensor: Tensor, start: Callable[[Any], dist.Work], options: Any
-    ) -> Started:
-        """Count a collective on ``tensor``, start it with these options, and return the handle to wait for.
-
-        The options get the time limit of the watchdog if there is one.
-        """
-        self.calls[label] += 1
         self.bytes_sent[label] += nbytes
+        start = partial(getattr(_ALONE if self.group is None else self.group, name), *arguments)
         if self.watch is None:
-            return start(options)
+            started: Started = start(options)
+            return started
         return self.watch.start(label, nbytes, tensor, start, options)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str
-    ) -> Started | None:
-        """Start to send rows to the ranks. Returns the handle to wait for; None without a group.
+    ) -> Started:
+        """Start to send rows to the ranks. Returns the handle to wait for.
 
         Args:
             received: Tensor that receives the rows, ordered by source rank.
@@ -109,45 +130,29 @@ class Communicator:
             rows_out: Number of rows to each rank.
             label: Name under which the call and its bytes are counted.
         """
-        if self.group is None:
-            self._count_alone(label)
-            received.copy_(sent)
-            return None
-        rows, nbytes = sent.shape[0], sent.nbytes
+        rows, nbytes, options = sent.shape[0], sent.nbytes, dist.AllToAllOptions()
         to_others = nbytes - nbytes // rows * rows_out[self.rank] if rows else 0
-        start = partial(self.group.alltoall_base, received, sent, list(rows_in), list(rows_out))
-        return self._start(label, to_others, sent, start, dist.AllToAllOptions())
+        arguments = received, sent, list(rows_in), list(rows_out)
+        return self._start("alltoall_base", *arguments, tensor=sent, label=label, nbytes=to_others, options=options)
 
     def all_gather(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Write the ``inp`` of all ranks into ``out``, stacked along dim 0 in the order of the ranks."""
-        if self.group is None:
-            self._count_alone(label)
-            out.copy_(inp)
-            return
-        start = partial(self.group._allgather_base, out, inp)
-        self._start(label, inp.nbytes * (self.size - 1), inp, start, AllgatherOptions()).wait()
+        nbytes, options = inp.nbytes * (self.size - 1), AllgatherOptions()
+        self._start("_allgather_base", out, inp, tensor=inp, label=label, nbytes=nbytes, options=options).wait()
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, *, label: str) -> None:
         """Sum ``inp`` over the ranks, and write the r-th part of the sum along dim 0 into ``out`` of rank r."""
-        if self.group is None:
-            self._count_alone(label)
-            out.copy_(inp)
-            return
-        start = partial(self.group._reduce_scatter_base, out, inp)
-        self._start(label, inp.nbytes - inp.nbytes // self.size, inp, start, dist.ReduceScatterOptions()).wait()
+        nbytes, options = inp.nbytes - inp.nbytes // self.size, dist.ReduceScatterOptions()
+        self._start("_reduce_scatter_base", out, inp, tensor=inp, label=label, nbytes=nbytes, options=options).wait()
 
     def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, *, label: str) -> None:
-        assert self.group is not None
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(operation)
         nbytes = 2 * tensor.nbytes * (self.size - 1) // self.size  # of a ring all-reduce
-        self._start(label, nbytes, tensor, partial(self.group.allreduce, [tensor]), options).wait()
+        self._start("allreduce", [tensor], tensor=tensor, label=label, nbytes=nbytes, options=options).wait()
 
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
         """Return the maximum of each host integer over the ranks. Cost: one all-reduce; on a GPU also a host sync."""
-        if self.group is None:
-            self._count_alone(label)
-            return list(values)
         tensor = to_device(values, control_device(self.group))
         self._all_reduce(tensor, dist.ReduceOp.MAX, label=label)
         return read_host(tensor)
@@ -162,7 +167,6 @@ class Communicator:
 
         Cost: one all-reduce; on a GPU also a host sync.
         """
-        assert self.group is not None
         # Every rank adds its values at a place of their own, where the other ranks add zeros.
         mine = [0] * (self.size * len(values))
         mine[self.rank :: self.size] = values
@@ -185,8 +189,6 @@ class Communicator:
 
     def gather_tensor(self, mine: Tensor, *, label: str) -> Tensor:
         """Return the CPU tensors (N,) of all ranks as (P, N) on the CPU. A group without a CPU backend works too."""
-        if self.group is None:
-            return mine.unsqueeze(0)
         mine = to_device(mine, control_device(self.group))
         everyone = mine.new_empty(self.size * len(mine))
         self.all_gather(everyone, mine, label=label)
@@ -213,13 +215,12 @@ class Communicator:
             source: Number of the sending rank in the group.
             label: Name under which the call and its bytes are counted.
         """
-        assert self.group is not None
         device = control_device(self.group)
         inside = torch.empty(length, dtype=torch.int64, device=device) if values is None else values.to(device)
         options = dist.BroadcastOptions()
         options.rootRank = source
         nbytes = inside.nbytes * (self.size - 1) if self.rank == source else 0
-        self._start(label, nbytes, inside, partial(self.group.broadcast, [inside]), options).wait()
+        self._start("broadcast", [inside], tensor=inside, label=label, nbytes=nbytes, options=options).wait()
         return inside.cpu()
 
     def gather_bytes(self, payload: Tensor, *, label: str) -> list[Tensor] | None:
@@ -238,11 +239,12 @@ class Communicator:
         mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         mine[: len(payload)] = payload
         everyone = [torch.empty_like(mine) for _ in lengths] if self.rank == 0 else []
-        start = partial(self.group.gather, [everyone] if everyone else [], [mine])
-        self._start(label, mine.nbytes if self.rank else 0, mine, start, dist.GatherOptions()).wait()
+        arguments, nbytes = ([everyone] if everyone else [], [mine]), mine.nbytes if self.rank else 0
+        self._start("gather", *arguments, tensor=mine, label=label, nbytes=nbytes, options=dist.GatherOptions()).wait()
         return [part[:length].cpu() for part, length in zip(everyone, lengths, strict=True)] if everyone else None
 
 
+_ALONE = Alone()
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
@@ -373,7 +375,7 @@ def device_of(group: dist.ProcessGroup | None, preferred: torch.device) -> torch
     return preferred if not kinds or preferred.type in kinds else torch.device(sorted(kinds)[0])
 
 
-def control_device(group: dist.ProcessGroup) -> torch.device:
+def control_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device on which ranks exchange small host values: the CPU if the group supports it.
 
     An exchange on the CPU does not make a GPU wait.

@@ -24,9 +24,9 @@ from moe_dispatch.backends.base import (
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
+from moe_dispatch.backends.wire import form_of, row_format
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import SlotIndex, accumulation_dtype
+from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Capacity, Sizes
 
 
@@ -52,7 +52,7 @@ class AllGatherOptions(BackendOptions):
         wide, hidden, copies = accumulation_dtype(dtype), shape.hidden_size, volume.rows * volume.others
         return SentBytes(
             sent={
-                "dispatch": copies * _form(shape, dtype, wide).stride,
+                "dispatch": copies * form_of(shape, dtype, wide).stride,
                 "combine": copies * hidden * wide.itemsize,
                 "combine.backward": copies * row_format(dtype, hidden).nbytes,
                 "dispatch.backward": copies * (hidden + shape.top_k) * wide.itemsize,
@@ -62,7 +62,7 @@ class AllGatherOptions(BackendOptions):
         )
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        wire = (1 + shape.ep_size) * rows * _form(shape, dtype, accumulation_dtype(dtype)).stride
+        wire = (1 + shape.ep_size) * rows * form_of(shape, dtype, accumulation_dtype(dtype)).stride
         return {**grouped_bytes(shape, sizes, dtype, arrived_rows=shape.ep_size * rows), "wire": wire}
 
     def open(self, context: BackendContext) -> Backend:
@@ -73,9 +73,6 @@ class AllGatherOptions(BackendOptions):
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllGatherRoute(RankMajorRoute):
     """A route out by all-gather, and back by a reduce-scatter in ``max(float32, dtype)``, rounded once at the end."""
-
-    context: BackendContext
-    index: SlotIndex
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
@@ -114,7 +111,7 @@ class AllGather(Backend):
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, comm = self.context.shape, self.context.communicator
-        form = _form(shape, rows_TD.dtype, weights_TK.dtype)
+        form = form_of(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
         everyone = self.context.workspace.lend(len(packets) * comm.size, form.stride, device=packets.device)
         comm.all_gather(everyone, packets, label="dispatch")
@@ -132,8 +129,3 @@ class AllGather(Backend):
     def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> AllGatherRoute:
         everyone = None if num_rows is None else num_rows * self.context.shape.ep_size
         return AllGatherRoute(context=self.context, index=self.context.index_from(tables, everyone, capacity))
-
-
-def _form(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype) -> Packet:
-    row = row_format(row_dtype, shape.hidden_size)
-    return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts))

@@ -18,14 +18,8 @@ from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.workspace import Workspace
 from moe_dispatch.communication import Communicator, read_host
 from moe_dispatch.errors import StateError
-from moe_dispatch.permutation import (
-    Permutation,
-    SlotIndex,
-    TorchPermutation,
-    accumulation_dtype,
-    choose_permutation,
-    index_bytes,
-)
+from moe_dispatch.permutation import Permutation, TorchPermutation, choose_permutation
+from moe_dispatch.permutation.index import SlotIndex, accumulation_dtype, index_bytes
 from moe_dispatch.types import Capacity, Sizes
 
 PROTOCOL = 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from typing import final
 
@@ -20,6 +21,7 @@ from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
 from moe_dispatch.permutation import Permutation, SlotIndex
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankMajorRoute(Route):
     """A route with a ``SlotIndex``, which says which of the S rows that arrived here go to which expert.
 
@@ -28,7 +30,6 @@ class RankMajorRoute(Route):
         index: Positions of all slots among the expert-major rows.
     """
 
-    __slots__ = ()
     context: BackendContext
     index: SlotIndex
 
@@ -96,13 +97,7 @@ def back_wire(wire: WireDtype | None) -> WireDtype | None:
 
 
 def arrive(
-    route: RankMajorRoute,
-    rows_SD: Tensor,
-    weights_SK: Tensor,
-    dtype: torch.dtype,
-    *,
-    needed: Tensor | None = None,
-    busiest_pair: Tensor | None = None,
+    route: RankMajorRoute, rows_SD: Tensor, weights_SK: Tensor, dtype: torch.dtype, *, demand: Tensor | None = None
 ) -> Arrived:
     """Copy the rows that arrived to their experts.
 
@@ -111,16 +106,12 @@ def arrive(
         rows_SD: The rows, ordered by source rank.
         weights_SK: Weights of their slots.
         dtype: Dtype of the rows that were sent.
-        needed: int64 (), in graph-safe mode: number of rows that this rank's experts needed room for. None if all of
-            them arrived here, so that the index knows the number.
-        busiest_pair: int64 (), in graph-safe mode: largest number of rows that this rank had for any one rank. None if
-            the backend has no ``pair_rows``.
+        demand: As in ``Arrived``, if the backend has ``pair_rows``. Otherwise all rows arrived here, so the index knows
+            in graph-safe mode how many were needed.
     """
     index = route.index
-    needed = index.needed if needed is None else needed
-    demand = None
-    if needed is not None:
-        demand = torch.stack([needed, torch.zeros_like(needed) if busiest_pair is None else busiest_pair])
+    if demand is None and index.needed is not None:
+        demand = torch.stack([index.needed, torch.zeros_like(index.needed)])
     real_L, padded_L, padded_list = index.tokens_per_key(rows_SD.device)
     permutation = route.context.permutations[type(rows_SD), rows_SD.device.type]
     return Arrived(

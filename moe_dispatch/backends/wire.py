@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import WireDtype
+from moe_dispatch.backends.base import MoEShape, WireDtype
 from moe_dispatch.permutation import round_up
 
 FLOAT8_BLOCK = 128  # columns that share one float32 scale
@@ -137,6 +137,13 @@ def packet(
     widths = tuple(end - begin for begin, end in pairwise(edges))
     found = replace(row, stride=stride, top_k=top_k, widths=widths)
     return replace(found, weight_dtype=weight_dtype or row.weight_dtype, id_dtype=id_dtype or row.id_dtype)
+
+
+@cache
+def form_of(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
+    """Return the format of the packets of a dispatch: rows with the weights and ids of their slots."""
+    row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
+    return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
 
 
 def to_float8(rows_TD: Tensor) -> tuple[Tensor, Tensor]:

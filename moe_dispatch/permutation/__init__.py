@@ -6,15 +6,10 @@ from moe_dispatch.permutation.index import (
     SlotIndex,
     accumulation_dtype,
     count_values,
-    front,
     group_slots,
     group_statically,
-    index_bytes,
     merge_slots,
     round_up,
-    running_total,
-    true_positions,
-    valid_ids,
 )
 from moe_dispatch.permutation.rows import TorchPermutation
 
@@ -25,15 +20,10 @@ __all__ = [
     "accumulation_dtype",
     "choose_permutation",
     "count_values",
-    "front",
     "group_slots",
     "group_statically",
-    "index_bytes",
     "known_permutations",
     "merge_slots",
     "probe_permutation",
     "round_up",
-    "running_total",
-    "true_positions",
-    "valid_ids",
 ]

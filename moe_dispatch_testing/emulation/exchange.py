@@ -78,9 +78,7 @@ class RankExchange:
         payload = torch.cat([_as_bytes(part) for part in parts])
         received = torch.empty(sum(out_splits), dtype=torch.uint8)
         in_splits = [part.shape[0] * row_bytes for part in parts]
-        work = self._communicator.all_to_all(received, payload, out_splits, in_splits, label=self._label)
-        if work is not None:
-            work.wait()
+        self._communicator.all_to_all(received, payload, out_splits, in_splits, label=self._label).wait()
         return [_from_bytes(piece, shape, dtype) for piece in received.split(out_splits)]
 
     def _counts(self, sent: list[int]) -> list[int]:

@@ -11,8 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_dispatch.permutation import SlotIndex, front
-from moe_dispatch.permutation.index import heaviest
+from moe_dispatch.permutation.index import SlotIndex, front, heaviest
 from tests.backends.tables import Table, static_index, tables
 
 NAN, INF = float("nan"), float("inf")

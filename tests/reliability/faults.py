@@ -127,12 +127,12 @@ class Trap:
         start = Communicator._start
         trap = self
 
-        def counted(communicator: Communicator, *args: Any) -> Any:
+        def counted(communicator: Communicator, *args: Any, **options: Any) -> Any:
             trap.met[trap.verb] += 1
             if trap.armed and trap._target == (trap.verb, trap.met[trap.verb] - 1):
                 trap.armed = False
                 trap._act()
-            return start(communicator, *args)
+            return start(communicator, *args, **options)
 
         Communicator._start = counted  # type: ignore[method-assign, assignment]
         self._follow("combine.backward", autograd.Combine)

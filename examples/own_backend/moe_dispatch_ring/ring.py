@@ -14,9 +14,7 @@ def shift(block: Tensor, communicator: Communicator, label: str) -> Tensor:
     to_next = [rows if other == (rank + 1) % size else 0 for other in range(size)]
     from_previous = [rows if other == (rank - 1) % size else 0 for other in range(size)]
     received = torch.empty_like(block)
-    work = communicator.all_to_all(received, block, from_previous, to_next, label=label)
-    if work is not None:
-        work.wait()
+    communicator.all_to_all(received, block, from_previous, to_next, label=label).wait()
     return received
 
 

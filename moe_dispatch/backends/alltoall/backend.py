@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, final
 
 import torch
@@ -19,17 +18,16 @@ from moe_dispatch.backends.base import (
     Arrived,
     Backend,
     BackendContext,
-    MoEShape,
     Tables,
     WireDtype,
     marks_agree,
     on_host,
 )
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
-from moe_dispatch.backends.wire import Packet, id_dtype_for, packet, row_format
+from moe_dispatch.backends.wire import Packet, form_of, packet, row_format
 from moe_dispatch.communication import Started, read_host
 from moe_dispatch.errors import PeerError
-from moe_dispatch.permutation import SlotIndex, true_positions
+from moe_dispatch.permutation.index import true_positions
 from moe_dispatch.types import Capacity, Sizes
 
 # The exchange of counts sends ``rows + mark * MARK``, where ``mark`` is the mark of the sending rank. Every number of
@@ -78,8 +76,7 @@ class Leg:
         received = context.workspace.lend(self.source_S.shape[0], packets.shape[1], device=packets.device)
         work = context.communicator.all_to_all(received, packets, self.rows_out, self.rows_in, label=label)
         permutation = context.permutations[type(received), received.device.type]
-        if work is not None:
-            work.wait()
+        work.wait()
         # Sum whole packets as if they held only numbers of the row's dtype. ``sum_bags`` ignores the columns behind the
         # row.
         permutation.sum_bags(received.view(form.wire_dtype), self.member_S, self.cu_T, None, out)
@@ -91,39 +88,50 @@ class Leg:
         return [on_host(self.rows_out, self.rows_in), self.source_S, self.member_S, self.cu_T]
 
 
-@final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AllToAllRoute(RankMajorRoute):
-    """A route with one data collective in each direction."""
+class RouteOfLegs(RankMajorRoute):
+    """A route on which rows go out along one leg after the other. There are two legs with ``levels=2``, else one.
 
-    context: BackendContext
-    leg: Leg
-    index: SlotIndex
+    Attributes:
+        legs: The legs. The rows of a later leg are the rows that arrived in the one before it.
+    """
 
+    legs: Sequence[Leg]
+
+    @final
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
         row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
-        leg, packets = self.leg, row.encode(rows_TD)
-        yield row.read(exchange(self.context, packets, leg.source_S, leg.rows_out, leg.rows_in, label))
+        packets = row.encode(rows_TD)
+        for leg in self.legs:
+            packets = exchange(self.context, packets, leg.source_S, leg.rows_out, leg.rows_in, label + leg.suffix)
+        yield row.read(packets)
+
+    @property
+    def num_rows(self) -> int:
+        return self.legs[0].cu_T.shape[0] - 1
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllToAllRoute(RouteOfLegs):
+    """A route with one leg, and one sum for each row on the way back."""
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
         form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
-        num_rows = self.leg.cu_T.shape[0] - 1
+        (leg,) = self.legs
+        num_rows = leg.cu_T.shape[0] - 1
         out = self.context.workspace.lend(num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         values = None if values_R is None else values_R.new_empty(num_rows, form.top_k)
-        self.leg.add_up(packets, form, out, values, label=label)
+        leg.add_up(packets, form, out, values, label=label)
         return out, values
 
     def tensors(self) -> list[Tensor]:
-        numbers, *tables = self.leg.tensors()
+        numbers, *tables = self.legs[0].tensors()
         # With a fixed size, the numbers of rows follow from the sizes of the tables.
         return [*([] if self.index.fixed_size else [numbers]), *tables, *self.index.tensors()]
-
-    @property
-    def num_rows(self) -> int:
-        return self.leg.cu_T.shape[0] - 1
 
 
 @final
@@ -133,22 +141,20 @@ class Underway:
 
     Attributes:
         leg: The exchange that is under way.
-        work: Handle to wait for; None if it is complete.
+        work: Handle to wait for.
         outgoing: Packets that are being sent, in memory of the workspace.
         received: Memory of the workspace for the packets that arrive.
         form: Format of the packets.
-        dtype: Dtype of the rows.
         counts: The table of counts on the device, flat; the first L are the numbers of slots of this rank's experts.
         host: The same counts on the host, without marks.
         kept: What a subclass of ``EagerAllToAll`` adds for its route.
     """
 
     leg: Leg
-    work: Started | None
+    work: Started
     outgoing: Tensor
     received: Tensor
     form: Packet
-    dtype: torch.dtype
     counts: Tensor
     host: list[int]
     kept: tuple[Any, ...] = ()
@@ -210,8 +216,7 @@ class EagerAllToAll(Backend):
         packets, in_order = form.pack(rows_TD, weights_TK, ids_TK), None
         if packets.is_cpu:  # order the rows while the counts travel; a GPU learns the number of rows with the counts
             in_order = ordered(context, packets, members)
-        if work is not None:
-            work.wait()
+        work.wait()
         torch.sum(from_ranks, 0, out=counts[:width])
         host, marks = read_host(counts), set()
         for row, at in enumerate(range(experts, len(host), width)):
@@ -224,22 +229,12 @@ class EagerAllToAll(Backend):
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
         source_S, outgoing = in_order or ordered(context, packets, members, sum(rows_out))
         leg, received, work = start_rows(context, source_S, outgoing, rows_TD.shape[0], rows_out, rows_in)
-        return Underway(
-            leg=leg,
-            work=work,
-            outgoing=outgoing,
-            received=received,
-            form=form,
-            dtype=rows_TD.dtype,
-            counts=counts,
-            host=host,
-        )
+        return Underway(leg=leg, work=work, outgoing=outgoing, received=received, form=form, counts=counts, host=host)
 
     def finish(self, started: Underway) -> Arrived:
-        if started.work is not None:
-            started.work.wait()
+        started.work.wait()
         rows_SD, weights_SK, ids_SK = started.form.unpack(started.received)
-        return arrive(self.route(started, ids_SK), rows_SD, weights_SK, started.dtype)
+        return arrive(self.route(started, ids_SK), rows_SD, weights_SK, started.form.dtype)
 
     @final
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
@@ -250,9 +245,7 @@ class EagerAllToAll(Backend):
     def refuse(self, device: torch.device) -> None:
         comm, ones = self.context.communicator, [1] * self.context.shape.ep_size
         marked = torch.full((len(ones), self.width), -1, dtype=torch.int64, device=device)
-        work = comm.all_to_all(torch.empty_like(marked), marked, ones, ones, label="counts")
-        if work is not None:
-            work.wait()
+        comm.all_to_all(torch.empty_like(marked), marked, ones, ones, label="counts").wait()
 
 
 class AllToAll(EagerAllToAll):
@@ -284,11 +277,11 @@ class AllToAll(EagerAllToAll):
             context.shape.pad_multiple,
             real_L=started.counts[:experts],
         )
-        return AllToAllRoute(context=context, leg=started.leg, index=index)
+        return AllToAllRoute(context=context, legs=(started.leg,), index=index)
 
     def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> RankMajorRoute:
         leg, index = leg_from(self.context, tables, num_rows), self.context.index_from(tables, None, capacity)
-        return AllToAllRoute(context=self.context, leg=leg, index=index)
+        return AllToAllRoute(context=self.context, legs=(leg,), index=index)
 
 
 def ordered(
@@ -312,7 +305,7 @@ def start_rows(
     rows_out: Sequence[int],
     rows_in: Sequence[int],
     suffix: str = "",
-) -> tuple[Leg, Tensor, Started | None]:
+) -> tuple[Leg, Tensor, Started]:
     """Start to send packets; while they travel, compute the order of the sums that will come back.
 
     Args:
@@ -349,9 +342,7 @@ def exchange(
     received = context.workspace.lend(sum(rows_in), rows.shape[1], device=rows.device)
     outgoing = context.workspace.lend(source.shape[0], rows.shape[1], device=rows.device)
     context.permutations[type(rows), rows.device.type].gather(rows, source, outgoing)
-    work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=label)
-    if work is not None:
-        work.wait()
+    context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=label).wait()
     return received
 
 
@@ -387,13 +378,6 @@ def leg_from(context: BackendContext, tables: Tables, num_rows: int | None, suff
         member_S=tables.table(sent),
         cu_T=tables.table(tables.new_size() if num_rows is None else num_rows + 1),
     )
-
-
-@cache
-def form_of(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
-    """Return the format of the packets of a dispatch. In graph-safe mode they have a note."""
-    row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
-    return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
 
 
 def rank_members(owner_TK: Tensor, ep_size: int) -> Tensor:

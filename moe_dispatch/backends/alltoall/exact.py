@@ -6,8 +6,7 @@ row, so the route also knows the slots that each leg carried: a ``SlotWay``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import final
@@ -15,36 +14,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall.backend import AllToAll, Leg, Underway, exchange, leg_from
-from moe_dispatch.backends.base import BackendContext, Tables, WireDtype, on_host
+from moe_dispatch.backends.alltoall.backend import AllToAll, Leg, RouteOfLegs, Underway, exchange, leg_from
+from moe_dispatch.backends.base import BackendContext, Tables, on_host
 from moe_dispatch.backends.rank_major import RankMajorRoute, back_wire
 from moe_dispatch.backends.wire import packet, row_format
 from moe_dispatch.permutation import SlotIndex, group_slots
 from moe_dispatch.types import Capacity, Sizes
-
-
-class RouteOfLegs(RankMajorRoute):
-    """A route on which rows go out along one leg after the other.
-
-    Attributes:
-        legs: The legs. The rows of a later leg are the rows that arrived in the one before it.
-    """
-
-    __slots__ = ()
-    legs: Sequence[Leg]
-
-    @final
-    @contextmanager
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
-        packets = row.encode(rows_TD)
-        for leg in self.legs:
-            packets = exchange(self.context, packets, leg.source_S, leg.rows_out, leg.rows_in, label + leg.suffix)
-        yield row.read(packets)
-
-    @property
-    def num_rows(self) -> int:
-        return self.legs[0].cu_T.shape[0] - 1
 
 
 @final
@@ -86,10 +61,7 @@ class ExactRoute(RouteOfLegs):
         weights_TK: The weights, which this rank applies to what comes home.
     """
 
-    context: BackendContext
-    legs: Sequence[Leg]
     ways: Sequence[SlotWay]
-    index: SlotIndex
     weights_TK: Tensor
 
     def collect(

@@ -13,11 +13,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall.backend import AllToAllRoute, Leg, form_of, rank_members
+from moe_dispatch.backends.alltoall.backend import AllToAllRoute, Leg, rank_members
 from moe_dispatch.backends.base import Arrived, Backend, Route, Tables
 from moe_dispatch.backends.capacity import tokens_of
 from moe_dispatch.backends.rank_major import arrive
-from moe_dispatch.permutation import front, running_total
+from moe_dispatch.backends.wire import form_of
+from moe_dispatch.permutation.index import front, running_total
 from moe_dispatch.types import Capacity, Sizes
 
 
@@ -50,19 +51,17 @@ class FixedAllToAll(Backend):
     def finish(self, started: Any) -> Arrived:
         table, _, received, work, form, dtype, capacity = started
         context = self.context
-        if work is not None:
-            work.wait()
+        work.wait()
         rows_SD, weights_SK, ids_SK = form.unpack(received)
         first_expert = context.communicator.rank * context.shape.num_local_experts
         index = context.group(ids_SK - first_expert, weights_SK, capacity)
         return arrive(
-            AllToAllRoute(context=context, leg=self._leg(table.source_S, table.member_N, table.cu_T), index=index),
+            AllToAllRoute(context=context, legs=(self._leg(table.source_S, table.member_N, table.cu_T),), index=index),
             rows_SD,
             weights_SK,
             dtype,
             # Each sender has noted how many slots it had for this rank, those without room included.
-            needed=form.notes(received)[:: capacity.pair_rows, 0].sum(),
-            busiest_pair=table.busiest,
+            demand=torch.stack([form.notes(received)[:: capacity.pair_rows, 0].sum(), table.busiest]),
         )
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
@@ -80,7 +79,7 @@ class FixedAllToAll(Backend):
         size, table = self.context.shape.ep_size, tables.table
         leg = self._leg(table(capacity.pair_rows * size), table(num_rows * size), table(num_rows + 1))
         index = self.context.index_from(tables, leg.source_S.shape[0], capacity)
-        return AllToAllRoute(context=self.context, leg=leg, index=index)
+        return AllToAllRoute(context=self.context, legs=(leg,), index=index)
 
 
 @final

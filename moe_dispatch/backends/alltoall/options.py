@@ -12,7 +12,7 @@ from typing import Annotated, Literal, final
 import torch
 from pydantic import Field, model_validator
 
-from moe_dispatch.backends.alltoall.backend import AllToAll, form_of
+from moe_dispatch.backends.alltoall.backend import AllToAll
 from moe_dispatch.backends.alltoall.exact import ExactAllToAll
 from moe_dispatch.backends.alltoall.fixed import FixedAllToAll, send_table_bytes
 from moe_dispatch.backends.alltoall.two_level import WITHIN_NODE, Nodes, TwoLevelAllToAll, nodes_of
@@ -20,7 +20,7 @@ from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, 
 from moe_dispatch.backends.capacity import CapacityFactor, Factor, capacity_of
 from moe_dispatch.backends.rank_major import back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import packet, row_format
+from moe_dispatch.backends.wire import form_of, packet, row_format
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Capacity, Sizes

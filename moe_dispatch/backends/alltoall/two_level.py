@@ -16,7 +16,6 @@ groups of their own: NCCL skips ranks without rows, and gloo sends them an empty
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import final
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import (
     EagerAllToAll,
-    Leg,
+    RouteOfLegs,
     Underway,
     leg_from,
     ordered,
@@ -34,12 +33,11 @@ from moe_dispatch.backends.alltoall.backend import (
     reduced_packets,
     start_rows,
 )
-from moe_dispatch.backends.alltoall.exact import ExactRoute, RouteOfLegs, exact_from, slot_way
+from moe_dispatch.backends.alltoall.exact import ExactRoute, exact_from, slot_way
 from moe_dispatch.backends.base import Arrived, BackendContext, MoEShape, Tables
 from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.communication import to_device
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.permutation import SlotIndex
 from moe_dispatch.types import Capacity, Sizes
 
 WITHIN_NODE = ".within_node"  # behind the labels of the collectives of the second leg
@@ -175,10 +173,6 @@ class Nodes:
 class TwoLevelRoute(RouteOfLegs):
     """A route in two legs: between nodes, then between the ranks of this node. The relay adds up sums on the way."""
 
-    context: BackendContext
-    legs: Sequence[Leg]
-    index: SlotIndex
-
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
@@ -236,8 +230,7 @@ class TwoLevelAllToAll(EagerAllToAll):
     def finish(self, started: Underway) -> Arrived:
         """Send the packets on: this rank is a relay for the ranks of its node that need them."""
         context, nodes, relayed = self.context, self._nodes, started.received
-        if started.work is not None:
-            started.work.wait()
+        started.work.wait()
         owner_SK = nodes.neighbour_of(started.form.ids(relayed))
         rows_out, rows_in, slots = nodes.leg_within(started.host)
         members_PS = rank_members(owner_SK, nodes.ranks_per_node)

@@ -26,7 +26,7 @@ from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.library import Library, lacking_nvcc
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRows
 from moe_dispatch.errors import ConfigError, InputError
-from moe_dispatch.permutation import round_up, running_total
+from moe_dispatch.permutation.index import round_up, running_total
 
 if TYPE_CHECKING:
     from moe_dispatch.backends.deep_ep.deepep import DeepEPOptions

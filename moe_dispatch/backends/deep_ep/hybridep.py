@@ -27,7 +27,7 @@ from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions, lacki
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
 from moe_dispatch.communication import read_host
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.permutation import round_up, running_total
+from moe_dispatch.permutation.index import round_up, running_total
 from moe_dispatch.types import Capacity, Sizes
 
 Release = Literal["hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"]

@@ -14,11 +14,10 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, BackendContext, WireDtype
+from moe_dispatch.backends.base import Arrived, WireDtype
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.wire import from_float8, to_float8
-from moe_dispatch.permutation import SlotIndex
 from moe_dispatch.types import Capacity, Sizes
 
 # Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with its float32 scales (T, D/128).
@@ -139,10 +138,8 @@ class DeepEPRoute(RankMajorRoute):
     The library sends rows to experts in bfloat16 or float8, and everything else in bfloat16.
     """
 
-    context: BackendContext
     backend: DeepEP
     handle: Handle
-    index: SlotIndex
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
