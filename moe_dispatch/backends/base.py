@@ -603,9 +603,3 @@ class Backend(ABC):
         """Rebuild a route from its ``tensors()``. The sizes that ``route_from`` gets are not used."""
         unused = Capacity(rows=0, buffer_rows=0, pair_rows=0) if self.context.shape.graph_safe else None
         return self.route_from(Tables(int, tensors[0], tensors), 0, unused)
-
-    def blank_route(
-        self, num_rows: int | None, weights_TK: Tensor, new_size: Callable[[], int], capacity: Capacity | None
-    ) -> Route:
-        """Make a route with tensors without values, for fake kernels. Arguments as in ``route_from`` and ``Tables``."""
-        return self.route_from(Tables(new_size, weights_TK), num_rows, capacity)

@@ -93,8 +93,6 @@ class Departed:
         started: What ``Backend.start`` returned.
         padded: Tp, the number of rows that this rank sends, with padding.
         real_rows: int64, the indices of the rows that are sent; None if all are.
-        num_cut: Number of rows that were cut out.
-        num_padding: Number of padding rows that this rank sends.
         given_TK: The ids of the router, of the rows that are sent; -1 in rows that are no tokens.
         outcome: int64 (), what ``valid_ids`` found about them.
         invalid: Copy of ``outcome`` that the host reads when the rows have arrived; None if the call raises earlier, or
@@ -107,8 +105,6 @@ class Departed:
     started: Any
     padded: int
     real_rows: Tensor | None
-    num_cut: int
-    num_padding: int
     given_TK: Tensor
     outcome: Tensor
     invalid: HostCopy | None
@@ -201,12 +197,12 @@ def start(
     except PeerError:  # a mark in the exchanged counts said that some rank refuses, or makes a different call
         raise_alike(channel.control, problem(), facts=described(facts, lease), of_call=True, label="refusal")
         raise
+    channel.meter.rows["rank"] += padded - count
+    channel.meter.rows["cut"] += num_cut
     return Departed(
         started=started,
         padded=padded,
         real_rows=real_rows,
-        num_cut=num_cut,
-        num_padding=padded - count,
         given_TK=given_TK,
         outcome=outcome,
         invalid=invalid,

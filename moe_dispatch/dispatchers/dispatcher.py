@@ -15,20 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.communication import Communicator, device_of
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import checks, operators, overflow
+from moe_dispatch.dispatchers import autograd, checks, operators, overflow
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.dispatchers.autograd import (
-    Combine,
-    Departed,
-    Dispatch,
-    State,
-    anchor,
-    finish,
-    look_for_ddp,
-    pad,
-    start,
-    tie,
-)
 from moe_dispatch.dispatchers.balancing import device_of_tables, place
 from moe_dispatch.dispatchers.channel import Channel, Group, Lease, lease_channel, profiler_range
 from moe_dispatch.dispatchers.metrics import Metrics, read_metrics
@@ -245,7 +233,7 @@ class Dispatcher(nn.Module):
                     real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, known, x_TD)
                     if channel.recorder is not None:
                         channel.recorder.check(x, layout)
-                    weights_TK = anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
+                    weights_TK = autograd.anchor(routing.topk_weights.to(accumulation_dtype(x_TD.dtype)), channel)
                     ids_TK, asks = routing.topk_ids, not channel.config.graph_safe
                     permutation = channel.context.permutations[type(ids_TK), ids_TK.device.type]
                     ids_TK, weights_TK = permutation.merge_slots(ids_TK, weights_TK, asks=asks)
@@ -253,7 +241,7 @@ class Dispatcher(nn.Module):
                     tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
                     raise
                 with torch.no_grad():
-                    departed = start(
+                    departed = autograd.start(
                         channel,
                         x_TD,
                         ids_TK,
@@ -321,15 +309,15 @@ class Dispatcher(nn.Module):
                 checks.check_again(x_TD, state.num_rows, again.rows.device, channel)
                 assert state.padded is not None
                 with torch.no_grad():
-                    arrived = state.route.send(pad(x_TD, state.real_rows, state.padded))
-                x_TD = anchor(x_TD, channel)
-                rows, _ = Dispatch.apply(x_TD, None, state, (arrived, None))  # type: ignore[no-untyped-call]
-                return dataclasses.replace(again, rows=rows, weights=tie(again.weights, rows))
+                    arrived = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
+                x_TD = autograd.anchor(x_TD, channel)
+                rows, _ = autograd.Dispatch.apply(x_TD, None, state, (arrived, None))  # type: ignore[no-untyped-call]
+                return dataclasses.replace(again, rows=rows, weights=autograd.tie(again.weights, rows))
         except Exception as error:
             self._name_in(error)
             raise
 
-    def _state(self, sent: Dispatched, verb: str) -> State:
+    def _state(self, sent: Dispatched, verb: str) -> autograd.State:
         self._lease.enter()  # raises if closed
         if not isinstance(sent, Dispatched):
             raise InputError(
@@ -337,7 +325,7 @@ class Dispatcher(nn.Module):
             )
         if sent.state.lease is not self._lease:
             raise StateError(f"Dispatcher.{verb}: sent must come from this dispatcher, not from another one.")
-        state: State = sent.state
+        state: autograd.State = sent.state
         if state.route is not None and torch.compiler.is_compiling():
             operators.refuse_tracing(verb)
         return state
@@ -368,10 +356,10 @@ class Dispatcher(nn.Module):
         try:
             with profiler_range("combine"):
                 if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-                    self._has_seen_ddp = look_for_ddp(rows, channel.communicator.group)
+                    self._has_seen_ddp = autograd.look_for_ddp(rows, channel.communicator.group)
                 checks.check_combine(rows, sent.rows, channel)
-                weights_R = anchor(sent.weights, channel)
-                y_TD: Tensor = Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
+                weights_R = autograd.anchor(sent.weights, channel)
+                y_TD: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
                 return state.layout.unflatten(y_TD, state.shape)
         except Exception as error:
             self._name_in(error)
@@ -536,7 +524,7 @@ build_dispatcher = Dispatcher
 
 def _arrive(
     lease: Lease,
-    departed: Departed,
+    departed: autograd.Departed,
     layout: Layout,
     shape: torch.Size,
     x_TD: Tensor,
@@ -545,8 +533,8 @@ def _arrive(
 ) -> Dispatched:
     """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
     with torch.no_grad():
-        arrived = finish(lease.shared, departed)
-    state = State(
+        arrived = autograd.finish(lease.shared, departed)
+    state = autograd.State(
         lease=lease,
         layout=layout,
         shape=shape,
@@ -557,7 +545,7 @@ def _arrive(
         route=arrived.route,
     )
     received = (arrived.rows, arrived.weights)
-    rows, weights = Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
+    rows, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
     return Dispatched(
         rows=rows,
         tokens_per_expert=arrived.tokens_per_expert,

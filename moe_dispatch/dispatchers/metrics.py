@@ -176,8 +176,6 @@ class Meter:
                 masked.add_(len(departed.valid_T) - departed.valid_T.sum())
             if arrived.demand is not None:
                 torch.maximum(needs, torch.cat([arrived.demand, departed.outcome.view(1)]), out=needs)
-        self.rows["rank"] += departed.num_padding
-        self.rows["cut"] += departed.num_cut
         self.rows["dispatches"] += 1
 
     def record_drift(self, name: str, drift: Tensor) -> None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch._custom_operators import operator
-from moe_dispatch.backends.base import Route
+from moe_dispatch.backends.base import Route, Tables
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import to_device
 from moe_dispatch.dispatchers import checks
@@ -120,7 +120,7 @@ def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *oth
     if not link.needs.compilable:  # the operator raises when it runs
         size = new_size()
         return [rows.new_empty(size, link.shape.hidden_size), weights.new_empty(size), counts]
-    route = link.backend.blank_route(padded, weights, new_size, given.capacity)
+    route = link.backend.route_from(Tables(new_size, weights), padded, given.capacity)
     grouped = route.num_grouped
     return [rows.new_empty(grouped, link.shape.hidden_size), weights.new_empty(grouped), counts, *route.tensors()]
 

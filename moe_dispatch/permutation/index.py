@@ -415,16 +415,16 @@ def kept_keys(keys_SK: Tensor, num_keys: int, weights_SK: Tensor | None, rows: i
     return keys_N, needed
 
 
-def heaviest(weights_N: Tensor, is_real_N: Tensor, room: int) -> Tensor:
-    """Mark at most ``room`` of the real entries, the ones with the largest weights: bool (N,).
+def heaviest(weights: Tensor, is_real: Tensor, room: int) -> Tensor:
+    """Mark at most ``room`` of the real entries of each row, the ones with the largest weights: bool (..., N).
 
     Of entries with equal weights, the first are marked. A NaN counts as the largest weight: it must reach the output
     and not be dropped.
     """
-    lightness_N = -torch.where(weights_N.isnan(), float("inf"), weights_N)
+    lightness = -torch.where(weights.isnan(), float("inf"), weights)
     # An entry that is not real becomes NaN, which sorts behind every number.
-    order_N = torch.where(is_real_N, lightness_N, float("nan")).sort(stable=True).indices
-    return torch.zeros_like(is_real_N).index_fill_(0, order_N[:room], True) & is_real_N
+    order = torch.where(is_real, lightness, float("nan")).sort(stable=True).indices
+    return torch.zeros_like(is_real).scatter_(-1, order[..., :room], True) & is_real
 
 
 def front(values_N: Tensor, is_kept_N: Tensor) -> Tensor:

@@ -153,9 +153,7 @@ def test_tables_on_another_device_than_the_rows() -> None:
         tokens_per_expert_list=None,
         route=None,  # type: ignore[arg-type]
     )
-    departed: Any = SimpleNamespace(
-        num_padding=0, num_cut=0, valid_T=None, experts_L=table.experts_L, placement=None, outcome=counts.sum()
-    )
+    departed: Any = SimpleNamespace(valid_T=None, experts_L=table.experts_L, placement=None, outcome=counts.sum())
     meter.record(arrived, departed)  # torch refuses an index on another device
     assert meter.rows["dispatches"] == 1
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.backends.deep_ep import deepep_v2
+from moe_dispatch.backends.deep_ep import library
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.emulation import EmulatedAbort, emulated_deep_ep
 from tests.deep_ep_backends.vendors import HYBRID, RAGGED, V1, V2, V25, config, identity, identity_and_close, rank_of
@@ -101,7 +101,7 @@ def test_a_suspiciously_small_estimate_warns(
     num_sms: int, warns: bool, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without ``nvidia-smi nvlink -s`` the library takes the speed of NVLink for 0, and its least number of SMs."""
-    deepep_v2._warn_once.cache_clear()
+    library.warn_once.cache_clear()
     monkeypatch.setattr(_buffer_class(V25), "get_theoretical_num_sms", lambda self, *sizes: num_sms)
     with caplog.at_level(logging.WARNING, logger="moe_dispatch"):
         on_ranks(lambda group: identity_and_close(build_dispatcher(config(V25), group)), 2)

@@ -121,7 +121,7 @@ def test_a_process_may_end_without_close() -> None:
 
 
 def test_emulation_is_announced_once_and_only_where_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    library._announce.cache_clear()
+    library.warn_once.cache_clear()
 
     def body(group: Group) -> None:
         for top_k in (1, 2):

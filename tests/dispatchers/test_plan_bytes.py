@@ -18,7 +18,7 @@ from moe_dispatch_testing import run_ranks
 
 EXPERTS, TOP_K, HIDDEN, MAXIMUM = 8, 3, 32, 40
 # What a route holds for its way back; the rest of it is the context, which outlives the call.
-TABLES = ("index", "leg")
+TABLES = ("index", "legs")
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

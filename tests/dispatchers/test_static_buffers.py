@@ -94,9 +94,7 @@ def test_counters_stay_where_they_are() -> None:
         demand=torch.tensor([4, 1]),
     )
     valid_T = torch.tensor([True, False])
-    departed: Any = SimpleNamespace(
-        num_padding=0, num_cut=0, valid_T=valid_T, experts_L=None, placement=None, outcome=torch.tensor(2)
-    )
+    departed: Any = SimpleNamespace(valid_T=valid_T, experts_L=None, placement=None, outcome=torch.tensor(2))
     meter.record(arrived, departed)
     assert [tensor.tolist() for tensor in before] == [[1, 2], [1, 0], 1, [4, 1, 2]]
     assert (meter.tokens(), meter.masked, meter.needs()) == (([1, 2], 1), 1, [4, 1, 2])

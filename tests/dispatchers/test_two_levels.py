@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.alltoall.two_level import Nodes
+from moe_dispatch.backends.base import Tables
 from moe_dispatch.communication import Communicator, Started
 from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
@@ -213,7 +214,7 @@ def test_rows_of_an_expert_are_in_the_order_of_their_senders(monkeypatch: pytest
 @pytest.mark.parametrize("pad_multiple", [1, 4])
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_a_route_is_restored_from_its_tensors(reduction: str, pad_multiple: int) -> None:
-    """As ``torch.compile`` does, which sees the tensors of ``blank_route``."""
+    """As ``torch.compile`` does, which sees the tensors of ``route_from`` without values."""
 
     def body(group: Group) -> None:
         config = small_config(two_levels(2, reduction=reduction), pad_multiple=pad_multiple)
@@ -236,7 +237,7 @@ def test_a_route_is_restored_from_its_tensors(reduction: str, pad_multiple: int)
             assert other is not None
             assert torch.equal(one, other)
         for rows in (6, None):
-            blank = backend.blank_route(rows, way.topk_weights, lambda: 8, None).tensors()
+            blank = backend.route_from(Tables(lambda: 8, way.topk_weights), rows, None).tensors()
             real = route.tensors()
             assert [(each.dtype, each.dim()) for each in blank] == [(each.dtype, each.dim()) for each in real]
             assert len(blank[0]) == len(real[0])

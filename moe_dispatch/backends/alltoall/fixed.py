@@ -18,7 +18,7 @@ from moe_dispatch.backends.base import Arrived, Backend, Route, Tables
 from moe_dispatch.backends.capacity import tokens_of
 from moe_dispatch.backends.rank_major import arrive
 from moe_dispatch.backends.wire import form_of
-from moe_dispatch.permutation.index import front, running_total
+from moe_dispatch.permutation.index import front, heaviest, running_total
 from moe_dispatch.types import Capacity, Sizes
 
 
@@ -123,8 +123,11 @@ def send_table(
 
     Cost: single passes over P * T, and a stable sort of P * T with ``may_overflow``; no host sync.
     """
-    size, count = members_PT.shape
-    kept_PT = _heaviest(members_PT, owner_TK, weights_TK, pair_rows) if may_overflow else members_PT
+    kept_PT, (size, count) = members_PT, members_PT.shape
+    if may_overflow:
+        weights_TP = weights_TK.new_full((count, size + 1), float("-inf"))
+        weights_TP.scatter_reduce_(1, owner_TK, weights_TK, "amax")
+        kept_PT = heaviest(weights_TP[:, 1:].t(), members_PT, pair_rows)
     nowhere = size * pair_rows
     at_PT = kept_PT.cumsum(1) + torch.arange(-1, nowhere - 1, pair_rows, device=owner_TK.device).unsqueeze(1)
     at_PT = torch.where(kept_PT, at_PT, nowhere)
@@ -139,17 +142,6 @@ def send_table(
         cu_T=running_total(kept_TP.sum(1)),
         busiest=members_PT.sum(1).amax(),
     )
-
-
-def _heaviest(members_PT: Tensor, owner_TK: Tensor, weights_TK: Tensor, pair_rows: int) -> Tensor:
-    """Mark at most ``pair_rows`` members of each rank, the rows of the largest weights: bool (P, T)."""
-    size, count = members_PT.shape
-    heaviest_TP = weights_TK.new_full((count, size + 1), float("-inf"))
-    known_TK = torch.where(weights_TK.isnan(), float("inf"), weights_TK)  # a NaN must arrive, not be dropped
-    heaviest_TP.scatter_reduce_(1, owner_TK, known_TK, "amax")
-    lightness_PT = torch.where(members_PT, -heaviest_TP[:, 1:].t(), float("nan"))  # rows that are no members sort last
-    order = lightness_PT.sort(dim=1, stable=True).indices[:, :pair_rows]
-    return torch.zeros_like(members_PT).scatter_(1, order, True) & members_PT
 
 
 def send_table_bytes(size: int, rows: int, pair_rows: int) -> int:

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -23,7 +23,7 @@ from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoE
 from moe_dispatch.backends.capacity import worst_rows
 from moe_dispatch.backends.deep_ep.buffers import Handle, environment_switch, unfilled
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
-from moe_dispatch.backends.deep_ep.library import Library, lacking_nvcc
+from moe_dispatch.backends.deep_ep.library import Library, lacking_nvcc, warn_once
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP, Payload, RankMajorRows
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch.permutation.index import round_up, running_total
@@ -64,7 +64,7 @@ def lacking(library: Library) -> str | None:
     for name, least in _V25_NEEDS.items():
         needed, seen = ".".join(map(str, least)), found[name]
         if seen is None:
-            _warn_once(f"deep_ep {library.version} needs NCCL {needed} or later; which NCCL is loaded is unknown.")
+            warn_once(f"deep_ep {library.version} needs NCCL {needed} or later; which NCCL is loaded is unknown.")
         elif seen < least:
             way_out = f'; run pip install "nvidia-nccl-cu13>={needed}" --no-deps' if name == "NCCL" else ""
             return f"deep_ep {library.version} needs {name} {needed} or later, got {'.'.join(map(str, seen))}{way_out}"
@@ -217,7 +217,7 @@ class ElasticDeepEP(DeepEP):
             received, ids_SK, weights, raw = values
             handle = Handle(place=place, raw=raw)
             if raw.num_sms <= _FEWEST_SMS and not self._num_sms and self.context.shape.ep_size > 1:
-                _warn_once(
+                warn_once(
                     f"backend 'deepep': deep_ep uses only {raw.num_sms} multiprocessors. It takes so few if "
                     "nvidia-smi nvlink -s prints no speed. Set the option num_sms, for example to 24."
                 )
@@ -324,8 +324,3 @@ def _real_rows(padded_L: Tensor, real_L: Tensor, num_rows: int) -> Tensor:
     expert_R = torch.bucketize(at_R, ends_L, right=True).clamp(max=len(ends_L) - 1)
     # The real rows of an expert come first. With 2 real rows of 4, its padding starts 2 rows before its end.
     return at_R < (ends_L - (padded_L - real_L)).index_select(0, expert_R)
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)

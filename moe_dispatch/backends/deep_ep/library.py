@@ -164,15 +164,17 @@ class LibraryOptions(BackendOptions):
         backend = self.open_with(library, context)
         if communicator.rank == 0:
             if library.emulated:
-                _announce(self.name, library.version)
+                release = f"deep_ep {library.version}: for tests, not for speed"
+                warn_once(f"backend {self.name!r} runs on the emulation of {release}.")
             told = (self.name, library.version, communicator.size, backend.details)
             logger.info("backend %r: deep_ep %s, %d ranks, %s.", *told)
         return backend
 
 
 @cache
-def _announce(backend: str, release: str) -> None:
-    logger.warning("backend %r runs on the emulation of deep_ep %s: for tests, not for speed.", backend, release)
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process."""
+    logger.warning(text)
 
 
 def parameters(function: Callable[..., Any]) -> frozenset[str]:
