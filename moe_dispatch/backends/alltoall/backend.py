@@ -115,23 +115,28 @@ class RouteOfLegs(RankMajorRoute):
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllToAllRoute(RouteOfLegs):
-    """A route with one leg, and one sum for each row on the way back."""
+    """A route on which sums come back along the same legs. With two legs, a relay adds up the sums of its node."""
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
+        (outer, *inner), space = self.legs, self.context.workspace
         form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
-        (leg,) = self.legs
-        num_rows = leg.cu_T.shape[0] - 1
-        out = self.context.workspace.lend(num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
+        for leg in reversed(inner):
+            relayed = space.lend(leg.cu_T.shape[0] - 1, form.stride, device=rows_RD.device)
+            values = None if values_R is None else form.weights(relayed)
+            leg.add_up(packets, form, form.read(relayed), values, label=label)
+            packets = relayed
+        num_rows = outer.cu_T.shape[0] - 1
+        out = space.lend(num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
         values = None if values_R is None else values_R.new_empty(num_rows, form.top_k)
-        leg.add_up(packets, form, out, values, label=label)
+        outer.add_up(packets, form, out, values, label=label)
         return out, values
 
     def tensors(self) -> list[Tensor]:
-        numbers, *tables = self.legs[0].tensors()
-        # With a fixed size, the numbers of rows follow from the sizes of the tables.
-        return [*([] if self.index.fixed_size else [numbers]), *tables, *self.index.tensors()]
+        tables = [tensor for leg in self.legs for tensor in leg.tensors()]
+        # With a fixed size, the numbers of rows, which come first, follow from the sizes of the tables.
+        return [*(tables[1:] if self.index.fixed_size else tables), *self.index.tensors()]
 
 
 @final

@@ -17,20 +17,18 @@ groups of their own: NCCL skips ranks without rows, and gloo sends them an empty
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import (
+    AllToAllRoute,
     EagerAllToAll,
-    RouteOfLegs,
     Underway,
     leg_from,
     ordered,
     rank_members,
-    reduced_packets,
     start_rows,
 )
 from moe_dispatch.backends.alltoall.exact import ExactRoute, exact_from, slot_way
@@ -169,28 +167,6 @@ class Nodes:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class TwoLevelRoute(RouteOfLegs):
-    """A route in two legs: between nodes, then between the ranks of this node. The relay adds up sums on the way."""
-
-    def collect(
-        self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
-    ) -> tuple[Tensor, Tensor | None]:
-        (outer, inner), space = self.legs, self.context.workspace
-        form, packets = reduced_packets(self, rows_RD, weights_R, values_R)
-        relayed = space.lend(inner.cu_T.shape[0] - 1, form.stride, device=rows_RD.device)
-        values = None if values_R is None else form.weights(relayed)
-        inner.add_up(packets, form, form.read(relayed), values, label=label)
-        out = space.lend(self.num_rows, form.hidden, dtype=rows_RD.dtype, device=rows_RD.device)
-        values = None if values_R is None else values_R.new_empty(self.num_rows, form.top_k)
-        outer.add_up(relayed, form, out, values, label=label)
-        return out, values
-
-    def tensors(self) -> list[Tensor]:
-        return [*chain.from_iterable(leg.tensors() for leg in self.legs), *self.index.tensors()]
-
-
-@final
 class TwoLevelAllToAll(EagerAllToAll):
     """``alltoall`` with ``levels=2``.
 
@@ -256,7 +232,7 @@ class TwoLevelAllToAll(EagerAllToAll):
         outer, *exact = started.kept
         legs = (outer, started.leg)
         if not exact:
-            return TwoLevelRoute(context=context, legs=legs, index=index)
+            return AllToAllRoute(context=context, legs=legs, index=index)
         way, weights_TK, inner_way = exact
         return ExactRoute(context=context, legs=legs, ways=(way, inner_way), index=index, weights_TK=weights_TK)
 
@@ -264,4 +240,4 @@ class TwoLevelAllToAll(EagerAllToAll):
         legs = (leg_from(self.context, tables, num_rows), leg_from(self.context, tables, None, WITHIN_NODE))
         if self._nodes.exact:
             return exact_from(self.context, tables, legs)
-        return TwoLevelRoute(context=self.context, legs=legs, index=self.context.index_from(tables, None, None))
+        return AllToAllRoute(context=self.context, legs=legs, index=self.context.index_from(tables, None, None))
