@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.communication import Communicator
+from moe_dispatch.communication import Alone, Communicator, Started
 from moe_dispatch.permutation import round_up
 from moe_dispatch_testing import Collective, allow_host_syncs, count_collectives
 from moe_dispatch_testing.scenario import ROUTINGS
@@ -75,12 +75,13 @@ def test_an_all_gather_in_disguise_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
     def gathered(
         self: Communicator, out: torch.Tensor, inp: torch.Tensor, out_splits: Any, in_splits: Any, *, label: str
-    ) -> None:
+    ) -> Started:
         assert self.group is not None
         everyone = inp.new_empty(self.size * inp.numel())
         self.group._allgather_base(everyone, inp.reshape(-1)).wait()
         part = inp.numel() // self.size
         out.view(-1).copy_(everyone.view(self.size, self.size, part)[:, self.rank].reshape(-1))
+        return Alone()
 
     right = on_ranks(step("skewed", pair_rows=3), SIZE)
     monkeypatch.setattr(Communicator, "all_to_all", gathered)
