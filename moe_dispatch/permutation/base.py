@@ -9,14 +9,8 @@ from typing import ClassVar
 from torch import Tensor, dtype
 
 from moe_dispatch._probing import Rejected, Usable
-from moe_dispatch.permutation.index import (
-    SlotIndex,
-    count_owners,
-    group_slots,
-    group_statically,
-    merge_slots,
-    valid_ids,
-)
+from moe_dispatch.permutation import index as tables
+from moe_dispatch.permutation.index import SlotIndex
 
 
 class Permutation(ABC):
@@ -40,11 +34,11 @@ class Permutation(ABC):
     """
 
     name: ClassVar[str]
-    merge_slots: Callable[..., tuple[Tensor, Tensor]] = staticmethod(merge_slots)
-    valid_ids: Callable[..., tuple[Tensor, Tensor]] = staticmethod(valid_ids)
-    count_owners: Callable[..., tuple[Tensor, Tensor]] = staticmethod(count_owners)
-    group_slots: Callable[..., SlotIndex] = staticmethod(group_slots)
-    group_statically: Callable[..., SlotIndex] = staticmethod(group_statically)
+    merge_slots: Callable[..., tuple[Tensor, Tensor]] = staticmethod(tables.merge_slots)
+    valid_ids: Callable[..., tuple[Tensor, Tensor]] = staticmethod(tables.valid_ids)
+    count_owners: Callable[..., tuple[Tensor, Tensor]] = staticmethod(tables.count_owners)
+    group_slots: Callable[..., SlotIndex] = staticmethod(tables.group_slots)
+    group_statically: Callable[..., SlotIndex] = staticmethod(tables.group_statically)
 
     @classmethod
     @abstractmethod

@@ -182,7 +182,11 @@ def planted_order(patch: pytest.MonkeyPatch) -> None:
 
 def planted_demand(patch: pytest.MonkeyPatch) -> None:
     """What stays behind is not counted."""
-    patch.setattr(fixed, "arrive", lambda *args, needed, **options: arrive(*args, **options))
+
+    def arrived(route: Any, *args: Any, demand: Tensor) -> Any:
+        return arrive(route, *args, demand=torch.stack([route.index.needed, demand[1]]))
+
+    patch.setattr(fixed, "arrive", arrived)
 
 
 def planted_gradient(patch: pytest.MonkeyPatch) -> None:
