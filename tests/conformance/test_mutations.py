@@ -24,7 +24,7 @@ from moe_dispatch.backends.deep_ep.deepep_v1 import NormalDeepEP
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.hybridep import HybridEP
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEPRoute
-from moe_dispatch.dispatchers import autograd, dispatcher
+from moe_dispatch.dispatchers import autograd
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import Permutation, TorchPermutation, group_slots, merge_slots
@@ -238,18 +238,20 @@ def weights_of_empty_slots_read(patch: Patch) -> None:
 
 
 def idle_rank_leaves_the_backward(patch: Patch) -> None:
-    def untied(rows_RD: Tensor, weights_R: Tensor, *args: Any) -> Any:
-        return autograd.Combine.apply(rows_RD, weights_R.detach().requires_grad_(), *args)  # type: ignore[no-untyped-call]
+    original = autograd.Combine
 
-    patch.setattr(dispatcher, "Combine", SimpleNamespace(apply=untied))
+    def untied(rows_RD: Tensor, weights_R: Tensor, *args: Any) -> Any:
+        return original.apply(rows_RD, weights_R.detach().requires_grad_(), *args)  # type: ignore[no-untyped-call]
+
+    patch.setattr(autograd, "Combine", SimpleNamespace(apply=untied))
 
 
 def verbs_without_anchor(patch: Patch) -> None:
-    patch.setattr(dispatcher, "anchor", lambda tensor, _: tensor)
+    patch.setattr(autograd, "anchor", lambda tensor, _: tensor)
 
 
 def rows_sent_again_untied(patch: Patch) -> None:
-    patch.setattr(dispatcher, "tie", lambda tensor, _: tensor)
+    patch.setattr(autograd, "tie", lambda tensor, _: tensor)
 
 
 def float32_sums_for_float64_rows(patch: Patch) -> None:
