@@ -81,23 +81,6 @@ def test_pair_rows_are_over_the_expected_distinct_rows(factor: float, rows: int)
     assert (capacity.pair_rows, capacity.rows) == (rows, 2 * 2 * rows)
 
 
-@pytest.mark.parametrize(
-    ("before", "rows", "pair_rows", "wanted"),
-    [
-        ((12, 3), 20, 5, (20, 5)),  # only pairs bounded the rows: 2 * 2 of each, and so they do afterwards
-        ((12, 3), 12, 3, (12, 3)),
-        ((11, 3), 20, 5, (20, 5)),  # rows had a bound of their own, and grow by what was needed
-        ((11, 3), 14, 4, (14, 4)),
-    ],
-)
-def test_rows_bounded_by_pairs_grow_with_them(
-    before: tuple[int, int], rows: int, pair_rows: int, wanted: tuple[int, int]
-) -> None:
-    mine = shape(8, 2, 2, 10)
-    after = grown(mine, sized(mine, *before), rows=rows, pair_rows=pair_rows, headroom=1)
-    assert (after.rows, after.pair_rows) == wanted
-
-
 def test_numbers_of_other_libraries() -> None:
     """A rank factor of 1.5 as in Megatron, for 256 experts on 64 ranks, top-8, 4096 tokens; 2/64 of the worst case."""
     mine = shape(256, 64, 8, 4096, pad_multiple=16, factor=1.5)
@@ -117,17 +100,23 @@ def test_holds(rows: int, pair_rows: int, bound: int | None, holds: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rows", "pair_rows", "headroom", "wanted"),
+    ("before", "rows", "pair_rows", "headroom", "wanted"),
     [
-        (4, 2, 8, (4, 2)),  # nothing was short
-        (5, 2, 1, (5, 2)),
-        (5, 3, 1.5, (8, 5)),
-        (5, 3, 100, (40, 10)),  # never beyond the worst case
-        (1, 3, 1, (4, 3)),  # never less
+        ((4, 2), 4, 2, 8, (4, 2)),  # nothing was short
+        ((4, 2), 5, 2, 1, (5, 2)),
+        ((4, 2), 5, 3, 1.5, (8, 5)),
+        ((4, 2), 5, 3, 100, (40, 10)),  # never beyond the worst case
+        ((4, 2), 1, 3, 1, (4, 3)),  # never less
+        ((4, None), 5, 0, 1, (5, None)),
+        ((12, 3), 20, 5, 1, (20, 5)),  # only pairs bounded the rows: 2 * 2 of each, and so they do afterwards
+        ((12, 3), 12, 3, 1, (12, 3)),
+        ((11, 3), 20, 5, 1, (20, 5)),  # rows had a bound of their own, and grow by what was needed
+        ((11, 3), 14, 4, 1, (14, 4)),
     ],
 )
-def test_grown(rows: int, pair_rows: int, headroom: float, wanted: tuple[int, int]) -> None:
+def test_grown(
+    before: tuple[int, int | None], rows: int, pair_rows: int, headroom: float, wanted: tuple[int, int | None]
+) -> None:
     mine = shape(8, 2, 2, 10)
-    after = grown(mine, sized(mine, 4, 2), rows=rows, pair_rows=pair_rows, headroom=headroom)
+    after = grown(mine, sized(mine, *before), rows=rows, pair_rows=pair_rows, headroom=headroom)
     assert (after.rows, after.pair_rows) == wanted
-    assert grown(mine, sized(mine, 4, None), rows=5, pair_rows=0, headroom=1).pair_rows is None

@@ -89,12 +89,7 @@ def test_reduce_adds_in_slot_order(permutation: Permutation, order: tuple[float,
 @FIXED
 @given(tables())
 def test_expand_weighted_is_the_backward_of_reduce(
-    permutation: Permutation,
-    slack: int | None,
-    dtype: torch.dtype,
-    wants_dots: bool,
-    deterministic: bool,
-    table: Table,
+    permutation: Permutation, slack: int | None, dtype: torch.dtype, wants_dots: bool, deterministic: bool, table: Table
 ) -> None:
     torch.use_deterministic_algorithms(deterministic)
     index = index_of(table, slack)

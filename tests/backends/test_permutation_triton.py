@@ -183,16 +183,20 @@ def test_only_tl_fma_fuses(kernels: dict[str, tuple[Any, Recorder]]) -> None:
     assert [options["enable_fp_fusion"] for _, options in launches] == [False] * 5
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on a CPU")
-def test_probe_on_a_cpu() -> None:
-    verdict = TritonPermutation.probe("cpu")
-    assert isinstance(verdict, Rejected)
-    assert verdict.reason == "Triton's kernels run on CUDA devices, and on the CPU in its interpreter, got 'cpu'"
-
-
-def test_probe_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device_type", "reason"),
+    [
+        ("cuda", "torch sees no CUDA device"),
+        pytest.param(
+            "cpu",
+            "Triton's kernels run on CUDA devices, and on the CPU in its interpreter, got 'cpu'",
+            marks=pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on a CPU"),
+        ),
+    ],
+)
+def test_probe_without_a_device(device_type: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert TritonPermutation.probe("cuda") == Rejected("torch sees no CUDA device")
+    assert TritonPermutation.probe(device_type) == Rejected(reason)
 
 
 @pytest.mark.parametrize(("capability", "usable"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])

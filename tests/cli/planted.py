@@ -97,7 +97,7 @@ class HalvedRoute(Route):
 
 @final
 class Raising(Planted):
-    """Dispatch raises, on every rank."""
+    """Dispatch raises if there are more than 8 tokens."""
 
     name = "raising"
 
@@ -107,10 +107,12 @@ class Raising(Planted):
 
 @final
 class RaisingBackend(PlantedBackend):
-    """Refuses every dispatch."""
+    """Refuses large dispatches."""
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        raise ArithmeticError("planted in dispatch")
+        if len(rows_TD) > 8:
+            raise ArithmeticError("planted in dispatch")
+        return super().dispatch(rows_TD, ids_TK, weights_TK, sizes)
 
 
 @final
@@ -121,23 +123,3 @@ class Absent(Planted):
 
     def probe(self) -> Usable | Rejected:
         return Rejected("it was planted so")
-
-
-@final
-class RaisingAbove8(Planted):
-    """Dispatch raises if there are more than 8 tokens."""
-
-    name = "raising_above_8"
-
-    def open(self, context: BackendContext) -> Backend:
-        return RaisingAbove8Backend(context)
-
-
-@final
-class RaisingAbove8Backend(PlantedBackend):
-    """Refuses large dispatches."""
-
-    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        if len(rows_TD) > 8:
-            raise ArithmeticError("planted above 8 tokens")
-        return super().dispatch(rows_TD, ids_TK, weights_TK, sizes)

@@ -88,10 +88,7 @@ def test_own_module_need_not_be_installed(command: Command, tmp_path: Path, monk
     [
         (["altoall"], "Unknown backend 'altoall'. Known backends: .*Did you mean 'alltoall'?"),
         (["no_such_package:B"], "backend 'no_such_package:B': importing 'no_such_package' raised ModuleNotFoundError"),
-        (
-            ["tests.cli.planted:None"],
-            "'None' of tests.cli.planted must be a subclass of .*BackendOptions, got None. Write",
-        ),
+        (["tests.cli.planted:None"], "'None' of tests.cli.planted must be a subclass of .*Options, got None. Write"),
         (["tests.cli.planted:Tensor"], "must be a subclass of .*BackendOptions, got <class 'torch.Tensor'>"),
         (["alltoall+reduction"], "options must be written NAME\\+OPTION=VALUE, got 'reduction'"),
         (["alltoall+speed=2"], "backend 'alltoall\\+speed=2': speed: Extra inputs.*Its options: reduction, pair_rows."),

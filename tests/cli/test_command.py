@@ -19,7 +19,6 @@ from moe_dispatch import __version__
 from moe_dispatch.backends import known_backends
 from moe_dispatch_tools import options
 from moe_dispatch_tools.app import app
-from moe_dispatch_tools.compare.workload import MOST_STEPS
 from tests.cli.conftest import Command
 from tests.cli.processes import hearing_interrupts, members, wait_for
 
@@ -84,10 +83,6 @@ def completions(words: str) -> list[str]:
     asked = {"COMP_WORDS": " ".join(typed), "COMP_CWORD": str(len(typed) - 1)}
     answer = CliRunner().invoke(app, prog_name="moe-dispatch", env={**asked, "_MOE_DISPATCH_COMPLETE": "complete_bash"})
     return answer.stdout.split()
-
-
-def test_help_names_the_default_number_of_dispatches_of_a_trace(command: Command) -> None:
-    assert f"up to {MOST_STEPS} of the trace" in re.sub(r"\s+", " ", command("compare", "--help").out)
 
 
 def test_help_and_completion_import_neither_torch_nor_matplotlib() -> None:

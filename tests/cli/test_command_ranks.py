@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import torch
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import RankFailed
 from moe_dispatch_tools.place import Place
-from moe_dispatch_tools.ranks import Send, _place_here, num_ranks, on_ranks, this_rank
+from moe_dispatch_tools.ranks import Send, _place_here, num_ranks, on_ranks
 
 ROOT = Path(__file__).parents[2]
 UNDER_TORCHRUN = """
@@ -44,27 +42,6 @@ def raising_rank(place: Place, send: Send) -> None:
     if place.rank == 1:
         raise ArithmeticError("planted on rank 1")
     place.sum(torch.ones(1))
-
-
-def dying_rank(place: Place, send: Send) -> None:
-    if place.rank == 1:
-        os._exit(7)
-    place.sum(torch.ones(1))
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (raising_rank, r"\Arank 1 of 2: Traceback[^\0]*ArithmeticError: planted on rank 1\s*\Z"),
-        (dying_rank, r"\Arank 1 of 2 ended without an error of its own, exit code 7.\Z"),
-    ],
-)
-def test_rank_that_fails_is_told_once_and_takes_the_others_along(
-    body: Callable[[Place, Send], None], message: str
-) -> None:
-    with pytest.raises(RankFailed, match=message):
-        on_ranks(body, 2, on_message=lambda message: None)
-    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow
@@ -140,7 +117,3 @@ def test_doctor_in_two_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     (out, error), others = [pod.communicate(timeout=300) for pod in pods]
     assert ([pod.returncode for pod in pods], others[0]) == ([0, 0], ""), (error, others)
     assert [backend["self_test"]["ranks"] for backend in json.loads(out)["backends"]] == [2]
-
-
-def test_rank_of_a_process_alone() -> None:
-    assert this_rank() == 0

@@ -40,14 +40,7 @@ def _calls(channel: str, real_rows: Tensor | None, table: Sequence[Tensor] = ())
     grad, way = torch.ones_like(rows), (route, real_rows)
     calls["dispatch_again"] = (x, *way, channel, len(x), len(rows))
     calls["combine"] = (rows, weights_R, *way, channel, 10)
-    calls["combine_backward"] = (
-        torch.ones(10, 16),
-        rows.detach(),
-        weights_R.detach(),
-        *way,
-        channel,
-        len(rows),
-    )
+    calls["combine_backward"] = (torch.ones(10, 16), rows.detach(), weights_R.detach(), *way, channel, len(rows))
     calls["split"] = (rows, torch.tensor([3, 0, len(rows) - 3]))
     matrices, offs = torch.ones(3, 16, 4, requires_grad=True), torch.tensor([3, 3, len(rows)], dtype=torch.int32)
     calls["aligned_mm"] = (rows, matrices, offs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +12,19 @@ from torch import Tensor
 
 from moe_dispatch.backends.alltoall import fixed
 from moe_dispatch.backends.alltoall.backend import AllToAll
-from moe_dispatch.backends.alltoall.fixed import FixedAllToAll, SendTable
+from moe_dispatch.backends.alltoall.fixed import FixedAllToAll
 from moe_dispatch.backends.base import Arrived
 from moe_dispatch.backends.rank_major import RankMajorRoute
 from moe_dispatch.permutation import Permutation, SlotIndex, TorchPermutation, group_statically, merge_slots
-from moe_dispatch_testing import SCENARIOS, ConformanceError, HostSyncError, Ranks
-from moe_dispatch_testing.kit import fitted, scenario_cases
+from moe_dispatch_testing import ConformanceError, HostSyncError
 from tests.conformance.test_mutations import (
     Patch,
+    around,
     arriving,
     counts_without_padding,
     duplicates_not_merged,
     padding_not_cleared,
-    run_all,
+    run_scenario,
 )
 
 
@@ -38,30 +37,23 @@ def _indexing(patch: Patch, change: Callable[[SlotIndex], dict[str, Any]]) -> No
 
 
 def slack_of_outputs_read(patch: Patch) -> None:
-    original = TorchPermutation.reduce
-
-    def reading(
-        self: TorchPermutation, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor
-    ) -> None:
-        original(self, rows_RD, index, weights_R, out)
+    def reading(reduce: Any, permutation: Any, rows_RD: Tensor, index: Any, weights_R: Any, out: Tensor) -> None:
+        reduce(permutation, rows_RD, index, weights_R, out)
         if weights_R is not None:  # combine, not the gradients that dispatch receives
             out.add_(0 * rows_RD[-1])
 
-    patch.setattr(TorchPermutation, "reduce", reading)
+    around(patch, "reduce", reading, TorchPermutation)
 
 
 def slack_of_gradients_read(patch: Patch) -> None:
-    backward = RankMajorRoute.dispatch_backward
-
-    def reading(route: RankMajorRoute, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
+    def reading(backward: Any, route: Any, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
         return backward(route, grad_RD + 0 * grad_RD[-1], grad_R)
 
-    patch.setattr(RankMajorRoute, "dispatch_backward", reading)
+    around(patch, "dispatch_backward", reading, RankMajorRoute)
 
 
 def slack_of_gradients_of_weights_read(patch: Patch) -> None:
-    to_slots = SlotIndex.to_slots
-    patch.setattr(SlotIndex, "to_slots", lambda index, values_R: to_slots(index, values_R) + 0 * values_R[-1])
+    around(patch, "to_slots", lambda plain, index, values_R: plain(index, values_R) + 0 * values_R[-1], SlotIndex)
 
 
 def place_off_by_one(patch: Patch) -> None:
@@ -86,13 +78,12 @@ def padding_forgotten(patch: Patch) -> None:
 
 def empty_places_sent(patch: Patch) -> None:
     """Empty places of the send buffer keep the ids of row 0."""
-    send_table = fixed.send_table
 
-    def unmarked(*args: Any, **named: Any) -> SendTable:
+    def unmarked(send_table: Any, *args: Any, **named: Any) -> Any:
         table = send_table(*args, **named)
         return dataclasses.replace(table, is_empty_S=torch.zeros_like(table.is_empty_S))
 
-    patch.setattr(fixed, "send_table", unmarked)
+    around(patch, "send_table", unmarked, fixed)
 
 
 def overflow_told_where_there_is_none(patch: Patch) -> None:
@@ -112,21 +103,17 @@ def padded_on_the_host(patch: Patch) -> None:
 
 
 def padded_on_the_host_in_the_backward(patch: Patch) -> None:
-    backward = RankMajorRoute.combine_backward
-
-    def reading(route: RankMajorRoute, *args: Any) -> Any:
+    def reading(backward: Any, route: RankMajorRoute, *args: Any) -> Any:
         assert route.index.padded_L is not None
         int(route.index.padded_L.sum())
         return backward(route, *args)
 
-    patch.setattr(RankMajorRoute, "combine_backward", reading)
+    around(patch, "combine_backward", reading, RankMajorRoute)
 
 
 def looks_for_duplicates(patch: Patch) -> None:
-    def asks(ids_TK: Tensor, weights_TK: Tensor, **_: bool) -> tuple[Tensor, Tensor]:
-        return merge_slots(ids_TK, weights_TK, asks=True)
-
-    patch.setattr(Permutation, "merge_slots", staticmethod(asks))
+    asking = staticmethod(lambda ids_TK, weights_TK, **_: merge_slots(ids_TK, weights_TK, asks=True))
+    patch.setattr(Permutation, "merge_slots", asking)
 
 
 def slack_cut_off(patch: Patch) -> None:
@@ -174,12 +161,6 @@ def _named(value: Any) -> str | None:
 def test_kit_sees(
     plant: Callable[[Patch], None], backend: str, name: str, kind: type[Exception], text: str, monkeypatch: Patch
 ) -> None:
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == f"{name}_graph_safe")
-    ep_size = 1 if backend == "local" else 2
     plant(monkeypatch)
     with pytest.raises(kind, match=text):
-        run_all(
-            backend,
-            scenario_cases(fitted(backend, scenario, ep_size), ep_size),
-            Ranks(timeout=datetime.timedelta(seconds=1)),
-        )
+        run_scenario(backend, f"{name}_graph_safe")

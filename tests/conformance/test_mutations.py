@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends import rank_major
 from moe_dispatch.backends.alltoall import backend as alltoall
 from moe_dispatch.backends.alltoall import exact
 from moe_dispatch.backends.alltoall.backend import AllToAll, AllToAllRoute
@@ -30,7 +29,7 @@ from moe_dispatch.layouts import Layout
 from moe_dispatch.permutation import Permutation, TorchPermutation, group_slots, merge_slots
 from moe_dispatch.permutation import rows as permutation_rows
 from moe_dispatch.permutation.index import SlotIndex
-from moe_dispatch_testing import SCENARIOS, Case, Ranks, run_case
+from moe_dispatch_testing import SCENARIOS, Ranks, run_case
 from moe_dispatch_testing.case import BackendSpec
 from moe_dispatch_testing.kit import describe, fitted, scenario_cases
 
@@ -41,55 +40,119 @@ Patch = pytest.MonkeyPatch
 ROUTES = (AllToAllRoute, DeepEPRoute, ExpertMajorRoute)
 
 
+def around(patch: Patch, name: str, change: Callable[..., Any], *owners: Any) -> None:
+    """Put ``change`` in the place of a function of each owner. It is given the original before the arguments."""
+    for owner in owners:
+        patch.setattr(owner, name, _changed(getattr(owner, name), change))
+
+
+def _changed(original: Any, change: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **named: change(original, *args, **named)
+
+
 def padding_trimmed_from_the_front(patch: Patch) -> None:
-    trim = autograd.trim
-
-    def from_the_front(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
+    def from_the_front(trim: Any, tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
         count = num_rows if real_rows is None else len(real_rows)
-        return trim(tensor[len(tensor) - count :], real_rows, num_rows)
+        found: Tensor = trim(tensor[len(tensor) - count :], real_rows, num_rows)
+        return found
 
-    patch.setattr(autograd, "trim", from_the_front)
+    around(patch, "trim", from_the_front, autograd)
 
 
 def padding_rows_sent_to_expert_0(patch: Patch) -> None:
-    pad = autograd.pad
-    patch.setattr(
-        autograd, "pad", lambda tensor, real_rows, padded, fill=0: pad(tensor, real_rows, padded, max(fill, 0))
-    )
+    around(patch, "pad", lambda pad, *args: pad(*args[:3], max(args[3], 0) if args[3:] else 0), autograd)
 
 
 def weights_applied_twice(patch: Patch) -> None:
-    for cls in ROUTES:
-        patch.setattr(cls, "combine", _weighted_twice(cls.combine))
-
-
-def _weighted_twice(combine: Any) -> Any:
-    def twice(route: Any, rows_RD: Tensor, weights_R: Tensor) -> Any:
+    def twice(combine: Any, route: Any, rows_RD: Tensor, weights_R: Tensor) -> Any:
         return combine(route, (rows_RD * weights_R.unsqueeze(1)).to(rows_RD.dtype), weights_R)
 
-    return twice
+    around(patch, "combine", twice, *ROUTES)
 
 
 def weights_not_applied(patch: Patch) -> None:
-    for cls in ROUTES:
-        patch.setattr(cls, "combine", _unweighted(cls.combine))
-
-
-def _unweighted(combine: Any) -> Any:
-    return lambda route, rows_RD, weights_R: combine(route, rows_RD, None)
+    around(patch, "combine", lambda combine, route, rows_RD, weights_R: combine(route, rows_RD, None), *ROUTES)
 
 
 def weights_not_applied_in_the_backward(patch: Patch) -> None:
-    for cls in ROUTES:
-        patch.setattr(cls, "combine_backward", _unweighted_backward(cls.combine_backward))
+    def unweighted(backward: Any, route: Any, grad_TD: Tensor, *rows_and_weights: Any) -> Any:
+        return backward(route, grad_TD, None, None)[0], backward(route, grad_TD, *rows_and_weights)[1]
+
+    around(patch, "combine_backward", unweighted, *ROUTES)
 
 
-def _unweighted_backward(backward: Any) -> Any:
-    def unweighted(route: Any, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor) -> Any:
-        _, dots_R = backward(route, grad_TD, rows_RD, weights_R)
-        return backward(route, grad_TD, None, None)[0], dots_R
+def arriving(patch: Patch, change: Callable[[Arrived], dict[str, Any]]) -> None:
+    def changed(finish: Any, *args: Any) -> Arrived:
+        arrived: Arrived = finish(*args)
+        return dataclasses.replace(arrived, **change(arrived))
 
-    return unweighted
+    around(patch, "finish", changed, AllToAll, FixedAllToAll)
+
+
+def outputs_of_padding_read(patch: Patch) -> None:
+    def reading(reduce: Any, permutation: Any, rows_RD: Tensor, *args: Any) -> None:
+        reduce(permutation, rows_RD, *args)
+        args[-1].add_(0 * rows_RD.sum())
+
+    around(patch, "reduce", reading, TorchPermutation)
+
+
+def gradients_of_padding_read(patch: Patch) -> None:
+    around(patch, "to_slots", lambda plain, index, values_R: plain(index, values_R) + 0 * values_R.sum(), SlotIndex)
+
+
+def rows_that_are_no_tokens_not_zeroed(patch: Patch) -> None:
+    def put_into_ones(trim: Any, tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Any:
+        found = trim(tensor, real_rows, num_rows)
+        return found if real_rows is None else torch.ones_like(found).index_copy_(0, real_rows, found[real_rows])
+
+    around(patch, "trim", put_into_ones, autograd)
+
+
+def float32_sums_for_float64_rows(patch: Patch) -> None:
+    around(patch, "sum_bags", lambda plain, self, rows, *args: plain(self, rows.float(), *args), TorchPermutation)
+
+
+def handle_of_another_call(patch: Patch) -> None:
+    """Pass the handle of the first combine to every later one."""
+    first: dict[int, Handle] = {}
+
+    def swapped(combine: Any, backend: Any, rows: Any, values: Any, handle: Handle, **more: Any) -> Any:
+        return combine(backend, rows, values, handle=first.setdefault(id(backend), handle), **more)
+
+    around(patch, "combine", swapped, NormalDeepEP, HybridEP)
+
+
+def experts_padded_once_more(patch: Patch) -> None:
+    def twice(dispatch: Any, *args: Any) -> Arrived:
+        arrived: Arrived = dispatch(*args)
+        counts = [count + 16 if count else 0 for count in arrived.tokens_per_expert_list or ()]
+        missing = sum(counts) - len(arrived.rows)
+        return dataclasses.replace(
+            arrived,
+            rows=torch.nn.functional.pad(arrived.rows, (0, 0, 0, missing)),
+            weights=torch.nn.functional.pad(arrived.weights, (0, missing)),
+            tokens_per_expert=torch.tensor(counts),
+            tokens_per_expert_list=tuple(counts),
+        )
+
+    around(patch, "dispatch", twice, HybridEP)
+
+
+def gradient_of_weights_of_another_slot(patch: Patch) -> None:
+    def rolled(backward: Any, *args: Any) -> Any:
+        grad_TD, grad_TK = backward(*args)
+        return grad_TD, None if grad_TK is None else grad_TK.roll(1, 1)
+
+    around(patch, "dispatch_backward", rolled, ExpertMajorRoute)
+
+
+def weights_of_empty_slots_read(patch: Patch) -> None:
+    def touching(arrive: Any, route: Any, rows_SD: Tensor, weights_SK: Tensor, *args: Any, **named: Any) -> Arrived:
+        arrived: Arrived = arrive(route, rows_SD, weights_SK, *args, **named)
+        return dataclasses.replace(arrived, weights=arrived.weights + 0 * weights_SK.sum())
+
+    around(patch, "arrive", touching, alltoall)
 
 
 def weights_rounded_to_bfloat16(patch: Patch) -> None:
@@ -124,19 +187,6 @@ def experts_in_reverse_order(patch: Patch) -> None:
     patch.setattr(exact, "group_slots", reverse)
 
 
-def arriving(patch: Patch, change: Callable[[Arrived], dict[str, Any]]) -> None:
-    for backend in (AllToAll, FixedAllToAll):
-        patch.setattr(backend, "finish", _changed(backend.finish, change))
-
-
-def _changed(finish: Callable[..., Arrived], change: Callable[[Arrived], dict[str, Any]]) -> Callable[..., Arrived]:
-    def changed(self: Any, started: Any) -> Arrived:
-        arrived = finish(self, started)
-        return dataclasses.replace(arrived, **change(arrived))
-
-    return changed
-
-
 def rows_of_an_expert_in_reverse(patch: Patch) -> None:
     def reverse(arrived: Arrived) -> dict[str, Any]:
         parts = zip(
@@ -153,23 +203,6 @@ def counts_without_padding(patch: Patch) -> None:
 
 def padding_not_cleared(patch: Patch) -> None:
     patch.setattr(permutation_rows, "clear_padding", lambda buffer, index: buffer[: index.num_grouped].clone())
-
-
-def gradients_of_padding_read(patch: Patch) -> None:
-    to_slots = SlotIndex.to_slots
-    patch.setattr(SlotIndex, "to_slots", lambda index, values_R: to_slots(index, values_R) + 0 * values_R.sum())
-
-
-def outputs_of_padding_read(patch: Patch) -> None:
-    reduce = TorchPermutation.reduce
-
-    def reading(
-        self: TorchPermutation, rows_RD: Tensor, index: SlotIndex, weights_R: Tensor | None, out: Tensor
-    ) -> None:
-        reduce(self, rows_RD, index, weights_R, out)
-        out.add_(0 * rows_RD.sum())
-
-    patch.setattr(TorchPermutation, "reduce", reading)
 
 
 def route_kept_on_the_backend(patch: Patch) -> None:
@@ -217,26 +250,6 @@ def rows_that_are_no_tokens_sent(patch: Patch) -> None:
     patch.setattr(Layout, "valid_T", lambda layout, num_rows, device=None: None)
 
 
-def rows_that_are_no_tokens_not_zeroed(patch: Patch) -> None:
-    trim = autograd.trim
-
-    def put_into_ones(tensor: Tensor, real_rows: Tensor | None, num_rows: int) -> Tensor:
-        found = trim(tensor, real_rows, num_rows)
-        if real_rows is None:
-            return found
-        return torch.ones_like(found).index_copy_(0, real_rows, found[real_rows])
-
-    patch.setattr(autograd, "trim", put_into_ones)
-
-
-def weights_of_empty_slots_read(patch: Patch) -> None:
-    def touching(route: Any, rows_SD: Tensor, weights_SK: Tensor, *args: Any, **named: Any) -> Arrived:
-        arrived = rank_major.arrive(route, rows_SD, weights_SK, *args, **named)
-        return dataclasses.replace(arrived, weights=arrived.weights + 0 * weights_SK.sum())
-
-    patch.setattr(alltoall, "arrive", touching)
-
-
 def idle_rank_leaves_the_backward(patch: Patch) -> None:
     original = autograd.Combine
 
@@ -254,60 +267,8 @@ def rows_sent_again_untied(patch: Patch) -> None:
     patch.setattr(autograd, "tie", lambda tensor, _: tensor)
 
 
-def float32_sums_for_float64_rows(patch: Patch) -> None:
-    sum_bags = TorchPermutation.sum_bags
-
-    def rounded(self: TorchPermutation, rows: Tensor, *args: Any) -> None:
-        sum_bags(self, rows.float(), *args)
-
-    patch.setattr(TorchPermutation, "sum_bags", rounded)
-
-
-def handle_of_another_call(patch: Patch) -> None:
-    """Pass the handle of the first combine to every later one."""
-    for cls in (NormalDeepEP, HybridEP):
-        patch.setattr(cls, "combine", _with_the_first_handle(cls.combine))
-
-
-def _with_the_first_handle(combine: Any) -> Any:
-    first: dict[int, Handle] = {}
-
-    def swapped(backend: Any, rows: Tensor, values: Tensor | None, handle: Handle, **more: Any) -> Any:
-        return combine(backend, rows, values, handle=first.setdefault(id(backend), handle), **more)
-
-    return swapped
-
-
-def experts_padded_once_more(patch: Patch) -> None:
-    dispatch = HybridEP.dispatch
-
-    def twice(self: HybridEP, *args: Any) -> Arrived:
-        arrived = dispatch(self, *args)
-        counts = [count + 16 if count else 0 for count in arrived.tokens_per_expert_list or ()]
-        missing = sum(counts) - len(arrived.rows)
-        return dataclasses.replace(
-            arrived,
-            rows=torch.nn.functional.pad(arrived.rows, (0, 0, 0, missing)),
-            weights=torch.nn.functional.pad(arrived.weights, (0, missing)),
-            tokens_per_expert=torch.tensor(counts),
-            tokens_per_expert_list=tuple(counts),
-        )
-
-    patch.setattr(HybridEP, "dispatch", twice)
-
-
 def zero_weights_taken_for_padding(patch: Patch) -> None:
     patch.setattr(hybridep, "_marked", lambda weights_TK: weights_TK.float() * 0)
-
-
-def gradient_of_weights_of_another_slot(patch: Patch) -> None:
-    backward = ExpertMajorRoute.dispatch_backward
-
-    def rolled(route: ExpertMajorRoute, grad_RD: Tensor, grad_R: Tensor | None) -> Any:
-        grad_TD, grad_TK = backward(route, grad_RD, grad_R)
-        return grad_TD, None if grad_TK is None else grad_TK.roll(1, 1)
-
-    patch.setattr(ExpertMajorRoute, "dispatch_backward", rolled)
 
 
 DEEPEP: BackendSpec = {"name": "deepep", "emulate": "v1.2.1"}
@@ -364,31 +325,29 @@ def _named(value: Any) -> str:
     return getattr(value, "__name__", None) or describe(value)
 
 
+def run_scenario(backend: BackendSpec, name: str, ep_size: int | None = None) -> None:
+    """Run the cases of a scenario, on one rank if the backend is local, else on two."""
+    ep_size = ep_size or (1 if backend == "local" else 2)
+    ranks = Ranks(timeout=datetime.timedelta(seconds=1))  # peers of a rank that failed wait this long
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    for case in scenario_cases(fitted(backend, scenario, ep_size), ep_size):
+        run_case(backend, case, ranks)
+
+
 @pytest.mark.parametrize(("plant", "backend", "name"), MUTATIONS, ids=_named)
 def test_kit_sees(plant: Callable[[Patch], None], backend: BackendSpec, name: str, monkeypatch: Patch) -> None:
     plant(monkeypatch)
-    ep_size = 1 if backend == "local" else 2
-    ranks = Ranks(timeout=datetime.timedelta(seconds=1))  # peers of a rank that failed wait this long
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
     with pytest.raises((AssertionError, RuntimeError, MoEDispatchError)):
-        run_all(backend, scenario_cases(fitted(backend, scenario, ep_size), ep_size), ranks)
+        run_scenario(backend, name)
 
 
 def test_kit_sees_slots_to_nowhere_counted_a_place_too_early(monkeypatch: Patch) -> None:
     """With one expert per rank, that place is before the start of the table; with more it is overwritten."""
     width = 2  # of the table: one expert, and the number of rows
 
-    bincount = torch.bincount
-
-    def too_early(entries_N: Tensor, *, minlength: int) -> Tensor:
+    def too_early(bincount: Any, entries_N: Tensor, *, minlength: int) -> Any:
         return bincount(entries_N - (entries_N < width).long(), minlength=minlength)
 
-    monkeypatch.setattr(torch, "bincount", too_early)
-    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == "one_expert_per_rank")
+    around(monkeypatch, "bincount", too_early, torch)
     with pytest.raises(RuntimeError):
-        run_all("alltoall", scenario_cases(scenario, 4), Ranks(timeout=datetime.timedelta(seconds=1)))
-
-
-def run_all(backend: BackendSpec, cases: Iterable[Case], ranks: Ranks) -> None:
-    for case in cases:
-        run_case(backend, case, ranks)
+        run_scenario("alltoall", "one_expert_per_rank", 4)

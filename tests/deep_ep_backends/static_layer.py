@@ -4,48 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, Routing
+from moe_dispatch_testing.rank_context import padding_rows, poison, poison_gradient
 
 PER_EXPERT = torch.tensor([2.0**expert for expert in range(8)])
 
 
-class _Poison(torch.autograd.Function):
-    """Rows, and their gradients, with NaN where ``kept_R`` is False."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, kept_R: Tensor) -> Tensor:
-        ctx.dropped_R = ~kept_R
-        return _filled(rows, ctx.dropped_R)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _filled(grad, ctx.dropped_R), None
-
-
-def _filled(rows: Tensor, dropped_R: Tensor) -> Tensor:
-    rows = rows.clone()
-    rows[dropped_R] = float("nan")
-    return rows
-
-
-def is_real(sent: Dispatched) -> Tensor:
-    """bool (R,): neither padding nor behind the last expert's rows."""
-    kept_R = torch.zeros(len(sent.rows), dtype=torch.bool)
-    counts = torch.stack([sent.tokens_per_expert.cumsum(0), sent.tokens_per_expert, sent.real_tokens_per_expert], 1)
-    for end, padded, real in counts.tolist():
-        kept_R[end - padded : end - padded + real] = True
-    return kept_R
+def _with_nan(rows: Tensor, padding_R: Tensor) -> Tensor:
+    """Rows or weights, and their gradients, with NaN in padding and behind the last expert's rows."""
+    flat = rows if rows.dim() == 2 else rows.unsqueeze(1)
+    return poison(poison_gradient(flat, padding_R), padding_R).view_as(rows)
 
 
 def poisoned(sent: Dispatched) -> Dispatched:
     """What was dispatched, with NaN in weights and gradients that nobody may read."""
-    kept_R = is_real(sent)
-    rows, weights = (_Poison.apply(part, kept_R) for part in (sent.rows, sent.weights))  # type: ignore[no-untyped-call]
+    rows, weights = (_with_nan(part, padding_rows(sent)) for part in (sent.rows, sent.weights))
     return dataclasses.replace(sent, rows=rows, weights=weights)
 
 
@@ -55,8 +32,7 @@ def experts(sent: Dispatched, function: Callable[[Tensor], Tensor] = torch.tanh)
     counts = sent.tokens_per_expert
     factor = PER_EXPERT[first : first + len(counts)].repeat_interleave(counts)
     factor = torch.nn.functional.pad(factor, (0, len(sent.rows) - len(factor)), value=1.0)
-    out: Tensor = _Poison.apply(function(sent.rows) * factor.unsqueeze(1), is_real(sent))  # type: ignore[no-untyped-call]
-    return out
+    return _with_nan(function(sent.rows) * factor.unsqueeze(1), padding_rows(sent))
 
 
 def first_expert(sent: Dispatched) -> int:

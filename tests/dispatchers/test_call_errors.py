@@ -105,10 +105,7 @@ COMBINE: list[tuple[Call, *tuple[str, ...]]] = [
     (lambda d: d.plan(), "Dispatcher.plan: pass the layout of the batch, or like=x"),
 ]
 TRANSFORMS: list[tuple[Call, *tuple[str, ...]]] = [
-    (
-        lambda d: torch.func.grad(lambda x: d.dispatch(x, WAY).rows.sum())(X),
-        "Dispatcher.dispatch: the transforms of torch.func are not supported",
-    ),
+    (lambda d: torch.func.grad(lambda x: d.dispatch(x, WAY).rows.sum())(X), "Dispatcher.dispatch: the transforms of"),
     (lambda d: torch.func.vmap(lambda x: d.dispatch(x, WAY).rows)(X[None]), "got a call inside one"),
     (
         lambda d: torch.func.grad(lambda x, sent: d.combine(x, sent).sum())(*_sent(d)),

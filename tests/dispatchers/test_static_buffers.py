@@ -15,21 +15,20 @@ from moe_dispatch.backends.base import Arrived
 from moe_dispatch.dispatchers.metrics import Meter
 from moe_dispatch.errors import StateError
 from moe_dispatch_testing import run_ranks
+from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, TOP_K, small_config
 
-EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 16, 12
+TOKENS = 12
 
 
-def config(backend: str, *, graph_safe: bool = True, **fields: Any) -> DispatcherConfig:
-    sizes: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN}
-    maximum: dict[str, Any] = {"max_tokens_per_rank": TOKENS} if graph_safe else {}
-    return DispatcherConfig(backend=backend, graph_safe=graph_safe, **maximum, **sizes, **fields)
+def config(backend: str, **fields: Any) -> DispatcherConfig:
+    return small_config(backend, graph_safe=True, max_tokens_per_rank=TOKENS, **fields)
 
 
 def inputs(rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """As many rows as fit, so the last of them is real; a few slots go nowhere, so there is slack."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    ids = torch.randint(0, EXPERTS, (TOKENS, TOP_K), generator=generator)
+    ids = torch.randint(0, NUM_EXPERTS, (TOKENS, TOP_K), generator=generator)
     ids[:3, 0] = -1
     return x, ids, torch.rand(TOKENS, TOP_K, generator=generator).requires_grad_()
 

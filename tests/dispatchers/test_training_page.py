@@ -215,10 +215,7 @@ def refusals(rank: int, folder: str) -> list[str]:
     page().save(folder, model, optimizer)
     larger, its_optimizer, _ = trainer(4, "alltoall", num_experts=2 * EXPERTS)
     said = []
-    for refused in (
-        lambda: trainer(4, "alltoall", num_experts=6),
-        lambda: page().load(folder, larger, its_optimizer),
-    ):
+    for refused in (lambda: trainer(4, "alltoall", num_experts=6), lambda: page().load(folder, larger, its_optimizer)):
         try:
             refused()
             said.append("nothing")

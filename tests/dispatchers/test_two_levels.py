@@ -17,7 +17,6 @@ from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.alltoall.two_level import Nodes
 from moe_dispatch.backends.base import Tables
 from moe_dispatch.communication import Communicator, Started
-from moe_dispatch_testing import count_collectives
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
 EXPERTS, SLOTS, HIDDEN, ROWS = 16, 6, 64, 40
@@ -75,13 +74,8 @@ def slots_between_nodes(size: int, per_node: int) -> Counter[tuple[int, int]]:
 
 def sent_bytes(
     monkeypatch: pytest.MonkeyPatch, size: int, backend: dict[str, Any], hidden: int = HIDDEN, **fields: Any
-) -> tuple[dict[str, Counter[tuple[int, int]]], list[dict[str, int]], list[dict[str, int]]]:
-    """Intercept a forward and its backward.
-
-    Returns:
-        By label, the bytes of each sender and receiver; by rank, the bytes by label that the metrics count, and the
-        total that ``count_collectives`` sees.
-    """
+) -> dict[str, Counter[tuple[int, int]]]:
+    """Intercept a forward and its backward: by label, the bytes of each sender and receiver."""
     seen: dict[str, Counter[tuple[int, int]]] = {}
     original, lock = Communicator.all_to_all, threading.Lock()
 
@@ -94,22 +88,18 @@ def sent_bytes(
                     seen.setdefault(label, Counter())[comm.rank, other] += rows * inp.nbytes // len(inp)
         return original(comm, out, inp, rows_in, rows_out, label=label)
 
-    def body(group: Group) -> tuple[dict[str, int], dict[str, int]]:
+    def body(group: Group) -> None:
         shape = {"num_experts": EXPERTS, "top_k": SLOTS, "hidden_size": hidden}
         dispatcher = build_dispatcher(small_config(backend, **shape, **fields), group)
-        way, before = routing(group.rank()), Counter(dispatcher.metrics().bytes_sent)
+        way = routing(group.rank())
         x, weights = random_rows(ROWS, hidden, dtype=torch.bfloat16).requires_grad_(), way.topk_weights.requires_grad_()
-        with count_collectives() as collectives:
-            sent = dispatcher.dispatch(x, Routing(way.topk_ids, weights))
-            dispatcher.combine(sent.rows, sent).sum().backward()
-        counted = Counter(dispatcher.metrics().bytes_sent)
-        counted.subtract(before)
-        return {label: number for label, number in counted.items() if number}, {"total": collectives.nbytes}
+        sent = dispatcher.dispatch(x, Routing(way.topk_ids, weights))
+        dispatcher.combine(sent.rows, sent).sum().backward()
 
     with monkeypatch.context() as patch:
         patch.setattr(Communicator, "all_to_all", all_to_all)
-        results = on_ranks(body, size)
-    return seen, [counted for counted, _ in results], [total for _, total in results]
+        on_ranks(body, size)
+    return seen
 
 
 def times(pairs: Counter[tuple[int, int]], nbytes: int, *, back: bool = False) -> Counter[tuple[int, int]]:
@@ -125,7 +115,7 @@ WIRES = [(None, 64, 128, 128), ("bfloat16", 64, 128, 128), ("float8_e4m3fn", 128
 def test_bytes_between_nodes_are_those_of_distinct_pairs_of_a_row_and_a_node(
     size: int, per_node: int, wire: str | None, hidden: int, row: int, row_back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, counted, totals = sent_bytes(monkeypatch, size, two_levels(per_node), hidden, wire_dtype=wire)
+    seen = sent_bytes(monkeypatch, size, two_levels(per_node), hidden, wire_dtype=wire)
     packet = row + 4 * SLOTS + 2 * SLOTS  # weights and ids
     for pairs, suffix in (
         (pairs_between_nodes(size, per_node), ""),
@@ -137,15 +127,13 @@ def test_bytes_between_nodes_are_those_of_distinct_pairs_of_a_row_and_a_node(
         assert seen[f"combine.backward{suffix}"] == times(pairs, row_back)
         assert seen[f"dispatch.backward{suffix}"] == times(pairs, row_back + 4 * SLOTS, back=True)
     for rank in range(size):
-        mine = {label: sum(n for (sender, _), n in sent.items() if sender == rank) for label, sent in seen.items()}
-        assert counted[rank] == {label: number for label, number in mine.items() if number}
-        assert totals[rank] == {"total": sum(mine.values())}
-        assert mine["counts"] == (size - 1) * 8 * (1 + EXPERTS // size + 1 + per_node)
+        counts = sum(number for (sender, _), number in seen["counts"].items() if sender == rank)
+        assert counts == (size - 1) * 8 * (1 + EXPERTS // size + 1 + per_node)
 
 
 @pytest.mark.parametrize(("size", "per_node"), GRIDS)
 def test_exact_brings_every_slot_back_once(size: int, per_node: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, _, _ = sent_bytes(monkeypatch, size, two_levels(per_node, reduction="exact"))
+    seen = sent_bytes(monkeypatch, size, two_levels(per_node, reduction="exact"))
     assert seen["dispatch"] == times(pairs_between_nodes(size, per_node), 2 * HIDDEN + 6 * SLOTS)
     slots = slots_between_nodes(size, per_node)
     assert seen["combine"] == times(slots, 2 * HIDDEN, back=True)
@@ -154,7 +142,7 @@ def test_exact_brings_every_slot_back_once(size: int, per_node: int, monkeypatch
 
 def test_one_level_sends_a_row_to_a_node_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the routing of these tests has rows with two ranks on one node."""
-    seen, _, _ = sent_bytes(monkeypatch, 8, {"name": "alltoall"})
+    seen = sent_bytes(monkeypatch, 8, {"name": "alltoall"})
     between = sum(number for (one, other), number in seen["dispatch"].items() if one // 4 != other // 4)
     once = sum(pairs_between_nodes(8, 4).values()) * (2 * HIDDEN + 6 * SLOTS)
     assert between > 1.5 * once

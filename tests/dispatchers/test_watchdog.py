@@ -363,17 +363,21 @@ def test_ranks_of_a_sub_group_have_both_numbers_and_a_silent_store_its_host() ->
     assert "Look at rank 1 of the group (2 of the job) first" in told
 
 
-ENDS = """
+BEGIN = """
 import os, sys, time
 import torch, torch.distributed as dist
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
+groups = [dist.group.WORLD] if how not in ("ended", "killed") else [dist.new_group([0, 2]), dist.new_group([1, 3])]
 config = DispatcherConfig(backend="alltoall", num_experts=8, top_k=2, hidden_size=16, watchdog=5)
-dispatcher = build_dispatcher(config, dist.group.WORLD)
+dispatcher = build_dispatcher(config, groups[rank % len(groups)])
+del groups
 sent = dispatcher.dispatch(torch.ones(4, 16), Routing(torch.tensor([[0, 7]] * 4), torch.ones(4, 2)))
 dispatcher.combine(sent.rows, sent)
+"""
+ENDS = """
 if how == "fork":
     child = os.fork()
     if not child:
@@ -392,18 +396,6 @@ else:
 
 
 NESTED = """
-import os, sys, time
-import torch, torch.distributed as dist
-from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
-rank, how = int(os.environ["RANK"]), sys.argv[1]
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-config = DispatcherConfig(backend="alltoall", num_experts=8, top_k=2, hidden_size=16, watchdog=5)
-dispatcher = build_dispatcher(config, groups[rank % 2])
-del groups
-sent = dispatcher.dispatch(torch.ones(4, 16), Routing(torch.tensor([[0, 7]] * 4), torch.ones(4, 2)))
-dispatcher.combine(sent.rows, sent)
 dist.barrier()
 if rank % 2:
     time.sleep(4)
@@ -424,7 +416,7 @@ def _processes(script: str, how: str, size: int) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             # Python 3.12 warns of a fork in a process that has threads.
-            [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", script, how],
+            [sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", BEGIN + script, how],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

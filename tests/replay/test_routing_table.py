@@ -35,28 +35,6 @@ def test_smallest_type(num_experts: int, dtype: torch.dtype, size: int) -> None:
     assert table.entries("a").tolist() == [[[num_experts - 1, -1]], [[0, 1]], [[-2, -2]]]
 
 
-def test_last_position_of_an_engine_is_unknown() -> None:
-    ids = random_ids(4, 3, 2, 8)
-    table = RoutingTable({7: ids}, num_experts=8, last_missing=True)
-    assert table.lengths == {7: 5}
-    assert torch.equal(table.entries(7)[:4], ids)
-    assert (table.entries(7)[4] == -2).all()
-
-
-def test_prompt_and_response_of_an_engine() -> None:
-    ids = random_ids(6, 3, 2, 8)
-    table = RoutingTable({"a": (ids[:2].numpy(), ids[2:])}, num_experts=8)
-    assert torch.equal(table.entries("a"), ids)
-
-
-def test_int16_sent_as_bytes() -> None:
-    """verl sends int16 as a view of bytes: https://github.com/volcengine/verl, router_replay_utils."""
-    ids = random_ids(4, 3, 2, 300)
-    sent = ids.to(torch.int16).view(torch.uint8)
-    table = RoutingTable({"a": sent.view(torch.int16)}, num_experts=300)
-    assert torch.equal(table.entries("a"), ids)
-
-
 def test_padded_batch_of_a_framework() -> None:
     ids = random_ids(8, 2, 2, 8).view(2, 4, 2, 2)
     mask = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]])

@@ -174,15 +174,28 @@ def copy(logged: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(logged, tmp_path / "run"))
 
 
-def set_in_header(path: Path, **values: Any) -> None:
-    header, *lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([json.dumps({**json.loads(header), **values}) + "\n", *lines]))
+Damage = Callable[[Path], object]
 
 
-def damage(path: Path, line: int, change: Callable[[str], str]) -> None:
-    lines = path.read_text().splitlines(keepends=True)
-    lines[line] = change(lines[line])
-    path.write_text("".join(lines))
+def header(rank: int, **values: Any) -> Damage:
+    """Set fields in the header of a rank's file."""
+
+    def change(run: Path) -> None:
+        first, *lines = (path := run / f"rank{rank}.jsonl").read_text().splitlines(keepends=True)
+        path.write_text("".join([json.dumps({**json.loads(first), **values}) + "\n", *lines]))
+
+    return change
+
+
+def line(rank: int, at: int, text: str) -> Damage:
+    """Replace a line of a rank's file."""
+
+    def change(run: Path) -> None:
+        lines = (path := run / f"rank{rank}.jsonl").read_text().splitlines(keepends=True)
+        lines[at] = text
+        path.write_text("".join(lines))
+
+    return change
 
 
 def emptied(directory: Path) -> None:
@@ -190,70 +203,34 @@ def emptied(directory: Path) -> None:
     directory.mkdir()
 
 
-WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+NO_LINE = r"rank\d\.jsonl, line {} must be a line of RunLog\.record, got "
+CONFIG = small_config().model_dump()
+DIGITS = '{"step": 0, "totals": {"dispatches": ' + "9" * 5000
+WRONG: dict[str, tuple[Damage, str]] = {
     "none": (shutil.rmtree, r"RunLog\.load: \S+ must be an existing directory, got none\. Check the path\."),
-    "empty": (
-        emptied,
-        r"must hold rank0\.jsonl and so on, got none\. Name the directory that RunLog\.record wrote\.",
-    ),
-    "missing": (
-        lambda run: (run / "rank0.jsonl").unlink(),
-        r"must hold all 2 ranks, got rank 1\. Copy the files of the other ranks into it\.",
-    ),
-    "mixed": (
-        lambda run: set_in_header(run / "rank1.jsonl", run="another"),
-        r"must belong to one run, got rank0\.jsonl of run \w{16} and rank1\.jsonl of rank 1 of run another\. Keep",
-    ),
+    "empty": (emptied, r"must hold rank0\.jsonl and so on, got none\. Name the directory that RunLog\.record wrote\."),
+    "missing": (lambda run: (run / "rank0.jsonl").unlink(), r"must hold all 2 ranks, got rank 1\. Copy the files of"),
+    "mixed": (header(1, run="another"), r"one run, got rank0\.jsonl of run \w{16} and rank1\.jsonl of rank 1 of run"),
     "torn header": (
         lambda run: (run / "rank1.jsonl").write_text('{"moe_dis'),
         r"rank1\.jsonl must begin with a header, got 9 characters of a header\. The run ended before its first step",
     ),
-    "other file": (
-        lambda run: (run / "rank1.jsonl").write_text('{"loss": 3}\n'),
-        r"rank1\.jsonl, line 1 must be a line of RunLog\.record, got moe_dispatch_run: Field required\. Use a",
-    ),
-    "other format": (
-        lambda run: set_in_header(run / "rank0.jsonl", moe_dispatch_run=2),
-        r"rank0\.jsonl must have format 1, got format 2\.",
-    ),
-    "damaged": (
-        lambda run: damage(run / "rank0.jsonl", 2, lambda line: line[5:]),
-        r"rank0\.jsonl, line 3 must be a line of RunLog\.record, got text: Invalid JSON: .*\. Use .* copy it again\.",
-    ),
-    "nested": (
-        lambda run: damage(run / "rank0.jsonl", 2, lambda line: "[" * 100_000 + "\n"),
-        r"rank0\.jsonl, line 3 must be a line of RunLog\.record, got text: Invalid JSON: recursion limit exceeded",
-    ),
-    "line lost": (
-        lambda run: damage(run / "rank0.jsonl", 2, lambda line: ""),
-        r"rank0\.jsonl, line 3 must be step 1, got 2\. Copy the file again, and do not join files\.",
-    ),
-    "without totals": (
-        lambda run: damage(run / "rank1.jsonl", 4, lambda line: '{"step": 3}\n'),
-        r"rank1\.jsonl, line 5 must be a line of RunLog\.record, got totals: Field required\.",
-    ),
-    "a billion ranks": (
-        lambda run: set_in_header(run / "rank0.jsonl", ep_size=10**9),
-        r"must hold all 1000000000 ranks, got rank 0, 1\. Copy",
-    ),
-    "a text as number": (
-        lambda run: set_in_header(run / "rank0.jsonl", ep_size="2"),
-        r"line 1 must be a line of RunLog\.record, got ep_size: Input should be a valid integer",
-    ),
-    "5000 digits": (
-        lambda run: damage(run / "rank0.jsonl", 1, lambda line: '{"step": 0, "totals": {"dispatches": ' + "9" * 5000),
-        r"line 2 must be a line of RunLog\.record, got ",
-    ),
-    "NUL in a name": (
-        lambda run: set_in_header(run / "rank0.jsonl", name="a\0"),
-        r"got name: String should match pattern",
-    ),
+    "other file": (line(1, 0, '{"loss": 3}\n'), NO_LINE.format(1) + r"moe_dispatch_run: Field required\. Use a"),
+    "other format": (header(0, moe_dispatch_run=2), r"rank0\.jsonl must have format 1, got format 2\."),
+    "damaged": (line(0, 2, '": 1}\n'), NO_LINE.format(3) + r"text: Invalid JSON: .*\. Use .* copy it again\."),
+    "nested": (line(0, 2, "[" * 100_000 + "\n"), NO_LINE.format(3) + "text: Invalid JSON: recursion limit exceeded"),
+    "line lost": (line(0, 2, ""), r"rank0\.jsonl, line 3 must be step 1, got 2\. Copy the file again, and do not join"),
+    "without totals": (line(1, 4, '{"step": 3}\n'), NO_LINE.format(5) + r"totals: Field required\."),
+    "a billion ranks": (header(0, ep_size=10**9), r"must hold all 1000000000 ranks, got rank 0, 1\. Copy"),
+    "a text as number": (header(0, ep_size="2"), NO_LINE.format(1) + "ep_size: Input should be a valid integer"),
+    "5000 digits": (line(0, 1, DIGITS), NO_LINE.format(2)),
+    "NUL in a name": (header(0, name="a\0"), r"got name: String should match pattern"),
     "other experts": (
-        lambda run: set_in_header(run / "rank0.jsonl", config={**small_config().model_dump(), "num_experts": 10**9}),
+        header(0, config={**CONFIG, "num_experts": 10**9}),
         r"must have counts of 1000000000 experts, or of those of a rank, got 4\. Copy the files again\.",
     ),
     "other version": (
-        lambda run: set_in_header(run / "rank0.jsonl", config={"future_field": 1}, versions={"moe_dispatch": "9.0"}),
+        header(0, config={"future_field": 1}, versions={"moe_dispatch": "9.0"}),
         r"the config of \S+ must be valid in this version, got a config of moe_dispatch 9\.0: [\s\S]*futur",
     ),
 }
@@ -286,17 +263,13 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     dispatcher = build_dispatcher(small_config("local"))
     with (
-        pytest.raises(
-            TraceError, match=r"rank0\.jsonl must be in a directory that can be written, got .*\. Use another"
-        ),
+        pytest.raises(TraceError, match=r"rank0\.jsonl must be in a directory that can be written, got .*\. Use"),
         RunLog.record(dispatcher, tmp_path / "file" / "run"),
     ):
         pass
     with RunLog.record(dispatcher, tmp_path / "run") as log:
         pass
-    with pytest.raises(
-        TraceError, match=r"RunWriter\.step: \S+ must be open, on a disk with free space, got: I/O operation"
-    ):
+    with pytest.raises(TraceError, match=r"RunWriter\.step: \S+ must be open, on a disk with free space, got: I/O"):
         log.step()
     dispatcher.close()
     with pytest.raises(StateError, match="must be open"), RunLog.record(dispatcher, tmp_path / "closed"):

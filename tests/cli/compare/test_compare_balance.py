@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare import contenders
-from tests.cli.compare.test_compare import outcome, written
+from tests.cli.compare.test_compare import asked, outcome, written
 from tests.cli.conftest import Command
 from tests.dispatchers.layer import small_config
 from tests.traces.recorded import record_batches
 
 BALANCED = "alltoall+balance=least_loaded"
+EXACTLY = ("--mode", "eager", "--dtype", "float32")
 
 
 @pytest.fixture
@@ -24,16 +24,9 @@ def config(tmp_path: Path) -> str:
     return written(tmp_path, spare_experts_per_rank=1, hidden_size=16, pad_multiple=1)
 
 
-def asked(command: Command, *arguments: str, status: int = 0) -> dict[str, Any]:
-    answer = command("compare", *arguments, "--mode", "eager", "--dtype", "float32", "--json")
-    assert answer.status == status, answer
-    report: dict[str, Any] = json.loads(answer.out)
-    return report
-
-
 def test_loads_are_measured(command: Command, config: str) -> None:
     shape = ["--ranks", "2", "--tokens", "64", "--steps", "2", "--routing", "last_expert", "--expert-width", "8"]
-    report = asked(command, "-b", f"alltoall,{BALANCED}", config, *shape)
+    report = asked(command, "-b", f"alltoall,{BALANCED}", config, *shape, *EXACTLY)
     plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
     assert report["cases"][0]["agree"]
     # All 64 + 56 rows name an expert of rank 1. With a copy, each rank keeps its own rows.
@@ -54,9 +47,8 @@ def test_a_trace_is_balanced_as_it_was_routed(command: Command, tmp_path: Path) 
     path = tmp_path / "run.safetensors"
     run_ranks(lambda group: record_batches(group, path, small_config("alltoall", pad_multiple=4)), 2)
     file = written(tmp_path, num_experts=8, hidden_size=16, pad_multiple=4, spare_experts_per_rank=2)
-    report = asked(
-        command, "-b", f"alltoall,{BALANCED}", file, "--trace", str(path), "--expert-width", "8", "--steps", "6"
-    )
+    shape = ["--trace", path, "--expert-width", "8", "--steps", "6", *EXACTLY]
+    report = asked(command, "-b", f"alltoall,{BALANCED}", file, *shape)
     assert report["cases"][0]["agree"]
     plain, balanced = outcome(report, "alltoall"), outcome(report, BALANCED)
     assert plain["bytes_sent"]["experts"] == 0 < balanced["bytes_sent"]["experts"]
@@ -72,7 +64,7 @@ def test_weights_in_wrong_slots_are_seen(command: Command, config: str, monkeypa
             return landed, tuple(weight.flip(0) for weight in weights)
 
     monkeypatch.setattr(contenders, "SlotWeights", Wrong)
-    shape = ["--ranks", "2", "--tokens", "16", "--steps", "1", "--expert-width", "8"]
+    shape = ["--ranks", "2", "--tokens", "16", "--steps", "1", "--expert-width", "8", *EXACTLY]
     assert not asked(command, "-b", BALANCED, config, *shape, status=1)["cases"][0]["agree"]
 
 
@@ -80,9 +72,7 @@ def test_an_emulation_has_loads_and_no_times(command: Command, tmp_path: Path) -
     file = written(tmp_path, spare_experts_per_rank=2, hidden_size=128)
     shape = ["--ranks", "2", "--tokens", "8", "--steps", "1", "--mode", "eager", "--dtype", "bfloat16"]
     names = "alltoall,hybridep+emulate=true+balance=least_loaded"
-    answer = command("compare", "-b", names, file, *shape, "--expert-width", "8", "--json")
-    assert answer.status == 0, answer
-    plain, balanced = json.loads(answer.out)["cases"][0]["outcomes"]
+    plain, balanced = asked(command, "-b", names, file, *shape, "--expert-width", "8")["cases"][0]["outcomes"]
     assert plain["imbalance"] >= balanced["imbalance"] >= 1
     assert (balanced["rounds"], balanced["ratio"], balanced["bytes_sent"]) == ([], None, None)
 

@@ -24,21 +24,19 @@ from moe_dispatch_tools.compare.display import draw
 from moe_dispatch_tools.compare.floor import Floor
 from moe_dispatch_tools.compare.measurement import Variant
 from moe_dispatch_tools.compare.workload import Workload, make_material
-from tests.cli.compare.test_compare import compared, outcome, written
+from tests.cli.compare.test_compare import asked, compared, outcome, written
 from tests.cli.conftest import Command
 from tests.cli.test_command import start
 
-FEW = ("--ranks", "2", "--tokens", "8", "--steps", "1", "--rounds", "2", "--mode", "eager", "--dtype", "float32")
+
+def few(*, ranks: int = 2, tokens: str = "8", mode: str = "eager") -> list[str]:
+    shape = ["--ranks", str(ranks), "--tokens", tokens, "--mode", mode]
+    return [*shape, "--steps", "1", "--rounds", "2", "--dtype", "float32"]
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     return written(tmp_path, pad_multiple=1)
-
-
-@pytest.fixture
-def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
 
 
 def test_floor_computes_the_layer_and_sends_as_few_bytes(command: Command, config: str) -> None:
@@ -78,8 +76,9 @@ def test_wrong_peer_is_seen(command: Command, config: str, monkeypatch: pytest.M
     assert outcome(report, "torchtitan")["from_reference"]["y"] == pytest.approx(0.5, rel=0.05)
 
 
-def test_missing_peers_are_named(command: Command, config: str, no_peers: None) -> None:
-    answer = command("compare", "--peers", config, "-b", "alltoall", *FEW)
+def test_missing_peers_are_named(command: Command, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    answer = command("compare", "--peers", config, "-b", "alltoall", *few())
     assert answer.status == 0
     assert "torchtitan is left out, not installed: torchtitan, spmd_types, tyro, triton. In " in answer.out
     assert re.search(r"transformers is left out, not installed: transformers\. In .*'\.\[bench\]'\.", answer.out)
@@ -106,15 +105,14 @@ def test_floor_makes_its_memory_before_the_clock_starts() -> None:
 
 
 def test_without_a_config_there_are_sizes(command: Command) -> None:
-    answer = command("compare", *FEW, "--set", "num_experts=4", "--set", "top_k=2", "--set", "hidden_size=32", "--json")
-    report = json.loads(answer.out)
+    report = asked(command, *few(), "--set", "num_experts=4", "--set", "top_k=2", "--set", "hidden_size=32")
     assert (report["config"]["num_experts"], report["config"]["hidden_size"]) == (4, 32)
     assert [one["backend"] for one in report["cases"][0]["outcomes"]] == ["alltoall"]
 
 
 def test_small_capacity_drops_rows_and_is_no_failure(command: Command, config: str) -> None:
     tight = "alltoall+capacity_factor=0.5"
-    answer = command("compare", "-b", f"alltoall,{tight}", config, *FEW, "--routing", "skewed", "--tokens", "32")
+    answer = command("compare", "-b", f"alltoall,{tight}", config, *few(tokens="32"), "--routing", "skewed")
     assert answer.status == 0, answer
     assert re.search(rf" {re.escape(tight)} +graph-safe .* dropped rows", answer.out)
 
@@ -127,9 +125,8 @@ def test_every_combination_is_a_case() -> None:
 
 def test_cases_are_printed_as_they_end(command: Command, config: str) -> None:
     """A rank fails in the second case; the first case is there all the same."""
-    raising = "tests.cli.planted:RaisingAbove8"
-    answer = command("compare", "-b", raising, config, *FEW, "--tokens", "8,16", "--ranks", "1")
-    assert (answer.status, answer.error) == (2, "Error: a rank of 1: planted above 8 tokens\n")
+    answer = command("compare", "-b", "tests.cli.planted:Raising", config, *few(ranks=1, tokens="8,16"))
+    assert (answer.status, answer.error) == (2, "Error: a rank of 1: planted in dispatch\n")
     assert "ok     all agree with the reference" in answer.out
 
 
@@ -169,11 +166,16 @@ def test_bars_are_as_long_as_the_medians(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.slow
-def test_command_measures_memory_and_draws(config: str, tmp_path: Path) -> None:
+def test_command_starts_ranks_counts_their_syncs_measures_memory_and_draws(config: str, tmp_path: Path) -> None:
     picture = tmp_path / "compare.png"
-    process = start("compare", "-b", "alltoall,floor", config, *FEW, "--picture", str(picture), "--json")
+    process = start(
+        "compare", "-b", "alltoall,floor", config, *few(mode="eager,graph-safe"), "--picture", str(picture), "--json"
+    )
     out, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (0, "")
-    for one in json.loads(out)["cases"][0]["outcomes"]:
+    report = json.loads(out)
+    assert outcome(report, "alltoall")["host_syncs"] >= 1
+    assert outcome(report, "alltoall", "graph-safe")["host_syncs"] == 0
+    for one in report["cases"][0]["outcomes"]:
         assert one["peak_bytes"] >= 2 * 8 * 64 * 4, "what it gives and what it got"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dispatch import DispatcherConfig, build_dispatcher
+from moe_dispatch import DispatcherConfig
 from moe_dispatch.errors import TraceError
 from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare.workload import Workload, make_material, real_rows, replayed
 from moe_dispatch_tools.traces import Trace
-from tests.cli.compare.test_compare import outcome, written
+from tests.cli.compare.test_compare import asked, outcome, written
 from tests.cli.conftest import Command
-from tests.cli.test_command import start
 from tests.dispatchers.layer import small_config
 from tests.traces.recorded import record_batches
 
 # What the recorder's tests record: two layers, seven dispatches each, in layouts of every kind.
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 16, "pad_multiple": 4}
 DISPATCHES, MOST_ROWS = 14, 10
+EXACTLY = ("--dtype", "float32")
 ROOM: dict[str, dict[str, Any]] = {"eager": {}, "graph-safe": {"graph_safe": True, "max_tokens_per_rank": MOST_ROWS}}
 
 
@@ -42,16 +42,9 @@ def config(tmp_path: Path) -> str:
     return written(tmp_path, **SIZES)
 
 
-def asked(command: Command, *arguments: object) -> dict[str, Any]:
-    answer = command("compare", *map(str, arguments), "--dtype", "float32", "--json")
-    assert answer.status == 0, answer
-    report: dict[str, Any] = json.loads(answer.out)
-    return report
-
-
 def test_backends_agree_on_a_trace_in_both_modes(command: Command, config: str, recorded: Path) -> None:
     """Ids named twice, ids of -1, a rank without tokens, lengths that only a device knew."""
-    report = asked(command, "-b", "alltoall,allgather", config, "--trace", recorded)
+    report = asked(command, "-b", "alltoall,allgather", config, "--trace", recorded, *EXACTLY)
     assert report["cases"][0]["agree"]
     (case,) = report["cases"]
     assert [one["refused"] for one in case["outcomes"]] == [None] * 4
@@ -65,7 +58,8 @@ def test_backends_agree_on_a_trace_in_both_modes(command: Command, config: str, 
 @pytest.mark.parametrize("backend", ["alltoall", "allgather"])
 def test_costs_are_those_of_a_plan(command: Command, tmp_path: Path, backend: str, mode: str) -> None:
     path, config = record(tmp_path / "run.safetensors", backend, **ROOM[mode]), written(tmp_path, **SIZES)
-    found = outcome(asked(command, "-b", backend, config, "--trace", path, "--mode", mode), backend, mode)
+    found = asked(command, "-b", backend, config, "--trace", path, "--mode", mode, *EXACTLY)
+    found = outcome(found, backend, mode)
     room = ["--set", "graph_safe=true", "--set", f"max_tokens_per_rank={MOST_ROWS}"] if ROOM[mode] else []
     planned = command("plan", config, "--routing", str(path), "-b", backend, "--dtype", "float32", "--json", *room)
     (plan,) = json.loads(planned.out)["backends"]
@@ -107,14 +101,8 @@ def test_few_steps_are_taken_of_a_long_trace(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (
-            ["--tokens", "8"],
-            r"--tokens must not be given with --trace, because the trace decides it, got '8'\. Leave out one",
-        ),
-        (
-            ["--routing", "skewed"],
-            r"--routing must not be given with --trace, because the trace decides it, got 'skewed'\.",
-        ),
+        (["--tokens", "8"], r"--tokens must not be given with --trace, .* decides it, got '8'\. Leave out one"),
+        (["--routing", "skewed"], r"--routing must not be given with --trace, .* decides it, got 'skewed'\."),
         (["--ranks", "4"], r"Trace\.check: ep_size must be 2, as in the trace, got 4\."),
     ],
 )
@@ -124,14 +112,6 @@ def test_what_does_not_fit_the_trace_is_refused(
     answer = command("compare", "-b", "alltoall", config, "--trace", str(recorded), *arguments)
     assert (answer.status, answer.out) == (2, "")
     assert re.match(f"Error: {told}", answer.error), answer.error
-
-
-def test_trace_without_a_dispatch_is_refused(command: Command, config: str, tmp_path: Path) -> None:
-    with Trace.record(build_dispatcher(small_config("local")), tmp_path / "empty.safetensors"):
-        pass
-    answer = command("compare", "-b", "local", config, "--trace", str(tmp_path / "empty.safetensors"))
-    assert (answer.status, answer.out) == (2, "")
-    assert "empty.safetensors must hold a dispatch, got none. Record at least one step." in answer.error
 
 
 def test_configs_that_the_trace_does_not_fit_are_refused(recorded: Path) -> None:
@@ -147,13 +127,5 @@ def test_configs_that_the_trace_does_not_fit_are_refused(recorded: Path) -> None
 def test_a_promise_of_equal_rows_is_not_taken_for_a_trace(command: Command, tmp_path: Path, recorded: Path) -> None:
     """Ranks have 4 and 0 rows in one dispatch, and an assumption that is wrong would hang."""
     config = written(tmp_path, **SIZES, row_counts="assume")
-    assert asked(command, "-b", "allgather", config, "--trace", recorded, "--mode", "eager")["cases"][0]["agree"]
-
-
-@pytest.mark.slow
-def test_the_real_command(config: str, recorded: Path) -> None:
-    process = start("compare", "-b", "alltoall", config, "--trace", str(recorded), "--mode", "eager", "--steps", "2")
-    out, error = process.communicate(timeout=240)
-    assert (process.returncode, error) == (0, "")
-    assert f"routing of {recorded}, the first 2 of 14 dispatches" in out
-    assert "ok     all agree with the reference" in out
+    report = asked(command, "-b", "allgather", config, "--trace", recorded, "--mode", "eager", *EXACTLY)
+    assert report["cases"][0]["agree"]

@@ -221,22 +221,12 @@ REFUSED = [
     ("local", {}, 4, r"Backend 'local': ep_size must be one of 1, got 4\."),
     ("deepep", {"hidden_size": 7168}, 12, r"Backend 'deepep': a group of 12 ranks must have 8 ranks per node, got 4"),
     ("hybridep", {"hidden_size": 100}, 4, r"Backend 'hybridep': hidden_size must be a multiple of 16, got 100\."),
-    (
-        "allgather",
-        {"wire_dtype": "bfloat16"},
-        4,
-        r"Backend 'allgather': wire_dtype must be one of None, got 'bfloat16'",
-    ),
+    ("allgather", {"wire_dtype": "bfloat16"}, 4, "Backend 'allgather': wire_dtype must be one of None, got 'bfloat16'"),
     ("alltoall+reduction=exact", {"graph_safe": True, "max_tokens_per_rank": 99}, 4, "graph_safe is not possible"),
     ("deepep", {"hidden_size": 256, "device": "cpu"}, 4, r"Backend 'deepep': device must be one of cuda, got 'cpu'"),
     ("alltoall+pair_rows=1.5", {}, 4, r"pair_rows=1.5 needs graph_safe=True"),
     ("allgather", {"constraints": {"max_rows": 16}}, 4, r"Backend 'allgather': at most 16 rows per rank fit, got 24\."),
-    (
-        "alltoall",
-        {"graph_safe": True, "max_tokens_per_rank": 2**28},
-        16,
-        r"Backend 'alltoall': a graph-safe buffer must have at most 2147483647 rows",
-    ),
+    ("alltoall", {"graph_safe": True, "max_tokens_per_rank": 2**28}, 16, "must have at most 2147483647 rows"),
 ]
 
 
@@ -271,32 +261,21 @@ def test_what_is_not_installed_or_does_not_tell(monkeypatch: pytest.MonkeyPatch)
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"size": 8, "nodes": 3}, r"plan: ep \(8\) must be divisible by nodes \(3\)\. Give the number of nodes"),
-    ({"size": 5}, r"num_experts \(16\) must be divisible by ep_size \(5\)"),
-    ({"tokens": None}, r"plan: the number of rows of a rank is not given\. Give --tokens, or set max_tokens_per_rank"),
     ({"source": recorded(mixed_ids(4))}, r"plan: a recorded routing decides the rows of a rank\. Leave out --tokens"),
-    (
-        {"fields": {"max_tokens_per_rank": 5}},
-        r"plan: a rank must bring at most max_tokens_per_rank \(5\) rows, got 24\.",
-    ),
-    ({"backend": "alltoal"}, r"Unknown backend 'alltoal'"),
-    ({"backend": "alltoall+reductio=exact"}, r"backend 'alltoall\+reductio=exact': reductio: Extra inputs"),
+    ({"fields": {"max_tokens_per_rank": 5}}, r"a rank must bring at most max_tokens_per_rank \(5\) rows, got 24\."),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG)
 def test_numbers_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    changes = {"backend": "alltoall", **changes}
     with pytest.raises(ConfigError, match=message):
-        planned(changes.pop("backend"), **changes)
+        planned("alltoall", **changes)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "zip",
-            r'plan: routing must be "uniform", "zipf:EXPONENT" .* 0 to 8, or a \.safetensors file, got \'zip\'\. Use',
-        ),
+        ("zip", r"plan: routing must be .* 0 to 8, or a \.safetensors file, got 'zip'\. Use"),
         ("uniform:1", r"plan: routing must be .*, got 'uniform:1'"),
         ("zipf:x", r"got 'zipf:x'"),
         ("zipf:nan", r"got 'zipf:nan'"),

@@ -121,13 +121,10 @@ def test_a_trace_is_planned_as_it_ran(command: Command, model: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "Error: plan: the number of rows of a rank is not given. Give --tokens"),
+        ([], "Error: plan: the number of rows of a rank is not given. Give --tokens, or set max_tokens_per_rank"),
         (["--tokens", "4", "--set", "pad=3"], "Error: --set must be FIELD=VALUE, got 'pad=3'. Fields: backend, "),
         (["--tokens", "4", "--set", "top_k"], "Error: --set must be FIELD=VALUE, got 'top_k'."),
-        (
-            ["--tokens", "4", "--routing", "none.safetensors"],
-            "Error: Trace.load: none.safetensors must be an existing file",
-        ),
+        (["--tokens", "4", "--routing", "none.safetensors"], "Error: Trace.load: none.safetensors must be an existing"),
         (["--tokens", "4", "--ep", "3"], "Error: num_experts (16) must be divisible by ep_size (3)."),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.emulation.normal_case import deep_ep
+from tests.emulation import normal_case
+from tests.emulation.normal_case import deep_ep, open_buffer
 from tests.emulation.tokens import (
     HIDDEN,
     TOP_K,
@@ -24,30 +26,9 @@ from tests.emulation.tokens import (
 )
 
 RANKS, NUM_EXPERTS = 16, 32
+dispatched = functools.partial(normal_case.dispatched, num_experts=NUM_EXPERTS)
 COUNTS = [rank % 5 for rank in range(RANKS)]
 EVERYONE = make_tokens(COUNTS, num_experts=NUM_EXPERTS)
-
-
-def open_buffer(group: dist.ProcessGroup, *, hidden_bytes: int = HIDDEN * 2, **options: Any) -> Any:
-    configs = [deep_ep.Buffer.get_dispatch_config(RANKS), deep_ep.Buffer.get_combine_config(RANKS)]
-    nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, RANKS) for config in configs)
-    rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, RANKS) for config in configs)
-    return deep_ep.Buffer(group, **({"num_nvl_bytes": nvl, "num_rdma_bytes": rdma} | options))
-
-
-def with_layout(buffer: Any, tokens: Tokens, num_experts: int = NUM_EXPERTS, **changed: Any) -> Any:
-    """A fresh dispatch whose arguments are those of the layout but for ``changed``."""
-    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(tokens.topk_idx, num_experts)
-    arguments = {
-        "x": tokens.x,
-        "num_tokens_per_rank": per_rank,
-        "num_tokens_per_rdma_rank": per_node,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
-        "topk_idx": tokens.topk_idx,
-        "topk_weights": tokens.topk_weights,
-    }
-    return buffer.dispatch(**arguments | changed)
 
 
 def test_rows_come_by_source_rank_and_token_and_go_the_same_way_again() -> None:
@@ -59,7 +40,7 @@ def test_rows_come_by_source_rank_and_token_and_go_the_same_way_again() -> None:
         per_node = buffer.get_dispatch_layout(tokens.topk_idx, NUM_EXPERTS)[1]
         to_first = torch.unique(torch.cat([goes_to(tokens, peer, RANKS, NUM_EXPERTS) for peer in range(8)]))
         assert int(per_node[0]) == len(to_first)
-        x, ids, weights, per_expert, handle, _ = with_layout(buffer, tokens, expert_alignment=4)
+        x, ids, weights, per_expert, handle, _ = dispatched(buffer, tokens, expert_alignment=4)
         expected_x, expected_ids, expected_weights = expected_rows(EVERYONE, rank, NUM_EXPERTS)
         assert torch.equal(x, expected_x)
         assert torch.equal(ids, expected_ids)
@@ -81,7 +62,7 @@ def test_combine_rounds_on_each_node_and_at_home() -> None:
     def body(group: dist.ProcessGroup) -> bool:
         rank = group.rank()
         tokens, buffer = EVERYONE[rank], open_buffer(group)
-        handle = with_layout(buffer, tokens)[4]
+        handle = dispatched(buffer, tokens)[4]
         bias = torch.randn(len(tokens.x), HIDDEN).bfloat16()
         y, weights, _ = buffer.combine(outputs[rank].x, handle, topk_weights=outputs[rank].topk_weights, bias=bias)
         nodes, once = torch.zeros(2, len(tokens.x), HIDDEN), bias.float()
@@ -102,18 +83,18 @@ def test_combine_rounds_on_each_node_and_at_home() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tokens], object], str]] = {
-    "worst tokens": (lambda b, t: with_layout(b, t, num_worst_tokens=99), "AssertionError: Internode dispatch does"),
-    "no counts of nodes": (lambda b, t: with_layout(b, t, num_tokens_per_rdma_rank=None), "AssertionError: "),
-    "too many experts": (lambda b, t: with_layout(b, t, num_experts=1040), "RuntimeError: .*at most 64 per rank"),
+    "worst tokens": (lambda b, t: dispatched(b, t, num_worst_tokens=99), "AssertionError: Internode dispatch does"),
+    "no counts of nodes": (lambda b, t: dispatched(b, t, num_tokens_per_rdma_rank=None), "AssertionError: "),
+    "too many experts": (lambda b, t: dispatched(b, t, num_experts=1040), "RuntimeError: .*at most 64 per rank"),
     "more SMs than queue pairs": (
-        lambda b, t: with_layout(b, t, config=deep_ep.Config(26, 6, 16, 2, 4)),
+        lambda b, t: dispatched(b, t, config=deep_ep.Config(26, 6, 16, 2, 4)),
         "EmulatedAbort: .*num_qps_per_rank must be 26 or more between nodes, got 24",
     ),
     "long queues between nodes": (
-        lambda b, t: with_layout(b, t, config=deep_ep.Config(20, 36, 288, 20, 10**5)),
+        lambda b, t: dispatched(b, t, config=deep_ep.Config(20, 36, 288, 20, 10**5)),
         "EmulatedAbort: deep_ep: num_rdma_bytes must be",
     ),
-    "a short handle": (lambda b, t: b.dispatch(t.x, handle=with_layout(b, t)[4][:6]), "ValueError: .*expected 10"),
+    "a short handle": (lambda b, t: b.dispatch(t.x, handle=dispatched(b, t)[4][:6]), "ValueError: .*expected 10"),
 }
 
 
@@ -134,7 +115,7 @@ def test_a_handle_of_another_dispatch_on_one_rank_hangs() -> None:
 
     def body(group: dist.ProcessGroup) -> str:
         buffer, rank = open_buffer(group), group.rank()
-        handles = [with_layout(buffer, each[rank])[4] for each in (EVERYONE, other)]
+        handles = [dispatched(buffer, each[rank])[4] for each in (EVERYONE, other)]
         return outcome(lambda: buffer.dispatch(EVERYONE[rank].x, handle=handles[rank == 9]))
 
     assert all("must come from one dispatch" in end and "EmulatedHang" in end for end in run_ranks(body, RANKS))

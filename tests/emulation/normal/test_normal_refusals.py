@@ -11,21 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.emulation.normal_case import COUNTS, deep_ep, dispatched, open_buffer
-from tests.emulation.tokens import NUM_EXPERTS, Call, Tokens, call_on_two_ranks, make_tokens, outcome, run_ranks
-
-
-def with_layout(buffer: Any, tokens: Tokens, **changed: Any) -> object:
-    """A dispatch whose arguments are the right ones but for ``changed``."""
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(tokens.topk_idx, NUM_EXPERTS)
-    arguments: dict[str, Any] = {
-        "x": tokens.x,
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
-        "topk_idx": tokens.topk_idx,
-        "topk_weights": tokens.topk_weights,
-    }
-    return buffer.dispatch(**arguments | changed)
+from tests.emulation.tokens import Call, Tokens, call_on_two_ranks, make_tokens, outcome, run_ranks
 
 
 def combined(buffer: Any, tokens: Tokens, **options: Any) -> object:
@@ -49,39 +35,36 @@ def int32(*values: int) -> torch.Tensor:
 
 # What both ranks must say.
 REFUSED: dict[str, tuple[Call, str]] = {
-    "strided rows": (lambda b, t: with_layout(b, t, x=t.x.repeat(1, 2)[:, ::2]), "x must be contiguous and 2-D"),
-    "odd rows": (lambda b, t: with_layout(b, t, x=t.x[:, :12].contiguous()), "multiple of 32 bytes below 16384"),
-    "wide rows": (lambda b, t: with_layout(b, t, x=t.x.repeat(1, 32)), "EmulatedAbort: .*below 16384, got 8192"),
-    "too few flags": (lambda b, t: with_layout(b, t, is_token_in_rank=torch.ones(1, 2) > 0), "is_token_in_rank must"),
-    "counts of int64": (lambda b, t: with_layout(b, t, num_tokens_per_rank=int32(1, 1).long()), "must be int32"),
-    "other counts": (
-        lambda b, t: with_layout(b, t, num_tokens_per_rank=int32(1, 1)),
-        "EmulatedAbort: .*must count is_token_in_rank, got .1, 1.",
-    ),
-    "258 experts": (lambda b, t: with_layout(b, t, num_tokens_per_expert=int32(*[0] * 258)), "at most 128 per rank"),
-    "ids without weights": (lambda b, t: with_layout(b, t, topk_weights=None), "must be given together"),
-    "weights of bfloat16": (lambda b, t: with_layout(b, t, topk_weights=t.topk_weights.bfloat16()), "be float32"),
-    "ids of int32": (lambda b, t: with_layout(b, t, topk_idx=t.topk_idx.int()), "topk_idx must be contiguous int64"),
-    "scales of bfloat16 rows": (lambda b, t: with_layout(b, t, x=(t.x, torch.ones(len(t.x), 2))), "scales must be"),
-    "an odd number of SMs": (lambda b, t: with_layout(b, t, config=deep_ep.Config(3)), "SMs must be even, got 3"),
-    "long queues": (lambda b, t: with_layout(b, t, config=deep_ep.Config(20, 6, 100000)), "num_nvl_bytes must be"),
-    "a stream without an event": (lambda b, t: with_layout(b, t, allocate_on_comm_stream=True), "previous_event and"),
+    "strided rows": (lambda b, t: dispatched(b, t, x=t.x.repeat(1, 2)[:, ::2]), "x must be contiguous and 2-D"),
+    "odd rows": (lambda b, t: dispatched(b, t, x=t.x[:, :12].contiguous()), "multiple of 32 bytes below 16384"),
+    "wide rows": (lambda b, t: dispatched(b, t, x=t.x.repeat(1, 32)), "EmulatedAbort: .*below 16384, got 8192"),
+    "too few flags": (lambda b, t: dispatched(b, t, is_token_in_rank=torch.ones(1, 2) > 0), "is_token_in_rank must"),
+    "counts of int64": (lambda b, t: dispatched(b, t, num_tokens_per_rank=int32(1, 1).long()), "must be int32"),
+    "other counts": (lambda b, t: dispatched(b, t, num_tokens_per_rank=int32(1, 1)), "EmulatedAbort: .*must count"),
+    "258 experts": (lambda b, t: dispatched(b, t, num_tokens_per_expert=int32(*[0] * 258)), "at most 128 per rank"),
+    "ids without weights": (lambda b, t: dispatched(b, t, topk_weights=None), "must be given together"),
+    "weights of bfloat16": (lambda b, t: dispatched(b, t, topk_weights=t.topk_weights.bfloat16()), "be float32"),
+    "ids of int32": (lambda b, t: dispatched(b, t, topk_idx=t.topk_idx.int()), "topk_idx must be contiguous int64"),
+    "scales of bfloat16 rows": (lambda b, t: dispatched(b, t, x=(t.x, torch.ones(len(t.x), 2))), "scales must be"),
+    "an odd number of SMs": (lambda b, t: dispatched(b, t, config=deep_ep.Config(3)), "SMs must be even, got 3"),
+    "long queues": (lambda b, t: dispatched(b, t, config=deep_ep.Config(20, 6, 100000)), "num_nvl_bytes must be"),
+    "a stream without an event": (lambda b, t: dispatched(b, t, allocate_on_comm_stream=True), "previous_event and"),
     "worst tokens without ids": (
-        lambda b, t: with_layout(b, t, topk_idx=None, topk_weights=None, num_worst_tokens=99),
+        lambda b, t: dispatched(b, t, topk_idx=None, topk_weights=None, num_worst_tokens=99),
         "num_worst_tokens needs topk_idx",
     ),
-    "tensors elsewhere": (lambda b, t: with_layout(b, t, x=t.x.to("meta")), "takes CPU tensors, got one on meta"),
+    "tensors elsewhere": (lambda b, t: dispatched(b, t, x=t.x.to("meta")), "takes CPU tensors, got one on meta"),
     "float32 sums": (lambda b, t: combined(b, t, x=torch.Tensor.float), "contiguous bfloat16 rows, got torch.float32"),
     "a row too few": (lambda b, t: combined(b, t, x=lambda x: x[1:]), "rows that dispatch returned, got"),
     "narrow sums": (lambda b, t: combined(b, t, x=lambda x: x[:, :128].contiguous()), "256 in combine, got 128"),
     "weights of other rows": (lambda b, t: combined(b, t, topk_weights=lambda x: torch.ones(1, 3)), "must be float32"),
     "other channels": (lambda b, t: combined(b, t, config=lambda x: deep_ep.Config(10)), "must have the 10 channels"),
     "another width on a rank": (
-        lambda b, t: with_layout(b, t, x=t.x[:, : 256 // (1 + b.rank)].contiguous()),
+        lambda b, t: dispatched(b, t, x=t.x[:, : 256 // (1 + b.rank)].contiguous()),
         "EmulatedHang: Buffer.dispatch: every rank must pass the same layout",
     ),
     "other experts on a rank": (
-        lambda b, t: with_layout(b, t, **({"num_tokens_per_expert": int32(*[0] * 16)} if b.rank else {})),
+        lambda b, t: dispatched(b, t, **(dict[str, Any](num_tokens_per_expert=int32(*[0] * 16)) if b.rank else {})),
         "EmulatedHang: Buffer.dispatch: every rank must pass the same layout",
     ),
     "different calls": (
@@ -118,7 +101,7 @@ def test_too_few_worst_tokens_end_the_rank_and_hang_its_peers() -> None:
 
 
 def test_a_rank_that_refuses_keeps_its_error_and_hangs_the_others() -> None:
-    ends = call_on_two_ranks(open_buffer, lambda b, t: with_layout(b, t, x=t.x[0] if b.rank else t.x))
+    ends = call_on_two_ranks(open_buffer, lambda b, t: dispatched(b, t, x=t.x[0] if b.rank else t.x))
     assert re.search("EmulatedHang.*wait here for rank 1, which raised RuntimeError: deep_ep: x must be", ends[0])
     assert ends[1].startswith("RuntimeError: deep_ep: x must be contiguous and 2-D")
 
