@@ -68,6 +68,8 @@ class SlotWeights:
                 ``Dispatched`` with some of the slots of ``sent``. ``weights`` has for each of ``stacked`` a tensor with
                 the weights of these slots. With ``balance="exact"`` in eager mode it is called for this rank's own
                 experts, with ``stacked`` itself, and if there are copies a second time for them.
+                After the call ``weights`` have no memory: do not keep them. A loss that is computed inside must have
+                its backward with or after that of the outputs, because only this one brings the weights back.
             *stacked: Parameters of this rank's own experts: (M, ...), all with the same dtype and device. Every rank
                 passes parameters of the same sizes, with the same ``requires_grad``.
 
