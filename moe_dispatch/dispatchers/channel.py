@@ -108,6 +108,11 @@ class Channel:
         # With ``balance``, the slots of experts are planned after the sizes.
         sums = self.agrees_on_rows and same_device and not config.graph_safe and config.balance is None
         self.num_tallied = 1 + shape.num_experts * needs.counts_with_sizes if sums else 0
+        if config.balance is not None and shape.ep_size % self.ranks_per_node:
+            raise ConfigError(
+                f"balance needs nodes with equal numbers of ranks: ep_size ({shape.ep_size}) must be a multiple of "
+                f"ranks_per_node, got {self.ranks_per_node}. Give another ranks_per_node, or leave balance out."
+            )
         self.context = BackendContext(
             shape=shape, communicator=communicator, needs=needs, permutation=config.permutation
         )
@@ -130,7 +135,7 @@ class Channel:
     def ranks_per_node(self) -> int:
         """Number of consecutive ranks that share a node: the backend's option of this name, else found by host name."""
         configured: int | None = getattr(self.options, "ranks_per_node", None)
-        return configured or self.shape.ranks_per_node or self.shape.ep_size
+        return min(configured or self.shape.ranks_per_node or self.shape.ep_size, self.shape.ep_size)
 
     def table_of(self, placement: ExpertPlacement, device: torch.device) -> SlotTable:
         """Return the table of a placement on this rank. In graph-safe mode all tables have the same shape."""

@@ -261,3 +261,14 @@ def test_place_and_compiled_calls_are_refused() -> None:
     given = random_rows(3), routing.topk_ids, routing.topk_weights
     with pytest.raises(StateError, match="operators carry no plan of balance"):
         checkpoint(call, *given, use_reentrant=False, context_fn=contexts)
+
+
+def test_nodes_must_have_equal_numbers_of_ranks() -> None:
+    def body(group: Group) -> int:
+        backend = {"name": "deepep", "emulate": "v2.5.0"}
+        dispatcher = build_dispatcher(small_config({**backend, "ranks_per_node": 8}, hidden_size=256, **EXACT), group)
+        with pytest.raises(ConfigError, match=r"ep_size \(4\) must be a multiple of ranks_per_node, got 3"):
+            build_dispatcher(small_config({**backend, "ranks_per_node": 3}, hidden_size=256, **EXACT), group)
+        return dispatcher._channel.ranks_per_node
+
+    assert on_ranks(body, RANKS) == [RANKS] * RANKS
