@@ -234,13 +234,15 @@ def line(steps: Sequence[Sequence[Step]], side: str) -> str:
 
 def draw_picture(ratios: dict[str, dict[str, float]], path: Path) -> None:
     """Draw the busiest rank of the worst step of each workload and side."""
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "workloads", "font.size": 9}):
+    with mpl.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "workloads", "font.size": 9, "font.sans-serif": "DejaVu Sans"}
+    ):
         figure = Figure(figsize=(8, 3), layout="constrained")
         axes = figure.add_subplot()
         for which, side in enumerate(SIDES):
             places = [place + 0.16 * (which - 2) for place in range(len(ratios))]
             axes.bar(places, [of[side] for of in ratios.values()], width=0.16, color=COLOURS[side], label=side)
-        axes.set_xticks(range(len(ratios)), [name.replace("_", "\n", 2) for name in ratios])
+        axes.set_xticks(range(len(ratios)), [name.replace("_", "\n") for name in ratios])
         axes.axhline(1, color="#1f2933", linewidth=0.8)
         axes.set_ylabel("busiest rank / mean")
         axes.spines[["top", "right"]].set_visible(False)

@@ -196,7 +196,7 @@ def plan_command(
     moe-dispatch plan config.json --routing zipf:0.5 --set graph_safe=true --set max_tokens_per_rank=4096
     moe-dispatch plan experiment.yaml --routing run.safetensors -b alltoall --json
     moe-dispatch plan run.safetensors
-    moe-dispatch plan run.safetensors --set spare_experts_per_rank=1 --set balance=least_loaded
+    moe-dispatch plan run.safetensors --set balance=exact
     """  # noqa: D301
     import torch
 
@@ -269,7 +269,7 @@ def compare_command(
     moe-dispatch compare -b alltoall,allgather experiment.yaml --dtype float32
     moe-dispatch compare -b alltoall,hybridep+emulate=true experiment.yaml
     moe-dispatch compare -b alltoall,my_package:MyBackend experiment.yaml
-    moe-dispatch compare -b alltoall,alltoall+balance=least_loaded spare.yaml
+    moe-dispatch compare -b alltoall,alltoall+balance=exact config.yaml
     moe-dispatch compare experiment.yaml --trace run.safetensors
     moe-dispatch compare --peers --tokens 16,4096 --picture times.png
     moe-dispatch compare -b alltoall,floor --rounds 200 --json > now.json

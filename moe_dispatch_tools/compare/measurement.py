@@ -29,7 +29,7 @@ from moe_dispatch_testing.rank_context import Call
 from moe_dispatch_tools.compare.contenders import Contender, Ours, run_layer
 from moe_dispatch_tools.compare.peers import PEERS
 from moe_dispatch_tools.compare.workload import Material, Step, Workload, make_material
-from moe_dispatch_tools.names import NamedBackend, noting
+from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, noting
 from moe_dispatch_tools.place import Place
 from moe_dispatch_tools.ranks import Send
 
@@ -115,9 +115,10 @@ class Task:
     def width(self) -> int | None:
         """Width of the experts; None for experts that cost nothing."""
         placed = any(
-            one.backend.fields.get("spare_experts_per_rank", self.config.spare_experts_per_rank)
+            one.backend.fields.get(field, getattr(self.config, field))
             for one in self.variants
             if one.backend is not None
+            for field in PLACEMENT_FIELDS
         )
         return self.expert_width or (2 * self.config.hidden_size if placed else None)
 
@@ -231,7 +232,7 @@ def _open(variant: Variant, task: Task, place: Place, material: Material) -> Con
             raise ConfigError(
                 f"compare: {variant.label} needs float32 or bfloat16, tokens that each name top_k different experts, "
                 "no padding rows, and experts that cost nothing. Leave it out, or use another --dtype, --routing or "
-                "--trace, no --expert-width and no spare_experts_per_rank."
+                "--trace, no --expert-width, no spare_experts_per_rank and no balance."
             )
     elif variant.backend.emulated and place.device.type != "cpu":
         raise ConfigError(

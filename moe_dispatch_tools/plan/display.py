@@ -27,7 +27,8 @@ def show(found: dict[str, Any]) -> None:
     if copies := found["copies"]["expected"]:
         weights = size(found["expert_bytes"] and copies * found["expert_bytes"]) or "of unknown size"
         console.line(
-            f"weights of {copies:.0f} experts, {weights}, travel in a forward of a layer; as many gradients return"
+            f"weights of {copies:.0f} experts, {weights}, travel in a forward of a layer and again in its backward; as "
+            "many gradients return"
         )
     console.line(f"routing {found['routing']}")
     console.line(f"a rank brings {found['rows_per_rank']} rows to each dispatch")

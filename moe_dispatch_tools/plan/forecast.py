@@ -136,11 +136,12 @@ def forecast(
     home = dataclasses.replace(shape, num_experts=config.num_experts)  # without spare expert slots
     found = Dispatches.count(config, shape, source.dispatches(home, tokens), [model.dtype])
     loads = found.loads
-    fields = ("num_experts", "top_k", "hidden_size", "spare_experts_per_rank", "balance", "wire_dtype", "graph_safe")
+    fields = ("num_experts", "top_k", "hidden_size", "balance", "wire_dtype", "graph_safe")
     return {
         "model": {
             "name": model.name,
             **{field: getattr(config, field) for field in (*fields, "max_tokens_per_rank")},
+            "spare_experts_per_rank": config.spare_slots(ep_size),
             "num_groups": model.groups and model.groups.num_groups,
             "topk_groups": model.groups and model.groups.topk_groups,
             "pad_multiple": config.pad_multiple_rows,

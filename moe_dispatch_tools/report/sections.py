@@ -251,7 +251,7 @@ def _summary(counts: Counts) -> str:
 def _settings(of: Trace | RunLog, more: dict[str, Any]) -> dict[str, Any]:
     config = of.config
     fields = ["num_experts", "top_k", "hidden_size", "pad_multiple", "graph_safe"]
-    fields += ["balance", "spare_experts_per_rank"] if config.spare_experts_per_rank else []
+    fields += ["balance", "spare_experts_per_rank"] if config.spare_experts_per_rank or config.balance else []
     fields += ["capacity_factor"] if config.graph_safe else []
     named = {field: str(getattr(config, field)) for field in fields}
     versions = {f"{name} version": version for name, version in of.versions.items()}

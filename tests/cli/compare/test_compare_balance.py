@@ -35,10 +35,20 @@ def test_loads_are_measured(command: Command, config: str) -> None:
     assert balanced["bytes_sent"]["experts"] == 3 * 16 * 8 * 4, "the weights of one expert travel"
 
 
+def test_exact_balance_needs_no_other_field(command: Command, tmp_path: Path) -> None:
+    shape = ["--ranks", "2", "--tokens", "512", "--steps", "1", "--routing", "last_expert"]
+    names = "alltoall,alltoall+balance=exact"
+    report = asked(command, "-b", names, written(tmp_path, hidden_size=16, pad_multiple=1), *shape)
+    plain, balanced = outcome(report, "alltoall"), outcome(report, "alltoall+balance=exact")
+    assert report["cases"][0]["agree"]
+    assert (plain["imbalance"], balanced["imbalance"]) == (2, 1)
+    assert balanced["bytes_sent"]["experts"] == 3 * 16 * 32 * 4, "the weights of one expert travel"
+
+
 def test_tables_name_the_width(command: Command, config: str) -> None:
     shape = ["--ranks", "2", "--tokens", "8", "--steps", "1"]
     shown = command("compare", "-b", f"alltoall,{BALANCED}", config, *shape).out
-    assert "graph-safe: not run: balance must be None with graph_safe=True" in " ".join(shown.split())
+    assert 'graph-safe: not run: balance must be "exact" or None with graph_safe=True' in " ".join(shown.split())
     assert "Experts have the width 32, and fetch their weights" in " ".join(shown.split()), "twice the hidden size"
 
 

@@ -178,7 +178,11 @@ def test_the_placement_of_the_config_is_planned(command: Command, tmp_path: Path
     without, found = (json.loads(command(*asked, "--json").out) for asked in (arguments, balanced))
     assert (without["copies"]["high"], found["expert_bytes"]) == (0, 3 * 256 * 64 * 2)
     assert 0 < found["copies"]["expected"] <= found["copies"]["high"] <= 8
-    assert re.search(r"^weights of \d experts, [\d.]+ kB, travel in a forward of a layer;", shown.out, re.MULTILINE)
+    assert re.search(
+        r"^weights of \d experts, [\d.]+ kB, travel in a forward of a layer and again", shown.out, re.MULTILINE
+    )
     assert found["busiest_rank"]["expected"] < 0.8 * without["busiest_rank"]["expected"]
     assert found["busiest_expert"] == without["busiest_expert"]
     assert found["backends"][0]["sent"]["balance"]["expected"] == 8 * 17 * 3
+    exact = command(*arguments[:-2], "--set", "balance=exact")
+    assert "a rank has 8 expert slots, 4 of them spare, filled by exact in each dispatch" in exact.out
