@@ -16,6 +16,7 @@ from moe_dispatch.errors import InputError, StateError
 
 HIDDEN, TOKENS = 16, 6
 IDS = torch.arange(2).repeat(TOKENS, 1)
+FINITE = {"capacity_factor": 0.5, "on_overflow": "raise"}
 
 
 class Replayer:
@@ -82,20 +83,29 @@ def test_refuses_another_plan(replayers: list[Replayer]) -> None:
         captured(dispatcher, plan).replay(x, weights, plan=other)
 
 
-def test_refuses_after_close(replayers: list[Replayer]) -> None:
-    dispatcher = dispatcher_of()
+@pytest.mark.parametrize(
+    ("fields", "change", "text"),
+    [
+        ({}, Dispatcher.close, r"Dispatcher: the dispatcher must be open, got a closed one"),
+        (FINITE, Dispatcher.grow, r"a dispatcher has grown since the capture. Capture again"),
+    ],
+)
+def test_refuses_after_a_change_of_the_dispatcher(
+    fields: dict[str, Any], change: Callable[[Dispatcher], object], text: str, replayers: list[Replayer]
+) -> None:
+    dispatcher = dispatcher_of(**fields)
     graph = captured(dispatcher)
-    dispatcher.close()
-    with pytest.raises(StateError, match=r"Dispatcher: the dispatcher must be open, got a closed one"):
+    change(dispatcher)
+    with pytest.raises(StateError, match=text):
         graph.replay(torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2))
 
 
-def test_refuses_after_growing(replayers: list[Replayer]) -> None:
-    dispatcher = dispatcher_of(capacity_factor=0.5, on_overflow="raise")
-    graph = captured(dispatcher)
-    dispatcher.grow()
-    with pytest.raises(StateError, match=r"a dispatcher has grown since the capture. Capture again"):
-        graph.replay(torch.ones(TOKENS, HIDDEN), torch.ones(TOKENS, 2))
+@pytest.mark.parametrize(
+    ("field", "way_out"), [({"graph_safe": False}, "Set graph_safe"), ({"debug": True}, "leave debug")]
+)
+def test_refuses_what_waits_for_the_host(field: dict[str, bool], way_out: str, replayers: list[Replayer]) -> None:
+    with pytest.raises(StateError, match=rf"capture: a graph cannot wait for the host.*{way_out}"):
+        captured(dispatcher_of(**field))
 
 
 @pytest.mark.parametrize(
@@ -111,20 +121,9 @@ def test_refuses_other_inputs(inputs: tuple[Tensor, ...], replayers: list[Replay
         captured(dispatcher_of()).replay(*inputs)
 
 
-def test_refuses_an_eager_dispatcher() -> None:
-    dispatcher = dispatcher_of(graph_safe=False)
-    with pytest.raises(StateError, match=r"capture: a graph cannot wait for the host. Set graph_safe"):
-        captured(dispatcher)
-
-
 def test_refuses_the_cpu() -> None:
     with pytest.raises(InputError, match=r"capture: inputs must be on a CUDA device, got cpu, cpu"):
         captured(dispatcher_of())
-
-
-def test_refuses_debug(replayers: list[Replayer]) -> None:
-    with pytest.raises(StateError, match=r"cannot wait for the host.*leave debug out"):
-        captured(dispatcher_of(debug=True))
 
 
 def test_watches_every_dispatcher_named(replayers: list[Replayer]) -> None:

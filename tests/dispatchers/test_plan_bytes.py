@@ -15,6 +15,7 @@ from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.communication import Communicator
 from moe_dispatch.errors import StateError
 from moe_dispatch_testing import run_ranks
+from tests.dispatchers.layer import small_config
 
 EXPERTS, TOP_K, HIDDEN, MAXIMUM = 8, 3, 32, 40
 # What a route holds for its way back; the rest of it is the context, which outlives the call.
@@ -39,8 +40,8 @@ def allocated(*values: Any) -> int:
 
 
 def config(backend: str, **changes: Any) -> DispatcherConfig:
-    fields: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "graph_safe": True}
-    return DispatcherConfig(**{**fields, "backend": backend, "max_tokens_per_rank": MAXIMUM, **changes})
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "max_tokens_per_rank": MAXIMUM}
+    return small_config(backend, **{**sizes, "graph_safe": True, **changes})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
