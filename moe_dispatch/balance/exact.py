@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -66,12 +66,14 @@ class ExactPlan:
         slots_EP: int64 (E, P), the number of the expert slot that holds an expert on a rank. Entries of ranks that do
             not hold the expert are not used. (E, 1) if all rows go home.
         experts_L: int64 (M + S,), the expert in each slot of this rank, or E for an empty slot.
+        kernels: The module ``triton_plan`` if it made the plan.
     """
 
     placement: ExactPlacement
     ends_EP: Tensor | None
     slots_EP: Tensor
     experts_L: Tensor
+    kernels: Any = None
 
     def slots_of(self, ids_TK: Tensor, turns_TK: Tensor | None = None) -> Tensor:
         """Replace expert ids by numbers of expert slots: int64 (T, K), and -1 for -1. No host sync.
@@ -82,6 +84,9 @@ class ExactPlan:
             ids_TK: The ids that were counted for the plan.
             turns_TK: For each id, the number of equal ids before it, if this is known.
         """
+        if self.kernels is not None and turns_TK is not None:
+            found: Tensor = self.kernels.slots_of(self.ends_EP, self.slots_EP, ids_TK, turns_TK)
+            return found
         experts_TK, ends_EP = ids_TK.clamp(min=0), self.ends_EP
         found_TK = experts_TK
         if ends_EP is not None:
@@ -120,6 +125,11 @@ class ExactPlanner:
             node.
         min_rows: Fewest rows for which a copy is made.
         device: Device of the counts.
+        kernels: The module ``triton_plan``, to plan by kernels without ``min_rows``; None plans by operators of torch.
+            With more than 128 ranks, or experts of a rank, operators of torch plan too.
+
+    Attributes:
+        nothing: The plan without a copy.
     """
 
     def __init__(
@@ -134,11 +144,15 @@ class ExactPlanner:
         ranks_per_node: int | None = None,
         min_rows: int = 0,
         device: torch.device | str = "cpu",
+        kernels: Any = None,
     ) -> None:
         self._experts, self._size, self._rank, self._own = num_experts, num_ranks, rank, num_experts // num_ranks
         self._spare, self._bound, self._block, self._min_rows = spare, bound, pad_multiple, min_rows
         per_node = ranks_per_node or num_ranks
         self._per_node = per_node if 1 < per_node < num_ranks else None
+        fits = kernels is not None and max(num_ranks, self._own) <= kernels.LARGEST
+        self._kernels: Any = kernels if fits else None
+        self._bound_or_none = None if bound == 1.0 else torch.tensor(bound, dtype=torch.float64, device=device)
         ranks, experts = torch.arange(num_ranks, device=device), torch.arange(num_experts, device=device)
         slots = self._own + spare
         self._ranks, self._last = ranks, num_ranks - 1
@@ -148,16 +162,20 @@ class ExactPlanner:
         self._copy_slots_PS = ranks.unsqueeze(1) * slots + self._own + torch.arange(spare, device=device)
         self._tie_E = num_experts - 1 - experts
         self._own_experts = experts[rank * self._own : (rank + 1) * self._own]
-        empty_PS = torch.full_like(self._copy_slots_PS, num_experts)
-        self._nothing = ExactPlan(
-            placement=ExactPlacement(copies_PS=empty_PS, num_experts=num_experts),
+        self.nothing = ExactPlan(
+            # On the CPU, so that nobody waits to see that it is empty.
+            placement=ExactPlacement(
+                copies_PS=torch.full((num_ranks, spare), num_experts, device="cpu"), num_experts=num_experts
+            ),
             ends_EP=None,
             slots_EP=(experts // self._own * slots + experts % self._own).unsqueeze(1),
-            experts_L=torch.cat([self._own_experts, empty_PS[0]]),
+            experts_L=torch.cat([self._own_experts, experts.new_full((spare,), num_experts)]),
         )
 
     def __call__(self, counts_PE: Tensor) -> ExactPlan:
         """Return the plan for int64 (P, E) rows of each rank for each expert. No host sync; equal on all ranks."""
+        if self._kernels is not None:
+            return self._by(self._kernels, counts_PE)
         total_E = counts_PE.sum(0)
         blocks_E = total_E if self._block == 1 else (total_E + (self._block - 1)) // self._block
         copied_EP = self._copied(blocks_E.view(self._size, self._own))
@@ -182,6 +200,30 @@ class ExactPlanner:
             experts_L=torch.cat([self._own_experts, kept_PS[self._rank]]),
         )
 
+    def _by(self, kernels: Any, counts_PE: Tensor) -> ExactPlan:
+        copies_PS, ends_EP, slots_EP, experts_L = kernels.plan(
+            counts_PE,
+            self._rank,
+            spare=self._spare,
+            bound=self._bound_or_none,
+            pad_multiple=self._block,
+            per_node=self._per_node or self._size,
+        )
+        return ExactPlan(
+            placement=ExactPlacement(copies_PS=copies_PS, num_experts=self._experts),
+            ends_EP=ends_EP,
+            slots_EP=slots_EP,
+            experts_L=experts_L,
+            kernels=kernels,
+        )
+
+    def counts_and_turns(self, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what ``slot_table.counts_and_turns`` does."""
+        if self._kernels is None:
+            return counts_and_turns(ids_TK, self._experts)
+        found: tuple[Tensor, Tensor] = self._kernels.counts_and_turns(ids_TK, self._experts)
+        return found
+
     def on_host(self, counts_PE: Tensor) -> ExactPlan:
         """Return the plan for counts on the CPU; quickly, if no rank has enough rows above the bound for a copy."""
         load_P = counts_PE.sum(0).view(self._size, self._own).sum(1)
@@ -190,7 +232,7 @@ class ExactPlanner:
             plan = self(counts_PE)
             if bool((plan.placement.copies_PS < self._experts).any()):
                 return plan
-        return self._nothing
+        return self.nothing
 
     def _copied(self, blocks_PM: Tensor) -> Tensor:
         """Return the blocks of each expert that each rank takes over from the home of the expert, int64 (E, P).

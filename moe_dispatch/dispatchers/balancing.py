@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_dispatch.balance.exact import EXACT, ExactPlacement
 from moe_dispatch.balance.placement import EMPTY, ExpertPlacement
 from moe_dispatch.balance.planners import is_built_in, run_planner
-from moe_dispatch.balance.slot_table import counts_and_turns, slots_of
+from moe_dispatch.balance.slot_table import slots_of
 from moe_dispatch.communication import device_types, raise_alike, read_host
 from moe_dispatch.dispatchers.agreement import REFUSED
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
@@ -112,10 +112,14 @@ def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement | Ex
     config, size = channel.config, channel.communicator.size
     with profiler_range("balance"):
         if config.graph_safe:
-            counts_E, turns_TK = counts_and_turns(ids_TK, config.num_experts)
+            planner = channel.planner(ids_TK.device)
+            if size == 1:
+                plan = planner.nothing
+                return plan.placement, plan.experts_L, plan.slots_of(ids_TK)
+            counts_E, turns_TK = planner.counts_and_turns(ids_TK)
             everyone = counts_E.new_empty(size * config.num_experts)
             channel.communicator.all_gather(everyone, counts_E, label="balance")
-            plan = channel.planner(ids_TK.device)(everyone.view(size, -1))
+            plan = planner(everyone.view(size, -1))
             return plan.placement, plan.experts_L, plan.slots_of(ids_TK, turns_TK)
         counts_E = count_values(ids_TK.flatten() + 1, config.num_experts + 1)[1:]
         mine = torch.tensor([len(ids_TK), *read_host(counts_E)], dtype=torch.int64, device="cpu")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_dispatch._probing import Rejected
+from moe_dispatch._probing import Rejected, import_whole
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, probe_backend
 from moe_dispatch.balance.exact import EXACT, ExactPlanner, exact_rows
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
+from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Capacity
 
 _OTHER_EXPERTS = "Use another ep_size or number of experts."
@@ -76,6 +77,7 @@ def _planned_rows(config: DispatcherConfig, ep_size: int) -> int | None:
 
 def exact_planner(config: DispatcherConfig, shape: MoEShape, rank: int, device: torch.device) -> ExactPlanner:
     """Return the planner of ``balance="exact"`` for rows on a device. In eager mode it plans on the CPU."""
+    by_kernels = config.graph_safe and choose_permutation(config.permutation, device.type).name == "triton"
     fewest = 0 if config.graph_safe else 1024 if device.type == "cuda" else 128
     return ExactPlanner(
         config.num_experts,
@@ -87,6 +89,7 @@ def exact_planner(config: DispatcherConfig, shape: MoEShape, rank: int, device: 
         ranks_per_node=shape.ranks_per_node,
         min_rows=fewest if config.balance_min_rows is None else config.balance_min_rows,
         device=device if config.graph_safe else "cpu",
+        kernels=import_whole("moe_dispatch.balance.triton_plan", "triton") if by_kernels else None,
     )
 
 

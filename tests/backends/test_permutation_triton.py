@@ -22,6 +22,7 @@ installed = pytest.importorskip("triton", reason="triton has wheels for Linux on
 
 ROOT = Path(__file__).parents[2]
 SUITE = [f"tests/backends/test_{name}.py" for name in ("permutation_rows", "static_rows", "index_kernels")]
+SUITE += ["tests/balance/test_exact_kernels.py"]
 PAIRS = [  # dtypes of the rows that are read and of those that are written
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float16),
@@ -41,7 +42,16 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it would start")
 def test_interpreter_passes_the_suite() -> None:
     """In a process of its own: Triton decides when it is imported whether it interprets or compiles."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton or index_kernels"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "triton or index_kernels or exact_kernels",
+    ]
     finished = subprocess.run(
         [*command, *SUITE],
         cwd=ROOT,
