@@ -31,6 +31,7 @@ class Permutation(ABC):
 
     Attributes:
         name: Name in a config.
+        send_places: Kernels for the send buffer of graph-safe ``alltoall``; None if operators of torch make it.
     """
 
     name: ClassVar[str]
@@ -39,6 +40,7 @@ class Permutation(ABC):
     count_owners: Callable[..., tuple[Tensor, Tensor]] = staticmethod(tables.count_owners)
     group_slots: Callable[..., SlotIndex] = staticmethod(tables.group_slots)
     group_statically: Callable[..., SlotIndex] = staticmethod(tables.group_statically)
+    send_places: Callable[..., tuple[Tensor, ...]] | None = None
 
     @classmethod
     @abstractmethod

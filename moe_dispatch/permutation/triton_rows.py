@@ -37,6 +37,7 @@ class TritonPermutation(Permutation):
         tables = import_whole("moe_dispatch.permutation.triton_tables", "triton")
         self.merge_slots, self.valid_ids, self.count_owners = tables.merge_slots, tables.valid_ids, tables.count_owners
         self.group_slots, self.group_statically = tables.group_slots, tables.group_statically
+        self.send_places = tables.send_places
 
     @classmethod
     def probe(cls, device_type: str) -> Usable | Rejected:

@@ -200,6 +200,65 @@ def owners_kernel(ids, owners, counts, num_ids, slots, width, block: tl.constexp
     tl.atomic_add(counts + place, tl.full((block,), 1, tl.int64), mask=inside & (owner > 0))
 
 
+@triton.jit
+def members_kernel(
+    ids, marks, slots, source, is_empty, member, num_rows, top_k, size, experts, num_places, block: tl.constexpr
+):
+    """Mark each pair of a row and a rank that owns one of its experts, ordered by row and again ordered by rank.
+
+    Also count the slots of each rank, and fill the tables with what stands where no pair is placed.
+    """
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    pairs = num_rows * size
+    inside, row, rank = at < pairs, at // size, at % size
+    found = tl.zeros((block,), tl.int64)
+    for k in range(top_k):
+        expert = tl.load(ids + row * top_k + k, mask=inside, other=-1)
+        found += ((expert >= 0) & (expert // experts == rank)).to(tl.int64)
+    mark = (found > 0).to(tl.int64)
+    tl.store(marks + at, mark, mask=inside)
+    tl.store(marks + pairs + rank * num_rows + row, mark, mask=inside)
+    tl.atomic_add(slots + rank, found, mask=inside & (found > 0))
+    tl.store(member + at, tl.zeros((block,), tl.int64), mask=inside)
+    tl.store(source + at, tl.zeros((block,), tl.int64), mask=at < num_places)
+    tl.store(is_empty + at, tl.full((block,), 1, tl.uint8), mask=at < num_places)
+
+
+@triton.jit
+def places_kernel(
+    marks,
+    sums,
+    source,
+    is_empty,
+    member,
+    cu,
+    busiest,
+    num_rows,
+    size,
+    pair_rows,
+    ranks: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Give each marked pair its place in the send buffer. ``sums`` are the inclusive sums of ``marks``."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    pairs = num_rows * size
+    inside, row, rank = at < pairs, at // size, at % size
+    marked = inside & (tl.load(marks + at, mask=inside, other=0) > 0)
+    by_rank = sums + pairs  # its entry -1 is the number of all marks
+    begin = tl.load(by_rank + rank * num_rows - 1, mask=marked, other=0)
+    place = rank * pair_rows + tl.load(by_rank + rank * num_rows + row, mask=marked, other=0) - begin - 1
+    tl.store(source + place, row, mask=marked)
+    tl.store(is_empty + place, tl.zeros((block,), tl.uint8), mask=marked)
+    tl.store(member + tl.load(sums + at, mask=marked, other=1) - 1, place, mask=marked)
+    before = tl.load(sums + at * size - 1, mask=(at > 0) & (at <= num_rows), other=0)
+    tl.store(cu + at, before, mask=at <= num_rows)
+    if tl.program_id(0) == 0:
+        one = tl.arange(0, ranks)
+        exists = (one < size) & (num_rows > 0)
+        end = tl.load(by_rank + (one + 1) * num_rows - 1, mask=exists, other=0)
+        tl.store(busiest, tl.max(end - tl.load(by_rank + one * num_rows - 1, mask=exists, other=0), 0))
+
+
 def group_slots(
     keys_SK: Tensor,
     counts: Sequence[int],
@@ -366,3 +425,37 @@ def count_owners(
                 *(ids, owners, counts, ids.numel(), num_local_experts, width), **_OPTIONS
             )
     return owners, counts
+
+
+def send_places(ids_TK: Tensor, num_local_experts: int, size: int, pair_rows: int) -> tuple[Tensor, ...]:
+    """Give each pair of a row and a destination rank a place in the send buffer, where there is room for every pair.
+
+    Args:
+        ids_TK: int64 (T, K), global expert ids; -1 for no expert.
+        num_local_experts: L, the number of experts of each rank.
+        size: Number of ranks.
+        pair_rows: Number of places for each destination rank, at least T.
+
+    Returns:
+        The fields of a ``SendTable``, in their order; and int64 (size,), the number of slots of each rank.
+
+    Cost: a scan and three launches.
+    """
+    ids, (num_rows, top_k) = ids_TK.contiguous(), ids_TK.shape
+    pairs, num_places = num_rows * size, size * pair_rows
+    slots, marks = torch.zeros(size, dtype=torch.int64, device=ids.device), ids.new_empty(2 * pairs)
+    source_S, member_N = ids.new_empty(num_places), ids.new_empty(pairs)
+    cu_T, busiest = ids.new_empty(num_rows + 1), ids.new_empty(())
+    is_empty = torch.empty(num_places, dtype=torch.uint8, device=ids.device)
+    with torch.cuda.device_of(ids):
+        members_kernel[(triton.cdiv(max(pairs, num_places), _BLOCK),)](
+            *(ids, marks, slots, source_S, is_empty, member_N, num_rows, top_k, size, num_local_experts, num_places),
+            **_OPTIONS,
+        )
+        sums = marks.cumsum(0)
+        places_kernel[(triton.cdiv(max(pairs, num_rows + 1), _BLOCK),)](
+            *(marks, sums, source_S, is_empty, member_N, cu_T, busiest, num_rows, size, pair_rows),
+            ranks=triton.next_power_of_2(size),
+            **_OPTIONS,
+        )
+    return source_S, is_empty.view(torch.bool), member_N, cu_T, busiest, slots

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_dispatch.backends.alltoall.backend import rank_members
+from moe_dispatch.backends.alltoall.fixed import SendTable, send_table
 from moe_dispatch.permutation import SlotIndex, TorchPermutation, choose_permutation
 from tests.backends.permutations import INTERPRETED
 
@@ -136,3 +138,24 @@ def test_counts_owners_as_torch_does(rows: int, width: int, kernels: Any) -> Non
     for expert in range(slots * ranks):
         expected[1 + expert // slots, expert % slots] = (ids_TK == expert).sum()
     assert torch.equal(counts, expected.view(-1))
+
+
+# Rows, slots of a row, experts of a rank, ranks, and places for a pair. No rows; one rank; more than a program.
+@pytest.mark.parametrize("shape", [(0, 2, 3, 2, 1), (5, 3, 2, 1, 5), (7, 3, 4, 3, 9), (700, 2, 2, 4, 700)], ids=str)
+def test_gives_rows_their_places_as_torch_does(shape: tuple[int, int, int, int, int], kernels: Any) -> None:
+    rows, top_k, experts, size, pair_rows = shape
+    ids_TK = torch.randint(-1, experts * size, (rows, top_k), generator=torch.Generator().manual_seed(rows))
+    owner_TK, counts = tables.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)
+    weights_TK = torch.ones(rows, top_k)
+    if rows:
+        expected = send_table(rank_members(owner_TK, size), owner_TK, weights_TK, pair_rows, may_overflow=False)
+    else:
+        places, none = torch.zeros(size * pair_rows, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+        one = torch.zeros(1, dtype=torch.int64)
+        expected = SendTable(source_S=places, is_empty_S=places == 0, member_N=none, cu_T=one, busiest=one[0])
+    *found, slots_P = kernels.send_places(ids_TK, experts, size, pair_rows)
+    for field, mine in zip(dataclasses.fields(SendTable), found, strict=True):
+        theirs = getattr(expected, field.name)
+        assert mine.dtype == theirs.dtype, field.name
+        assert torch.equal(mine, theirs), field.name
+    assert torch.equal(slots_P, counts.view(-1, experts)[1:].sum(1))

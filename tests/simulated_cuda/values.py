@@ -129,7 +129,7 @@ class _Values(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         name = func.name()
         if name.startswith("c10d"):  # the stand-in for NCCL moves the bytes
-            self._findings.note(lambda: func(*args, **kwargs))
+            self._findings.note(lambda: _exchanged(func, args, kwargs))
             return func(*args, **kwargs)
         if _reads_the_device(name, args, kwargs):
             note_sync(f"{name}, whose result depends on values")
@@ -188,6 +188,12 @@ class _Values(TorchDispatchMode):
                 self._findings.differences[f"{name}: {_form(result)} on CUDA, {_form(value)} on the CPU"] += 1
             if result.shape == value.shape:
                 result.copy_(value)
+
+
+def _exchanged(func: Any, args: Any, kwargs: Any) -> None:
+    """Run a collective in a replay, and wait: the wait of the capture is no operator, so the tape lacks it."""
+    func(*args, **kwargs)
+    torch.cuda.synchronize()
 
 
 def _form(tensor: Tensor) -> str:

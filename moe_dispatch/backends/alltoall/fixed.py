@@ -34,16 +34,22 @@ class FixedAllToAll(Backend):
         assert capacity.pair_rows is not None
         size, pair_rows, experts = shape.ep_size, capacity.pair_rows, shape.num_local_experts
         permutation, form = context.permutation_of(ids_TK), form_of(shape, rows_TD.dtype, weights_TK.dtype, note=True)
-        owner_TK, counts = permutation.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)
         may_overflow = pair_rows < tokens_of(shape)
-        members_PT = rank_members(owner_TK, size)
-        table = send_table(members_PT, owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
+        if permutation.send_places is None or may_overflow:
+            owner_TK, counts = permutation.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)
+            members_PT, slots_P = rank_members(owner_TK, size), counts.view(-1, experts)[1:].sum(1)
+            table = send_table(members_PT, owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
+        else:
+            source_S, is_empty_S, member_N, cu_T, busiest, slots_P = permutation.send_places(
+                ids_TK, experts, size, pair_rows
+            )
+            table = SendTable(source_S=source_S, is_empty_S=is_empty_S, member_N=member_N, cu_T=cu_T, busiest=busiest)
         outgoing, received = (
             context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device) for _ in range(2)
         )
         permutation.gather(form.pack(rows_TD, weights_TK, ids_TK), table.source_S, outgoing)
         form.ids(outgoing).masked_fill_(table.is_empty_S.unsqueeze(1), -1)
-        form.notes(outgoing)[::pair_rows, 0] = counts.view(-1, experts)[1:].sum(1)
+        form.notes(outgoing)[::pair_rows, 0] = slots_P
         rows = [pair_rows] * size
         work = context.communicator.all_to_all(received, outgoing, rows, rows, label="dispatch")
         return table, outgoing, received, work, form, rows_TD.dtype, capacity

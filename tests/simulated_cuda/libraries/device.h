@@ -67,6 +67,8 @@ void merge(Clock& into, const Clock& other);
 // The host has waited, so that all threads may use what is done; or this thread has seen that it is done.
 void host_knows(int device, const Clock& known);
 void thread_knows(const Clock& known);
+// Whether the host has waited for all of this, or for later work.
+bool host_has_seen(int device, const Clock& known);
 void access(const void* address, size_t bytes, bool writes, Stream* stream, const char* what);
 void forget_accesses(const void* address, size_t bytes);
 

@@ -90,6 +90,14 @@ void host_knows(int device, const Clock& known) {
 
 void thread_knows(const Clock& known) { merge(seen_by_thread, known); }
 
+bool host_has_seen(int device, const Clock& known) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  Clock seen = known_to_host[device];
+  for (auto& [stream, operation] : known)
+    if (seen[stream] < operation) return false;
+  return true;
+}
+
 void access(const void* address, size_t bytes, bool writes, Stream* stream, const char* what) {
   if (!watching || !bytes || stream->capture) return;  // a captured operation does not run
   std::lock_guard<std::recursive_mutex> lock(mutex);
