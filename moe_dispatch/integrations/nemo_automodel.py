@@ -6,7 +6,8 @@ Importing this module imports Automodel. ``moe_dispatch.types`` explains the suf
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch.distributed as dist
@@ -15,9 +16,10 @@ from torch import Tensor
 from moe_dispatch.backends.wire import FLOAT8_BLOCK
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.integrations.checks import check_version, refuse_spare_slots
+from moe_dispatch.integrations.checks import check_version
+from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, view_of
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
 
@@ -39,27 +41,57 @@ def use_moe_dispatch(*, backend: str | dict[str, Any] = "auto", **options: Any) 
 
     Args:
         backend: Backend, as in DispatcherConfig.
-        **options: Other fields of DispatcherConfig.
+        **options: Other fields of DispatcherConfig. With ``balance`` or spare expert slots, experts also run with the
+            weights of other ranks. This needs ``experts: torch_mm``, without adapters.
 
     Raises:
-        ConfigError: An option is unknown or wrong, must come from Automodel, or asks for spare expert slots.
+        ConfigError: An option is unknown or wrong, or must come from Automodel.
     """
     if clash := sorted(set(_NOT_OPTIONS) & set(options)):
         raise ConfigError(
             f"use_moe_dispatch: options must not set {', '.join(_NOT_OPTIONS)}, which come from Automodel's config, "
             f"got {', '.join(clash)}. Leave these out."
         )
-    _config("use_moe_dispatch", backend=backend, **options)
+    if has_spare_slots(_config(backend=backend, **options)):
+        experts.GroupedExpertsDeepEP.forward = _forward
     experts.MoEFlexTokenDispatcher = functools.partial(AutomodelDispatcher, backend=backend, **options)
 
 
-def _config(where: str, *, num_experts: int = 1, top_k: int = 1, **options: Any) -> DispatcherConfig:
+def _config(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> DispatcherConfig:
     """Return a checked config with sizes that are known later: by default all of them, and always the hidden size."""
-    config = DispatcherConfig(
+    return DispatcherConfig(
         num_experts=num_experts, top_k=top_k, hidden_size=FLOAT8_BLOCK, weights="experts", **options
     )
-    refuse_spare_slots(where, config)
-    return config
+
+
+_THEIR_FORWARD: Callable[..., Tensor] = experts.GroupedExpertsDeepEP.forward
+
+
+def _forward(layer: Any, x: Tensor, token_mask: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """Run Automodel's experts with the weights of expert slots, if the dispatcher of the layer has spare ones.
+
+    Each part of the rows goes through Automodel's own forward, on a view of the layer with these weights.
+    """
+    ours = layer.token_dispatcher
+    if not (isinstance(ours, AutomodelDispatcher) and has_spare_slots(ours._config)):
+        return _THEIR_FORWARD(layer, x, token_mask, weights, indices)
+    own: dict[str, Any] = dict(own_weights("use_moe_dispatch", layer))
+    shown = x if len(x) else x.new_zeros(1, x.shape[-1])  # Automodel reads a first row if its experts get none
+
+    def run(part: Dispatched, *slots: Tensor) -> Tensor:
+        arrived = SimpleNamespace(
+            token_permutation2=lambda **_: (part.rows, part.tokens_per_expert, part.weights),
+            token_unpermutation=lambda rows: rows.reshape(-1, x.shape[-1])[: len(part.rows)],
+        )
+        local = {name: SimpleNamespace(to_local=lambda slot=slot: slot) for name, slot in zip(own, slots, strict=True)}
+        return _THEIR_FORWARD(view_of(layer, local, token_dispatcher=arrived), shown, token_mask, weights, indices)
+
+    dispatcher = ours.dispatcher(x.shape[-1])
+    routing = Routing(indices.masked_fill(~token_mask.unsqueeze(-1), -1), weights)
+    in_flight = dispatcher.dispatch(x, routing, Rows(), async_op=True)
+    stacked = [weight.to_local().to(x.dtype) for weight in own.values()]
+    sent, rows_RD = SlotWeights(dispatcher).run(in_flight, run, *stacked)
+    return dispatcher.combine(rows_RD, sent)
 
 
 @final
@@ -74,7 +106,7 @@ class AutomodelDispatcher:
         **options: Fields of a DispatcherConfig.
 
     Raises:
-        ConfigError: An option is unknown or wrong, or asks for spare expert slots.
+        ConfigError: An option is unknown or wrong.
 
     Automodel's config has no hidden size, so the first call of ``token_permutation2`` builds the Dispatcher. That call
     is collective.
@@ -88,9 +120,7 @@ class AutomodelDispatcher:
         ep_group: dist.ProcessGroup,
         **options: Any,
     ) -> None:
-        self._config = _config(
-            "AutomodelDispatcher", num_experts=config.num_moe_experts, top_k=config.moe_router_topk, **options
-        )
+        self._config = _config(num_experts=config.num_moe_experts, top_k=config.moe_router_topk, **options)
         self._ranks = Communicator(ep_group)  # which lets go of the group when the process ends
         self._dispatcher: Dispatcher | None = None
         self._sent: Dispatched | None = None
@@ -114,7 +144,15 @@ class AutomodelDispatcher:
 
         Returns:
             Rows (R, D); number of rows of each local expert; and weights (R,).
+
+        Raises:
+            ConfigError: The config has spare expert slots, but these experts run only with their own weights.
         """
+        if has_spare_slots(self._config):
+            raise ConfigError(
+                "AutomodelDispatcher: balance and spare expert slots need Automodel's GroupedExpertsDeepEP, got other "
+                "experts. Set experts: torch_mm, without adapters, or leave balance and spare_experts_per_rank out."
+            )
         dispatcher = self.dispatcher(hidden_states.shape[-1])
         rows_TD = hidden_states.reshape(num_local_tokens, -1)
         sent = self._sent = dispatcher.dispatch(rows_TD, Routing(token_indices, token_probs), Rows())

@@ -66,7 +66,7 @@ def test_spare_slots_are_refused() -> None:
         checks.refuse_spare_slots("register", config.replace(spare_experts_per_rank=2))
 
 
-@pytest.mark.parametrize("module", ["megatron/settings.py", "torchtitan.py", "nemo_automodel.py"])
+@pytest.mark.parametrize("module", ["megatron/settings.py", "torchtitan.py"])
 def test_integrations_without_views_of_experts_refuse_them(module: str) -> None:
     """The frameworks may not be installed here, so the source is read."""
     calls: list[Any] = [

@@ -18,13 +18,18 @@ from moe_dispatch.errors import ConfigError, StateError
 from tests.integration.deep_ep_users.cpu import cpu_for_cuda
 from tests.integration.frameworks.sources import import_real
 
+BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
 RANKS, EXPERTS, TOP_K, HIDDEN, INNER, VOCABULARY = 2, 4, 2, 32, 16, 64
 
 
 def trained(rank: int) -> dict[str, tuple[str, float, bool]]:
     """By routing: the backend; the largest error of outputs and gradients; whether padding gets zeros."""
     _refused()
-    return {name: _trained(rank, experts) for name, experts in {"all": EXPERTS, "those of rank 0": 2}.items()}
+    return {
+        f"{name}, {fields}": _trained(rank, experts, fields)
+        for name, experts in {"all": EXPERTS, "those of rank 0": 2}.items()
+        for fields in ({}, BALANCED, {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 8})
+    }
 
 
 def _refused() -> None:
@@ -35,22 +40,23 @@ def _refused() -> None:
         use_moe_dispatch(backend="alltoall", top_k=2)
     with pytest.raises(ConfigError, match="Unknown backend 'altoall'"):
         use_moe_dispatch(backend="altoall")
-    with pytest.raises(ConfigError, match="use_moe_dispatch: this integration runs the experts that a rank owns"):
-        use_moe_dispatch(backend="alltoall", spare_experts_per_rank=1, balance="least_loaded")
     sizes = SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=TOP_K)
     world = dist.group.WORLD
     assert world is not None
     dispatcher = AutomodelDispatcher(4, range(4), sizes, world, backend="local")
+    balanced = AutomodelDispatcher(4, range(4), sizes, world, backend="local", balance="exact")
+    with pytest.raises(ConfigError, match=r"need Automodel's GroupedExpertsDeepEP, got other experts\. Set experts"):
+        balanced.token_permutation2(torch.empty(0, HIDDEN), 0, torch.empty(0, 2), torch.empty(0, 2))
     with pytest.raises(StateError, match="token_permutation2 must come before it, got nothing in flight"):
         dispatcher.token_unpermutation(torch.empty(0, HIDDEN))
 
 
-def _trained(rank: int, routed: int) -> tuple[str, float, bool]:
+def _trained(rank: int, routed: int, fields: dict[str, Any]) -> tuple[str, float, bool]:
     experts = import_real("nemo_automodel.components.moe.experts")
     from moe_dispatch.integrations.nemo_automodel import AutomodelDispatcher, use_moe_dispatch
 
-    use_moe_dispatch(backend="alltoall")
-    config = moe_config()
+    use_moe_dispatch(backend="alltoall", **fields)
+    config = moe_config(expert_bias="graph_safe" not in fields)  # Automodel adds biases to as many rows as are counted
     with cpu_for_cuda():
         layer = experts.GroupedExpertsDeepEP(config, dispatcher_backend="hybridep")
         mesh = init_device_mesh("cpu", (RANKS,))
@@ -73,7 +79,9 @@ def _trained(rank: int, routed: int) -> tuple[str, float, bool]:
     want.square().sum().backward()
     errors = [error(y, want), error(x.grad, want_x.grad), error(weights.grad, want_weights.grad)]
     name = layer.token_dispatcher.dispatcher(HIDDEN).backend_name
-    assert all(weight.grad is not None for weight in layer.parameters())
+    # Alone, Automodel gives a rank without rows no gradients of biases.
+    weighed = [weight for name, weight in layer.named_parameters() if fields or "bias" not in name]
+    assert all(weight.grad is not None for weight in weighed)
     return name, max(errors), bool((y[~mask] == 0).all())
 
 
@@ -85,11 +93,11 @@ def whole_model(rank: int) -> dict[str, tuple[float, float]]:
     found = {}
     with cpu_for_cuda(), mock.patch("torch.cuda.current_device", return_value=0):
         mesh = init_device_mesh("cpu", (RANKS,))
-        theirs = _qwen3_moe(experts="torch", dispatcher="torch")
+        theirs = qwen3_moe(experts="torch", dispatcher="torch")
         want = _step(theirs, rank)
         for backend in ("alltoall", "allgather"):
             use_moe_dispatch(backend=backend)
-            ours = _qwen3_moe(experts="torch_mm", dispatcher="hybridep")
+            ours = qwen3_moe(experts="torch_mm", dispatcher="hybridep")
             for module in ours.modules():
                 if hasattr(module, "init_token_dispatcher"):
                     for name, weight in module.named_parameters():
@@ -108,7 +116,7 @@ def whole_model(rank: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _qwen3_moe(**backend: str) -> Any:
+def qwen3_moe(**backend: str) -> Any:
     """A model of Automodel in float32, with the same weights in each call."""
     from nemo_automodel.components.models.common import BackendConfig
     from nemo_automodel.components.models.qwen3_moe.model import Qwen3MoeForCausalLM
@@ -148,7 +156,7 @@ def _step(model: Any, rank: int) -> Tensor:
     return loss.detach()
 
 
-def moe_config() -> Any:
+def moe_config(*, expert_bias: bool) -> Any:
     from nemo_automodel.components.moe.config import MoEConfig
 
     return MoEConfig(
@@ -166,6 +174,7 @@ def moe_config() -> Any:
         inter_dim=INNER,
         moe_inter_dim=INNER,
         norm_topk_prob=False,
+        expert_bias=expert_bias,
     )
 
 
@@ -181,10 +190,11 @@ def inputs(rank: int, routed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def loop(weight: dict[str, Tensor], x: Tensor, mask: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
+    y, biased = torch.zeros_like(x), "down_proj_bias" in weight
     for expert in range(EXPERTS):
-        gate, up = (x @ weight["gate_and_up_projs"][expert]).chunk(2, dim=-1)
-        out = (F.silu(gate) * up) @ weight["down_projs"][expert]
+        bias, down_bias = (weight[f"{name}_proj_bias"][expert] if biased else 0 for name in ("gate_up", "down"))
+        gate, up = (x @ weight["gate_and_up_projs"][expert] + bias).chunk(2, dim=-1)
+        out = (F.silu(gate) * up) @ weight["down_projs"][expert] + down_bias
         share = (weights * (ids == expert) * mask[:, None]).sum(1, keepdim=True)
         y = y + share * out
     return y

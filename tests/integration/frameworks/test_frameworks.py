@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_dispatch_testing import run_processes
-from tests.integration.frameworks import automodel, training
+from tests.integration.frameworks import automodel, automodel_balance, training
 from tests.integration.frameworks.sources import FOLDER, function_in, needs
 from tests.replay.samples import SAMPLES_OF_VERL
 
@@ -51,6 +51,28 @@ def test_a_whole_model_of_automodel_trains_as_with_its_own_experts() -> None:
     for found in run_processes(automodel.whole_model, automodel.RANKS, timeout=TIMEOUT):
         assert list(found) == ["alltoall", "allgather"]
         assert all(loss < 1e-6 and gradients < 1e-5 for loss, gradients in found.values())
+
+
+@needs("nemo_automodel")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
+    """Also with two micro-batches, a rank without tokens, experts without rows, and FSDP2 around the experts."""
+    kinds = {"plain": {}, "balanced": automodel.BALANCED}
+    for found in run_processes(automodel_balance.compared, ranks, kinds, timeout=TIMEOUT):
+        for kind in kinds:
+            for together in (False, True):
+                result = found[f"{kind}, {together}"]
+                assert result["error"] < 1e-5
+                assert result["fired"] == {1 if together else 2}
+                assert result["hooked"]
+                assert result["keys"]
+                assert bool(result["fetches"]) == (kind == "balanced")
+        plain, balanced = found["plain, train"], found["balanced, train"]
+        assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert plain["losses"][-1] < 0.9 * plain["losses"][0]
+        assert plain["imbalance"] > 1.9
+        assert balanced["imbalance"] < 1.05
+        assert min(found["lost"], found["twice"]) > 0.1  # gradients of copies that are lost or counted twice are seen
 
 
 # Read, as these modules do not import here: the name that is wrapped is the one that is called.
