@@ -5,6 +5,7 @@ All variants get the same tokens. Dimensions are those of ``moe_dispatch.types``
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -353,6 +354,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     found = []
+    gc.collect()  # the profiler complains of memory that was allocated before it
     for _ in range(3):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             call()

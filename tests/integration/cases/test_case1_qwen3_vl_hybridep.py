@@ -94,7 +94,7 @@ def test_a_forced_length_does_not_bypass_the_rule() -> None:
     multiple = sequence_multiple(batch_size=MICRO_BATCH, row_multiple=CHUNK)
     for seq_length in range(max(LENGTHS), 300):
         assert MICRO_BATCH * padded_length(max(LENGTHS), multiple, seq_length) % CHUNK == 0
-    with pytest.raises(LayoutError, match="got seq_length 128 and length 135"):
+    with pytest.raises(LayoutError, match=r"seq_length \(128\) must be at least the length \(135\)"):
         padded_length(max(LENGTHS), multiple, seq_length=128)
 
 
