@@ -72,6 +72,7 @@ class MegatronDispatcher:
         self.topk_ids: Tensor | None = None
         self.plans: dict[str, Plan] | None = None
         self.drift: Tensor | None = None  # of the routing of this micro-batch, if it is replayed
+        self.has_slot_experts = False  # whether the experts of the layer run on expert slots
         self._sent: Dispatched | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,12 @@ class MegatronDispatcher:
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, rows per expert with padding, and weights. In eager mode, rows per expert are on the host."""
-        sent = self._in_flight("dispatch_postprocess")
+        sent = self.in_flight("dispatch_postprocess")
+        if sent.placement is not None and not self.has_slot_experts:
+            raise StateError(
+                "MegatronDispatcher.dispatch_postprocess: balance needs experts that run on expert slots, got a "
+                "dispatcher that was set by hand. Call convert on the layer."
+            )
         on_host = sent.host_counts
         counts_L = sent.tokens_per_expert if on_host is None else torch.tensor(on_host, device="cpu")
         return hidden_states, counts_L, probs
@@ -110,7 +116,7 @@ class MegatronDispatcher:
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Send the outputs of experts back, and sum them for each token: [S/TP, B, D]."""
-        sent, self._sent = self._in_flight("token_combine"), None
+        sent, self._sent = self.in_flight("token_combine"), None
         if hasattr(self.shared_experts, "wait_current_stream"):
             # The second half of the shared experts must not compete with the routed experts for the device. 0.16 has no
             # such call.
@@ -137,7 +143,8 @@ class MegatronDispatcher:
         """Close the Dispatcher."""
         self.dispatcher.close()
 
-    def _in_flight(self, phase: str) -> Dispatched:
+    def in_flight(self, phase: str) -> Dispatched:
+        """Return the result of ``token_dispatch``. ``phase`` is the name of the caller."""
         if self._sent is None:
             raise _out_of_order(phase, "token_dispatch", "nothing in flight")
         return self._sent

@@ -26,6 +26,7 @@ from moe_dispatch.integrations.megatron.core import (
 )
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
 from moe_dispatch.integrations.megatron.settings import check_settings
+from moe_dispatch.integrations.megatron.slots import SlotExperts
 from moe_dispatch.layouts import THD, Layout, ShardKind
 from moe_dispatch.types import Plan
 
@@ -166,11 +167,16 @@ def replace_dispatcher(layer: Any, **given: Any) -> None:
     old = layer.token_dispatcher
     groups = ProcessGroupCollection()
     groups.ep, groups.expt_tp, groups.tp_ep = old.ep_group, old.tp_group, old.tp_ep_group
+    balanced = None if given.get("balance") is None else SlotExperts(layer.experts)
     new = MegatronDispatcher(
         layer.num_local_experts, layer.local_expert_indices, config=layer.config, pg_collection=groups, **given
     )
     _check_experts(layer.experts, new)
     layer.token_dispatcher = new
+    layer.experts.__dict__.pop("forward", None)  # of an earlier call
+    if balanced is not None:
+        layer.experts.forward = functools.partial(balanced.run, new)
+        new.has_slot_experts = True
     if layer.use_shared_expert and layer.shared_expert_overlap:
         new.set_shared_experts(layer.shared_experts)
     if isinstance(old, MegatronDispatcher):

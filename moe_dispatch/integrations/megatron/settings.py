@@ -44,6 +44,14 @@ _WAYS_OUT = {
     "MegatronDispatcher needs in one graph",
     "transformer_impl": 'Use "transformer_engine": the inference layers have their own dispatchers',
 }
+# Fields of Megatron's config that do not work with balanced experts, and the reason.
+_UNBALANCED = {
+    "fp8": "transformer-engine keeps quantised weights, and those of copies change",
+    "fp4": "transformer-engine keeps quantised weights, and those of copies change",
+    "use_transformer_engine_op_fuser": "the fused operators hold parameters of their own",
+    "delay_wgrad_compute": "gradients of copies would not come home before the reduction",
+    "overlap_dispatch_backward_with_experts_wgrad": "gradients of copies would not come home before the reduction",
+}
 
 
 def dispatcher_config(
@@ -71,7 +79,7 @@ def dispatcher_config(
         weights="experts",
         **(fields | given),
     )
-    refuse_spare_slots("MegatronDispatcher", derived)
+    _check_balance(config, derived)
     if derived.pad_multiple_rows % pad_multiple:
         raise ConfigError(
             f"MegatronDispatcher: pad_multiple must be a multiple of {pad_multiple}, which the precision of the "
@@ -96,6 +104,21 @@ def check_settings(config: Any) -> None:
         value = _value(config, field)
         if value not in _ACCEPTED.get(field, (None, False)):
             raise ConfigError(f"MegatronDispatcher: {field}={value!r} is not supported. {way_out}.")
+
+
+def _check_balance(config: Any, ours: DispatcherConfig) -> None:
+    """Refuse spare expert slots that cannot be served, or not with these settings of Megatron."""
+    if ours.balance is None:
+        refuse_spare_slots("MegatronDispatcher", ours)
+        return
+    if ours.balance != "exact" or ours.graph_safe:
+        raise ConfigError(
+            'MegatronDispatcher: balance must be "exact" with graph_safe=False, got '
+            f"balance={ours.balance!r} and graph_safe={ours.graph_safe}. Leave one of them out."
+        )
+    for field, why in _UNBALANCED.items():
+        if value := _value(config, field):
+            raise ConfigError(f"MegatronDispatcher: balance does not work with {field}={value!r}: {why}.")
 
 
 def captures_experts(config: Any) -> bool:

@@ -142,6 +142,38 @@ def test_settings_that_cannot_be_are_refused_by_name(fields: dict[str, Any], tex
         derived(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "given", "text"),
+    [
+        ({"fp8": "hybrid"}, {}, "balance does not work with fp8='hybrid': transformer-engine keeps quantised weights"),
+        ({"fp4": "e2m1"}, {}, "balance does not work with fp4='e2m1'"),
+        ({"use_transformer_engine_op_fuser": True}, {}, "use_transformer_engine_op_fuser=True: the fused operators"),
+        ({"delay_wgrad_compute": True}, {}, "delay_wgrad_compute=True: gradients of copies would not come home"),
+        ({"overlap_dispatch_backward_with_experts_wgrad": True}, {}, "overlap_dispatch_backward_with_experts_wgrad"),
+        ({}, {"balance": "least_loaded", "spare_experts_per_rank": 1}, "got balance='least_loaded' and graph_safe=F"),
+        ({}, {"graph_safe": True, "max_tokens_per_rank": 8}, "got balance='exact' and graph_safe=True. Leave one"),
+        ({}, {"balance": None, "spare_experts_per_rank": 1}, "this integration runs the experts that a rank owns"),
+    ],
+)
+def test_balance_is_refused_by_name_where_it_cannot_be(
+    fields: dict[str, Any], given: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        derived(etp_size=4, given={"balance": "exact", **given}, **fields)
+
+
+def test_balance_needs_parameters_for_each_expert() -> None:
+    from moe_dispatch.integrations.megatron.slots import SlotExperts
+
+    with pytest.raises(ConfigError, match=r"balance needs parameters for each expert, got 'weight' in Linear\. Use Se"):
+        SlotExperts(nn.Linear(2, 2))
+    experts = nn.Module()
+    experts.local_experts = nn.ModuleList([nn.Linear(2, 2)])
+    experts.local_experts[0].weight.__fsdp_param__ = True  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="balance needs whole parameters, got those of Megatron-FSDP"):
+        SlotExperts(experts)._gathered_parameters()
+
+
 @pytest.mark.parametrize("field", ["cuda_graph_scope", "cuda_graph_modules"])
 def test_graphs_of_the_router_alone_need_nothing(field: str) -> None:
     from moe_dispatch.integrations.megatron.settings import captures_experts
@@ -252,6 +284,16 @@ def test_phases_out_of_order_are_refused() -> None:
         dispatcher.dispatch_postprocess(hidden, torch.ones(4, 2))
     with pytest.raises(StateError, match="token_combine: token_dispatch must come before it, got nothing in flight"):
         dispatcher.token_combine(hidden)
+
+
+def test_a_balanced_dispatcher_that_was_set_by_hand_is_refused() -> None:
+    from moe_dispatch.integrations.megatron import MegatronDispatcher
+
+    dispatcher = MegatronDispatcher(8, range(8), transformer_config(), groups(), backend="local", balance="exact")
+    dispatcher.dispatch_preprocess(torch.zeros(3, 64), torch.eye(3, 8).bool(), torch.eye(3, 8))
+    sent = dispatcher.token_dispatch(torch.zeros(3, 64), torch.ones(3, 2))
+    with pytest.raises(StateError, match=r"balance needs experts that run on expert slots, got .* Call convert on the"):
+        dispatcher.dispatch_postprocess(*sent)
 
 
 def test_experts_that_count_on_the_host_cannot_be_graph_safe() -> None:

@@ -1,0 +1,267 @@
+"""Balanced experts of Megatron under its own DDP: reduced gradients are those of one rank alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from moe_dispatch_testing import run_processes
+from tests.integration.megatron_core import layer as layers
+from tests.integration.megatron_core.jobs import TIMEOUT
+from tests.integration.megatron_core.layer import EXPERTS, HIDDEN, Case, Parallel, build, groups, own_spec
+from tests.integration.megatron_core.on_cpu import megatron_on_cpu
+from tests.integration.needs import needs
+
+pytestmark = [
+    *needs("megatron"),
+    pytest.mark.filterwarnings("ignore"),  # of Megatron's import
+]
+
+LAYERS, MICRO_BATCHES = 2, 2
+# The rows of one rank are all padding, because Megatron's router takes no empty input.
+TOKENS, PADDED_RANK = (5, 4, 17, 9), 1
+BALANCE: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
+FIELDS = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "calculate_per_token_loss": True,  # DDP sums gradients
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """How ranks are divided, the options of ``convert`` and of DDP, and the kind of experts."""
+
+    ranks: int = 4
+    ep: int = 4
+    options: dict[str, Any] = field(default_factory=lambda: BALANCE)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    grouped: bool = False
+    fused: bool = False
+
+
+JOBS = {
+    "2 ranks": Job(ranks=2, ep=2),
+    "ep 4": Job(),
+    "ep 4, not balanced": Job(options={}),
+    "one spare slot": Job(options=BALANCE | {"spare_experts_per_rank": 1}),
+    "more spare slots than experts": Job(options=BALANCE | {"spare_experts_per_rank": 3}),
+    "ep 2 x dp 2": Job(ep=2),
+    "overlap": Job(ep=2, ddp={"overlap_grad_reduce": True}),
+    "distributed optimizer": Job(ep=2, ddp={"overlap_grad_reduce": True, "use_distributed_optimizer": True}),
+    "grouped": Job(grouped=True),
+    "grouped, fused": Job(ep=2, grouped=True, fused=True, ddp={"overlap_grad_reduce": True}),
+}
+
+
+@final
+class GroupedLinear(nn.Module):
+    """A stand-in for transformer-engine's grouped linear layer, with its fused accumulation of gradients."""
+
+    def __init__(self, num_gemms: int, inputs: int, outputs: int, *, config: Any, **unused: Any) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+        for number in range(num_gemms):
+            weight = nn.Parameter(torch.empty(outputs, inputs))
+            weight.allreduce = False  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
+        weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        output: Tensor = _Grouped.apply(x, splits, self.fuse_wgrad_accumulation, *weights)  # type: ignore[no-untyped-call]
+        return output, None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: list[int], fused: bool, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.splits, ctx.fused = splits, fused
+        ctx.main = weights  # the parameters themselves, as saved tensors have no attributes
+        return torch.cat([part @ weight.T for part, weight in zip(x.split(splits), weights, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        parts = grad.split(ctx.splits)
+        of_x = torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+        of_weights = [part.T @ row for part, row in zip(parts, x.split(ctx.splits), strict=True)]
+        if ctx.fused:
+            for weight, wgrad in zip(ctx.main, of_weights, strict=True):
+                weight.main_grad.add_(wgrad)
+                weight.grad_added_to_main_grad = True
+                wgrad.fill_(1e3)  # a dummy that nobody may add
+        return of_x, None, None, *of_weights
+
+
+@final
+class Model(nn.Module):
+    """MoE layers that are each used twice."""
+
+    def __init__(self, made: list[Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, hidden: Tensor, padding: Tensor | None) -> Tensor:
+        for layer in self.layers:
+            for _ in range(2):
+                hidden = hidden + layer(hidden, padding_mask=padding)[0]
+        return hidden
+
+
+def model(case: Case, job: Job, rank: int) -> Model:
+    """A model whose experts have the same weights in any division of ranks."""
+    made = []
+    for _ in range(LAYERS):
+        layer = build(own_spec(), case)
+        if job.grouped:
+            layer.experts = grouped_experts(layer, job.fused, case)
+        made.append(layer)
+    whole = Model(made)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            generator = torch.Generator().manual_seed(sum(map(ord, global_name(name, case, rank))))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+        for number, layer in enumerate(made):
+            # With the first number of all rows, this sends them to three experts. The other five have no rows.
+            layer.router.weight[number : number + 3, 0] += 3.0
+    return whole
+
+
+def grouped_experts(layer: Any, fused: bool, case: Case) -> Any:
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import experts
+
+    submodules = getattr(experts, "GroupedMLPSubmodules", MLPSubmodules)  # 0.16 has no class of its own
+    layer.config.gradient_accumulation_fusion = fused
+    return experts.TEGroupedMLP(
+        layer.num_local_experts,
+        layer.config,
+        submodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear),
+        pg_collection=groups(case.parallel),
+    )
+
+
+def global_name(name: str, case: Case, rank: int) -> str:
+    """The name of a parameter with the number that its expert has in the whole model, for both kinds of experts."""
+    head, found, tail = name.partition(".experts.")
+    if not found:
+        return name
+    kind, number = "up" if "fc1" in tail else "down", re.findall(r"local_experts\.(\d+)|weight(\d+)", tail)[0]
+    return f"{head} {kind} {int(''.join(number)) + rank % case.parallel.ep * EXPERTS // case.parallel.ep}"
+
+
+def batch(rank: int, micro: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * micro + rank)
+    hidden, upstream = torch.randn(2, TOKENS[rank], 1, HIDDEN, generator=generator, dtype=torch.float64).float()
+    hidden[..., 0] = 10.0
+    return hidden, upstream
+
+
+def whole_gradients(ranks: int) -> dict[str, Tensor]:
+    case = Case(parallel=Parallel(ep=1), config=FIELDS)
+    alone: Any = model(case, Job(), 0)
+    for micro in range(MICRO_BATCHES):
+        drawn = [batch(rank, micro) for rank in range(ranks) if rank != PADDED_RANK]
+        hidden, upstream = (torch.cat(tensors) for tensors in zip(*drawn, strict=True))
+        alone(hidden, None).backward(upstream)
+    return {global_name(name, case, 0): parameter.grad for name, parameter in alone.named_parameters()}
+
+
+def reduced(rank: int, job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
+    """The largest difference of reduced gradients, calls of hooks, and what balancing did."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from moe_dispatch.integrations.megatron import convert
+
+    case = Case(parallel=Parallel(ep=job.ep), config=FIELDS)
+    bare: Any = model(case, job, rank)
+    keys = list(bare.state_dict())
+    convert(bare, **BALANCE)
+    convert(bare, **job.options)
+    assert list(bare.state_dict()) == keys
+    config = bare.layers[0].config
+    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, "bucket_size": 4000, **job.ddp})
+    ddp = DistributedDataParallel(config, ddp_config, bare, pg_collection=groups(case.parallel))
+    ddp.zero_grad_buffer()
+    hooks: Counter[str] = Counter()
+    kept = []
+    for name, parameter in bare.named_parameters():
+        kept.append(parameter.expand_as(parameter).grad_fn.next_functions[0][0])
+        kept[-1].register_hook(lambda *_, name=name: hooks.update([name]))
+    stacks: list[Tensor] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        if saved.dim() == 3 and saved.shape[1] > 1 and len(saved) == EXPERTS // job.ep:
+            stacks.append(saved)
+        return saved
+
+    for micro in range(MICRO_BATCHES):
+        hidden, upstream = batch(rank, micro)
+        padding = torch.full((1, len(hidden)), rank == PADDED_RANK)
+        with nullcontext() if micro == MICRO_BATCHES - 1 else ddp.no_sync():
+            with saved_tensors_hooks(keep, lambda saved: saved):
+                output = ddp(hidden, padding)
+            assert bool(stacks) == bool(job.options)
+            assert not any(stack.untyped_storage().nbytes() for stack in stacks), "a copy of parameters is kept"
+            stacks.clear()
+            output.backward(upstream)
+    ddp.finish_grad_sync()
+    names = {parameter: global_name(name, case, rank) for name, parameter in bare.named_parameters()}
+    worst = 0.0
+    for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+        for bucket in group.buckets:
+            expected = torch.zeros_like(bucket.grad_data)
+            for parameter in bucket.params:
+                first = parameter.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+                expected[first : first + parameter.numel()] = wanted[names[parameter]].flatten()
+            got = bucket.grad_data
+            if ddp_config.use_distributed_optimizer:  # a rank has its shard only
+                size, mine = (
+                    group.intra_distributed_optimizer_instance_size,
+                    group.intra_distributed_optimizer_instance_rank,
+                )
+                expected, got = expected.chunk(size)[mine], got.chunk(size)[mine]
+            worst = max(worst, float((got - expected).abs().max() / expected.abs().max().clamp_min(1.0)))
+    imbalances = [layer.token_dispatcher.dispatcher.metrics(gather=True).rank_imbalance for layer in bare.layers]
+    return {"difference": worst, "hooks": hooks, "names": len(names), "imbalances": imbalances}
+
+
+def on_rank(rank: int, ranks: int) -> dict[str, Any]:
+    layers.RANKS = ranks
+    with megatron_on_cpu():
+        wanted = whole_gradients(ranks)
+        return {name: reduced(rank, job, wanted) for name, job in JOBS.items() if job.ranks == ranks}
+
+
+@functools.cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    return run_processes(on_rank, ranks, ranks, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_reduced_gradients_are_those_of_the_whole_model(name: str) -> None:
+    for found in results(JOBS[name].ranks):
+        assert found[name]["difference"] <= 1e-5
+        assert set(found[name]["hooks"].values()) == {MICRO_BATCHES}
+        assert len(found[name]["hooks"]) == found[name]["names"]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_ranks_have_equal_rows_only_with_balance(name: str) -> None:
+    for imbalance in results(JOBS[name].ranks)[0][name]["imbalances"]:
+        if name == "ep 4, not balanced":
+            assert imbalance > 1.5
+        elif name != "one spare slot":
+            assert imbalance < 1.1
