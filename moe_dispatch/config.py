@@ -95,7 +95,7 @@ class DispatcherConfig(BaseModel):
             experts. It holds for every routing if ``spare_experts_per_rank`` is at least ``num_experts / ep_size``.
             With fewer slots, a plan keeps the copies that relieve other ranks most, and the bound may be exceeded.
         balance_min_rows: For "exact" in eager mode, the fewest rows for which a copy of an expert is made, because its
-            weights must travel too. None takes 128 rows on a CPU and 1024 on a GPU, 0 makes every copy.
+            weights must travel too. None takes 512 rows on a CPU and 1024 on a GPU, 0 makes every copy.
         top_k: K, the number of experts that a row is routed to.
         hidden_size: D, the number of columns of a row.
         pad_multiple: The rows of each expert are padded to a multiple of this number. "bf16" stands for 1, "fp8" for

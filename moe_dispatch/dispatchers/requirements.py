@@ -78,7 +78,7 @@ def _planned_rows(config: DispatcherConfig, ep_size: int) -> int | None:
 def exact_planner(config: DispatcherConfig, shape: MoEShape, rank: int, device: torch.device) -> ExactPlanner:
     """Return the planner of ``balance="exact"`` for rows on a device. In eager mode it plans on the CPU."""
     by_kernels = config.graph_safe and choose_permutation(config.permutation, device.type).name == "triton"
-    fewest = 0 if config.graph_safe else 1024 if device.type == "cuda" else 128
+    fewest = 0 if config.graph_safe else 1024 if device.type == "cuda" else 512
     return ExactPlanner(
         config.num_experts,
         shape.ep_size,
