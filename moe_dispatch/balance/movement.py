@@ -153,7 +153,7 @@ class StaticMovement:
         return [grad[: self.num_own] for grad in grads]
 
     def collect(self, own: Sequence[Tensor], home_NW: Tensor) -> Sequence[Tensor]:
-        """Add the gradients of the copies of each expert; see ``Movement.collect``."""
+        """Add the gradients of the copies of each expert, in the order of a sum over one dimension, and round once."""
         by_rank = home_NW.index_select(0, self.copies_PM.flatten()).view(*self.copies_PM.shape, -1)
         by_rank = torch.where(self.is_copied_PM1, by_rank, 0)
         by_rank[self.rank] = side_by_side(own)

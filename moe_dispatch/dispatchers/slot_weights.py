@@ -1,7 +1,7 @@
 """``SlotWeights``: run experts with the weights of the expert slots of a placement, and bring gradients home.
 
 Copies of an expert get their gradient in ``_Fetch.backward``: each rank computes the gradient of its own copy, sends it
-to the home of the expert, and ``collect`` of the movement adds the gradients there, rank by rank.
+to the home of the expert, and ``collect`` of the movement adds the gradients there.
 
 The weights that arrive are not kept until the backward. Autograd keeps tensors, so ``run`` frees the memory behind them
 after the experts, and ``_Leave.backward`` allocates it again and fetches the weights a second time.
@@ -59,8 +59,8 @@ class SlotWeights:
         travel at the same time. The memory of the weights is free again when the experts have run; the backward fetches
         them a second time. Inside activation checkpointing, the recomputation is the second time.
 
-        In the backward the gradients of copies come home. They are added there rank by rank in float32 (float64 for
-        float64), and rounded once.
+        In the backward the gradients of copies come home. They are added there in float32 (float64 for float64), in an
+        order that does not change, and rounded once.
 
         Args:
             sent: Result of a dispatch of this dispatcher.

@@ -147,6 +147,31 @@ def test_kernels_compile_for_gpus(
             assert not re.search(r"\b(atom|red)\.", result.asm["ptx"])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_of_exact_plans_compile_for_gpus(
+    capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For 64 ranks with 4 experts each, with as many spare slots and with fewer, exact and with a bound."""
+    from moe_dispatch.balance import triton_plan
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    names = ("turns_kernel", "slots_kernel", "loads_kernel", "ranks_kernel", "copies_kernel", "split_kernel")
+    found = {name: (getattr(triton_plan, name), Recorder()) for name in names}
+    for name, (_, recorder) in found.items():
+        monkeypatch.setattr(triton_plan, name, recorder)
+    counts_PE = torch.zeros(64, 256, dtype=torch.int64)
+    for spare, bound in ((4, None), (1, torch.ones((), dtype=torch.float64))):
+        triton_plan.plan(counts_PE, 3, spare=spare, bound=bound, pad_multiple=16, per_node=8)
+    ids_TK = torch.zeros(4096, 8, dtype=torch.int64)
+    turns_TK = triton_plan.counts_and_turns(ids_TK, 256)[1]
+    triton_plan.slots_of(torch.zeros(256, 64).long(), torch.zeros(256, 64).long(), ids_TK, turns_TK)
+    for kernel, recorder in found.values():
+        for launch in recorder.launches:
+            assert f".target sm_{capability}" in compiled(kernel, launch, capability).asm["ptx"]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="an interpreter does not compile")
 @pytest.mark.parametrize("width", [4096, 4100])
 def test_machine_code_is_what_the_docstrings_say(width: int, kernels: dict[str, tuple[Any, Recorder]]) -> None:
