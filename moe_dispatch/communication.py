@@ -4,17 +4,17 @@ Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other wa
 
 ======================  ===========================================================================================
 dispatch on alltoall    ``EagerAllToAll.start`` (counts), ``start_rows`` (rows), in ``backends/alltoall/backend.py``
-its combine             ``Leg.add_up``; also the backward of dispatch
+its combine             ``Leg.add_up``; also the backward of dispatch. With ``reduction="exact"``: ``exchange``
 backward of combine     ``exchange``; also ``dispatch(again=...)``
 the other forms         ``FixedAllToAll.start``; ``TwoLevelAllToAll.finish``
 allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``
 sizes of a call         ``agreement.settle``; ``agreement.tell_peers`` if this rank refuses the call
-a refusal among counts  ``agreement.tell_peers`` by ``Backend.refuse``; the peers in ``autograd.start``
-expert weights          ``SlotWeights.fetch`` and its backward
+a refusal among counts  ``agreement.tell_peers``, by ``Backend.refuse`` or in place of the counts of ``balance``
+expert weights          ``_exchange``, ``_Fetch.backward`` and ``_Leave.backward`` in ``dispatchers/slot_weights.py``
 a plan of experts       ``balancing.plan_balance``; ``balancing.place``
 a dispatcher is built   ``lease_channel``
 between steps           ``overflow`` (check, grow, retry), ``read_metrics``, ``run_self_test``
-data, not rows          ``broadcast_layout``; ``RoutingTable.gathered`` and calls with ``group=``; ``Trace.record``
+data, not rows          ``broadcast_layout``; ``RoutingTable.gathered`` and calls with ``group=``
 a slice of the batch    ``integrations/transformers/batch_slice.py``
 deep_ep, not its rows   ``HybridEP.close``; opening ``ElasticDeepEP``
 ======================  ===========================================================================================

@@ -1,4 +1,4 @@
-"""Backends. Each is one file or folder and fulfils the contract of ``base``. The registry finds them by name.
+"""Backends. Each fulfils the contract of ``base``, and the registry finds it by name. Other files are shared by them.
 
 To add a backend, subclass ``BackendOptions`` (``name``, ``constraints``, ``open``), ``Backend`` (``dispatch``) and
 ``Route`` (four methods). If rows arrive ordered by source rank, subclass ``rank_major.RankMajorRoute`` instead of

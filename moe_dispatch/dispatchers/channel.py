@@ -59,8 +59,9 @@ _NO_RANGE = nullcontext()
 class Channel:
     """One backend, open on one group, for one config.
 
-    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), the recorder, and
-    ``numbers``, which counts the dispatchers that the ranks have built on the channel.
+    These attributes change later: ``checked``, the refcount ``users``, the capacity (in ``grow``), the recorder, the
+    planners of exact balance, which are made on use, and ``numbers``, which counts the dispatchers that the ranks have
+    built on the channel.
 
     Attributes:
         context: The objects that the backend is opened with.

@@ -258,7 +258,8 @@ class AllToAll(EagerAllToAll):
 
     Cost: one host sync and two collectives (counts, data) per dispatch; one collective per combine, and one per
     backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
-    per top_k slot; in combine, the row; in a backward, the row, and 4 bytes per slot for the gradient of the weights.
+    per top_k slot (a float32 weight and an int16 id); in combine and its backward, the row; in the backward of
+    dispatch, the row, and 4 bytes per slot for the gradient of the weights.
 
     Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
     """
