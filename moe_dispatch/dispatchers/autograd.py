@@ -174,7 +174,8 @@ def start(
     if config.debug or not plan.settled:
         if channel.num_tallied and not plan.settled:
             counts = [count_experts(ids_TK, channel.shape.num_experts)] if needs.counts_with_sizes else []
-            tally = [outcome.view(1), *counts]
+            # With a mark, the outcome is the mark, and the exchange of counts tells the peers.
+            tally = [outcome.view(1) if mark is None else outcome.new_zeros(1), *counts]
         plan = settle(channel, plan, facts=facts, lease=lease, tally=tally, problem=problem)
     sizes = plan.sizes if traced is None else traced(plan.sizes)
     if sizes.capacity is not None:
