@@ -176,6 +176,7 @@ def run(task: Task, ranks: int, *, peers: bool = False, picture: Path | None = N
     if workload.trace is not None:  # check the trace before ranks start
         replayed(workload.trace, task.config, ranks=ranks, steps=workload.steps)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each profile of memory prints two lines per rank
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a line if it sees older memory freed
     document: dict[str, Any] = {
         "machine": this_machine(),
         "ranks": ranks,

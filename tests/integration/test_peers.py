@@ -143,8 +143,9 @@ def test_command_measures_ours_beside_the_peers() -> None:
     asked = ("--tokens", "256", "--steps", "1", "--rounds", "2", "--routing", ",".join(ROUTINGS), "--mode", "eager")
     process = start("compare", "--peers", "--ranks", "2", "--dtype", "float32", *asked, "--json")
     out, error = process.communicate(timeout=300)
-    # A CUDA build of torch says so if it finds a toolkit and no GPU.
-    complaints = [line for line in error.splitlines() if "No CUDA runtime is found" not in line]
+    # A CUDA build of torch says so if it finds a toolkit and no GPU, and its profiler if older memory is freed.
+    known = ("No CUDA runtime is found", "was allocated before the profiling started")
+    complaints = [line for line in error.splitlines() if not any(text in line for text in known)]
     assert (process.returncode, complaints) == (0, [])
     results = json.loads(out)
     here = [name for name in PEERS if not missing_packages(name)]
