@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+from moe_dispatch._support import SUPPORT
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_backends, load_backend
 from moe_dispatch.backends.base import WireDtype, listed_sizes
 from moe_dispatch.backends.capacity import capacity_of
@@ -85,12 +86,22 @@ def budget_table() -> str:
     return _markdown(lines)
 
 
+def support_table() -> str:
+    """Return the versions of other software that are served, from the table that the version checks read."""
+    lines = [["software", "tested", "emulated", "refused", "what runs it"]]
+    for name, known in SUPPORT.items():
+        refused = known.refused or (f"below {known.lowest}" if known.lowest else "")
+        told = (", ".join(known.tested), ", ".join(known.emulated), refused)
+        lines.append([name, *(cell or "-" for cell in told), f"`make {known.target}`"])
+    return _markdown(lines)
+
+
 # The tables of each page, by name.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/backends.md": {"backends": backends_table},
     "docs/tuning.md": {"wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
-    "docs/hardware.md": {"budget": budget_table},
+    "docs/hardware.md": {"support": support_table, "budget": budget_table},
 }
 
 

@@ -6,21 +6,22 @@ import re
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
+from moe_dispatch._support import SUPPORT
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError, IntegrationError
 
 
-def check_version(package: str, *, tested: tuple[str, ...], lowest: str) -> str:
+def check_version(package: str) -> str:
     """Return the installed version of a framework, and warn if it lies outside the tested versions.
 
     Args:
-        package: The distribution, such as "megatron-core".
-        tested: The versions that the integration has run with, ascending; versions between them count as tested.
-        lowest: The first version with the hooks that the integration needs.
+        package: The distribution, a key of ``SUPPORT`` with a lowest version.
 
     Raises:
-        IntegrationError: The framework is missing, or older than ``lowest``.
+        IntegrationError: The framework is missing, or older than the lowest version that is served.
     """
+    tested, lowest = SUPPORT[package].tested, SUPPORT[package].lowest
+    assert lowest is not None
     runs = f"Tested versions: {', '.join(tested)}."
     try:
         found = version(package)

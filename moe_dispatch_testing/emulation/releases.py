@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from moe_dispatch._support import SUPPORT
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing.emulation.config import Config
 from moe_dispatch_testing.emulation.elastic import ElasticBuffer, EPBuffer
@@ -21,15 +22,7 @@ from moe_dispatch_testing.emulation.hybrid import hybrid_ep_buffer
 from moe_dispatch_testing.emulation.hybrid_rows import indices_to_map
 from moe_dispatch_testing.emulation.normal import Buffer
 
-RELEASES = (
-    "v1.2.1",
-    "v2-2.1.0",
-    "v2.5.0",
-    "hybridep-34152ae",
-    "hybridep-94a9f8f",
-    "hybridep-744",
-    "hybridep-746",
-)
+RELEASES = SUPPORT["DeepEP"].emulated + SUPPORT["HybridEP"].emulated
 """The releases of deep_ep that can be emulated."""
 
 

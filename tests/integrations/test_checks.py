@@ -10,6 +10,7 @@ import pytest
 
 import moe_dispatch.integrations
 from moe_dispatch import DispatcherConfig
+from moe_dispatch._support import SUPPORT, Support
 from moe_dispatch.errors import ConfigError, IntegrationError
 from moe_dispatch.integrations import checks
 
@@ -18,7 +19,8 @@ FOLDER = Path(next(iter(moe_dispatch.integrations.__path__)))
 
 def check(monkeypatch: pytest.MonkeyPatch, found: str) -> str:
     monkeypatch.setattr(checks, "version", lambda package: found)
-    return checks.check_version("megatron-core", tested=("0.16.1", "0.19.2"), lowest="0.15.0")
+    monkeypatch.setitem(SUPPORT, "megatron-core", Support(tested=("0.16.1", "0.19.2"), lowest="0.15.0", target=""))
+    return checks.check_version("megatron-core")
 
 
 @pytest.mark.parametrize("found", ["0.16.1", "0.17", "0.19.2", "0.19.2+cu130", "0.19.2rc1"])
@@ -35,8 +37,9 @@ def test_outside_of_the_tested_range_warns_with_what_was_tested(monkeypatch: pyt
 
 
 def test_versions_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SUPPORT, "no-such-framework", Support(tested=("1.0",), lowest="1.0", target=""))
     with pytest.raises(IntegrationError, match=r"no-such-framework is not installed\. Tested versions: 1\.0\. Install"):
-        checks.check_version("no-such-framework", tested=("1.0",), lowest="1.0")
+        checks.check_version("no-such-framework")
     with pytest.raises(IntegrationError, match=r"megatron-core 0\.9\.3 is older than 0\.15\.0\..*Upgrade"):
         check(monkeypatch, "0.9.3")
 

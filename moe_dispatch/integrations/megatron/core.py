@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from moe_dispatch.integrations.checks import check_version
 
-TESTED = ("0.16.1", "0.19.2")
 # This check comes before the imports, which may fail with a less helpful error in an older version.
-VERSION = check_version("megatron-core", tested=TESTED, lowest="0.16.0")
+VERSION = check_version("megatron-core")
 
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
@@ -16,7 +15,6 @@ from megatron.core.transformer.transformer_block import TransformerBlock  # noqa
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 __all__ = [
-    "TESTED",
     "VERSION",
     "MoELayer",
     "ModuleSpec",

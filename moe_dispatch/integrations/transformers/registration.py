@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_dispatch._support import SUPPORT
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, IntegrationError
 from moe_dispatch.integrations.checks import check_version
 from moe_dispatch.integrations.transformers.experts import WIRED, ExpertParallel, ExpertsFunction
 from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, end_plan
-
-TESTED = ("5.7.0", "5.22.2", "5.23.0")
 
 
 @final
@@ -53,7 +52,7 @@ def register(
         IntegrationError: transformers is missing or too old; or it has no registry of expert-parallel implementations,
             and no group is given.
     """
-    found = check_version("transformers", tested=TESTED, lowest=TESTED[0])
+    found = check_version("transformers")
     if group is not None:
         functions = _experts_functions()
         if not _is_registered(functions.get(name), config, group, name):
@@ -63,7 +62,7 @@ def register(
     if implementations is None:
         raise IntegrationError(
             f"register: transformers {found} has no registry of expert-parallel implementations. Pass group= and call "
-            f"model.set_experts_implementation({name!r}), or upgrade to {TESTED[-1]}."
+            f"model.set_experts_implementation({name!r}), or upgrade to {SUPPORT['transformers'].tested[-1]}."
         )
     if not _is_registered(implementations.get(name), config, None, name):
         implementations.register(name, Registered(config))

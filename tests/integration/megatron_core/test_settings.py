@@ -322,12 +322,13 @@ def test_experts_that_count_on_the_host_cannot_be_graph_safe() -> None:
 
 
 def test_the_version_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_dispatch._support import SUPPORT
     from moe_dispatch.integrations import checks
-    from moe_dispatch.integrations.megatron.core import TESTED, VERSION
+    from moe_dispatch.integrations.megatron.core import VERSION
 
-    assert VERSION in TESTED
+    assert VERSION in SUPPORT["megatron-core"].tested
     monkeypatch.setattr(checks, "version", lambda package: "0.15.3")
     with pytest.raises(
         IntegrationError, match=r"megatron-core 0.15.3 is older than 0.16.0. Tested versions: 0.16.1, 0.19"
     ):
-        checks.check_version("megatron-core", tested=TESTED, lowest="0.16.0")
+        checks.check_version("megatron-core")

@@ -1,0 +1,50 @@
+"""The versions of other software that this library serves. Integrations check against them, and the docs show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Support:
+    """What is known of one piece of software.
+
+    Attributes:
+        tested: The versions that ran with this library, ascending. The versions between them count as tested.
+        emulated: The releases of which a stand-in ran, in place of the software itself.
+        lowest: The first version that is not refused; None if no version is refused.
+        refused: What is refused instead of lower versions.
+        target: The target of make that runs it.
+    """
+
+    target: str
+    tested: tuple[str, ...] = ()
+    emulated: tuple[str, ...] = ()
+    lowest: str | None = None
+    refused: str = ""
+
+
+SUPPORT = {
+    "Python": Support(tested=("3.11", "3.12", "3.13"), lowest="3.11", target="matrix"),
+    "torch": Support(
+        tested=("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"), lowest="2.10", target="matrix"
+    ),
+    "megatron-core": Support(tested=("0.16.1", "0.19.2"), lowest="0.16.0", target="integration"),
+    "transformers": Support(tested=("5.7.0", "5.22.2", "5.23.0"), lowest="5.7.0", target="integration"),
+    "torchtitan": Support(tested=("0.3.0",), lowest="0.3.0", target="integration"),
+    "nemo-automodel": Support(tested=("0.7.0",), lowest="0.7.0", target="integration"),
+    "megatron-bridge": Support(tested=("0.6.2",), target="integration"),
+    "verl": Support(tested=("0.9.1",), target="integration"),
+    "areal": Support(tested=("1.0.4",), target="integration"),
+    "ms-swift": Support(tested=("4.6.0",), target="integration"),
+    "DeepEP": Support(emulated=("v1.2.1", "v2-2.1.0", "v2.5.0"), lowest="v1.2.1", target="test"),
+    "HybridEP": Support(
+        emulated=("hybridep-34152ae", "hybridep-94a9f8f", "hybridep-744", "hybridep-746"),
+        refused="0ed15b5",
+        target="test",
+    ),
+    "transformer-engine": Support(emulated=("2.10.0", "2.20.2"), lowest="2.10.0", target="test"),
+}
+"""What is supported, by the name of the distribution or of the library."""
