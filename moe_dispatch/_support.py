@@ -1,4 +1,4 @@
-"""The versions of other software that this library serves. Integrations check against them, and the docs show them."""
+"""The versions that this library serves, of other software and of its own files. Checks and the docs read them here."""
 
 from __future__ import annotations
 
@@ -48,3 +48,9 @@ SUPPORT = {
     "transformer-engine": Support(emulated=("2.10.0", "2.20.2"), lowest="2.10.0", target="test"),
 }
 """What is supported, by the name of the distribution or of the library."""
+
+
+def newer_format(found: object, known: int) -> str | None:
+    """Return what an error says of a file in a format newer than ``known``, or None if it is not newer."""
+    number = int(text) if (text := str(found)[:9]).isdecimal() else 0
+    return f"got format {number}, of a newer moe-dispatch. Upgrade moe-dispatch." if number > known else None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_dispatch._probing import how_to_install
+from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
 from moe_dispatch.backends.registry import AUTO, choose_backend, load_backend, parse_backend
@@ -29,6 +30,9 @@ ENVIRONMENT_PREFIX = "MOE_DISPATCH_"
 # weight gradient sums over rows in blocks of 32. nvfp4: the fused transform of transformer-engine 2.12 and later works
 # on 128 rows at a time.
 PAD_MULTIPLES = {"bf16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
+
+FORMAT = 1
+"""The format of config files, which may hold it under the key ``format``."""
 
 # Seconds: the watchdog beats five times in a time limit, and torch counts milliseconds in 64 bits.
 SHORTEST_WATCHDOG = 0.1
@@ -298,7 +302,8 @@ class DispatcherConfig(BaseModel):
         sets for a service named moe-dispatch, unless the name is nearly that of a field.
 
         Args:
-            file: ``.yaml``, ``.yml`` (extra ``yaml``) or ``.json`` file with a mapping of fields.
+            file: ``.yaml``, ``.yml`` (extra ``yaml``) or ``.json`` file with a mapping of fields, and optionally
+                ``format: 1``, so that an older version that cannot read a later format says so.
             environment: Variables by name; by default ``os.environ``.
             **fields: Fields, as for the constructor.
 
@@ -399,4 +404,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"DispatcherConfig.load: cannot read {path}: {error}.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"DispatcherConfig.load: {path} must be a mapping of fields, not {type(value).__name__}.")
-    return value
+    if told := newer_format(value.get("format"), FORMAT):
+        raise ConfigError(f"DispatcherConfig.load: {path} must have format {FORMAT}, {told}")
+    return {name: field for name, field in value.items() if (name, field) != ("format", FORMAT)}

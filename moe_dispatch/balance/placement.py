@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from moe_dispatch._support import newer_format
 from moe_dispatch.errors import ConfigError, shown
 
 FORMAT = 1
@@ -195,6 +196,8 @@ class ExpertPlacement:
         except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or too deep
             raise ConfigError(f"{where}: the file must be JSON, got {error}. Write it with save.") from error
         fields = {_FORMAT_KEY, "num_experts", "slots"}
+        if isinstance(found, dict) and (told := newer_format(found.get(_FORMAT_KEY), FORMAT)):
+            raise ConfigError(f"{where}: the file must have format {FORMAT}, {told}")
         if not isinstance(found, dict) or set(found) != fields or found[_FORMAT_KEY] != FORMAT:
             names = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ConfigError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._probing import how_to_install
+from moe_dispatch._support import newer_format
 from moe_dispatch.errors import MoEDispatchError, TraceError
 
 FORMAT = 1
@@ -110,9 +111,10 @@ def opened(path: Path, kind: Kind = TRACE) -> Iterator[tuple[Any, dict[str, str]
             metadata: dict[str, str] = file.metadata() or {}
             if (form := metadata.get(kind.key)) != str(FORMAT):
                 told = "another safetensors file" if form is None else f"format {form}"
+                way_out = f"got {told}. Use a file that {kind.writer} of this version wrote."
                 raise TraceError(
-                    f"{kind.reader}: {path} must be {kind.noun} of format {FORMAT}, got {told}. Use a file that "
-                    f"{kind.writer} of this version wrote."
+                    f"{kind.reader}: {path} must be {kind.noun} of format {FORMAT}, "
+                    + (newer_format(form, FORMAT) or way_out)
                 )
             yield file, metadata
     except MoEDispatchError:

@@ -23,6 +23,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from moe_dispatch._support import newer_format
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import TraceError
@@ -248,7 +249,7 @@ class _Totals(BaseModel):
 
 @final
 class _Header(BaseModel):
-    moe_dispatch_run: int
+    moe_dispatch_run: Literal[1]
     run: Name
     rank: Count
     ep_size: Count
@@ -279,12 +280,10 @@ def _read(path: Path) -> tuple[_Header, list[_Totals]]:
             f"RunLog.load: {path} must begin with a header, got {len(first)} characters of a header. The run ended "
             "before its first step. Log another run."
         )
+    form = re.match(r'\{"moe_dispatch_run": (\d+)', first)
+    if form is not None and (told := newer_format(form[1], FORMAT)):
+        raise TraceError(f"RunLog.load: {path} must have format {FORMAT}, {told}")
     header = _parsed(_Header, path, 1, first)
-    if header.moe_dispatch_run != FORMAT:
-        raise TraceError(
-            f"RunLog.load: {path} must have format {FORMAT}, got format {header.moe_dispatch_run}. Use a file that "
-            "RunLog.record of this version wrote."
-        )
     steps = [_parsed(_Step, path, number, line) for number, line in enumerate(lines[:-1], 2)]  # the last is incomplete
     for number, step in enumerate(steps):
         if step.step != number:

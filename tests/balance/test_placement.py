@@ -90,7 +90,7 @@ FILES = {
         (ExpertPlacement.load, ("p0.json",), r"p0\.json: the file must be JSON"),
         (ExpertPlacement.load, ("p1.json",), r"p1\.json: .* must hold .* with moe_dispatch_placement 1, got list"),
         (ExpertPlacement.load, ("p2.json",), r"got \['num_experts'\]"),
-        (ExpertPlacement.load, ("p3.json",), r"with moe_dispatch_placement 1"),
+        (ExpertPlacement.load, ("p3.json",), r"must have format 1, got format 2, of a newer moe-dispatch\. Upg"),
         (ExpertPlacement.load, ("p4.json",), r"must be an integer, got '1'"),
         (ExpertPlacement.load, ("p5.json",), r"p5\.json: ExpertPlacement: num_experts"),
         (ExpertPlacement.load, ("deep.json",), r"deep\.json: the file must be JSON, got .*recursion"),

@@ -15,7 +15,7 @@ from moe_dispatch.config import ConstraintOverrides
 from moe_dispatch.errors import ConfigError
 
 SIZES: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64}
-YAML = """
+YAML = """format: 1
 backend: {name: alltoall, reduction: exact}
 num_experts: 8
 top_k: 2
@@ -172,6 +172,12 @@ def test_a_wrong_field_is_told_with_its_source(
         ("moe.json", '{"top_k": 2,\n "backend": local}', r"cannot read .*moe\.json: .* line 2"),
         ("moe.json", "", r"moe\.json: .* line 1"),
         ("moe.json", "[1, 2]", r"moe\.json must be a mapping of fields, not list"),
+        (
+            "moe.yaml",
+            "format: 2\nrows: 3\n",
+            r"moe\.yaml must have format 1, got format 2, of a newer moe-dispatch\. Up",
+        ),
+        ("moe.yaml", "format: one\n", "format: Extra inputs are not permitted, got 'one'"),
         ("moe.yaml", "local\n", r"moe\.yaml must be a mapping of fields, not str"),
         ("moe.toml", "top_k = 2", r"cannot read .*moe\.toml: Expecting value"),
         ("moe.yaml", b"backend: \xff\xfe\n", r"cannot read .*moe\.yaml: 'utf-8' codec"),

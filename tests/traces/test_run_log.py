@@ -216,7 +216,11 @@ WRONG: dict[str, tuple[Damage, str]] = {
         r"rank1\.jsonl must begin with a header, got 9 characters of a header\. The run ended before its first step",
     ),
     "other file": (line(1, 0, '{"loss": 3}\n'), NO_LINE.format(1) + r"moe_dispatch_run: Field required\. Use a"),
-    "other format": (header(0, moe_dispatch_run=2), r"rank0\.jsonl must have format 1, got format 2\."),
+    "other format": (
+        header(0, moe_dispatch_run=2),
+        r"rank0\.jsonl must have format 1, got format 2, of a newer moe-dispatch\. Upgr",
+    ),
+    "format 0": (header(0, moe_dispatch_run=0), NO_LINE.format(1) + "moe_dispatch_run: Input should be 1"),
     "damaged": (line(0, 2, '": 1}\n'), NO_LINE.format(3) + r"text: Invalid JSON: .*\. Use .* copy it again\."),
     "nested": (line(0, 2, "[" * 100_000 + "\n"), NO_LINE.format(3) + "text: Invalid JSON: recursion limit exceeded"),
     "line lost": (line(0, 2, ""), r"rank0\.jsonl, line 3 must be step 1, got 2\. Copy the file again, and do not join"),

@@ -71,9 +71,13 @@ def test_file_of_something_else(tmp_path: Path, recorded: Path) -> None:
         Trace.load(tmp_path / "model.safetensors")
 
 
-def test_another_format(recorded: Path) -> None:
-    path = changed(recorded, lambda _, metadata: set_item(metadata, "moe_dispatch_trace", "2"))
-    with pytest.raises(TraceError, match=r"must be a trace of format 1, got format 2\. Use a file that Trace\.record"):
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [("0", r"got format 0\. Use a file that Trace\.record"), ("2", r"got format 2, of a newer moe-dispatch\. Upgrade")],
+)
+def test_another_format(recorded: Path, number: str, told: str) -> None:
+    path = changed(recorded, lambda _, metadata: set_item(metadata, "moe_dispatch_trace", number))
+    with pytest.raises(TraceError, match="must be a trace of format 1, " + told):
         Trace.load(path)
 
 
