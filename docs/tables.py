@@ -16,7 +16,7 @@ from moe_dispatch._support import SUPPORT
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_backends, load_backend
 from moe_dispatch.backends.base import WireDtype, listed_sizes
 from moe_dispatch.backends.capacity import capacity_of
-from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
+from moe_dispatch.backends.wire import id_dtype_for, packet_format, row_format
 
 ROOT = Path(__file__).parent.parent
 _PACKAGE = "moe_dispatch.backends."
@@ -42,10 +42,10 @@ def wire_table() -> str:
             narrow: WireDtype | None = None if wire is None else "bfloat16"
             out, back = row_format(dtype, hidden, wire), row_format(dtype, hidden, narrow)
             sizes = [
-                packet(out, top_k, torch.float32, id_dtype_for(SHAPE.num_experts)).stride,
-                packet(back, top_k, None).stride,
+                packet_format(out, top_k, torch.float32, id_dtype_for(SHAPE.num_experts)).stride,
+                packet_format(back, top_k, None).stride,
                 back.nbytes,
-                packet(back, top_k, torch.float32).stride,
+                packet_format(back, top_k, torch.float32).stride,
             ]
             lines.append([str(dtype).removeprefix("torch."), f"`{wire!r}`".replace("'", '"'), *map(str, sizes)])
     return _markdown(lines)
@@ -66,7 +66,7 @@ def capacity_table() -> str:
             room = capacity_of(shape, pair_factor=factor)
             assert room.pair_rows is not None
             row = row_format(torch.bfloat16, shape.hidden_size)
-            form = packet(row, shape.top_k, torch.float32, id_dtype_for(shape.num_experts), note=True)
+            form = packet_format(row, shape.top_k, torch.float32, id_dtype_for(shape.num_experts), note=True)
             wire = 2 * ep_size * room.pair_rows * form.stride
             numbers = [str(room.rows), str(room.buffer_rows), str(room.pair_rows)]
             given = room.buffer_rows * row.nbytes

@@ -3,10 +3,10 @@
 Only the kernels of ``deep_ep`` and the notes of the watchdog travel by other ways. These functions talk to other ranks:
 
 ======================  ===========================================================================================
-dispatch on alltoall    ``EagerAllToAll.start`` (counts), ``start_rows`` (rows), in ``backends/alltoall/backend.py``
+dispatch on alltoall    ``AllToAll.start`` (counts), ``start_rows`` (rows), in ``backends/alltoall/backend.py``
 its combine             ``Leg.add_up``; also the backward of dispatch. With ``reduction="exact"``: ``exchange``
 backward of combine     ``exchange``; also ``dispatch(again=...)``
-the other forms         ``FixedAllToAll.start``; ``TwoLevelAllToAll.finish``
+graph-safe, two levels  ``FixedAllToAll.start``; ``TwoLevelAllToAll.finish``
 allgather               ``AllGather.dispatch``, ``AllGatherRoute.spread`` and ``collect``
 sizes of a call         ``agreement.settle``; ``agreement.tell_peers`` if this rank refuses the call
 a refusal among counts  ``agreement.tell_peers``, by ``Backend.refuse`` or in place of the counts of ``balance``
@@ -59,7 +59,7 @@ class Alone:
         """Return at once."""
 
 
-Started = dist.Work | WatchedCall | Alone  # a collective that can be waited for
+Work = dist.Work | WatchedCall | Alone  # a collective that can be waited for
 
 
 @final
@@ -91,7 +91,7 @@ class Communicator:
         """Drop the process group, at ``close`` or at the end of the process. Nothing can be sent afterwards."""
         self.group = None
 
-    def _start(self, name: str, *arguments: Any, tensor: Tensor, label: str, nbytes: int, options: Any) -> Started:
+    def _start(self, name: str, *arguments: Any, tensor: Tensor, label: str, nbytes: int, options: Any) -> Work:
         """Count a collective on ``tensor``, start it, and return the handle to wait for.
 
         Args:
@@ -114,13 +114,13 @@ class Communicator:
         self.bytes_sent[label] += nbytes
         start = partial(getattr(_ALONE if self.group is None else self.group, name), *arguments)
         if self.watch is None:
-            started: Started = start(options)
+            started: Work = start(options)
             return started
         return self.watch.start(label, nbytes, tensor, start, options)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str
-    ) -> Started:
+    ) -> Work:
         """Start to send rows to the ranks. Returns the handle to wait for.
 
         Args:

@@ -24,7 +24,7 @@ from moe_dispatch.backends.base import (
 from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import form_of, row_format
+from moe_dispatch.backends.wire import dispatch_format, row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Capacity, Sizes
@@ -52,7 +52,7 @@ class AllGatherOptions(BackendOptions):
         wide, hidden, copies = accumulation_dtype(dtype), shape.hidden_size, volume.rows * volume.others
         return SentBytes(
             sent={
-                "dispatch": copies * form_of(shape, dtype, wide).stride,
+                "dispatch": copies * dispatch_format(shape, dtype, wide).stride,
                 "combine": copies * hidden * wide.itemsize,
                 "combine.backward": copies * row_format(dtype, hidden).nbytes,
                 "dispatch.backward": copies * (hidden + shape.top_k) * wide.itemsize,
@@ -62,7 +62,7 @@ class AllGatherOptions(BackendOptions):
         )
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        wire = (1 + shape.ep_size) * rows * form_of(shape, dtype, accumulation_dtype(dtype)).stride
+        wire = (1 + shape.ep_size) * rows * dispatch_format(shape, dtype, accumulation_dtype(dtype)).stride
         return {**grouped_bytes(shape, sizes, dtype, arrived_rows=shape.ep_size * rows), "wire": wire}
 
     def open(self, context: BackendContext) -> Backend:
@@ -111,7 +111,7 @@ class AllGather(Backend):
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape, comm = self.context.shape, self.context.communicator
-        form = form_of(shape, rows_TD.dtype, weights_TK.dtype)
+        form = dispatch_format(shape, rows_TD.dtype, weights_TK.dtype)
         packets = form.pack(rows_TD, weights_TK, ids_TK)
         everyone = self.context.workspace.lend(len(packets) * comm.size, form.stride, device=packets.device)
         comm.all_gather(everyone, packets, label="dispatch")

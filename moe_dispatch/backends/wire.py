@@ -19,13 +19,13 @@ _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 @final
 @dataclass(frozen=True, slots=True)
-class Packet:
+class PacketFormat:
     """The byte format of a row with its slots: ``[row | K weights | note | K ids]``.
 
-    ``row_format`` makes the format of a bare row, and ``packet`` adds the slots. Each part is aligned to the size of
-    its numbers. The note is one int32 for the backend's own use. For example, a packet of 5 bfloat16 numbers, 2 float32
-    weights, a note and 2 int16 ids has these bytes: row 0-9, gap 10-11, weights 12-19, note 20-23, ids 24-27. So its
-    stride is 28.
+    ``row_format`` makes the format of a bare row, and ``packet_format`` adds the slots. Each part is aligned to the
+    size of its numbers. The note is one int32 for the backend's own use. For example, a packet of 5 bfloat16 numbers, 2
+    float32 weights, a note and 2 int16 ids has these bytes: row 0-9, gap 10-11, weights 12-19, note 20-23, ids 24-27.
+    So its stride is 28.
 
     A float8 row is followed by one float32 scale per 128 columns, as DeepEP's fp8 dispatch takes it. A scale is the
     largest absolute value of its columns divided by 448, or 1 if all are zero. So a row of 256 numbers has 256 bytes of
@@ -113,19 +113,23 @@ class Packet:
 
 
 @cache
-def row_format(dtype: torch.dtype, hidden: int, wire: WireDtype | None = None) -> Packet:
+def row_format(dtype: torch.dtype, hidden: int, wire: WireDtype | None = None) -> PacketFormat:
     """Return the format of bare rows of ``hidden`` numbers of ``dtype`` that travel as ``wire``."""
     if wire == "float8_e4m3fn":
         nbytes = hidden + 4 * (hidden // FLOAT8_BLOCK)
-        return Packet(dtype, hidden, wire, torch.float8_e4m3fn, nbytes, nbytes)
+        return PacketFormat(dtype, hidden, wire, torch.float8_e4m3fn, nbytes, nbytes)
     wire_dtype = dtype if wire is None else torch.bfloat16
-    return Packet(dtype, hidden, wire, wire_dtype, hidden * wire_dtype.itemsize, hidden * wire_dtype.itemsize)
+    return PacketFormat(dtype, hidden, wire, wire_dtype, hidden * wire_dtype.itemsize, hidden * wire_dtype.itemsize)
 
 
 @cache
-def packet(
-    row: Packet, top_k: int, weight_dtype: torch.dtype | None, id_dtype: torch.dtype | None = None, note: bool = False
-) -> Packet:
+def packet_format(
+    row: PacketFormat,
+    top_k: int,
+    weight_dtype: torch.dtype | None,
+    id_dtype: torch.dtype | None = None,
+    note: bool = False,
+) -> PacketFormat:
     """Return the format of a row with its slots, aligned so that each part can be viewed in its own dtype."""
     weight_bytes, id_bytes = (0 if dtype is None else dtype.itemsize for dtype in (weight_dtype, id_dtype))
     weights_at = round_up(row.nbytes, weight_bytes or 1)
@@ -140,10 +144,12 @@ def packet(
 
 
 @cache
-def form_of(shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False) -> Packet:
+def dispatch_format(
+    shape: MoEShape, row_dtype: torch.dtype, weight_dtype: torch.dtype, *, note: bool = False
+) -> PacketFormat:
     """Return the format of the packets of a dispatch: rows with the weights and ids of their slots."""
     row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
-    return packet(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
+    return packet_format(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
 
 
 def to_float8(rows_TD: Tensor) -> tuple[Tensor, Tensor]:

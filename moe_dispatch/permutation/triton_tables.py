@@ -444,18 +444,18 @@ def send_places(ids_TK: Tensor, num_local_experts: int, size: int, pair_rows: in
     ids, (num_rows, top_k) = ids_TK.contiguous(), ids_TK.shape
     pairs, num_places = num_rows * size, size * pair_rows
     slots, marks = torch.zeros(size, dtype=torch.int64, device=ids.device), ids.new_empty(2 * pairs)
-    source_S, member_N = ids.new_empty(num_places), ids.new_empty(pairs)
+    source_B, member_N = ids.new_empty(num_places), ids.new_empty(pairs)
     cu_T, busiest = ids.new_empty(num_rows + 1), ids.new_empty(())
     is_empty = torch.empty(num_places, dtype=torch.uint8, device=ids.device)
     with torch.cuda.device_of(ids):
         members_kernel[(triton.cdiv(max(pairs, num_places), _BLOCK),)](
-            *(ids, marks, slots, source_S, is_empty, member_N, num_rows, top_k, size, num_local_experts, num_places),
+            *(ids, marks, slots, source_B, is_empty, member_N, num_rows, top_k, size, num_local_experts, num_places),
             **_OPTIONS,
         )
         sums = marks.cumsum(0)
         places_kernel[(triton.cdiv(max(pairs, num_rows + 1), _BLOCK),)](
-            *(marks, sums, source_S, is_empty, member_N, cu_T, busiest, num_rows, size, pair_rows),
+            *(marks, sums, source_B, is_empty, member_N, cu_T, busiest, num_rows, size, pair_rows),
             ranks=triton.next_power_of_2(size),
             **_OPTIONS,
         )
-    return source_S, is_empty.view(torch.bool), member_N, cu_T, busiest, slots
+    return source_B, is_empty.view(torch.bool), member_N, cu_T, busiest, slots

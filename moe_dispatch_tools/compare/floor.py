@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.backends.wire import packet, row_format
+from moe_dispatch.backends.wire import packet_format, row_format
 from moe_dispatch.permutation import SlotIndex, group_slots
 from moe_dispatch_testing.rank_context import Call
 from moe_dispatch_tools.compare.contenders import Peer, RowFunction
@@ -127,7 +127,7 @@ def _buffers(tokens: Tensor, top_k: int, sent: int, index: SlotIndex) -> dict[st
     of the weights.
     """
     (count, hidden), row = tokens.shape, row_format(tokens.dtype, tokens.shape[1])
-    there, back = packet(row, top_k, torch.float32, torch.int16), packet(row, top_k, torch.float32)
+    there, back = packet_format(row, top_k, torch.float32, torch.int16), packet_format(row, top_k, torch.float32)
     packets = {
         "packets": (count, there),
         **{"there out": (sent, there), "there in": (index.num_rows, there)},
@@ -149,7 +149,7 @@ class _FloorDispatch(torch.autograd.Function):
         ctx.way = way
         space, index, ones = way.buffers, way.index, [1] * way.group.size()
         way.group.alltoall_base(way.counts_in, way.counts_out, ones, ones).wait()
-        form = packet(row_format(x_TD.dtype, x_TD.shape[1]), weights_TK.shape[1], torch.float32, torch.int16)
+        form = packet_format(row_format(x_TD.dtype, x_TD.shape[1]), weights_TK.shape[1], torch.float32, torch.int16)
         form.write(x_TD, space["packets"][:, : form.nbytes])
         form.weights(space["packets"]).copy_(weights_TK)
         torch.index_select(space["packets"], 0, way.source_S, out=space["there out"])
@@ -161,7 +161,7 @@ class _FloorDispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor, dots_R: Tensor) -> Any:
         way: Way = ctx.way
         space, index = way.buffers, way.index
-        form = packet(row_format(grad_RD.dtype, grad_RD.shape[1]), index.top_k, torch.float32)
+        form = packet_format(row_format(grad_RD.dtype, grad_RD.shape[1]), index.top_k, torch.float32)
         sum_rows(grad_RD, index.byrow_N, index.cu_S, None, form.read(space["back out"]))
         form.weights(space["back out"]).copy_(index.to_slots(dots_R))
         way.exchange(space["back in"], space["back out"], back=True)

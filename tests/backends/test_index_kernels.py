@@ -152,7 +152,7 @@ def test_gives_rows_their_places_as_torch_does(shape: tuple[int, int, int, int, 
     else:
         places, none = torch.zeros(size * pair_rows, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         one = torch.zeros(1, dtype=torch.int64)
-        expected = SendTable(source_S=places, is_empty_S=places == 0, member_N=none, cu_T=one, busiest=one[0])
+        expected = SendTable(source_B=places, is_empty_B=places == 0, member_N=none, cu_T=one, busiest=one[0])
     *found, slots_P = kernels.send_places(ids_TK, experts, size, pair_rows)
     for field, mine in zip(dataclasses.fields(SendTable), found, strict=True):
         theirs = getattr(expected, field.name)

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.communication import Communicator, Started
+from moe_dispatch.communication import Communicator, Work
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.types import Sizes
 
@@ -111,7 +111,7 @@ def _silent_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a fake exchange of counts leaves in memory is not read: nobody sends to this rank."""
     original = Communicator.all_to_all
 
-    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> Started | None:
+    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> Work | None:
         work = original(self, out, inp, *splits, label=label)
         if label == "counts":
             out.zero_()
@@ -133,7 +133,7 @@ def test_quadratic_metadata_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
     small = _send(64)
     original = Communicator.all_to_all
 
-    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> Started | None:
+    def all_to_all(self: Communicator, out: Tensor, inp: Tensor, *splits: list[int], label: str) -> Work | None:
         if label == "counts":
             inp.repeat(self.size, 1)
         return original(self, out, inp, *splits, label=label)

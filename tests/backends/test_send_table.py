@@ -52,7 +52,7 @@ def table(rank_TK: Tensor, weights_TK: Tensor, pair_rows: int, *, may_overflow: 
 def test_the_heaviest_rows_have_a_place(case: tuple[Tensor, Tensor, int]) -> None:
     rank_TK, _, pair_rows = case
     got, wanted = table(*case), sent_by_hand(*case)
-    empty, source = got.is_empty_S.view(SIZE, pair_rows), got.source_S.view(SIZE, pair_rows)
+    empty, source = got.is_empty_B.view(SIZE, pair_rows), got.source_B.view(SIZE, pair_rows)
     for there, rows in enumerate(wanted):
         assert empty[there].tolist() == [False] * len(rows) + [True] * (pair_rows - len(rows))
         assert source[there, : len(rows)].tolist() == rows
@@ -80,7 +80,7 @@ def test_where_nothing_can_overflow_nothing_is_sorted_and_all_travels(case: tupl
     rank_TK, weights_TK, _ = case
     enough = len(rank_TK)
     sorted_, plain = (table(rank_TK, weights_TK, enough, may_overflow=may) for may in (True, False))
-    for name in ("source_S", "is_empty_S", "member_N", "cu_T", "busiest"):
+    for name in ("source_B", "is_empty_B", "member_N", "cu_T", "busiest"):
         assert torch.equal(getattr(sorted_, name), getattr(plain, name))
 
 
@@ -90,4 +90,4 @@ def test_of_equal_rows_the_last_stay_behind(first: bool) -> None:
     rank_TK, weights_TK = torch.zeros(600, 2, dtype=torch.int64), torch.full((600, 2), 0.5)
     rank_TK[:, int(first)] = -1
     got = table(rank_TK, weights_TK, 200)
-    assert got.source_S[:200].tolist() == list(range(200))
+    assert got.source_B[:200].tolist() == list(range(200))

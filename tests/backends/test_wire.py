@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dispatch.backends.base import WireDtype
-from moe_dispatch.backends.wire import id_dtype_for, packet, row_format
+from moe_dispatch.backends.wire import id_dtype_for, packet_format, row_format
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -73,7 +73,7 @@ def test_packets_hold_row_weights_and_ids_apart(
     rows, weights = torch.randn(4, hidden).to(dtype), torch.randn(4, top_k).to(weight_dtype)
     ids = torch.randint(-1, num_experts, (4, top_k))
     row = row_format(dtype, hidden, wire)
-    form = packet(row, top_k, weight_dtype, id_dtype_for(num_experts), note=note)
+    form = packet_format(row, top_k, weight_dtype, id_dtype_for(num_experts), note=note)
     packets = form.pack(rows, weights, ids)
     if note:
         form.notes(packets).fill_(-7)
@@ -98,7 +98,7 @@ def test_a_column_with_a_stride_is_encoded(count: int, strides: tuple[int, int])
 
 
 def test_a_packet_costs_six_bytes_a_slot() -> None:
-    form = packet(row_format(torch.bfloat16, 1024), 8, torch.float32, id_dtype_for(64))
+    form = packet_format(row_format(torch.bfloat16, 1024), 8, torch.float32, id_dtype_for(64))
     assert form.stride == 2048 + 6 * 8
 
 

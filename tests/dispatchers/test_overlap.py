@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import build_dispatcher
-from moe_dispatch.communication import Communicator, Started
+from moe_dispatch.communication import Communicator, Work
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
 ROWS = 6
@@ -21,7 +21,7 @@ original = Communicator.all_to_all
 class _Awaited:
     """Work that tells when it is waited for."""
 
-    def __init__(self, work: Started, done: list[str]) -> None:
+    def __init__(self, work: Work, done: list[str]) -> None:
         self._work, self._done = work, done
 
     def wait(self) -> None:

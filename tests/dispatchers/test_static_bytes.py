@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_dispatch import Routing, build_dispatcher
-from moe_dispatch.communication import Alone, Communicator, Started
+from moe_dispatch.communication import Alone, Communicator, Work
 from moe_dispatch.permutation import round_up
 from moe_dispatch_testing import Collective, allow_host_syncs, count_collectives
 from moe_dispatch_testing.scenario import ROUTINGS
@@ -75,7 +75,7 @@ def test_an_all_gather_in_disguise_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
     def gathered(
         self: Communicator, out: torch.Tensor, inp: torch.Tensor, out_splits: Any, in_splits: Any, *, label: str
-    ) -> Started:
+    ) -> Work:
         assert self.group is not None
         everyone = inp.new_empty(self.size * inp.numel())
         self.group._allgather_base(everyone, inp.reshape(-1)).wait()

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_dispatch import Routing, build_dispatcher
 from moe_dispatch.backends.alltoall.two_level import Nodes
 from moe_dispatch.backends.base import Tables
-from moe_dispatch.communication import Communicator, Started
+from moe_dispatch.communication import Communicator, Work
 from tests.dispatchers.layer import Group, identity_round, on_ranks, random_routing, random_rows, small_config
 
 EXPERTS, SLOTS, HIDDEN, ROWS = 16, 6, 64, 40
@@ -81,7 +81,7 @@ def sent_bytes(
 
     def all_to_all(
         comm: Communicator, out: Tensor, inp: Tensor, rows_in: Sequence[int], rows_out: Sequence[int], *, label: str
-    ) -> Started | None:
+    ) -> Work | None:
         with lock:
             for other, rows in enumerate(rows_out):
                 if other != comm.rank and rows:

@@ -1,11 +1,12 @@
-"""``alltoall`` in eager mode: a dispatch, the route of one level, and the exchange of rows between ranks.
+"""``alltoall`` in eager mode with one level: a dispatch, its route, and the exchange of rows between ranks.
 
-``two_level`` and ``exact`` extend the dispatch; ``fixed`` is the graph-safe form; ``options`` chooses one.
+``two_level`` and ``exact`` extend it, ``fixed`` is the class of graph-safe mode, and ``options`` chooses one of them.
+
+Legend, beside the one of ``moe_dispatch/types.py``: B rows that this rank sends on one leg.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from moe_dispatch.backends.base import (
     on_host,
 )
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
-from moe_dispatch.backends.wire import Packet, form_of, packet, row_format
-from moe_dispatch.communication import Started, read_host
+from moe_dispatch.backends.wire import PacketFormat, dispatch_format, packet_format, row_format
+from moe_dispatch.communication import Work, read_host
 from moe_dispatch.errors import PeerError
 from moe_dispatch.permutation.index import true_positions
 from moe_dispatch.types import Capacity, Sizes
@@ -40,29 +41,29 @@ MARK = 2**40
 class Leg:
     """One exchange of rows between ranks, and its way back.
 
-    For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. Then ``source_S`` is [1, 0, 1],
-    ``member_S`` is [1, 0, 2] and ``cu_T`` is [0, 1, 3].
+    For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. Then ``source_B`` is [1, 0, 1],
+    ``member_B`` is [1, 0, 2] and ``cu_T`` is [0, 1, 3].
 
     Attributes:
         rows_out: Number of rows that go to each rank, on the host.
         rows_in: Number of rows that come from each rank.
         suffix: Text behind the labels of the collectives.
-        source_S: int64 (S,), the row of this rank that each sent row is a copy of. Sent rows are ordered by
+        source_B: int64 (B,), the row of this rank that each sent row is a copy of. Sent rows are ordered by
             destination rank, then by row.
-        member_S: int64 (S,), the numbers of the sent rows, ordered by the row that they are copies of. In graph-safe
+        member_B: int64 (B,), the numbers of the sent rows, ordered by the row that they are copies of. In graph-safe
             mode it is longer, and entries from ``cu_T[-1]`` on may be anything.
-        cu_T: int64 (T+1,), where the copies of each row begin in ``member_S``.
+        cu_T: int64 (T+1,), where the copies of each row begin in ``member_B``.
     """
 
     context: BackendContext
     rows_out: Sequence[int]
     rows_in: Sequence[int]
     suffix: str = ""
-    source_S: Tensor
-    member_S: Tensor
+    source_B: Tensor
+    member_B: Tensor
     cu_T: Tensor
 
-    def add_up(self, packets: Tensor, form: Packet, out: Tensor, values: Tensor | None, *, label: str) -> None:
+    def add_up(self, packets: Tensor, form: PacketFormat, out: Tensor, values: Tensor | None, *, label: str) -> None:
         """Return one packet for each row that arrived, and sum the packets that come back by row.
 
         Args:
@@ -73,24 +74,26 @@ class Leg:
             label: Label of the collective, without the suffix.
         """
         context, label = self.context, label + self.suffix
-        received = context.workspace.lend(self.source_S.shape[0], packets.shape[1], device=packets.device)
+        received = context.workspace.lend(self.source_B.shape[0], packets.shape[1], device=packets.device)
         work = context.communicator.all_to_all(received, packets, self.rows_out, self.rows_in, label=label)
         permutation = context.permutations[type(received), received.device.type]
         work.wait()
         # Sum whole packets as if they held only numbers of the row's dtype. ``sum_bags`` ignores the columns behind the
         # row.
-        permutation.sum_bags(received.view(form.wire_dtype), self.member_S, self.cu_T, None, out)
+        permutation.sum_bags(received.view(form.wire_dtype), self.member_B, self.cu_T, None, out)
         if values is not None:
-            permutation.sum_bags(form.weights(received).contiguous(), self.member_S, self.cu_T, None, values)
+            permutation.sum_bags(form.weights(received).contiguous(), self.member_B, self.cu_T, None, values)
 
     def tensors(self) -> list[Tensor]:
         """Return the numbers of rows and the tables, for ``leg_from``."""
-        return [on_host(self.rows_out, self.rows_in), self.source_S, self.member_S, self.cu_T]
+        return [on_host(self.rows_out, self.rows_in), self.source_B, self.member_B, self.cu_T]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RouteOfLegs(RankMajorRoute):
-    """A route on which rows go out along one leg after the other. There are two legs with ``levels=2``, else one.
+class AllToAllRoute(RankMajorRoute):
+    """A route on which rows go out along one leg after the other, and sums come back along the same legs.
+
+    There are two legs with ``levels=2``, where a relay adds up the sums of its node; otherwise there is one.
 
     Attributes:
         legs: The legs. The rows of a later leg are the rows that arrived in the one before it.
@@ -104,18 +107,12 @@ class RouteOfLegs(RankMajorRoute):
         row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         packets = row.encode(rows_TD)
         for leg in self.legs:
-            packets = exchange(self.context, packets, leg.source_S, leg.rows_out, leg.rows_in, label + leg.suffix)
+            packets = exchange(self.context, packets, leg.source_B, leg.rows_out, leg.rows_in, label + leg.suffix)
         yield row.read(packets)
 
     @property
     def num_rows(self) -> int:
         return self.legs[0].cu_T.shape[0] - 1
-
-
-@final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class AllToAllRoute(RouteOfLegs):
-    """A route on which sums come back along the same legs. With two legs, a relay adds up the sums of its node."""
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
@@ -141,49 +138,54 @@ class AllToAllRoute(RouteOfLegs):
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Underway:
+class Started:
     """A dispatch whose rows are on their way.
 
     Attributes:
-        leg: The exchange that is under way.
-        work: Handle to wait for.
+        leg: The leg on which they are.
+        work: The collective to wait for.
         outgoing: Packets that are being sent, in memory of the workspace.
         received: Memory of the workspace for the packets that arrive.
         form: Format of the packets.
         counts: The table of counts on the device, flat; the first L are the numbers of slots of this rank's experts.
         host: The same counts on the host, without marks.
-        kept: What a subclass of ``EagerAllToAll`` adds for its route.
+        kept: What a subclass of ``AllToAll`` adds for its route.
     """
 
     leg: Leg
-    work: Started
+    work: Work
     outgoing: Tensor
     received: Tensor
-    form: Packet
+    form: PacketFormat
     counts: Tensor
     host: list[int]
     kept: tuple[Any, ...] = ()
 
 
-class EagerAllToAll(Backend):
-    """The dispatch of all eager forms. A form has ``members`` and ``route``, and may add to ``start`` and ``finish``.
+class AllToAll(Backend):
+    """The backend over ``torch.distributed`` all-to-all, with one level.
 
     While counts travel, rows are packed, and on the CPU they are also ordered by destination. While rows travel, the
     order in which they will be summed is computed by a sort.
 
-    Args:
-        context: The objects that the backend is built with.
+    Cost: one host sync and two collectives (counts, data) per dispatch; one collective per combine, and one per
+    backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
+    per top_k slot (a float32 weight and an int16 id); in combine and its backward, the row; in the backward of
+    dispatch, the row, and 4 bytes per slot for the gradient of the weights.
+
+    Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
+
+    Attributes:
         width: Number of columns of the table of counts.
         rows_at: Column of the numbers of rows that go to each rank.
     """
 
-    def __init__(self, context: BackendContext, *, width: int, rows_at: int) -> None:
+    def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.width, self.rows_at = width, rows_at
-        self.num_experts = context.shape.num_local_experts
+        self.num_experts = self.rows_at = context.shape.num_local_experts
+        self.width = self.num_experts + 1
         self.first_expert = context.communicator.rank * self.num_experts
 
-    @abstractmethod
     def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
         """Write the numbers of rows to the table of counts, and return which rows go to which of the targets.
 
@@ -194,14 +196,13 @@ class EagerAllToAll(Backend):
         Returns:
             bool, one row for each target, in the order of their ranks, and T columns.
         """
-
-    @abstractmethod
-    def route(self, started: Underway, ids_SK: Tensor) -> RankMajorRoute:
-        """Return the route of a dispatch whose rows have arrived, with the global expert ids ``ids_SK``."""
+        members_PT = rank_members(owner_TK, to_ranks.shape[0])
+        torch.sum(members_PT, 1, out=to_ranks.select(1, self.num_experts))
+        return members_PT
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Underway:
+    ) -> Started:
         """Exchange counts, then start to send exactly the rows that are needed.
 
         The counts stand in a table of at least L + 1 columns: the number of slots of each of L experts, then the number
@@ -217,7 +218,7 @@ class EagerAllToAll(Backend):
         if mark is not None:  # -1 makes the number of rows negative
             to_ranks.select(1, experts).add_(mark, alpha=MARK)
         work = comm.all_to_all(from_ranks, to_ranks, [1] * size, [1] * size, label="counts")
-        form = form_of(context.shape, rows_TD.dtype, weights_TK.dtype)
+        form = dispatch_format(context.shape, rows_TD.dtype, weights_TK.dtype)
         packets, in_order = form.pack(rows_TD, weights_TK, ids_TK), None
         if packets.is_cpu:  # order the rows while the counts travel; a GPU learns the number of rows with the counts
             in_order = ordered(context, packets, members)
@@ -226,55 +227,23 @@ class EagerAllToAll(Backend):
         host, marks = read_host(counts), set()
         for row, at in enumerate(range(experts, len(host), width)):
             its_mark, host[at] = divmod(host[at], MARK)
-            if row > size:  # it came from another rank, or from this one
+            if row > size:  # the rows behind number P came in, with the marks of their senders
                 marks.add(its_mark)
         if (len(marks) > 1 or min(marks) < 0) and not marks_agree(marks):
             raise PeerError("Some rank refused its call, or made another one.")
         rows = host[self.rows_at :: width]
         rows_out, rows_in = rows[1 : 1 + size], rows[1 + size :]
-        source_S, outgoing = in_order or ordered(context, packets, members, sum(rows_out))
-        leg, received, work = start_rows(context, source_S, outgoing, rows_TD.shape[0], rows_out, rows_in)
-        return Underway(leg=leg, work=work, outgoing=outgoing, received=received, form=form, counts=counts, host=host)
+        source_B, outgoing = in_order or ordered(context, packets, members, sum(rows_out))
+        leg, received, work = start_rows(context, source_B, outgoing, rows_TD.shape[0], rows_out, rows_in)
+        return Started(leg=leg, work=work, outgoing=outgoing, received=received, form=form, counts=counts, host=host)
 
-    def finish(self, started: Underway) -> Arrived:
+    def finish(self, started: Started) -> Arrived:
         started.work.wait()
         rows_SD, weights_SK, ids_SK = started.form.unpack(started.received)
         return arrive(self.route(started, ids_SK), rows_SD, weights_SK, started.form.dtype)
 
-    @final
-    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
-        """Do both halves. The dispatcher calls ``start`` and ``finish`` instead."""
-        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
-
-    @final
-    def refuse(self, device: torch.device) -> None:
-        comm, ones = self.context.communicator, [1] * self.context.shape.ep_size
-        marked = torch.full((len(ones), self.width), -1, dtype=torch.int64, device=device)
-        comm.all_to_all(torch.empty_like(marked), marked, ones, ones, label="counts").wait()
-
-
-class AllToAll(EagerAllToAll):
-    """The backend over ``torch.distributed`` all-to-all, with one level.
-
-    Cost: one host sync and two collectives (counts, data) per dispatch; one collective per combine, and one per
-    backward of either. Each distinct pair of a row and another rank takes these bytes: in dispatch, the row and 6 bytes
-    per top_k slot (a float32 weight and an int16 id); in combine and its backward, the row; in the backward of
-    dispatch, the row, and 4 bytes per slot for the gradient of the weights.
-
-    Source: sending a row once per rank, as in DeepEP's normal mode (v1.2.1).
-    """
-
-    def __init__(self, context: BackendContext) -> None:
-        experts = context.shape.num_local_experts
-        super().__init__(context, width=experts + 1, rows_at=experts)
-
-    @final
-    def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
-        members_PT = rank_members(owner_TK, to_ranks.shape[0])
-        torch.sum(members_PT, 1, out=to_ranks.select(1, self.num_experts))
-        return members_PT
-
-    def route(self, started: Underway, ids_SK: Tensor) -> RankMajorRoute:
+    def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
+        """Return the route of a dispatch whose rows have arrived, with the global expert ids ``ids_SK``."""
         context, experts = self.context, self.num_experts
         permutation = context.permutations[type(ids_SK), ids_SK.device.type]
         index = permutation.group_slots(
@@ -289,35 +258,46 @@ class AllToAll(EagerAllToAll):
         leg, index = leg_from(self.context, tables, num_rows), self.context.index_from(tables, None, capacity)
         return AllToAllRoute(context=self.context, legs=(leg,), index=index)
 
+    @final
+    def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
+        """Do both halves. The dispatcher calls ``start`` and ``finish`` instead."""
+        return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
+
+    @final
+    def refuse(self, device: torch.device) -> None:
+        comm, ones = self.context.communicator, [1] * self.context.shape.ep_size
+        marked = torch.full((len(ones), self.width), -1, dtype=torch.int64, device=device)
+        comm.all_to_all(torch.empty_like(marked), marked, ones, ones, label="counts").wait()
+
 
 def ordered(
     context: BackendContext, packets: Tensor, members_PT: Tensor, count: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows to send in order of their destinations, int64 (count,), and their packets.
+    """Return the rows to send in order of their destinations, int64 (B,), and their packets.
 
     ``count`` is not used on the CPU, where the rows are found without it.
     """
-    source_S = true_positions(members_PT, count).select(1, 1).contiguous()
-    outgoing = context.workspace.lend(source_S.shape[0], packets.shape[1], device=packets.device)
-    context.permutations[type(packets), packets.device.type].gather(packets, source_S, outgoing)
-    return source_S, outgoing
+    source_B = true_positions(members_PT, count).select(1, 1).contiguous()
+    outgoing = context.workspace.lend(source_B.shape[0], packets.shape[1], device=packets.device)
+    context.permutations[type(packets), packets.device.type].gather(packets, source_B, outgoing)
+    return source_B, outgoing
 
 
 def start_rows(
     context: BackendContext,
-    source_S: Tensor,
+    source_B: Tensor,
     outgoing: Tensor,
     num_rows: int,
     rows_out: Sequence[int],
     rows_in: Sequence[int],
     suffix: str = "",
-) -> tuple[Leg, Tensor, Started]:
+) -> tuple[Leg, Tensor, Work]:
     """Start to send packets; while they travel, compute the order of the sums that will come back.
 
     Args:
         context: Context of the backend.
-        source_S: The row of each packet, as in ``Leg``.
-        outgoing: The packets, in the order of ``source_S``.
+        source_B: The row of each packet, as in ``Leg``.
+        outgoing: The packets, in the order of ``source_B``.
         num_rows: T.
         rows_out: As in ``Leg``.
         rows_in: As in ``Leg``.
@@ -328,15 +308,15 @@ def start_rows(
     """
     received = context.workspace.lend(sum(rows_in), outgoing.shape[1], device=outgoing.device)
     work = context.communicator.all_to_all(received, outgoing, rows_in, rows_out, label=f"dispatch{suffix}")
-    by_row = source_S.sort(stable=True)
+    by_row = source_B.sort(stable=True)
     leg = Leg(
         context=context,
         rows_out=rows_out,
         rows_in=rows_in,
         suffix=suffix,
-        source_S=source_S,
-        member_S=by_row.indices,
-        cu_T=torch.searchsorted(by_row.values, torch.arange(num_rows + 1, device=source_S.device)),
+        source_B=source_B,
+        member_B=by_row.indices,
+        cu_T=torch.searchsorted(by_row.values, torch.arange(num_rows + 1, device=source_B.device)),
     )
     return leg, received, work
 
@@ -354,7 +334,7 @@ def exchange(
 
 def reduced_packets(
     route: RankMajorRoute, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None
-) -> tuple[Packet, Tensor]:
+) -> tuple[PacketFormat, Tensor]:
     """Sum expert rows for each row that arrived here, and pack the sums with one value for each of their slots.
 
     Returns:
@@ -362,7 +342,7 @@ def reduced_packets(
     """
     context, index = route.context, route.index
     row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(context.shape.wire_dtype))
-    form = packet(row, index.top_k, None if values_R is None else values_R.dtype)
+    form = packet_format(row, index.top_k, None if values_R is None else values_R.dtype)
     packets = context.workspace.lend(index.num_rows, form.stride, device=rows_RD.device)
     permutation = context.permutations[type(index.source_R), rows_RD.device.type]
     permutation.reduce(rows_RD, index, weights_R, form.read(packets))
@@ -380,8 +360,8 @@ def leg_from(context: BackendContext, tables: Tables, num_rows: int | None, suff
         rows_out=rows[:size],
         rows_in=rows[size:],
         suffix=suffix,
-        source_S=tables.table(sent),
-        member_S=tables.table(sent),
+        source_B=tables.table(sent),
+        member_B=tables.table(sent),
         cu_T=tables.table(tables.new_size() if num_rows is None else num_rows + 1),
     )
 

@@ -1,7 +1,7 @@
 """``alltoall`` with ``reduction="exact"``: the output of every slot comes home, and is summed there in slot order.
 
-Rows go out as in the fast form. On the way back each leg carries one packet for each slot instead of one sum for each
-row, so the route also knows the slots that each leg carried: a ``SlotWay``.
+Rows go out as with ``reduction="fast"``. On the way back each leg carries one packet for each slot instead of one sum
+for each row, so the route also knows the slots that each leg carried: a ``SlotWay``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.alltoall.backend import AllToAll, Leg, RouteOfLegs, Underway, exchange, leg_from
+from moe_dispatch.backends.alltoall.backend import AllToAll, AllToAllRoute, Leg, Started, exchange, leg_from
 from moe_dispatch.backends.base import BackendContext, Tables, on_host
 from moe_dispatch.backends.rank_major import RankMajorRoute, back_wire
-from moe_dispatch.backends.wire import packet, row_format
+from moe_dispatch.backends.wire import packet_format, row_format
 from moe_dispatch.permutation import SlotIndex, group_slots
 from moe_dispatch.types import Capacity, Sizes
 
@@ -53,7 +53,7 @@ def slot_way(slots: Sequence[int], owner_TK: Tensor, to: range) -> SlotWay:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExactRoute(RouteOfLegs):
+class ExactRoute(AllToAllRoute):
     """A route on which the outputs of slots come back one by one.
 
     Attributes:
@@ -69,7 +69,7 @@ class ExactRoute(RouteOfLegs):
     ) -> tuple[Tensor, Tensor | None]:
         context, slots = self.context, self.index
         row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(context.shape.wire_dtype))
-        form = packet(row, 1, None if values_R is None else values_R.dtype)
+        form = packet_format(row, 1, None if values_R is None else values_R.dtype)
         if values_R is None:
             packets = row.encode(rows_RD)
         else:
@@ -99,8 +99,8 @@ class ExactAllToAll(AllToAll):
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Underway:
-        """Start the dispatch as in the fast form, and group the slots for the way home while the rows travel."""
+    ) -> Started:
+        """Start the dispatch as ``AllToAll`` does, and group the slots for the way home while the rows travel."""
         started = super().start(rows_TD, ids_TK, weights_TK, sizes, mark)
         experts, host = self.num_experts, started.host
         slots = [sum(host[begin : begin + experts]) for begin in range(self.width, len(host), self.width)]
@@ -108,7 +108,7 @@ class ExactAllToAll(AllToAll):
         way = slot_way(slots, owner_TK, range(self.context.shape.ep_size))
         return replace(started, kept=(way, weights_TK))
 
-    def route(self, started: Underway, ids_SK: Tensor) -> RankMajorRoute:
+    def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
         index, (way, weights_TK) = super().route(started, ids_SK).index, started.kept
         return ExactRoute(context=self.context, legs=(started.leg,), ways=(way,), index=index, weights_TK=weights_TK)
 

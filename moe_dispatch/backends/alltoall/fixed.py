@@ -17,7 +17,7 @@ from moe_dispatch.backends.alltoall.backend import AllToAllRoute, Leg, rank_memb
 from moe_dispatch.backends.base import Arrived, Backend, Route, Tables
 from moe_dispatch.backends.capacity import tokens_of
 from moe_dispatch.backends.rank_major import arrive
-from moe_dispatch.backends.wire import form_of
+from moe_dispatch.backends.wire import dispatch_format
 from moe_dispatch.permutation.index import front, heaviest, running_total
 from moe_dispatch.types import Capacity, Sizes
 
@@ -33,22 +33,25 @@ class FixedAllToAll(Backend):
         assert capacity is not None
         assert capacity.pair_rows is not None
         size, pair_rows, experts = shape.ep_size, capacity.pair_rows, shape.num_local_experts
-        permutation, form = context.permutation_of(ids_TK), form_of(shape, rows_TD.dtype, weights_TK.dtype, note=True)
+        permutation, form = (
+            context.permutation_of(ids_TK),
+            dispatch_format(shape, rows_TD.dtype, weights_TK.dtype, note=True),
+        )
         may_overflow = pair_rows < tokens_of(shape)
         if permutation.send_places is None or may_overflow:
             owner_TK, counts = permutation.count_owners(ids_TK, experts, experts, (1 + size) * experts, graph_safe=True)
             members_PT, slots_P = rank_members(owner_TK, size), counts.view(-1, experts)[1:].sum(1)
             table = send_table(members_PT, owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
         else:
-            source_S, is_empty_S, member_N, cu_T, busiest, slots_P = permutation.send_places(
+            source_B, is_empty_B, member_N, cu_T, busiest, slots_P = permutation.send_places(
                 ids_TK, experts, size, pair_rows
             )
-            table = SendTable(source_S=source_S, is_empty_S=is_empty_S, member_N=member_N, cu_T=cu_T, busiest=busiest)
+            table = SendTable(source_B=source_B, is_empty_B=is_empty_B, member_N=member_N, cu_T=cu_T, busiest=busiest)
         outgoing, received = (
             context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device) for _ in range(2)
         )
-        permutation.gather(form.pack(rows_TD, weights_TK, ids_TK), table.source_S, outgoing)
-        form.ids(outgoing).masked_fill_(table.is_empty_S.unsqueeze(1), -1)
+        permutation.gather(form.pack(rows_TD, weights_TK, ids_TK), table.source_B, outgoing)
+        form.ids(outgoing).masked_fill_(table.is_empty_B.unsqueeze(1), -1)
         form.notes(outgoing)[::pair_rows, 0] = slots_P
         rows = [pair_rows] * size
         work = context.communicator.all_to_all(received, outgoing, rows, rows, label="dispatch")
@@ -62,7 +65,7 @@ class FixedAllToAll(Backend):
         first_expert = context.communicator.rank * context.shape.num_local_experts
         index = context.group(ids_SK - first_expert, weights_SK, capacity)
         return arrive(
-            AllToAllRoute(context=context, legs=(self._leg(table.source_S, table.member_N, table.cu_T),), index=index),
+            AllToAllRoute(context=context, legs=(self._leg(table.source_B, table.member_N, table.cu_T),), index=index),
             rows_SD,
             weights_SK,
             dtype,
@@ -73,10 +76,10 @@ class FixedAllToAll(Backend):
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         return self.finish(self.start(rows_TD, ids_TK, weights_TK, sizes))
 
-    def _leg(self, source_S: Tensor, member_S: Tensor, cu_T: Tensor) -> Leg:
+    def _leg(self, source_B: Tensor, member_B: Tensor, cu_T: Tensor) -> Leg:
         size = self.context.shape.ep_size
-        rows = [len(source_S) // size] * size
-        return Leg(context=self.context, rows_out=rows, rows_in=rows, source_S=source_S, member_S=member_S, cu_T=cu_T)
+        rows = [len(source_B) // size] * size
+        return Leg(context=self.context, rows_out=rows, rows_in=rows, source_B=source_B, member_B=member_B, cu_T=cu_T)
 
     def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> Route:
         assert num_rows is not None
@@ -84,30 +87,30 @@ class FixedAllToAll(Backend):
         assert capacity.pair_rows is not None
         size, table = self.context.shape.ep_size, tables.table
         leg = self._leg(table(capacity.pair_rows * size), table(num_rows * size), table(num_rows + 1))
-        index = self.context.index_from(tables, leg.source_S.shape[0], capacity)
+        index = self.context.index_from(tables, leg.source_B.shape[0], capacity)
         return AllToAllRoute(context=self.context, legs=(leg,), index=index)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SendTable:
-    """The rows in the S = P * pair_rows places of a send buffer. The first pair_rows places go to rank 0, and so on.
+    """The rows in the B = P * pair_rows places of a send buffer. The first pair_rows places go to rank 0, and so on.
 
     For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. With P = 2 and pair_rows = 2,
-    ``source_S`` is [1, 0, 0, 1], ``is_empty_S`` is [False, True, False, False], ``member_N`` is [2, 0, 3, 0] and
+    ``source_B`` is [1, 0, 0, 1], ``is_empty_B`` is [False, True, False, False], ``member_N`` is [2, 0, 3, 0] and
     ``cu_T`` is [0, 1, 3].
 
     Attributes:
-        source_S: int64 (S,), the row in each place, ascending for each destination rank; 0 in empty places.
-        is_empty_S: bool (S,).
+        source_B: int64 (B,), the row in each place, ascending for each destination rank; 0 in empty places.
+        is_empty_B: bool (B,).
         member_N: int64 (P * T,), the used places, ordered by their row and then by place. Entries from ``cu_T[-1]`` on
             may be anything.
         cu_T: int64 (T+1,), where the places of each row begin in ``member_N``.
         busiest: int64 (), the largest number of rows that this rank had for any one rank.
     """
 
-    source_S: Tensor
-    is_empty_S: Tensor
+    source_B: Tensor
+    is_empty_B: Tensor
     member_N: Tensor
     cu_T: Tensor
     busiest: Tensor
@@ -138,12 +141,12 @@ def send_table(
     at_PT = kept_PT.cumsum(1) + torch.arange(-1, nowhere - 1, pair_rows, device=owner_TK.device).unsqueeze(1)
     at_PT = torch.where(kept_PT, at_PT, nowhere)
     row_PT = torch.arange(count, device=owner_TK.device).expand(size, count)
-    source_S = torch.full((nowhere + 1,), -1, dtype=torch.int64, device=owner_TK.device)
-    source_S = source_S.index_copy_(0, at_PT.reshape(-1), row_PT.reshape(-1))[:nowhere]
+    source_B = torch.full((nowhere + 1,), -1, dtype=torch.int64, device=owner_TK.device)
+    source_B = source_B.index_copy_(0, at_PT.reshape(-1), row_PT.reshape(-1))[:nowhere]
     kept_TP = kept_PT.t()
     return SendTable(
-        source_S=source_S.clamp(min=0),
-        is_empty_S=source_S < 0,
+        source_B=source_B.clamp(min=0),
+        is_empty_B=source_B < 0,
         member_N=front(at_PT.t().reshape(-1), kept_TP.reshape(-1)),
         cu_T=running_total(kept_TP.sum(1)),
         busiest=members_PT.sum(1).amax(),
@@ -151,5 +154,5 @@ def send_table(
 
 
 def send_table_bytes(size: int, rows: int, pair_rows: int) -> int:
-    """Return the bytes of the tables of a ``SendTable`` that live until the backward: source_S, member_N and cu_T."""
+    """Return the bytes of the tables of a ``SendTable`` that live until the backward: source_B, member_N and cu_T."""
     return 8 * (size * pair_rows + (size * rows + 1) + rows + 1)

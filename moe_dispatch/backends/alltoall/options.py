@@ -20,7 +20,7 @@ from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, 
 from moe_dispatch.backends.capacity import CapacityFactor, Factor, capacity_of
 from moe_dispatch.backends.rank_major import back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
-from moe_dispatch.backends.wire import form_of, packet, row_format
+from moe_dispatch.backends.wire import dispatch_format, packet_format, row_format
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.permutation import accumulation_dtype
 from moe_dispatch.types import Capacity, Sizes
@@ -91,7 +91,7 @@ class AllToAllOptions(BackendOptions):
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
         wide, back = accumulation_dtype(dtype), row_format(dtype, shape.hidden_size, back_wire(shape.wire_dtype))
-        there = form_of(shape, dtype, wide, note=shape.graph_safe)
+        there = dispatch_format(shape, dtype, wide, note=shape.graph_safe)
         exact, nodes = self.reduction == "exact", self._nodes(shape, rank=0)
         legs, width = {"": volume}, 1 + shape.num_local_experts
         if nodes is not None:
@@ -109,7 +109,7 @@ class AllToAllOptions(BackendOptions):
                 f"dispatch{suffix}": out * there.stride,
                 f"combine{suffix}": returned * back.nbytes,
                 f"combine.backward{suffix}": out * back.nbytes,
-                f"dispatch.backward{suffix}": returned * packet(back, slots, wide).stride,
+                f"dispatch.backward{suffix}": returned * packet_format(back, slots, wide).stride,
             }
         return SentBytes(sent=sent, row_dtypes=(there.wire_dtype, back.wire_dtype))
 
@@ -119,7 +119,7 @@ class AllToAllOptions(BackendOptions):
         places = shape.ep_size * sizes.capacity.pair_rows
         found = grouped_bytes(shape, sizes, dtype, arrived_rows=places)
         found["index"] += send_table_bytes(shape.ep_size, rows, sizes.capacity.pair_rows)
-        form = form_of(shape, dtype, accumulation_dtype(dtype), note=True)
+        form = dispatch_format(shape, dtype, accumulation_dtype(dtype), note=True)
         return {**found, "wire": 2 * places * form.stride}
 
     def open(self, context: BackendContext) -> Backend:

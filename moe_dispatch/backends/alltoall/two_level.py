@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.alltoall.backend import (
+    AllToAll,
     AllToAllRoute,
-    EagerAllToAll,
-    Underway,
+    Started,
     leg_from,
     ordered,
     rank_members,
@@ -167,7 +167,7 @@ class Nodes:
 
 
 @final
-class TwoLevelAllToAll(EagerAllToAll):
+class TwoLevelAllToAll(AllToAll):
     """``alltoall`` with ``levels=2``.
 
     Cost: every exchange of rows takes two collectives: one between nodes, and one on each node. The number of host
@@ -180,19 +180,20 @@ class TwoLevelAllToAll(EagerAllToAll):
     """
 
     def __init__(self, context: BackendContext, nodes: Nodes) -> None:
-        experts = context.shape.num_local_experts
-        super().__init__(context, width=experts + 1 + nodes.num_columns, rows_at=experts + 1)
+        super().__init__(context)
         self._nodes = nodes
+        self.width += nodes.num_columns
+        self.rows_at += 1
 
     def members(self, owner_TK: Tensor, to_ranks: Tensor) -> Tensor:
-        torch.sum(rank_members(owner_TK, to_ranks.shape[0]), 1, out=to_ranks.select(1, self.num_experts))
+        super().members(owner_TK, to_ranks)
         members_MT = rank_members(self._nodes.node_of(owner_TK), self._nodes.num_nodes)
         self._nodes.write_counts(to_ranks, members_MT)
         return members_MT
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> Underway:
+    ) -> Started:
         """Start the first leg as a dispatch with one level does, with nodes in place of ranks."""
         started, nodes = super().start(rows_TD, ids_TK, weights_TK, sizes, mark), self._nodes
         if not nodes.exact:
@@ -203,21 +204,21 @@ class TwoLevelAllToAll(EagerAllToAll):
         node_TK = nodes.node_of((ids_TK + experts).div(experts, rounding_mode="floor"))
         return replace(started, kept=(started.leg, slot_way(slots, node_TK, nodes.relays), weights_TK))
 
-    def finish(self, started: Underway) -> Arrived:
+    def finish(self, started: Started) -> Arrived:
         """Send the packets on: this rank is a relay for the ranks of its node that need them."""
         context, nodes, relayed = self.context, self._nodes, started.received
         started.work.wait()
         owner_SK = nodes.neighbour_of(started.form.ids(relayed))
         rows_out, rows_in, slots = nodes.leg_within(started.host)
         members_PS = rank_members(owner_SK, nodes.ranks_per_node)
-        source_S, outgoing = ordered(context, relayed, members_PS, sum(rows_out))
-        inner, received, work = start_rows(context, source_S, outgoing, len(relayed), rows_out, rows_in, WITHIN_NODE)
+        source_B, outgoing = ordered(context, relayed, members_PS, sum(rows_out))
+        inner, received, work = start_rows(context, source_B, outgoing, len(relayed), rows_out, rows_in, WITHIN_NODE)
         kept = started.kept
         if nodes.exact:
             kept = (*kept, slot_way(slots, owner_SK, nodes.neighbours))
         return super().finish(replace(started, leg=inner, work=work, outgoing=outgoing, received=received, kept=kept))
 
-    def route(self, started: Underway, ids_SK: Tensor) -> RankMajorRoute:
+    def route(self, started: Started, ids_SK: Tensor) -> RankMajorRoute:
         context, nodes, experts = self.context, self._nodes, self.num_experts
         keys_SK = nodes.keys(
             ids_SK - self.first_expert, started.host[experts :: self.width][1 + context.shape.ep_size :]

@@ -98,7 +98,7 @@ class DeepEPOptions(LibraryOptions):
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         wire: WireDtype = shape.wire_dtype or "bfloat16"
-        there, back = (row_format(dtype, shape.hidden_size, form) for form in (wire, "bfloat16"))
+        there, back = (row_format(dtype, shape.hidden_size, name) for name in (wire, "bfloat16"))
         dtypes = (there.wire_dtype, back.wire_dtype)
         return payload(volume, out_bytes=there.nbytes, back_bytes=back.nbytes, row_dtypes=dtypes)
 
