@@ -93,8 +93,6 @@ def test_wrong_backend_is_seen(command: Command, config: str) -> None:
     assert not wrong["agrees"]
     assert wrong["from_reference"]["y"] == pytest.approx(0.5, rel=0.05)
     assert wrong["from_first"]["y"] == pytest.approx(0.5, rel=0.05)
-    answer = command("compare", "-b", f"alltoall,{halved}", config, "--ranks", "1", "--tokens", "4", "--mode", "eager")
-    assert f"failed further from the reference than 0.02: {halved}, eager" in answer.out
 
 
 def test_other_ranks_of_torchrun_leave_the_answer_to_the_first(
@@ -113,8 +111,6 @@ def test_backend_that_cannot_run_is_told_and_counts_if_it_was_named(command: Com
     everything = compared(command, config, "--mode", "eager")
     assert everything["cases"][0]["agree"]
     assert [one["backend"] for one in everything["cases"][0]["outcomes"]] == known_backends()
-    answer = command("compare", "-b", "local", config, "--ranks", "2", "--tokens", "4", "--mode", "eager")
-    assert answer.out.endswith("failed not run: local\n")
 
 
 def test_mode_that_a_backend_lacks_is_no_failure(command: Command, config: str) -> None:

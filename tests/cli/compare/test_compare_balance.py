@@ -45,13 +45,6 @@ def test_exact_balance_needs_no_other_field(command: Command, tmp_path: Path) ->
     assert plain["bytes_sent"]["experts"] == 0 < balanced["bytes_sent"]["experts"], "weights travel"
 
 
-def test_tables_name_the_width(command: Command, config: str) -> None:
-    shape = ["--ranks", "2", "--tokens", "8", "--steps", "1"]
-    shown = command("compare", "-b", f"alltoall,{BALANCED}", config, *shape).out
-    assert 'graph-safe: not run: balance must be "exact" or None with graph_safe=True' in " ".join(shown.split())
-    assert "Experts have the width 32, and fetch their weights" in " ".join(shown.split()), "twice the hidden size"
-
-
 def test_a_trace_is_balanced_as_it_was_routed(command: Command, tmp_path: Path) -> None:
     """Ids named twice, ids of -1, a rank without tokens, lengths that only a device knew."""
     path = tmp_path / "run.safetensors"
@@ -76,15 +69,6 @@ def test_weights_in_wrong_slots_are_seen(command: Command, config: str, monkeypa
     monkeypatch.setattr(contenders, "SlotWeights", Wrong)
     shape = ["--ranks", "2", "--tokens", "16", "--steps", "1", "--expert-width", "8", *EXACTLY]
     assert not asked(command, "-b", BALANCED, config, *shape, status=1)["cases"][0]["agree"]
-
-
-def test_an_emulation_has_loads_and_no_times(command: Command, tmp_path: Path) -> None:
-    file = written(tmp_path, spare_experts_per_rank=2, hidden_size=128)
-    shape = ["--ranks", "2", "--tokens", "8", "--steps", "1", "--mode", "eager", "--dtype", "bfloat16"]
-    names = "alltoall,hybridep+emulate=true+balance=least_loaded"
-    plain, balanced = asked(command, "-b", names, file, *shape, "--expert-width", "8")["cases"][0]["outcomes"]
-    assert plain["imbalance"] >= balanced["imbalance"] >= 1
-    assert (balanced["rounds"], balanced["ratio"], balanced["bytes_sent"]) == ([], None, None)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from moe_dispatch.config import DispatcherConfig
@@ -20,7 +18,6 @@ from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare import measurement, peers
 from moe_dispatch_tools.compare.command import make_workloads
 from moe_dispatch_tools.compare.contenders import Peer, RowFunction, run_layer
-from moe_dispatch_tools.compare.display import draw
 from moe_dispatch_tools.compare.floor import Floor
 from moe_dispatch_tools.compare.measurement import Variant
 from moe_dispatch_tools.compare.workload import Workload, make_material
@@ -148,21 +145,6 @@ def test_ranks_are_joined_by_the_slowest_and_the_furthest() -> None:
     }
     assert (joined["agrees"], joined["from_reference"]["x"], joined["peak_bytes"]) == (False, 0.25, 4)
     assert (joined["peak_rows"], joined["imbalance"]) == (6, 1.25)
-
-
-def test_quartiles() -> None:
-    assert measurement._quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == [2, 3, 4]
-    assert measurement._quartiles([2.0]) == [2, 2, 2]
-
-
-def test_bars_are_as_long_as_the_medians(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kept: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path: kept.append(self))
-    draw([{"case": "few tokens", "outcomes": [times(1.0), times(2.0)]}] * 2, tmp_path / "compare.png")
-    assert len(kept[0].axes) == 2
-    for axes in kept[0].axes:
-        widths = [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle)]
-        assert widths == [1.0, 2.0, 0.0, 0.0, 2.0, 4.0, 3.0, 6.0]
 
 
 @pytest.mark.slow
