@@ -41,18 +41,6 @@ def test_index_equals_the_plain_one(table: Table) -> None:
         assert index.padding.tolist() == [at for at, pair in enumerate(grouped) if pair is None]
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
-def test_index_takes_keys_as_they_travel(dtype: torch.dtype) -> None:
-    index = group_slots(EXAMPLE.tensor.to(dtype), EXAMPLE.counts, EXAMPLE.multiple)
-    assert index.slot_N.tolist() == EXAMPLE.index.slot_N.tolist()
-    assert index.slot_N.dtype == torch.int64
-
-
-def test_index_takes_keys_of_any_strides() -> None:
-    index = group_slots(EXAMPLE.tensor.t().contiguous().t(), EXAMPLE.counts, EXAMPLE.multiple)
-    assert index.slot_N.tolist() == EXAMPLE.index.slot_N.tolist()
-
-
 @pytest.mark.parametrize("slack", [None, 0, 5])
 @FIXED
 @given(tables())

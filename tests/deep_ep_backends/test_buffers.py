@@ -206,6 +206,6 @@ def test_a_rank_without_room_keeps_its_own_error(backend: dict[str, Any], monkey
         original(self, sizes)
 
     monkeypatch.setattr(LibraryBackend, "reserve", reserve)
-    results = outcomes(lambda group: build_dispatcher(config(backend, max_tokens_per_rank=64), group), 2, seconds=3)
+    results = outcomes(lambda group: build_dispatcher(config(backend, max_tokens_per_rank=64), group), 2, seconds=1)
     assert isinstance(results[1], MemoryError)
     assert isinstance(results[0], Exception)

@@ -17,28 +17,17 @@ from moe_dispatch_testing import HostRead, count_collectives, count_host_syncs
 from tests.dispatchers.layer import Group, on_ranks, random_routing, random_rows, small_config
 
 LAYERS, ROWS = 4, 5
+POLICIES = ("agree", "check", "assume", "static")
 
 ALLTOALL = {"alltoall_base": 5 * LAYERS}  # counts, rows, and back; backwards of both
 ALLGATHER = {"allgather_base": 2 * LAYERS, "reduce_scatter_base": 2 * LAYERS}
 
 # backend, policy, with a plan -> collectives and host syncs per rank of one step
 TABLE: list[tuple[str, str, bool, dict[str, int], int]] = [
-    ("alltoall", "agree", True, ALLTOALL, LAYERS),
-    ("alltoall", "agree", False, ALLTOALL, LAYERS),
-    ("alltoall", "assume", True, ALLTOALL, LAYERS),
-    ("alltoall", "assume", False, ALLTOALL, LAYERS),
-    ("alltoall", "check", True, ALLTOALL, LAYERS),
-    ("alltoall", "check", False, ALLTOALL, LAYERS),
-    ("alltoall", "static", True, ALLTOALL, LAYERS),
-    ("alltoall", "static", False, ALLTOALL, LAYERS),
-    ("allgather", "agree", True, {**ALLGATHER, "allreduce": 1}, LAYERS + 1),
-    ("allgather", "agree", False, {**ALLGATHER, "allreduce": LAYERS}, LAYERS),
-    ("allgather", "assume", True, ALLGATHER, LAYERS),
-    ("allgather", "assume", False, ALLGATHER, LAYERS),
-    ("allgather", "check", True, {**ALLGATHER, "allreduce": 1}, LAYERS + 1),
-    ("allgather", "check", False, {**ALLGATHER, "allreduce": LAYERS}, LAYERS),
-    ("allgather", "static", True, ALLGATHER, LAYERS),
-    ("allgather", "static", False, ALLGATHER, LAYERS),
+    *(("alltoall", policy, planned, ALLTOALL, LAYERS) for policy in POLICIES for planned in (True, False)),
+    *(("allgather", policy, planned, ALLGATHER, LAYERS) for policy in POLICIES[2:] for planned in (True, False)),
+    *(("allgather", policy, True, {**ALLGATHER, "allreduce": 1}, LAYERS + 1) for policy in POLICIES[:2]),
+    *(("allgather", policy, False, {**ALLGATHER, "allreduce": LAYERS}, LAYERS) for policy in POLICIES[:2]),
 ]
 
 

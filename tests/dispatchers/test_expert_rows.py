@@ -101,10 +101,14 @@ def _relative(got: Tensor | None, wanted: Tensor | None) -> float:
     return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3))
 
 
+# Where rows go does not depend on their dtype: each load in float64, and each dtype with one load.
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", LOADS)
 @pytest.mark.parametrize("sizes", WIDTHS, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [*((torch.float64, kind) for kind in LOADS), *((dtype, "all experts") for dtype in [*TOLERANCES][1:])],
+    ids=str,
+)
 def test_grouped_mm_equals_a_loop(dtype: torch.dtype, sizes: tuple[int, int], kind: str, mode: str) -> None:
     helper = with_nan_in_slack if mode == "graph-safe" else by_grouped_mm
     assert max(errors(None, helper, kind, sizes, dtype, mode)) <= TOLERANCES[dtype]

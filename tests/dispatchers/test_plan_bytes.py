@@ -44,9 +44,10 @@ def config(backend: str, **changes: Any) -> DispatcherConfig:
     return small_config(backend, **{**sizes, "graph_safe": True, **changes})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("capacity", ["worst", 1.25])
-@pytest.mark.parametrize("pad_multiple", [1, 16])
+@pytest.mark.parametrize(
+    ("pad_multiple", "capacity", "dtype"),
+    [(1, "worst", torch.float32), (16, 1.25, torch.bfloat16), (16, "worst", torch.float64), (1, 1.25, torch.bfloat16)],
+)
 @pytest.mark.parametrize(("backend", "size"), [("local", 1), ("alltoall", 1), ("alltoall", 2), ("allgather", 2)])
 def test_bytes_are_those_allocated(
     backend: str, size: int, pad_multiple: int, capacity: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -43,23 +43,10 @@ def differences(release: str, module: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_release_has_a_record_with_its_source(release: str) -> None:
-    record = recorded(release)
-    assert record["release"] == release
-    source = record["source"]
-    assert len(source["commit"]) == 40
-    assert source["repository"].startswith("github.com/")
-    assert source["date"]
-    assert source.get("files") or source["file"]
-    assert source.get("branch") or source["tag"]
-
-
-@pytest.mark.parametrize(
-    ("release", "name", "method"), [(release, *key) for release in RELEASES for key in methods_of(release)]
-)
-def test_a_method_takes_what_that_of_the_release_takes(release: str, name: str, method: str) -> None:
-    emulated = getattr(named(emulated_deep_ep(release), name), method)
-    assert written(inspect.signature(emulated)) == written(parsed(methods_of(release)[name, method]))
+def test_methods_take_what_those_of_the_release_take(release: str) -> None:
+    assert recorded(release)["release"] == release
+    assert len(methods_of(release)) > 5
+    assert differences(release, emulated_deep_ep(release)) == []
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -70,20 +57,16 @@ def test_functions_take_what_those_of_the_release_take(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_classes_have_no_public_method_that_the_release_lacks(release: str) -> None:
-    for name, methods in recorded(release)["classes"].items():
+def test_classes_are_those_of_the_release_and_have_no_other_public_method(release: str) -> None:
+    record = recorded(release)
+    assert set(record.get("names", record["classes"])) <= set(vars(emulated_deep_ep(release)))
+    for name, methods in record["classes"].items():
         if name in ("Config", "EventHandle"):
             continue
         buffer = named(emulated_deep_ep(release), name)
         assert buffer.__name__ == ("ElasticEventOverlap" if (release, name) == ("v2-2.1.0", "EventOverlap") else name)
         public = {method for method in dir(buffer) if not method.startswith("_") and callable(getattr(buffer, method))}
         assert public <= set(methods), name
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_module_has_the_names_of_the_package(release: str) -> None:
-    record = recorded(release)
-    assert set(record.get("names", record["classes"])) <= set(vars(emulated_deep_ep(release)))
 
 
 @pytest.mark.parametrize(

@@ -74,26 +74,9 @@ def test_goes_on_after_cells_that_fail_and_cells_that_cannot_run(
     assert rows[2] in capsys.readouterr().out
 
 
-def test_a_run_fails_if_pytest_selects_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "install", in_this_environment)
-    suite = out / "test_suite.py"
-    suite.write_text(TESTS)
-    nowhere = run.Cell("nowhere", "3.99", ("torch==9",))
-    for which, failed in (("test_right", False), ("no_such_test", True)):
-        here = run.Cell("here", VERSION, ("torch",), (str(suite), "-k", which))
-        assert end_of(monkeypatch, [nowhere, here], "--python", sys.executable) is failed
-        assert ("; pytest's exit status is 5 |" in (out / "table.md").read_text()) is failed
-
-
 def test_a_name_that_no_cell_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert end_of(monkeypatch, list(run.CELLS), "--only", "torch-1.0") == 2
     assert "--only torch-1.0 must be part of a name: torch-2.10.0-py3.11, torch-" in capsys.readouterr().err
-
-
-def test_what_takes_too_long_is_killed(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert run.run([sys.executable, "-c", "import time; time.sleep(600)"], log, 0.005) == 1
-    assert run.last_line(log) == "no end after 0.005 minutes"
 
 
 def test_constraints_leave_torch_to_the_cell() -> None:
