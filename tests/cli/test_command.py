@@ -135,7 +135,7 @@ def test_missing_packages_are_named(
 ) -> None:
     for name in sorted((name for name in sys.modules if name.startswith("moe_dispatch_tools.")), reverse=True):
         parent, _, child = name.rpartition(".")
-        monkeypatch.setattr(sys.modules[parent], child, sys.modules[name])  # is there again afterwards
+        monkeypatch.delattr(sys.modules[parent], child)
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setattr(sys, "argv", ["moe-dispatch", "report", "run.safetensors"])
