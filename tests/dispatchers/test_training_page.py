@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -238,11 +239,66 @@ def plain_tensors(rank: int, folder: str) -> tuple[float, float]:
     return losses[0], losses[1]
 
 
+# Pipeline stages: two stages, two expert-parallel ranks each, and a block in each stage.
+
+MICRO_BATCHES, DEPTH, EP_RANKS = 4, 2, 2
+SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+
+
+def batch(pipeline: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a pipeline, (micro-batches times tokens, D); each pipeline has another number of tokens."""
+    generator = torch.Generator().manual_seed(pipeline)
+    shape = 2, MICRO_BATCHES * (3 + pipeline), HIDDEN
+    x, target = torch.randn(shape, generator=generator)
+    return x, target
+
+
+def through_stages(rank: int, schedule: Any) -> dict[str, float]:
+    """How far the gradients of this rank's stage are from those of the dense model on the tokens of both pipelines."""
+    code = page()
+    code.make_pipeline.__globals__["Schedule1F1B"] = schedule
+    mesh = init_device_mesh("cpu", (DEPTH, EP_RANKS), mesh_dim_names=("pp", "ep"))
+    stage, pipeline = mesh["pp"].get_local_rank(), mesh["ep"].get_local_rank()
+    blocks = []
+    for number in range(DEPTH):
+        torch.manual_seed(number)  # routers are alike on all ranks
+        block = code.Block(CONFIG, mesh["ep"].get_group(), INNER)
+        torch.manual_seed(100 * number + pipeline)
+        for parameter in block.experts.parameters():
+            torch.nn.init.normal_(parameter, std=HIDDEN**-0.5)
+        blocks.append(block)
+    weights = {
+        f"{number}.{name}": all_experts(p.detach(), mesh) if name.startswith("experts.") else p.detach().clone()
+        for number, block in enumerate(blocks)
+        for name, p in block.named_parameters()
+    }
+    model = nn.Sequential(blocks[stage])
+    run = code.make_pipeline(model, mesh, F.mse_loss, MICRO_BATCHES)
+    x, target = batch(pipeline)
+    losses: list[Tensor] = []
+    last = {"target": target, "losses": losses} if stage == DEPTH - 1 else {}
+    run.step(*([x] if stage == 0 else []), **last)
+    code.average_gradients(model, mesh)
+
+    leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
+    wants = [F.mse_loss(dense(x, leaves), target) for x, target in map(batch, range(EP_RANKS))]
+    (sum(wants) / EP_RANKS).backward()  # type: ignore[union-attr]
+    if losses:
+        assert relative(torch.stack(losses).mean(), wants[pipeline]) <= 1e-5
+    grads = {
+        f"{stage}.{name}": all_experts(grad, mesh) if name.startswith("experts.") else grad
+        for name, p in blocks[stage].named_parameters()
+        if (grad := p.grad) is not None
+    }
+    return {name: relative(grad, leaves[name].grad) for name, grad in grads.items()}
+
+
 def all_of_it(rank: int, folder: str) -> dict[str, Any]:
     """Processes start once for all tests."""
     ways = {"ddp": under_ddp, "fsdp": under_fsdp}
     return {
         **{f"{way} {mesh}": differences(rank, *mesh, under) for way, under in ways.items() for mesh in MESHES},
+        **{f"pipeline {name}": through_stages(rank, schedule) for name, schedule in SCHEDULES.items()},
         "all parameters": with_all_parameters(rank, RANKS),
         "copies only": copies_only(rank),
         "stages": through_all_stages(rank, f"{folder}/stages"),
@@ -265,6 +321,16 @@ def test_gradients_are_those_of_one_rank_with_all_experts(
     for rank, found in enumerate(results):
         assert len(found[f"{way} {mesh}"]) == 3 * LAYERS
         for name, difference in found[f"{way} {mesh}"].items():
+            assert difference <= 1e-5, f"rank {rank}: {name}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_of_stages_are_those_of_one_rank_with_all_experts(
+    results: list[dict[str, Any]], schedule: str
+) -> None:
+    for rank, found in enumerate(results):
+        assert len(found[f"pipeline {schedule}"]) == 3
+        for name, difference in found[f"pipeline {schedule}"].items():
             assert difference <= 1e-5, f"rank {rank}: {name}"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.pages import commands, run_command
+from tests.pages import ROOT, blocks, commands, run_command
 
 pytestmark = pytest.mark.integration
 
@@ -48,6 +49,28 @@ def test_accelerate() -> None:
     printed, shown = _printed("accelerate_ranks.py")
     assert printed == shown
     assert printed == [f"step {step}: loss {loss:.4f}" for step, loss in enumerate(_losses_of_one_process())]
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning, which no extra installs")
+def test_fabric(tmp_path: Path) -> None:
+    """The changes of the page, made to the example for Accelerate, leave its losses as they are."""
+    (shown,) = blocks("docs/accelerate-and-ray.md", "diff")
+    program = (ROOT / "examples" / "accelerate_ranks.py").read_text(encoding="utf-8")
+    for before, after in changes(shown):
+        assert program.count(before) == 1, before
+        program = program.replace(before, after)
+    assert "accelerator." not in program
+    (tmp_path / "fabric_ranks.py").write_text(program, encoding="utf-8")
+    ran = run_command("MOE_DISPATCH_BACKEND=alltoall torchrun --nproc-per-node 2 fabric_ranks.py", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    expected = [f"step {step}: loss {loss:.4f}" for step, loss in enumerate(_losses_of_one_process())]
+    assert [line for line in ran.stdout.splitlines() if line.startswith("step")] == expected
+
+
+def changes(diff: str) -> list[tuple[str, str]]:
+    """Each removed line of a diff, with the lines that take its place."""
+    parts = [part.splitlines() for part in ("\n" + diff).split("\n-")[1:]]
+    return [(f"{removed}\n", "".join(f"{line[1:]}\n" for line in added)) for removed, *added in parts]
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray, which no extra installs")

@@ -1,9 +1,13 @@
-"""The code of docs/tuning.md is true: its code runs, TensorBoard has what it writes, Prometheus could read its text."""
+"""The code of docs/tuning.md is true: TensorBoard and W&B have what it writes, Prometheus could read its text."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,24 +17,67 @@ from tests.pages import run_page
 
 SAMPLE = re.compile(r'moe_dispatch_(\w+)_total\{rank="0",\w+="\w[\w.]*",backend="alltoall"\} (\d+)')
 
-pytestmark = needs("tensorboard")
+pytestmark = [
+    *needs("tensorboard"),
+    pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb, which torchtitan brings"),
+]
 
 
 def test_code_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     torch.manual_seed(0)
     namespace = run_page("tuning.md")
     metrics = namespace["dispatcher"].metrics()
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
     assert events.Scalars("moe/imbalance")[0].value == pytest.approx(metrics.imbalance)
     assert events.Tags()["histograms"] == ["moe/tokens_per_expert"]
+    check_wandb(tmp_path, metrics)
     lines = namespace["prometheus_text"](metrics, rank=0).splitlines()
     found = [match for line in lines if (match := SAMPLE.fullmatch(line))]
     assert len(found) == len(lines)
     tokens = sum(int(match[2]) for match in found if match[1] == "tokens")
     assert tokens == int(metrics.real_tokens_per_expert.sum()) == 80 - repeated(namespace["topk_ids"])
+
+
+def check_wandb(folder: Path, metrics: Any) -> None:
+    """The folder of the offline run has the step with all values."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    steps = []
+    for written in journal(path):
+        record = Record()
+        record.ParseFromString(written)
+        if record.WhichOneof("record_type") == "history":
+            values = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item
+            }
+            steps.append(values)
+    (values,) = steps
+    assert values["_step"] == 100
+    assert values["moe/imbalance"] == pytest.approx(metrics.imbalance)
+    assert values["moe/tokens_per_expert/values"] == metrics.real_tokens_per_expert.tolist()
+    assert {name: values[f"moe/rows_padded/{name}"] for name in metrics.rows_padded} == metrics.rows_padded
+    assert {name: values[f"moe/bytes_sent/{name}"] for name in metrics.bytes_sent} == metrics.bytes_sent
+
+
+def journal(path: Path) -> Iterator[bytes]:
+    """The records of a file of W&B: blocks of 32 KiB, in which each part has a checksum, a length and a kind."""
+    written, place, record = path.read_bytes(), 7, b""
+    while place + 7 <= len(written):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(written[place + 4 : place + 6], "little"), written[place + 6]
+        record += written[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
 
 
 def repeated(ids_TK: torch.Tensor) -> int:
