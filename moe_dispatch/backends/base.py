@@ -286,21 +286,21 @@ class BackendContext:
         shape: Sizes and settings.
         communicator: The group. All collectives of the backend go through it.
         needs: Constraints of the backend, after the overrides of the config.
-        permutation: Name of the configured one-rank reorder.
+        permutation_name: Name of the configured one-rank reorder.
         workspace: Memory that calls reuse.
-        permutations: The reorder itself, by type of tensor and of device.
+        permutations: The reorder itself, by type of tensor and of device. ``permutation_of`` looks it up for a tensor.
     """
 
     shape: MoEShape
     communicator: Communicator
     needs: Constraints = field(default_factory=Constraints)
-    permutation: PermutationName = "auto"
+    permutation_name: PermutationName = "auto"
     workspace: Workspace = field(default_factory=Workspace)
     permutations: Permutations = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Make the table of permutations, which is filled on use."""
-        table = Permutations(self.permutation, self.workspace, fixed_size=self.shape.graph_safe)
+        table = Permutations(self.permutation_name, self.workspace, fixed_size=self.shape.graph_safe)
         object.__setattr__(self, "permutations", table)
 
     @property

@@ -7,6 +7,16 @@
   to the backend. ``autograd.finish`` waits for them. ``Dispatch`` and ``Combine`` attach the verbs to autograd.
 - ``operators`` makes operators of torch out of the same functions, for ``torch.compile`` and selective checkpointing.
 
+One dispatch has these records. ``Backend.start`` and ``finish`` return the first two, and know nothing of the model:
+
+=============  ==========================  ====================================================================
+layer          until the rows have come    afterwards
+=============  ==========================  ====================================================================
+backend        its own (``Started``)       ``Arrived``, with the ``Route`` for combine and both backwards
+dispatcher     ``autograd.Departed``       ``autograd.State``: the route, and how to pad and trim the model's rows
+model          ``InFlight``, if it asks    ``Dispatched``, with the state
+=============  ==========================  ====================================================================
+
 There are two kinds of padding:
 
 - Rank padding makes the number of rows of each rank fit the backend's ``Constraints``. ``autograd.start`` decides the
@@ -20,7 +30,8 @@ All calls use ``channel``, the objects that dispatchers with the same config and
 ``metrics``. ``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that
 hold them. In a call, ``balancing`` plans expert slots if the config asks for it, and ``recorder`` keeps ids for a
 trace. Outside of a call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what
-graph-safe calls needed), ``capture`` and ``self_test``.
+graph-safe calls needed), ``capture`` (graph-safe calls in a CUDA graph) and ``self_test`` (random rows through identity
+experts).
 """
 
 from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher

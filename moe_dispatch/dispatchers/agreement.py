@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import MARKED_DISPATCHERS
+from moe_dispatch.backends.local import count_experts
 from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.requirements import check_max_rows
@@ -95,7 +96,8 @@ def settle(
     *,
     facts: Facts | None = None,
     lease: Lease | None = None,
-    tally: Sequence[Tensor] = (),
+    ids_TK: Tensor | None = None,
+    invalid: Tensor | None = None,
     problem: Callable[[], InputError | None] = lambda: None,
 ) -> Plan:
     """Agree on sizes, unless the plan has some. With ``debug``, also compare the calls of the ranks.
@@ -105,7 +107,8 @@ def settle(
         plan: A plan, or the draft of one.
         facts: What must be equal on all ranks of a dispatch; None in a call of ``plan``.
         lease: Lease of the dispatcher; None in compiled code.
-        tally: In a dispatch, the number of invalid ids of this rank, int64 (1,), and of slots that name each expert.
+        ids_TK: In a dispatch, the valid ids of the rows that this rank sends.
+        invalid: In a dispatch, the number of its invalid ids, int64 (); None if the ranks learn it otherwise.
         problem: Function that returns the error of an invalid id of this rank.
 
     Returns:
@@ -136,10 +139,14 @@ def settle(
     if policy is not None:
         largest, sums = (config.max_tokens_per_rank if policy == "static" else plan.num_sent) or 0, list[int]()
         if policy not in ("static", "assume"):
+            tally: list[Tensor] = []
+            if channel.num_tallied and ids_TK is not None:
+                counts = [count_experts(ids_TK, channel.shape.num_experts)] if needs.counts_with_sizes else []
+                tally = [ids_TK.new_zeros(1) if invalid is None else invalid.view(1), *counts]
             largest, sums = agree(largest, tally=tally)
         check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
         sizes = channel.sizes(largest)
-        if tally and sums:
+        if ids_TK is not None and sums:
             if sums[0]:
                 raise_alike(channel.control, problem(), label="refusal")
             if needs.counts_with_sizes:

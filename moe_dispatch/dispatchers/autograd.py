@@ -21,7 +21,6 @@ from torch import Size, Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch.backends.base import Arrived, Route
-from moe_dispatch.backends.local import count_experts
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
@@ -95,7 +94,7 @@ class Departed:
         real_rows: int64, the indices of the rows that are sent; None if all are.
         given_TK: The ids of the router, of the rows that are sent; -1 in rows that are no tokens.
         outcome: int64 (), what ``valid_ids`` found about them.
-        invalid: Copy of ``outcome`` that the host reads when the rows have arrived; None if the call raises earlier, or
+        unread: Copy of ``outcome`` that the host reads when the rows have arrived; None if the call raises earlier, or
             reports invalid ids in ``check``.
         valid_T: bool, whether each row is a token, if ids of other rows became -1; else None.
         placement: Placement of this dispatch.
@@ -107,7 +106,7 @@ class Departed:
     real_rows: Tensor | None
     given_TK: Tensor
     outcome: Tensor
-    invalid: HostCopy | None
+    unread: HostCopy | None
     valid_T: Tensor | None
     placement: ExpertPlacement | ExactPlacement | None
     experts_L: Tensor | None
@@ -157,6 +156,7 @@ def start(
     experts_L = None if table is None else table.experts_L
     mark = mark_of(x_TD.dtype, recorded, None if lease is None else lease.number) if needs.exchanges_counts else None
     asks, num_experts = not config.graph_safe, config.num_experts
+    tallied = channel.num_tallied > 0 and not plan.settled
     try:
         if valid_T is not None:
             ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
@@ -170,20 +170,17 @@ def start(
         tell_peers(channel, error, in_dispatch=True, x=x_TD, has_sizes=plan.settled)
         raise
     count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, num_experts)
-    tally: list[Tensor] = []
     if config.debug or not plan.settled:
-        if channel.num_tallied and not plan.settled:
-            counts = [count_experts(ids_TK, channel.shape.num_experts)] if needs.counts_with_sizes else []
-            # With a mark, the outcome is the mark, and the exchange of counts tells the peers.
-            tally = [outcome.view(1) if mark is None else outcome.new_zeros(1), *counts]
-        plan = settle(channel, plan, facts=facts, lease=lease, tally=tally, problem=problem)
+        # With a mark, the outcome is the mark, and the exchange of counts tells the peers.
+        invalid = outcome if mark is None else None
+        plan = settle(channel, plan, facts=facts, lease=lease, ids_TK=ids_TK, invalid=invalid, problem=problem)
     sizes = plan.sizes if traced is None else traced(plan.sizes)
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device)
     if config.balance is not None and placement is not None:
         placement, experts_L, ids_TK = plan_balance(channel, ids_TK)
     marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
-    invalid = None if tally or mark is not None or sizes.capacity is not None else HostCopy(outcome)
+    unread = None if tallied or mark is not None or sizes.capacity is not None else HostCopy(outcome)
     padded = sizes.padded_rows
     if padded is None:
         padded = count if needs.row_multiple == 1 and count >= needs.min_rows else needs.padded(count)
@@ -206,7 +203,7 @@ def start(
         real_rows=real_rows,
         given_TK=given_TK,
         outcome=outcome,
-        invalid=invalid,
+        unread=unread,
         valid_T=valid_T,
         placement=placement,
         experts_L=experts_L,
@@ -220,7 +217,7 @@ def finish(channel: Channel, departed: Departed) -> Arrived:
         InputError: An id is invalid, and the ranks have not exchanged counts.
     """
     arrived = channel.backend.finish(departed.started)
-    if departed.invalid is not None and departed.invalid.read():
+    if departed.unread is not None and departed.unread.read():
         problem = problem_of_ids(departed.given_TK, channel.config.num_experts)
         assert problem is not None
         if channel.communicator.size > 1:

@@ -115,7 +115,7 @@ class Channel:
                 f"ranks_per_node, got {self.ranks_per_node}. Give another ranks_per_node, or leave balance out."
             )
         self.context = BackendContext(
-            shape=shape, communicator=communicator, needs=needs, permutation=config.permutation
+            shape=shape, communicator=communicator, needs=needs, permutation_name=config.permutation
         )
         self.backend = options.open(self.context)
         if config.max_tokens_per_rank is not None:
