@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_dispatch._probing import how_to_install
+from moe_dispatch._quantisation import RECIPES
 from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
 from moe_dispatch.backends.registry import AUTO, choose_backend, load_backend, parse_backend
-from moe_dispatch.backends.wire import FLOAT8_BLOCK
 from moe_dispatch.balance.exact import EXACT
 from moe_dispatch.balance.planners import check_planner
 from moe_dispatch.communication import canonical_json
@@ -106,9 +106,10 @@ class DispatcherConfig(BaseModel):
             16, "mxfp8" for 32, "nvfp4" for 128.
         weights: Who multiplies the outputs of experts by the routing weights: "combine", or "experts", which then read
             ``sent.weights``.
-        wire_dtype: Dtype in which rows travel between ranks. None sends rows in their own dtype. "float8_e4m3fn"
-            quantises the rows of dispatch, with one float32 scale for every 128 columns; the rows of combine and all
-            gradients then travel in bfloat16. The gradient of the quantisation is the identity (straight-through).
+        wire_dtype: Dtype in which rows travel between ranks. None sends rows in their own dtype. "float8_e4m3fn" and
+            "mxfp8" quantise the rows of dispatch to float8_e4m3fn numbers, the first with one float32 scale for every
+            128 columns, the second with one power of two (e8m0) for every 32. The rows of combine and all gradients
+            then travel in bfloat16. The gradient of the quantisation is the identity (straight-through).
         row_counts: How ranks learn each other's row counts, if the backend needs equal counts or the largest count.
             "agree": by an all-reduce (MAX) and one host sync. "assume": the caller promises equal counts. "check": like
             "assume", but ranks compare their counts and raise if they differ. "static": every rank is padded to
@@ -199,12 +200,13 @@ class DispatcherConfig(BaseModel):
         static, balanced, exact = self.row_counts_policy == "static", self.balance is not None, self.balance == EXACT
         if self.balance is not None:
             check_planner(self.balance)
-        odd = self.hidden_size % FLOAT8_BLOCK if self.wire_dtype == "float8_e4m3fn" else 0
+        recipe = RECIPES.get(self.wire_dtype)
         for broken, rule in (
             (self.top_k > self.num_experts, f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})."),
             (
-                odd,
-                f'wire_dtype "float8_e4m3fn": hidden_size ({self.hidden_size}) must be a multiple of {FLOAT8_BLOCK}.',
+                recipe is not None and self.hidden_size % recipe.block,
+                f'wire_dtype "{self.wire_dtype}": hidden_size ({self.hidden_size}) must be a multiple of '
+                f"{recipe and recipe.block}.",
             ),
             (
                 static and self.max_tokens_per_rank is None,

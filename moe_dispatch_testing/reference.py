@@ -63,14 +63,21 @@ def reference(batch: Batch, experts: Experts, wire: WireDtype | None = None) -> 
 
 
 def round_to_wire(x_TD: Tensor, wire: WireDtype | None) -> Tensor:
-    """Round rows as if they travelled in ``wire``. In float8, 128 columns share a scale: largest magnitude / 448."""
+    """Round rows as if they travelled in ``wire``.
+
+    Quantised columns share a scale, which is their largest magnitude / 448: with "float8_e4m3fn" 128 columns, and with
+    "mxfp8" 32 columns, whose scale is rounded up to a power of two.
+    """
     if wire is None:
         return x_TD
     if wire == "bfloat16":
         return x_TD.bfloat16().double()
-    blocks = x_TD.float().view(len(x_TD), -1, 128)
-    largest = blocks.abs().amax(2, keepdim=True)
-    scale = torch.where(largest > 0, largest / 448, 1)
+    blocks = x_TD.float().view(len(x_TD), -1, 32 if wire == "mxfp8" else 128)
+    scale = blocks.abs().amax(2, keepdim=True) / 448
+    if wire == "mxfp8":
+        mantissa, exponent = scale.frexp()
+        scale = torch.where(scale > 0, torch.where(mantissa == 0.5, 0.5, 1).ldexp(exponent), 0)
+    scale = torch.where(scale > 0, scale, 1)
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).double().view_as(x_TD)
 
 
@@ -206,7 +213,7 @@ def _check_counts(sent: Dispatched, expected: ExpectedDispatch, scenario: Scenar
 
 
 def _row_tolerance(scenario: Scenario) -> float:
-    # Rows are copied exactly, except that a float8 row is multiplied by its scale in float32, and rounded.
+    # Rows are copied exactly. A float8 row is multiplied by its scale in float32 and rounded, which is exact for mxfp8.
     return 0.0 if scenario.wire_dtype != "float8_e4m3fn" else max(1e-6, torch.finfo(scenario.torch_dtype).eps)
 
 

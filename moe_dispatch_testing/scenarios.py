@@ -45,6 +45,8 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="wire_bfloat16_float64", wire_dtype="bfloat16", dtype="float64"),
     Scenario(name="wire_float8", wire_dtype="float8_e4m3fn", hidden=256, pad_multiple=16),
     Scenario(name="wire_float8_bfloat16", wire_dtype="float8_e4m3fn", hidden=128, dtype="bfloat16"),
+    Scenario(name="wire_mxfp8", wire_dtype="mxfp8", hidden=96, pad_multiple=32),
+    Scenario(name="wire_mxfp8_bfloat16", wire_dtype="mxfp8", hidden=64, dtype="bfloat16"),
     # Padding of experts.
     Scenario(name="pad_16", pad_multiple=16),
     Scenario(name="pad_128", pad_multiple=128),

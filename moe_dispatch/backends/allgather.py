@@ -22,7 +22,7 @@ from moe_dispatch.backends.base import (
     grouped_bytes,
 )
 from moe_dispatch.backends.local import count_experts
-from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
+from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import dispatch_format, row_format
 from moe_dispatch.communication import read_host
@@ -38,8 +38,10 @@ class AllGatherOptions(BackendOptions):
     auto_reason = "sends more bytes"
 
     def constraints(self, shape: MoEShape) -> Constraints:
-        # No wire_dtype is offered: a reduce-scatter adds on the way, so a narrow dtype would round at every hop.
+        # Only rows that are sent out can be narrow, as quantised rows are. A reduce-scatter adds on the way back, so a
+        # narrow dtype would round at every hop.
         return Constraints(
+            wire_dtypes=frozenset({"float8_e4m3fn", "mxfp8"}),
             equal_rows=True,
             min_rows=int(shape.graph_safe),
             counts_with_sizes=not shape.graph_safe,
@@ -54,11 +56,11 @@ class AllGatherOptions(BackendOptions):
             sent={
                 "dispatch": copies * dispatch_format(shape, dtype, wide).stride,
                 "combine": copies * hidden * wide.itemsize,
-                "combine.backward": copies * row_format(dtype, hidden).nbytes,
+                "combine.backward": copies * row_format(dtype, hidden, back_wire(shape.wire_dtype)).nbytes,
                 "dispatch.backward": copies * (hidden + shape.top_k) * wide.itemsize,
             },
             once_per_node=True,
-            row_dtypes=(dtype, wide),
+            row_dtypes=(dispatch_format(shape, dtype, wide).wire_dtype, wide),
         )
 
     def footprint(self, shape: MoEShape, sizes: Sizes, rows: int, dtype: torch.dtype) -> dict[str, int]:
@@ -76,7 +78,7 @@ class AllGatherRoute(RankMajorRoute):
 
     @contextmanager
     def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        comm, row = self.context.communicator, row_format(rows_TD.dtype, rows_TD.shape[1])
+        comm, row = self.context.communicator, row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         everyone = self.context.workspace.lend(self.index.num_rows, row.nbytes, device=rows_TD.device)
         comm.all_gather(everyone, row.encode(rows_TD), label=label)
         yield row.read(everyone)

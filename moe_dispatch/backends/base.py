@@ -25,7 +25,7 @@ from moe_dispatch.types import Capacity, Sizes
 PROTOCOL = 1
 """Version of the contract between dispatchers and backends. A backend states the version it was written for."""
 
-WireDtype = Literal["bfloat16", "float8_e4m3fn"]
+WireDtype = Literal["bfloat16", "float8_e4m3fn", "mxfp8"]
 PermutationName = Literal["auto", "torch", "triton", "te"]
 DropOrder = Literal["weight", "position"]
 

@@ -10,11 +10,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import RECIPES, Recipe, quantise_into, widen
 from moe_dispatch.backends.base import MoEShape, WireDtype
 from moe_dispatch.permutation import round_up
-
-FLOAT8_BLOCK = 128  # columns that share one float32 scale
-_FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 @final
@@ -27,15 +25,16 @@ class PacketFormat:
     float32 weights, a note and 2 int16 ids has these bytes: row 0-9, gap 10-11, weights 12-19, note 20-23, ids 24-27.
     So its stride is 28.
 
-    A float8 row is followed by one float32 scale per 128 columns, as DeepEP's fp8 dispatch takes it. A scale is the
-    largest absolute value of its columns divided by 448, or 1 if all are zero. So a row of 256 numbers has 256 bytes of
-    numbers and 8 bytes of scales.
+    A quantised row is followed by its scales. With "float8_e4m3fn", a row of 256 numbers has 256 bytes of numbers and 8
+    bytes of scales, one float32 for 128 columns, as DeepEP's fp8 dispatch takes them. With "mxfp8" it has 8 bytes of
+    scales too, one e8m0 for 32 columns.
 
     Attributes:
         dtype: Dtype in which the model computes.
         hidden: D.
         wire: Name of the dtype in which rows travel; None if it is ``dtype``.
         wire_dtype: Dtype of the numbers that travel.
+        recipe: How rows are quantised; None if they are not.
         nbytes: Number of bytes of a row, scales included.
         stride: Number of bytes from one packet to the next.
         top_k: K; 0 for a bare row.
@@ -48,6 +47,7 @@ class PacketFormat:
     hidden: int
     wire: WireDtype | None
     wire_dtype: torch.dtype
+    recipe: Recipe | None
     nbytes: int
     stride: int
     top_k: int = 0
@@ -57,20 +57,23 @@ class PacketFormat:
 
     def write(self, rows_TD: Tensor, out: Tensor) -> None:
         """Encode rows into ``out``, uint8 (T, nbytes) of any row stride."""
-        if self.wire != "float8_e4m3fn":
+        if self.recipe is None:
             out.view(self.wire_dtype).copy_(rows_TD)
-            return
-        numbers, scales = to_float8(rows_TD)
-        out[:, : self.hidden].copy_(numbers.view(torch.uint8))
-        out[:, self.hidden :].view(torch.float32).copy_(scales)
+        else:
+            quantise_into(rows_TD, self.recipe, *self.split(out))
 
     def read(self, packets: Tensor) -> Tensor:
-        """Decode the rows of uint8 packets: a view (T, D) in ``wire_dtype``, or for float8 new rows in ``dtype``."""
+        """Decode the rows of uint8 packets: a view (T, D) in ``wire_dtype``, or new rows in ``dtype`` if quantised."""
+        if self.recipe is not None:
+            return widen(*self.split(packets), self.dtype)
         rows = packets if packets.shape[1] == self.nbytes else packets[:, : self.nbytes]
-        if self.wire != "float8_e4m3fn":
-            return rows.view(self.wire_dtype)
-        scales = rows[:, self.hidden :].view(torch.float32)
-        return from_float8(rows[:, : self.hidden].view(torch.float8_e4m3fn), scales, self.dtype)
+        return rows.view(self.wire_dtype)
+
+    def split(self, packets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return strided views of the numbers of quantised rows, (T, D), and of their scales, (T, D / block)."""
+        assert self.recipe is not None
+        numbers, scales = packets[:, : self.hidden], packets[:, self.hidden : self.nbytes]
+        return numbers.view(self.wire_dtype), scales.view(self.recipe.scale_dtype)
 
     def encode(self, rows_TD: Tensor) -> Tensor:
         """Encode bare rows as uint8 (T, nbytes). The result is a view if contiguous rows travel unchanged."""
@@ -115,11 +118,13 @@ class PacketFormat:
 @cache
 def row_format(dtype: torch.dtype, hidden: int, wire: WireDtype | None = None) -> PacketFormat:
     """Return the format of bare rows of ``hidden`` numbers of ``dtype`` that travel as ``wire``."""
-    if wire == "float8_e4m3fn":
-        nbytes = hidden + 4 * (hidden // FLOAT8_BLOCK)
-        return PacketFormat(dtype, hidden, wire, torch.float8_e4m3fn, nbytes, nbytes)
+    recipe = RECIPES.get(wire)
+    if recipe is not None:
+        nbytes = hidden + recipe.scale_bytes(hidden)
+        return PacketFormat(dtype, hidden, wire, torch.float8_e4m3fn, recipe, nbytes, nbytes)
     wire_dtype = dtype if wire is None else torch.bfloat16
-    return PacketFormat(dtype, hidden, wire, wire_dtype, hidden * wire_dtype.itemsize, hidden * wire_dtype.itemsize)
+    nbytes = hidden * wire_dtype.itemsize
+    return PacketFormat(dtype, hidden, wire, wire_dtype, None, nbytes, nbytes)
 
 
 @cache
@@ -150,20 +155,6 @@ def dispatch_format(
     """Return the format of the packets of a dispatch: rows with the weights and ids of their slots."""
     row = row_format(row_dtype, shape.hidden_size, shape.wire_dtype)
     return packet_format(row, shape.top_k, weight_dtype, id_dtype_for(shape.num_experts), note=note)
-
-
-def to_float8(rows_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert rows to float8_e4m3fn (T, D) and one float32 scale per 128 columns, (T, D/128)."""
-    blocks = rows_TD.reshape(rows_TD.shape[0], rows_TD.shape[1] // FLOAT8_BLOCK, FLOAT8_BLOCK).float()
-    scales = blocks.abs().amax(-1) / _FLOAT8_MAX
-    scales = torch.where(scales > 0, scales, 1)
-    return (blocks / scales.unsqueeze(-1)).to(torch.float8_e4m3fn).view(rows_TD.shape), scales
-
-
-def from_float8(numbers_TD: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert the results of ``to_float8`` back to rows of ``dtype``."""
-    blocks = numbers_TD.float().view(*scales.shape, FLOAT8_BLOCK)
-    return (blocks * scales.unsqueeze(-1)).view(numbers_TD.shape).to(dtype)
 
 
 def id_dtype_for(num_experts: int) -> torch.dtype:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import RECIPES
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Routing
@@ -34,7 +35,7 @@ def run_self_test(dispatcher: Dispatcher, device: torch.device, dtype: torch.dty
         mine = _differences(dispatcher, device, dtype)
     carried = torch.bfloat16 if config.wire_dtype == "bfloat16" else dtype
     tolerance = 8 * max(torch.finfo(each).eps for each in (carried, dtype, torch.float32))
-    if config.wire_dtype == "float8_e4m3fn":
+    if config.wire_dtype in RECIPES:
         tolerance = 0.08
     for rank, differences in enumerate(channel.control.gather_json(mine, label="self_test")):
         for what, difference in differences.items():

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dispatch.backends.wire import FLOAT8_BLOCK
+from moe_dispatch._quantisation import RECIPES
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights, build_dispatcher
@@ -59,9 +59,8 @@ def use_moe_dispatch(*, backend: str | dict[str, Any] = "auto", **options: Any) 
 
 def _config(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> DispatcherConfig:
     """Return a checked config with sizes that are known later: by default all of them, and always the hidden size."""
-    return DispatcherConfig(
-        num_experts=num_experts, top_k=top_k, hidden_size=FLOAT8_BLOCK, weights="experts", **options
-    )
+    fits_all = max(recipe.block for recipe in RECIPES.values())
+    return DispatcherConfig(num_experts=num_experts, top_k=top_k, hidden_size=fits_all, weights="experts", **options)
 
 
 _THEIR_FORWARD: Callable[..., Tensor] = experts.GroupedExpertsDeepEP.forward

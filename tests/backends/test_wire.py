@@ -55,7 +55,7 @@ def test_float8_has_one_scale_per_128_columns(dtype: torch.dtype) -> None:
     st.sampled_from(DTYPES),
     st.integers(1, 40),
     st.integers(1, 9),
-    st.sampled_from([None, "bfloat16", "float8_e4m3fn"]),
+    st.sampled_from([None, "bfloat16", "float8_e4m3fn", "mxfp8"]),
     st.sampled_from([torch.float32, torch.float64]),
     st.sampled_from([8, 40_000]),
     st.booleans(),
@@ -69,7 +69,7 @@ def test_packets_hold_row_weights_and_ids_apart(
     num_experts: int,
     note: bool,
 ) -> None:
-    hidden = 128 * (1 + hidden % 3) if wire == "float8_e4m3fn" else hidden
+    hidden *= {"float8_e4m3fn": 128, "mxfp8": 32}.get(wire or "", 1)
     rows, weights = torch.randn(4, hidden).to(dtype), torch.randn(4, top_k).to(weight_dtype)
     ids = torch.randint(-1, num_experts, (4, top_k))
     row = row_format(dtype, hidden, wire)

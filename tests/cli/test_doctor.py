@@ -49,8 +49,8 @@ def test_what_can_be_used_is_tested(command: Command) -> None:
 
 def test_constraints_are_said_in_sentences(command: Command) -> None:
     shown = command("doctor", *SMALL, "-b", "alltoall").out
-    told = "on 2 ranks: supports wire_dtype bfloat16, float8_e4m3fn; supports graph-safe mode; supports torch.compile\n"
-    assert shown.endswith(told)
+    told = "on 2 ranks: supports wire_dtype bfloat16, float8_e4m3fn, mxfp8; supports graph-safe mode; "
+    assert shown.endswith(f"{told}supports torch.compile\n")
 
 
 def test_toolkit_that_hybridep_needs_is_looked_for(

@@ -28,6 +28,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "top_k above experts": ({"top_k": 9}, r"top_k \(9\) must not exceed num_experts \(8\)"),
     "pad_multiple": ({"pad_multiple": "int4"}, r"(?s)pad_multiple.*'bf16', 'fp8', 'mxfp8' or 'nvfp4'"),
     "fp8 columns": ({"wire_dtype": "float8_e4m3fn"}, r"hidden_size \(64\) must be a multiple of 128"),
+    "mxfp8 columns": ({"wire_dtype": "mxfp8", "hidden_size": 48}, r"hidden_size \(48\) must be a multiple of 32"),
     "static without a maximum": ({"row_counts": "static"}, r'row_counts="static" need max_tokens_per_rank'),
     "graph-safe without a maximum": ({"graph_safe": True}, r"graph_safe and .* need max_tokens_per_rank"),
     "graph-safe that syncs": (

@@ -167,7 +167,7 @@ RULES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"constraints": {"hidden_multiple": 64}}, ("'alltoall': hidden_size must be a multiple of 64, got 16",)),
     ({"constraints": {"max_top_k": 1}}, ("top_k must be at most 1, got 2. Lower top_k",)),
     ({**SAFE, "backend": TWO_LEVELS}, ("levels=2 has no exchange of fixed size; levels=1 would work.",)),
-    (WIRE, ("Backend 'allgather': wire_dtype must be one of None, got 'bfloat16'",)),
+    (WIRE, ("Backend 'allgather': wire_dtype must be one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'",)),
     (MAX_ROWS, ("Backend 'alltoall': at most 64 rows per rank fit, got 80", "at most 64 rows per rank fit")),
     (
         {**SAFE, "backend": "eager"},

@@ -52,6 +52,7 @@ WIRES: list[tuple[torch.dtype, str | None, int, int, int]] = [
     (torch.bfloat16, None, 64, 2 * 64, 2 * 64),
     (torch.float32, "bfloat16", 64, 2 * 64, 2 * 64),
     (torch.bfloat16, "float8_e4m3fn", 128, 128 + 4, 2 * 128),
+    (torch.bfloat16, "mxfp8", 128, 128 + 4, 2 * 128),
 ]
 
 

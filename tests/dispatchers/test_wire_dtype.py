@@ -14,7 +14,7 @@ from tests.dispatchers.layer import cut_layer, expert_weights, random_routing, r
 EXPERTS, SLOTS, HIDDEN, TOKENS = 8, 3, 256, 24
 CUTS = {1: [24], 2: [17, 7], 4: [9, 0, 11, 4]}
 RUNS = [("local", 1), ("alltoall", 1), ("alltoall", 2), ("alltoall", 4)]
-WIRES = [None, "bfloat16", "float8_e4m3fn"]
+WIRES = [None, "bfloat16", "float8_e4m3fn", "mxfp8"]
 
 
 Parts = dict[str, Tensor]
@@ -31,11 +31,18 @@ def _through_float8(rows: Tensor) -> Tensor:
     return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).view_as(rows).to(rows.dtype)
 
 
+def _through_mxfp8(rows: Tensor) -> Tensor:
+    """One power of two per 32 columns: the next above their largest magnitude over 448."""
+    blocks = rows.float().view(len(rows), -1, 32)
+    scales = (blocks.abs().amax(2, keepdim=True).double() / 448).log2().ceil().exp2().float()
+    return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).view_as(rows).to(rows.dtype)
+
+
 def _identity(rows: Tensor) -> Tensor:
     return rows
 
 
-OUT = {None: _identity, "bfloat16": _through_bfloat16, "float8_e4m3fn": _through_float8}
+OUT = {None: _identity, "bfloat16": _through_bfloat16, "float8_e4m3fn": _through_float8, "mxfp8": _through_mxfp8}
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Routing, Tensor, Tensor]:
@@ -104,6 +111,7 @@ APART: list[tuple[torch.dtype, str | None, str | None]] = [
     (torch.float32, "float8_e4m3fn", "bfloat16"),
     (torch.float32, None, "bfloat16"),
     (torch.bfloat16, "float8_e4m3fn", "bfloat16"),
+    (torch.float32, "mxfp8", "float8_e4m3fn"),
 ]
 
 
@@ -113,17 +121,18 @@ def test_the_comparison_tells_wires_apart(dtype: torch.dtype, wire: str | None, 
         _assert_rounded_alike(_layer("alltoall", wire, dtype, 2), _reference(other, dtype, 2), dtype)
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("wire", ["bfloat16", "float8_e4m3fn", "mxfp8"])
 def test_one_rank_has_the_numbers_of_the_wire_whichever_backend(wire: str) -> None:
     local, one = (_layer(backend, wire, torch.float32, 1) for backend in ("local", "alltoall"))
     assert all(torch.equal(local[name], one[name]) for name in local)
 
 
-def test_exact_reduction_with_a_narrow_wire_has_the_same_bits_on_any_number_of_ranks() -> None:
+@pytest.mark.parametrize("wire", ["float8_e4m3fn", "mxfp8"])
+def test_exact_reduction_with_a_narrow_wire_has_the_same_bits_on_any_number_of_ranks(wire: str) -> None:
     def exact(name: str) -> Any:
         return {"name": name, "reduction": "exact"}
 
-    expected = _layer(exact("local"), "float8_e4m3fn", torch.bfloat16, 1)
+    expected = _layer(exact("local"), wire, torch.bfloat16, 1)
     for size in (1, 2, 4):
-        got = _layer(exact("alltoall"), "float8_e4m3fn", torch.bfloat16, size)
+        got = _layer(exact("alltoall"), wire, torch.bfloat16, size)
         assert all(torch.equal(got[name], expected[name]) for name in expected)

@@ -83,7 +83,7 @@ def constraints(device: str, variant: str, shape: MoEShape, ranks_per_node: int,
     expand, within_node = options.expand, ranks_per_node >= shape.ep_size
     # No float8 across nodes: gradients are sent in bfloat16 with the handle of the dispatch, and across nodes they need
     # not be laid out as the float8 rows were.
-    float8: set[WireDtype] = {"float8_e4m3fn"} if within_node and not expand else set()
+    float8: set[WireDtype] = {"float8_e4m3fn", "mxfp8"} if within_node and not expand else set()
     # The deterministic sort of the library selects by boolean masks, so the host reads from the device how many entries
     # are True. It does so for the slots of expanded rows, and for the lists of rows that are forwarded between nodes.
     sorts_by_masks = options.deterministic and (expand or not within_node)

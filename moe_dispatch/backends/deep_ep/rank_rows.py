@@ -14,13 +14,14 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import RECIPES, quantise, widen
 from moe_dispatch.backends.base import Arrived, WireDtype
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
-from moe_dispatch.backends.wire import from_float8, to_float8
 from moe_dispatch.types import Capacity, Sizes
 
-# Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with its float32 scales (T, D/128).
+# Rows as the library takes them: bfloat16 (T, D), or float8_e4m3fn (T, D) with scales of 4 bytes (T, D/128). A float32
+# is the scale of 128 columns. An int32 holds the e8m0 scales of four blocks of 32 columns.
 Payload = Tensor | tuple[Tensor, Tensor]
 
 
@@ -159,9 +160,15 @@ class DeepEPRoute(RankMajorRoute):
 
 def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
     """Convert rows to the form that the library takes."""
-    return to_float8(rows_TD) if wire == "float8_e4m3fn" else rows_TD.bfloat16().contiguous()
+    if (recipe := RECIPES.get(wire)) is None:
+        return rows_TD.bfloat16().contiguous()
+    numbers, scales = quantise(rows_TD, recipe)
+    return numbers, scales if scales.dtype == torch.float32 else scales.view(torch.int32)
 
 
 def unpack(payload: Payload, dtype: torch.dtype) -> Tensor:
     """Return the rows that the library delivered: bfloat16 rows as they are, float8 rows in ``dtype``."""
-    return payload if isinstance(payload, Tensor) else from_float8(*payload, dtype)
+    if isinstance(payload, Tensor):
+        return payload
+    numbers, scales = payload
+    return widen(numbers, scales if scales.dtype == torch.float32 else scales.view(torch.float8_e8m0fnu), dtype)

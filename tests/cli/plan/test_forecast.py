@@ -221,7 +221,12 @@ REFUSED = [
     ("local", {}, 4, r"Backend 'local': ep_size must be one of 1, got 4\."),
     ("deepep", {"hidden_size": 7168}, 12, r"Backend 'deepep': a group of 12 ranks must have 8 ranks per node, got 4"),
     ("hybridep", {"hidden_size": 100}, 4, r"Backend 'hybridep': hidden_size must be a multiple of 16, got 100\."),
-    ("allgather", {"wire_dtype": "bfloat16"}, 4, "Backend 'allgather': wire_dtype must be one of None, got 'bfloat16'"),
+    (
+        "allgather",
+        {"wire_dtype": "bfloat16"},
+        4,
+        "Backend 'allgather': wire_dtype must be one of None, 'float8_e4m3fn', 'mxfp8', got 'bfloat16'",
+    ),
     ("alltoall+reduction=exact", {"graph_safe": True, "max_tokens_per_rank": 99}, 4, "graph_safe is not possible"),
     ("deepep", {"hidden_size": 256, "device": "cpu"}, 4, r"Backend 'deepep': device must be one of cuda, got 'cpu'"),
     ("alltoall+pair_rows=1.5", {}, 4, r"pair_rows=1.5 needs graph_safe=True"),
