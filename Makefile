@@ -24,7 +24,7 @@ SIMGPU := $(SIMGPU_VENV)/.installed
 SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test slow kit placed multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build clean
+.PHONY: help install demo notebook test slow kit placed multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,6 +144,9 @@ build: $(DEV) ## build the wheel and the sdist into dist/, and check their metad
 	rm -rf dist
 	$(PY) -m build --no-isolation
 	$(PY) -m twine check --strict dist/*
+
+release: build ## check the archives in dist/, and use the wheel outside the checkout; ARGS="--only py3.11 --python PATH"
+	$(PY) -m tests.release $(ARGS)
 
 clean: ## remove the environments and caches
 	rm -rf $(VENV) $(MEGATRON_VENV) $(SIMGPU_VENV) .venv-matrix-* .frameworks dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

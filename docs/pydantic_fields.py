@@ -8,7 +8,7 @@ from typing import Any
 from griffe import Class, Expr, ExprName, Extension, Function, GriffeLoader, Parameter, ParameterKind, Parameters
 
 
-class PydanticFields(Extension):  # type: ignore[misc]
+class PydanticFields(Extension):
     """Give each class that derives from ``pydantic.BaseModel`` the ``__init__`` that pydantic makes of its fields."""
 
     def on_class(self, *, cls: Class, loader: GriffeLoader, **_: Any) -> None:

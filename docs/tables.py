@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import torch
 
+from moe_dispatch._stability import EXPERIMENTAL_FIELDS, PUBLIC
 from moe_dispatch._support import SUPPORT
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, known_backends, load_backend
 from moe_dispatch.backends.base import WireDtype, listed_sizes
@@ -96,11 +97,25 @@ def support_table() -> str:
     return _markdown(lines)
 
 
+def stability_table() -> str:
+    """Return the experimental names of each module."""
+    lines = [["module", "experimental", "stable"]]
+    for module, names in PUBLIC.items():
+        loose = ", ".join(f"`{name}`" for name in names.experimental)
+        if module == "moe_dispatch":
+            fields = ", ".join(f"`{name}`" for name in EXPERIMENTAL_FIELDS)
+            loose += f", the fields {fields} of `DispatcherConfig`"
+        some = "all others" if names.experimental else "all"
+        lines.append([f"`{module}`", loose or "none", some if names.stable else "none"])
+    return _markdown(lines)
+
+
 # The tables of each page, by name.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/backends.md": {"backends": backends_table},
     "docs/tuning.md": {"wire": wire_table},
     "docs/graph-safe.md": {"capacity": capacity_table},
+    "docs/reference.md": {"stability": stability_table},
     "docs/hardware.md": {"support": support_table, "budget": budget_table},
 }
 

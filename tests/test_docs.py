@@ -160,16 +160,20 @@ def test_every_page_is_once_in_the_navigation() -> None:
     assert sorted(listed) == pages
 
 
+REPOSITORY = "https://example.org"
+
+
 @pytest.mark.parametrize(
-    ("page", "target", "on_the_site"),
+    ("repository", "page", "link", "on_the_site"),
     [
-        ("backends.md", "../README.md#backends", "https://example.org/blob/main/README.md#backends"),
-        ("design/0001.md", "../../Makefile", "https://example.org/blob/main/Makefile"),
-        ("design/0001.md", "../backends.md", "../backends.md"),
+        (REPOSITORY, "backends.md", "[it](../README.md#a)", f"[it]({REPOSITORY}/blob/main/README.md#a)"),
+        (REPOSITORY, "design/0001.md", "[it](../../Makefile)", f"[it]({REPOSITORY}/blob/main/Makefile)"),
+        ("", "backends.md", "[it](../README.md#a)", "it (`README.md`)"),
+        ("", "design/0001.md", "[the Makefile](../../Makefile)", "the Makefile"),
+        ("", "design/0001.md", "[it](../backends.md)", "[it](../backends.md)"),
     ],
 )
-def test_links_out_of_docs_lead_to_the_repository(page: str, target: str, on_the_site: str) -> None:
+def test_links_out_of_docs_lead_to_the_repository(repository: str, page: str, link: str, on_the_site: str) -> None:
     hook = runpy.run_path(str(ROOT / "docs" / "links.py"))["on_page_markdown"]
     of_page = SimpleNamespace(file=SimpleNamespace(src_uri=page))
-    written = hook(f"See [it]({target}).", page=of_page, config={"repo_url": "https://example.org"})
-    assert written == f"See [it]({on_the_site})."
+    assert hook(f"See {link}.", page=of_page, config={"repo_url": repository}) == f"See {on_the_site}."

@@ -140,14 +140,14 @@ def constraints(cell: Cell) -> str:
     return "\n".join(line for line in lines if not line.startswith(("torch==", "triton==")))
 
 
-def run(command: list[str], log: Path, minutes: float) -> int:
+def run(command: list[str], log: Path, minutes: float, cwd: Path = ROOT) -> int:
     """Append what a command prints to the log, and return its exit status, 1 if it takes too long.
 
     What the command leaves running is killed.
     """
     with log.open("a", encoding="utf-8") as output:
         print("$", shlex.join(command), file=output, flush=True)
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
         try:
             return process.wait(timeout=60 * minutes)
         except subprocess.TimeoutExpired:

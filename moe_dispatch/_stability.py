@@ -1,0 +1,82 @@
+"""Which public names will stay.
+
+A *stable* name changes only as this says: the old way works for one more minor version, with a ``DeprecationWarning``
+that names the new way. An *experimental* name may change in any version. The CHANGELOG names every change of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """The public names of one module."""
+
+    stable: tuple[str, ...] = ()
+    experimental: tuple[str, ...] = ()
+
+
+def _names(stable: str = "", experimental: str = "") -> Names:
+    return Names(stable=tuple(stable.split()), experimental=tuple(experimental.split()))
+
+
+PUBLIC = {
+    "moe_dispatch": _names(
+        stable="DispatcherConfig Dispatcher build_dispatcher Routing Dispatched Plan "
+        "BSHD SBHD THD Rows Masked MoEDispatchError",
+        experimental="capture",
+    ),
+    "moe_dispatch.layouts": _names(
+        stable="BSHD SBHD THD Rows Masked Layout Shard ShardKind broadcast_layout padded_length sequence_multiple "
+        "bshd_to_thd thd_to_bshd shard_for_context_parallel unshard_from_context_parallel",
+    ),
+    "moe_dispatch.errors": _names(
+        stable="BackendUnavailableError CapacityError ConfigError InputError IntegrationError LayoutError "
+        "LostPeerError MoEDispatchError PeerError StateError TraceError",
+    ),
+    "moe_dispatch.dispatchers": _names(
+        stable="Dispatcher build_dispatcher Metrics RequiredCapacity", experimental="SlotWeights"
+    ),
+    "moe_dispatch.backends": _names(
+        stable="register_backend known_backends load_backend parse_backend",
+        experimental="PROTOCOL BackendOptions Backend Route BackendContext Constraints MoEShape Sizes Arrived "
+        "Communicator Usable Rejected Volume SentBytes",
+    ),
+    "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
+    "moe_dispatch.balance": _names(
+        experimental="ExpertPlacement ExactPlacement exact expected_rows Planner eplb least_loaded run_planner "
+        "load_planner known_planners",
+    ),
+    "moe_dispatch.permutation": _names(
+        experimental="Permutation SlotIndex TorchPermutation choose_permutation known_permutations probe_permutation "
+        "accumulation_dtype count_values group_slots group_statically merge_slots round_up",
+    ),
+    "moe_dispatch.integrations.packing": _names(experimental="packing_for Packing PackingSupport"),
+    "moe_dispatch.integrations.megatron": _names(
+        stable="convert pre_wrap_hook",
+        experimental="RoutingReplay moe_layer_spec follow_packed_sequences DispatchMoELayer MegatronDispatcher",
+    ),
+    "moe_dispatch.integrations.transformers": _names(
+        stable="config_for register attach", experimental="dispatchers_of RoutingReplay"
+    ),
+    "moe_dispatch.integrations.torchtitan": _names(
+        stable="use_moe_dispatch", experimental="moe_dispatch_override RoutingReplay MoEDispatchTokenDispatcher"
+    ),
+    "moe_dispatch.integrations.nemo_automodel": _names(stable="use_moe_dispatch", experimental="AutomodelDispatcher"),
+    "moe_dispatch_testing": _names(
+        stable="check_backend conformance_cases run_ranks run_processes",
+        experimental="excuses Report Excuse Failure Case run_case Scenario SCENARIOS ConformanceError Strict "
+        "StrictOptions refuse_host_syncs allow_host_syncs HostSyncError trace_static count_collectives Collectives "
+        "Collective count_host_syncs HostRead RankFailed Ranks",
+    ),
+    "moe_dispatch_testing.emulation": _names(
+        experimental="RELEASES emulated_deep_ep imported_as_deep_ep EmulatedAbort EmulatedHang"
+    ),
+    "moe_dispatch_tools.traces": _names(experimental="Trace Call Part RunLog RunWriter"),
+}
+"""The public names by module. The fields of ``DispatcherConfig`` are stable, except ``EXPERIMENTAL_FIELDS``."""
+
+EXPERIMENTAL_FIELDS = ("balance", "balance_bound", "balance_min_rows")
