@@ -75,10 +75,11 @@ class SlotExperts:
 
         sent = dataclasses.replace(dispatcher.in_flight("experts"), rows=rows_RD, weights=probs_R)
         outputs_RD = SlotWeights(dispatcher.dispatcher).run(sent, run, *stacked)[1]
-        if outputs_RD.requires_grad and torch._C._current_graph_task_id() == -1:  # otherwise a recomputation
+        if outputs_RD.requires_grad:
             outputs_RD = _Return.apply(outputs_RD, parameters, *stacked)  # type: ignore[no-untyped-call]
-            for stack in stacked:
-                stack.untyped_storage().resize_(0)
+            if torch._C._current_graph_task_id() == -1:  # otherwise a recomputation, whose backward follows
+                for stack in stacked:
+                    stack.untyped_storage().resize_(0)
         return outputs_RD, None
 
     def _run_copies(self, part: Dispatched, weights: Sequence[Tensor]) -> Tensor:

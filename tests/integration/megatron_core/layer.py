@@ -15,6 +15,7 @@ from tests.integration.deep_ep_users.dense import gradient
 
 RANKS = 4
 HIDDEN, INNER, EXPERTS, TOP_K = 32, 48, 8, 3
+BALANCED: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}  # copies also for these few rows
 
 
 @final
@@ -204,3 +205,10 @@ def difference(got: Outcome, want: Outcome) -> float:
             error = (got[name].double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-6)
             errors.append(error.item())
     return float(torch.tensor(errors).max())
+
+
+def has_copied_experts(model: nn.Module) -> bool:
+    """Whether weights of experts have travelled for any layer of a converted model."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "token_dispatcher")]
+    metrics = [module.token_dispatcher.dispatcher.metrics() for module in modules]
+    return any(layer.collectives.get("weights") for layer in metrics)

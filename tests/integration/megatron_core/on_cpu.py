@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, final
 from unittest.mock import patch
 
@@ -35,7 +36,7 @@ _STREAM = Stream()
 def megatron_on_cpu() -> Iterator[None]:
     """Inside, megatron-core's MoE layers run on CPU tensors, with its own dispatchers too."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.utils import GlobalMemoryBuffer
 
@@ -52,8 +53,16 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(patch.object(dist, "all_gather", _all_gather))
         stack.enter_context(patch.object(dist, "reduce_scatter", _reduce_scatter))
         stack.enter_context(patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer()))
-        # Dropout draws from generators of CUDA's; the tests have none.
-        stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()))
+        # Dropout draws from generators of CUDA's, whose states recomputation restores; the tests have no dropout.
+        stack.enter_context(patch.object(random, "_get_cuda_rng_state", lambda **_: None))
+        stack.enter_context(patch.object(random, "_set_cuda_rng_state", lambda state, **_: None))
+        stack.enter_context(patch.object(random.CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()))
+        # Recomputation of activations asks transformer-engine whether fp8 is on.
+        off = SimpleNamespace(is_fp8_enabled=lambda: False)
+        stack.enter_context(patch.object(random, "FP8GlobalStateManager", off, create=True))
+        for name in ("activation_recompute_forward", "fp8_autocast"):
+            stack.enter_context(patch.object(random, name, lambda **_: nullcontext(), create=True))
+        stack.enter_context(patch.object(random, "_get_share_storage", lambda: _fill_again, create=True))
         # 0.16 forgets to define it where transformer-engine is missing.
         stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
         yield
@@ -74,6 +83,13 @@ def _reduce_scatter(output: Tensor, tensors: list[Tensor], group: dist.ProcessGr
         dist.reduce(total, group=group, group_dst=index)
         if index == group.rank():
             output.copy_(total)
+
+
+def _fill_again(output: Tensor, recomputed: Tensor) -> None:
+    """Give an output its numbers again, without the extension that Megatron compiles for it."""
+    source = recomputed.untyped_storage()
+    output.untyped_storage().resize_(source.nbytes())
+    output.untyped_storage().copy_(source)
 
 
 def _splits_for_gloo(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

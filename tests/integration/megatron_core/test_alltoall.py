@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from tests.integration.megatron_core.jobs import require, run_checks
-from tests.integration.megatron_core.layer import Case, Parallel, build, difference, outcome, own_spec
+from tests.integration.megatron_core.layer import (
+    BALANCED,
+    Case,
+    Parallel,
+    build,
+    difference,
+    has_copied_experts,
+    outcome,
+    own_spec,
+)
 from tests.integration.needs import needs
 
 pytestmark = needs("megatron")
@@ -44,12 +53,17 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "weights on the input": (Case(config=TOP_1, seed=16), {}),
     "etp 2, weights on the input": (Case(parallel=ETP, config=TOP_1, seed=17), {}),
     "dropped by the router": (Case(config={"moe_expert_capacity_factor": 0.5}, seed=18), {}),
+    "balanced": (Case(tokens=UNEQUAL, config=OVERLAP, seed=24), BALANCED),
+    "balanced, ep 2, etp 2": (Case(parallel=ETP, seed=25), BALANCED),
+    "balanced, weights on the input": (Case(config=TOP_1, seed=27), BALANCED),
+    "balanced, dropped by the router": (Case(config={"moe_expert_capacity_factor": 0.5}, seed=28), BALANCED),
     "a type that is not alltoall": (Case(config={"moe_token_dispatcher_type": "allgather"}, seed=19), {}),
 }
 BFLOAT16_CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "hybridep": (Case(seed=20, **BFLOAT16), {"backend": HYBRIDEP}),
     "hybridep, etp 2": (Case(parallel=ETP, seed=21, **BFLOAT16), {"backend": HYBRIDEP}),
     "deepep": (Case(seed=22, **BFLOAT16), {"backend": DEEPEP}),
+    "hybridep, balanced": (Case(seed=29, **BFLOAT16), {"backend": HYBRIDEP} | BALANCED),
     "deepep, etp 2": (Case(parallel=ETP, seed=23, **BFLOAT16), {"backend": DEEPEP}),
 }
 
@@ -65,6 +79,7 @@ def equal(rank: int, case: Case, given: dict[str, Any]) -> float:
     assert isinstance(layer.token_dispatcher, MegatronDispatcher)
     assert list(layer.state_dict()) == keys
     got = outcome(layer, hidden)
+    assert has_copied_experts(layer) == ("balance" in given)
     layer.token_dispatcher.close()
     return difference(got, want)
 

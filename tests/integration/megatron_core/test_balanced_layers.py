@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from moe_dispatch_testing import run_processes
 from tests.integration.megatron_core import layer as layers
 from tests.integration.megatron_core.jobs import TIMEOUT
-from tests.integration.megatron_core.layer import EXPERTS, HIDDEN, Case, Parallel, build, groups, own_spec
+from tests.integration.megatron_core.layer import BALANCED, EXPERTS, HIDDEN, Case, Parallel, build, groups, own_spec
 from tests.integration.megatron_core.on_cpu import megatron_on_cpu
 from tests.integration.needs import needs
 
@@ -29,7 +29,6 @@ pytestmark = [
 LAYERS, MICRO_BATCHES = 2, 2
 # The rows of one rank are all padding, because Megatron's router takes no empty input.
 TOKENS, PADDED_RANK = (5, 4, 17, 9), 1
-BALANCE: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0}
 FIELDS = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
@@ -40,12 +39,13 @@ FIELDS = {
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """How ranks are divided, the options of ``convert`` and of DDP, and the kind of experts."""
+    """How ranks are divided, the options of ``convert`` and of DDP, what is recomputed, and the kind of experts."""
 
     ranks: int = 4
     ep: int = 4
-    options: dict[str, Any] = field(default_factory=lambda: BALANCE)
+    options: dict[str, Any] = field(default_factory=lambda: BALANCED)
     ddp: dict[str, Any] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
     grouped: bool = False
     fused: bool = False
 
@@ -54,11 +54,15 @@ JOBS = {
     "2 ranks": Job(ranks=2, ep=2),
     "ep 4": Job(),
     "ep 4, not balanced": Job(options={}),
-    "one spare slot": Job(options=BALANCE | {"spare_experts_per_rank": 1}),
-    "more spare slots than experts": Job(options=BALANCE | {"spare_experts_per_rank": 3}),
+    "one spare slot": Job(options=BALANCED | {"spare_experts_per_rank": 1}),
+    "more spare slots than experts": Job(options=BALANCED | {"spare_experts_per_rank": 3}),
     "ep 2 x dp 2": Job(ep=2),
     "overlap": Job(ep=2, ddp={"overlap_grad_reduce": True}),
     "distributed optimizer": Job(ep=2, ddp={"overlap_grad_reduce": True, "use_distributed_optimizer": True}),
+    "recomputed": Job(ep=2, recompute=("moe",)),
+    "grouped, recomputed": Job(grouped=True, recompute=("moe",)),
+    "grouped, activations recomputed": Job(grouped=True, recompute=("moe_act",)),
+    "grouped, fused, recomputed": Job(ep=2, grouped=True, fused=True, recompute=("moe",)),
     "grouped": Job(grouped=True),
     "grouped, fused": Job(ep=2, grouped=True, fused=True, ddp={"overlap_grad_reduce": True}),
 }
@@ -185,10 +189,11 @@ def reduced(rank: int, job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
 
     from moe_dispatch.integrations.megatron import convert
 
-    case = Case(parallel=Parallel(ep=job.ep), config=FIELDS)
+    selective = {"recompute_granularity": "selective", "recompute_modules": list(job.recompute)}
+    case = Case(parallel=Parallel(ep=job.ep), config=FIELDS, unchecked=selective if job.recompute else {})
     bare: Any = model(case, job, rank)
     keys = list(bare.state_dict())
-    convert(bare, **BALANCE)
+    convert(bare, **BALANCED)
     convert(bare, **job.options)
     assert list(bare.state_dict()) == keys
     config = bare.layers[0].config
@@ -212,8 +217,8 @@ def reduced(rank: int, job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
         padding = torch.full((1, len(hidden)), rank == PADDED_RANK)
         with nullcontext() if micro == MICRO_BATCHES - 1 else ddp.no_sync():
             with saved_tensors_hooks(keep, lambda saved: saved):
-                output = ddp(hidden, padding)
-            assert bool(stacks) == bool(job.options)
+                output = ddp(hidden.requires_grad_(), padding)
+            assert bool(stacks) == (bool(job.options) and "moe" not in job.recompute)
             assert not any(stack.untyped_storage().nbytes() for stack in stacks), "a copy of parameters is kept"
             stacks.clear()
             output.backward(upstream)
@@ -254,7 +259,9 @@ def results(ranks: int) -> list[dict[str, Any]]:
 def test_reduced_gradients_are_those_of_the_whole_model(name: str) -> None:
     for found in results(JOBS[name].ranks):
         assert found[name]["difference"] <= 1e-5
-        assert set(found[name]["hooks"].values()) == {MICRO_BATCHES}
+        # Megatron's recomputation runs a backward of its own for each use of a layer.
+        uses = 2 if "moe" in JOBS[name].recompute else 1
+        assert set(found[name]["hooks"].values()) == {MICRO_BATCHES * uses}
         assert len(found[name]["hooks"]) == found[name]["names"]
 
 

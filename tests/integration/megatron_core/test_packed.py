@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.integration.megatron_core.jobs import Check, require, run_checks
-from tests.integration.megatron_core.layer import HIDDEN, RANKS, TOP_K, Case, Outcome, Parallel, difference
+from tests.integration.megatron_core.layer import (
+    BALANCED,
+    HIDDEN,
+    RANKS,
+    TOP_K,
+    Case,
+    Outcome,
+    Parallel,
+    difference,
+    has_copied_experts,
+)
 from tests.integration.megatron_core.model import moe_block
 from tests.integration.needs import needs
 
@@ -98,8 +108,8 @@ def with_gaps(rank: int, parallel: Parallel, how: str) -> tuple[float, bool]:
     if how == "lengths":  # as verl and our plug-in for it
         packed.moe_dispatch_cu_seqlens, packed.cu_seqlens_q = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
     want = called(block, hidden, real_T, packed_seq_params=packed, padding_mask=~real_T.unsqueeze(0))
-    convert(block)
-    if how == "recomputed":
+    convert(block, **(BALANCED if "balanced" in how else {}))
+    if "recomputed" in how:
         for layer in block.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     # A mask of the caller's own, and all real, beside the gaps.
@@ -108,8 +118,9 @@ def with_gaps(rank: int, parallel: Parallel, how: str) -> tuple[float, bool]:
     before = dispatcher.metrics(gather=True).real_tokens_per_expert
     got = called(block, hidden, real_T, packed_seq_params=packed, **mask)
     sent = int((dispatcher.metrics(gather=True).real_tokens_per_expert - before).sum())
+    assert has_copied_experts(block) == ("balanced" in how)
     copies = RANKS // (parallel.tp * parallel.cp)  # of the batch, one per data-parallel rank
-    forwards = 2 if how == "recomputed" else 1
+    forwards = 2 if "recomputed" in how else 1
     return difference(got, want), sent == sum(real) * copies * TOP_K * LAYERS * forwards
 
 
@@ -162,7 +173,7 @@ def wrong_length(rank: int) -> str:
 CHECKS: dict[str, Check] = {
     f"{name}, {how}": functools.partial(with_gaps, parallel=parallel, how=how)
     for name, parallel in {"whole": ALONE, "tp 2, cp 2": SHARDED}.items()
-    for how in ("once", "recomputed", "masked", "lengths", "contiguous", "tail")
+    for how in ("once", "recomputed", "masked", "lengths", "contiguous", "tail", "balanced", "balanced, recomputed")
 }
 AGREEMENTS = {"converted": 1, "spec": 1, "twice": 2}
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.replay import RoutingTable
 from tests.integration.megatron_core.jobs import Check, require, run_checks
-from tests.integration.megatron_core.layer import EXPERTS, TOP_K, Outcome, difference
+from tests.integration.megatron_core.layer import BALANCED, EXPERTS, TOP_K, Outcome, difference, has_copied_experts
 from tests.integration.megatron_core.model import moe_block
 from tests.integration.megatron_core.test_packed import (
     ALONE,
@@ -83,10 +83,10 @@ def replays(rank: int, parallel: Any, how: str) -> float:
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     RouterReplay.set_replay_data(list(ids_TLK.unbind(1)))
     want = call(block, hidden, real_T, packed_seq_params=params(), padding_mask=~real_T.unsqueeze(0))
-    convert(block)
+    convert(block, **(BALANCED if "balanced" in how else {}))
     routed, table = Routed(block), table_of(entries())
     replay = RoutingReplay(block, table)
-    if how == "recomputed":
+    if "recomputed" in how:
         for layer in block.layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     packed, other = params(), params()
@@ -96,11 +96,12 @@ def replays(rank: int, parallel: Any, how: str) -> float:
         first = interleaved(block, hidden, real_T, packed, other)
     else:
         first = call(block, hidden, real_T, packed_seq_params=packed)
-    for number, map_TE in routed.maps[:LAYERS] + (routed.maps[LAYERS:] if how == "recomputed" else []):
+    for number, map_TE in routed.maps[:LAYERS] + (routed.maps[LAYERS:] if "recomputed" in how else []):
         expected = torch.zeros_like(map_TE).scatter(1, ids_TLK[:, number], True)
         assert (map_TE[real_T] == expected[real_T]).all()
         assert not map_TE[~real_T].any()
-    assert len(routed.maps) == LAYERS * (1 if how == "once" else 2)
+    assert len(routed.maps) == LAYERS * (2 if "recomputed" in how or how == "interleaved" else 1)
+    assert has_copied_experts(block) == ("balanced" in how)
     table.check_used(group=torch.distributed.group.WORLD)
     replay.close()
     assert isinstance(block.layers[0].mlp.router.router_replay, RouterReplay)
@@ -189,7 +190,7 @@ def not_named(rank: int) -> None:
 CHECKS: dict[str, Check] = {
     f"{name}, {how}": functools.partial(replays, parallel=parallel, how=how)
     for name, parallel in {"whole": ALONE, "tp 2, cp 2": SHARDED}.items()
-    for how in ("once", "recomputed", "interleaved")
+    for how in ("once", "recomputed", "interleaved", "balanced", "balanced, recomputed")
 }
 
 
