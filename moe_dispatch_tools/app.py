@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 import moe_dispatch
 from moe_dispatch.errors import MoEDispatchError
 from moe_dispatch_tools import console
-from moe_dispatch_tools.options import Backend, Backends, Changes, Json, count, flag, option
+from moe_dispatch_tools.options import Backend, Backends, Changes, Json, count, option
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -109,7 +109,7 @@ def main(
 @answering
 def doctor_command(
     backend: Annotated[str | None, option("Test this backend only.", "--backend", "-b", backends=True)] = None,
-    emulated: Annotated[bool, flag("--emulated", "Also test the emulations of deep_ep.")] = False,
+    emulated: Annotated[bool, typer.Option("--emulated", help="Also test the emulations of deep_ep.")] = False,
     ranks: Annotated[int, count("Processes to start; ignored under torchrun.")] = 2,
     num_experts: Annotated[int, count("Experts in the whole group, E.")] = 64,
     top_k: Annotated[int, count("Experts per token, K.")] = 8,
@@ -161,9 +161,9 @@ def check_command(
     moe-dispatch check hybridep+emulate=true --ep 4
     """  # noqa: D301
     from moe_dispatch_tools.check import command as check
-    from moe_dispatch_tools.names import parse_backend
+    from moe_dispatch_tools.names import parse_backend, parse_numbers
 
-    return check.run(parse_backend(backend), check.parse_sizes(ep), verbose=verbose, as_json=as_json)
+    return check.run(parse_backend(backend), parse_numbers("--ep", ep, "1,2,4"), verbose=verbose, as_json=as_json)
 
 
 @app.command("plan", cls=Once)
@@ -232,7 +232,7 @@ def compare_command(
         typer.Argument(metavar="CONFIG", help="DispatcherConfig, YAML or JSON; else 64 experts, top-8, hidden 1024."),
     ] = None,
     backends: Backends = None,
-    peers: Annotated[bool, flag("--peers", "Add the floor, torchtitan and transformers.")] = False,
+    peers: Annotated[bool, typer.Option("--peers", help="Add the floor, torchtitan and transformers.")] = False,
     mode: Annotated[str, option("eager, graph-safe or both.", metavar="MODES")] = "eager,graph-safe",
     ranks: Annotated[
         int | None, count("Processes to start; ignored under torchrun.", default="4, or the trace's")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 _COLOURS = {"ok": "green", "failed": "red", "-": "yellow"}
@@ -22,18 +21,15 @@ _UNLIMITED = 10_000  # columns
 
 
 def line(text: str = "", *, mark: str = "", indent: int = 0) -> None:
-    """Print a line. A terminal gets lines that are broken at words; a file gets one line, however long.
+    """Print a line. Rich breaks it at words on a terminal; a file gets one line, however long.
 
     Args:
         text: Line to print. It may have line breaks of its own.
         mark: "ok", "failed" or "-", printed in front in a colour.
         indent: Spaces before the mark.
     """
-    console, margin = Console(), indent + (_MARK_WIDTH if mark else 0)
-    if sys.stdout.isatty():
-        text = "\n".join(_wrapped(part, console.width - margin, " " * margin) for part in text.split("\n"))
     shown = f"[{_COLOURS[mark]}]{mark}[/]{' ' * (_MARK_WIDTH - len(mark))}" if mark else ""
-    console.print(" " * indent + shown + escape(text), highlight=False, soft_wrap=True)
+    Console().print(" " * indent + shown + escape(text), highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], *, caption: str = "", text_columns: int = 1) -> None:
@@ -74,14 +70,7 @@ def progress(label: str, *, visible: bool = True) -> Iterator[Callable[[int, int
 
     Leave the block before you print, or the lines mix with the bar.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
+    with Progress(console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)
-
-
-def _wrapped(text: str, width: int, margin: str) -> str:
-    """Break a line at words; ``margin`` stands before each line but the first."""
-    lines = textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False)
-    return f"\n{margin}".join(lines)

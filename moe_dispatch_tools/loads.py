@@ -101,14 +101,12 @@ class Traffic:
 
     Attributes:
         sent_CP: Bytes that each rank sends in each dispatch, float64, by collective.
-        pairs_PP: Bytes of all dispatches and collectives, float64, by sender and receiver.
         between_nodes: Bytes that a rank sends to other nodes in a dispatch, on average.
         payload_only: Whether only rows are counted.
         row_dtypes: Names of the dtypes of the rows on the wire, dispatch first.
     """
 
     sent_CP: dict[str, Tensor]
-    pairs_PP: Tensor
     between_nodes: float
     payload_only: bool
     row_dtypes: str
@@ -128,7 +126,7 @@ def count_traffic(
     """
     node_P = torch.arange(shape.ep_size) // (shape.ranks_per_node or shape.ep_size)
     away_PP = node_P.unsqueeze(1) != node_P
-    sent_CP, pairs_PP, between_nodes = dict[str, Tensor](), torch.zeros(away_PP.shape, dtype=torch.float64), 0.0
+    sent_CP, between_nodes = dict[str, Tensor](), 0.0
     row_dtypes: dict[torch.dtype, None] = {}
     payload_only = False
     for number, dtype in enumerate(dtypes):
@@ -138,17 +136,13 @@ def count_traffic(
             return None
         payload_only |= wire.payload_only
         row_dtypes |= dict.fromkeys(wire.row_dtypes)
-        total_PP = torch.zeros_like(pairs_PP)
         for label, nbytes_PP in wire.sent.items():
-            total_PP += nbytes_PP
             sent_CP.setdefault(label, torch.zeros_like(padded_CP, dtype=torch.float64))[number] = nbytes_PP.sum(1)
-        pairs_PP += total_PP
         across = options.wire_bytes(shape, volume.legs[0], dtype) if wire.once_per_node and volume.legs else None
-        crossing = [total_PP * away_PP] if across is None else across.sent.values()
-        between_nodes += sum(float(nbytes_PP.sum()) for nbytes_PP in crossing)
+        crossing = wire.sent if across is None else across.sent
+        between_nodes += sum(float((nbytes_PP * away_PP).sum()) for nbytes_PP in crossing.values())
     return Traffic(
         sent_CP=sent_CP,
-        pairs_PP=pairs_PP,
         between_nodes=between_nodes / padded_CP.numel(),
         payload_only=payload_only,
         row_dtypes=dtype_names(row_dtypes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 import moe_dispatch
 from moe_dispatch._probing import loaded_nccl
+
+PEER_PACKAGES = ("torchtitan", "transformers")
 
 
 def this_machine() -> dict[str, Any]:
@@ -32,7 +34,7 @@ def this_machine() -> dict[str, Any]:
         "moe_dispatch": moe_dispatch.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "peers": {name: _version(name) for name in ("torchtitan", "transformers")},
+        "peers": {name: next((it.version for it in distributions(name=name)), None) for name in PEER_PACKAGES},
         "cuda": torch.version.cuda,
         "cuda_toolkit": {
             "home": os.environ.get("CUDA_HOME"),
@@ -47,10 +49,3 @@ def this_machine() -> dict[str, Any]:
             for gpu in gpus
         ],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -109,6 +109,19 @@ def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def parse_numbers(option: str, text: str, example: str, *, least: int = 1) -> list[int]:
+    """Parse whole numbers that are separated by commas, without repetitions.
+
+    Raises:
+        ConfigError: A number is missing or below ``least``.
+    """
+    words = list(dict.fromkeys(text.split(",")))
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        told = f"{option} must be whole numbers from {least} on, separated by commas, got {text!r}."
+        raise ConfigError(f"{told} Write {option} {example}.")
+    return list(map(int, words))
+
+
 def own_backend(config: DispatcherConfig) -> NamedBackend | None:
     """Return the backend of a config with its options; None for "auto"."""
     if config.backend_name == "auto":

@@ -15,11 +15,6 @@ def count(text: str, *, default: str | bool = True, least: int = 1) -> Any:
     return typer.Option(min=least, metavar="N", help=text, show_default=default)
 
 
-def flag(option: str, text: str) -> Any:
-    """Declare an option without a value."""
-    return typer.Option(option, help=text)
-
-
 def option(text: str, *flags: str, metavar: str = "NAME", default: str | bool = True, backends: bool = False) -> Any:
     """Declare an option for a text; ``default`` describes a default that is computed.
 
@@ -37,11 +32,11 @@ def complete_backends(incomplete: str) -> list[str]:
     return [before + comma + name for name in known if name.startswith(last) and name not in before.split(",")]
 
 
-Json = Annotated[bool, flag("--json", "Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Backend = Annotated[
     str,
     typer.Argument(metavar="BACKEND", help="Name, or PACKAGE.MODULE:CLASS.", autocompletion=complete_backends),
 ]
-_NAMES: Any = ("Names with commas; +OPTION=VALUE sets an option.", "--backends", "-b")
-Backends = Annotated[str | None, option(*_NAMES, backends=True, metavar="NAMES")]
+_TEXT = "Names with commas; +OPTION=VALUE sets an option."
+Backends = Annotated[str | None, option(_TEXT, "--backends", "-b", backends=True, metavar="NAMES")]
 Changes = Annotated[list[str] | None, option("Change a config field; repeatable.", "--set", metavar="FIELD=VALUE")]

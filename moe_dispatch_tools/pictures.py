@@ -92,17 +92,6 @@ def curves(
     return _image(figure, alt)
 
 
-@mpl.rc_context(_STYLE)
-def rank_matrix(values_PP: Tensor, *, unit: str, alt: str) -> str:
-    """Draw a matrix of the bytes from each rank (row) to each rank (column)."""
-    figure, axes = _figure(3.4)
-    image = axes.imshow(values_PP.numpy(), cmap="viridis", interpolation="none", vmin=0)
-    axes.set(xlabel="to rank", ylabel="from rank")
-    _count_in_whole_numbers(axes.xaxis, axes.yaxis)
-    figure.colorbar(image, ax=axes, pad=0.02, label=unit)
-    return _image(figure, alt)
-
-
 def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()

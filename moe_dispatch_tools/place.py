@@ -55,11 +55,6 @@ def use_gpus(ranks_here: int) -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() >= ranks_here
 
 
-def choose_backend(ranks_here: int) -> str:
-    """Return the backend of the default group: "nccl" if every rank of this machine has a GPU, else "gloo"."""
-    return "nccl" if use_gpus(ranks_here) else "gloo"
-
-
 @contextmanager
 def joined(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
     """Join the default group of torchrun, whose environment names the other ranks, and leave it at the end.
@@ -74,7 +69,7 @@ def joined(*, local_rank: int, ranks_here: int) -> Iterator[Place]:
     if use_gpus(ranks_here):
         torch.cuda.set_device(local_rank)
     try:
-        dist.init_process_group(choose_backend(ranks_here), timeout=TIMEOUT)
+        dist.init_process_group("nccl" if use_gpus(ranks_here) else "gloo", timeout=TIMEOUT)
     except (ValueError, dist.DistError) as error:
         raise RankFailed(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot join the other ranks: "

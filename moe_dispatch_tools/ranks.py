@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import RankFailed, run_processes
 from moe_dispatch_testing.ranks import GRACE_SECONDS, failure_text
-from moe_dispatch_tools.place import TIMEOUT, Place, choose_backend, joined, place_of_rank
+from moe_dispatch_tools.place import TIMEOUT, Place, joined, place_of_rank, use_gpus
 
 Send = Callable[[Any], None]
 Body = Callable[[Place, Send], Any]
@@ -74,11 +74,10 @@ def on_ranks(body: Body, size: int, on_message: Callable[[Any], None]) -> Any:
         PeerFailed: Under torchrun, on the ranks that failed later.
     """
     if not under_torchrun():
-        backend = choose_backend(size)
-        results = run_processes(
+        backend = "nccl" if use_gpus(size) else "gloo"
+        return run_processes(
             _run_in_process, size, body, size, timeout=TIMEOUT, backend=backend, on_message=on_message
-        )
-        return results[0]
+        )[0]
     local_rank, here = _place_here()
     with joined(local_rank=local_rank, ranks_here=here) as place:
         try:

@@ -5,17 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import Excuse, Report, check_backend
 from moe_dispatch_tools import console
 from moe_dispatch_tools.names import NamedBackend
-
-
-def parse_sizes(text: str) -> list[int]:
-    """Parse ``--ep``, numbers of ranks separated by commas."""
-    if not all(size.isdecimal() and int(size) > 0 for size in text.split(",")):
-        raise ConfigError(f"--ep must be whole numbers above 0, separated by commas, got {text!r}. Write --ep 1,2,4.")
-    return [int(size) for size in text.split(",")]
 
 
 def run(backend: NamedBackend, ep_sizes: Sequence[int], *, verbose: bool, as_json: bool) -> int:

@@ -21,7 +21,7 @@ from moe_dispatch_tools.compare.measurement import Task, Variant, measure
 from moe_dispatch_tools.compare.peers import PEERS, missing_packages
 from moe_dispatch_tools.compare.workload import MOST_STEPS, Workload, replayed
 from moe_dispatch_tools.machine import this_machine
-from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, own_backend, parse_backend
+from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, own_backend, parse_backend, parse_numbers
 from moe_dispatch_tools.ranks import num_ranks, on_ranks, this_rank
 from moe_dispatch_tools.traces import Trace
 
@@ -59,12 +59,8 @@ def make_workloads(
         recorded = len(found.calls)
         base = Workload(trace=trace, recorded=recorded, steps=min(recorded, steps or MOST_STEPS))
         return tuple(dataclasses.replace(base, dtype=cast(DtypeName, name)) for name in dtypes), found.ep_size
-    words = list(dict.fromkeys((tokens or str(base.tokens)).split(",")))
-    if not all(map(str.isdecimal, words)):
-        raise ConfigError(
-            f"--tokens must be whole numbers with commas between, got {tokens!r}. Write, for example, --tokens 64,4096."
-        )
-    cases = product(dtypes, _choices("routing", routing or base.routing, ROUTINGS), map(int, words))
+    numbers = parse_numbers("--tokens", tokens or str(base.tokens), "64,4096", least=0)
+    cases = product(dtypes, _choices("routing", routing or base.routing, ROUTINGS), numbers)
     return tuple(
         dataclasses.replace(base, dtype=cast(DtypeName, name), routing=draw_ids, tokens=count)
         for name, draw_ids, count in cases
@@ -119,10 +115,8 @@ def make_task(
             continue
         backend = text if isinstance(text, NamedBackend) else parse_backend(text, fields=_FIELDS)
         limited = "capacity_factor" in backend.fields  # which only graph-safe mode has
-        here = [
-            Variant(label=backend.label, mode=mode, backend=backend)
-            for mode in (["graph-safe"] if limited else chosen_modes)
-        ]
+        modes_here = ["graph-safe"] if limited else chosen_modes
+        here = [Variant(label=backend.label, mode=mode, backend=backend) for mode in modes_here]
         if backends is not None:
             backend.spec()
         if backend.fields:  # a wrong value is wrong in every mode

@@ -62,21 +62,18 @@ class Way:
     """The destination of every row, and memory for the rows.
 
     Attributes:
-        counts_out: Counts that ranks exchange before the rows, int64 (P, L + 1).
-        counts_in: Memory for the counts of the other ranks, int64 (P, L + 1).
         source_S: Index of the row of this rank that each sent row is a copy of, int64, in the order of destinations.
         member_S: Indices of the sent rows in the order of their source rows, int64. The copies of row t start at
             ``cu_T[t]``.
         index: The received rows, grouped by local expert.
         local_ids_R: Local expert of each grouped row.
-        buffers: Memory for packets and rows by name. A forward and backward writes each buffer once.
+        buffers: Memory for packets and rows by name, and for the counts that ranks exchange before the rows, int64
+            (P, L + 1). A forward and backward writes each buffer once.
     """
 
     group: dist.ProcessGroup
     rows_out: Sequence[int]
     rows_in: Sequence[int]
-    counts_out: Tensor
-    counts_in: Tensor
     source_S: Tensor
     member_S: Tensor
     cu_T: Tensor
@@ -109,14 +106,13 @@ def find_way(x_TD: Tensor, ids_TK: Tensor, local: int, group: dist.ProcessGroup)
         group=group,
         rows_out=rows_out.tolist(),
         rows_in=rows_in.tolist(),
-        counts_out=rows_out.new_zeros(size, local + 1),
-        counts_in=rows_out.new_zeros(size, local + 1),
         source_S=source_S,
         member_S=by_row.indices,
         cu_T=torch.searchsorted(by_row.values, torch.arange(count + 1)),
         index=index,
         local_ids_R=torch.arange(local).repeat_interleave(counts),
-        buffers=_buffers(x_TD, top_k, len(source_S), index),
+        buffers=_buffers(x_TD, top_k, len(source_S), index)
+        | {name: rows_out.new_zeros(size, local + 1) for name in ("counts out", "counts in")},
     )
 
 
@@ -148,7 +144,7 @@ class _FloorDispatch(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, way: Way) -> tuple[Tensor, Tensor]:
         ctx.way = way
         space, index, ones = way.buffers, way.index, [1] * way.group.size()
-        way.group.alltoall_base(way.counts_in, way.counts_out, ones, ones).wait()
+        way.group.alltoall_base(space["counts in"], space["counts out"], ones, ones).wait()
         form = packet_format(row_format(x_TD.dtype, x_TD.shape[1]), weights_TK.shape[1], torch.float32, torch.int16)
         form.write(x_TD, space["packets"][:, : form.nbytes])
         form.weights(space["packets"]).copy_(weights_TK)

@@ -10,10 +10,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any, final
 
 import torch
@@ -75,18 +76,6 @@ class Variant:
             on_overflow=None if given["capacity_factor"] == "worst" else "drop",
             **given,
         )
-
-    def open(self, base: DispatcherConfig, max_tokens: int, place: Place) -> Contender:
-        """Open a new contender. Collective.
-
-        Raises:
-            MoEDispatchError: The backend cannot be used on this group or for this config.
-        """
-        if self.backend is None:
-            return PEERS[self.label](base, place.group)
-        config = self.config(base, max_tokens)
-        group = None if place.size == 1 and config.backend_name == "local" else place.group
-        return Ours(build_dispatcher(config, group, control_group=place.control if group else None))
 
 
 @final
@@ -177,7 +166,7 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> d
         if isinstance(contender, Ours) and task.width is not None:
             contender.make_experts(task.width, dtype, place.device)
         with noting(variant.name):
-            reopen = partial(variant.open, task.config, material.room, place)
+            reopen = partial(_open, variant, task, place, material)
             outcomes[index] |= _count(contender, steps, place, reopen, emulated=outcomes[index]["emulated"])
     for number in range(max(task.rounds, len(steps))):
         call = steps[number % len(steps)].call(place.device)
@@ -193,7 +182,8 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> d
     floor = next((one for one in ran if one["backend"] == "floor"), None)
     for one in ran:
         if one["rounds"] and ran[0]["rounds"]:
-            one["ratio"] = _quartiles([a / b for a, b in zip(_totals(one), _totals(ran[0]), strict=True)])
+            own, first = (torch.tensor(_totals(each), dtype=torch.float64) for each in (one, ran[0]))
+            one["ratio"] = (own / first).quantile(own.new_tensor((0.25, 0.5, 0.75))).tolist()
         if one["rounds"] and floor:
             pairs = zip(one["rounds"], floor["rounds"], strict=True)
             one["overhead_ms"] = median(mine[0] + mine[2] - least[0] - least[2] for mine, least in pairs)
@@ -227,6 +217,11 @@ def _empty(variant: Variant) -> Outcome:
 
 
 def _open(variant: Variant, task: Task, place: Place, material: Material) -> Contender:
+    """Open a new contender. Collective.
+
+    Raises:
+        MoEDispatchError: It cannot run on this group, or for this task.
+    """
     if variant.backend is None:
         rows = material.plain and material.scenario.dtype in ("bfloat16", "float32")
         if not rows or task.width is not None:
@@ -235,12 +230,15 @@ def _open(variant: Variant, task: Task, place: Place, material: Material) -> Con
                 "no padding rows, and experts that cost nothing. Leave it out, or use another --dtype, --routing or "
                 "--trace, no --expert-width, no spare_experts_per_rank and no balance."
             )
-    elif variant.backend.emulated and place.device.type != "cpu":
+        return PEERS[variant.label](task.config, place.group)
+    if variant.backend.emulated and place.device.type != "cpu":
         raise ConfigError(
             f"compare: an emulation needs CPU tensors, got {variant.label!r} on ranks with GPUs. Leave it out, or "
             "hide the GPUs: CUDA_VISIBLE_DEVICES=."
         )
-    return variant.open(task.config, material.room, place)
+    config = variant.config(task.config, material.room)
+    group = None if place.size == 1 and config.backend_name == "local" else place.group
+    return Ours(build_dispatcher(config, group, control_group=place.control if group else None))
 
 
 def hold_against_reference(
@@ -322,12 +320,10 @@ def _count(
         found["rows_padded"] = {cause: (rows - before.rows_padded[cause]) / len(steps) for cause, rows in after.items()}
     call = steps[0].call(place.device)
     contender.prepare(call)
-    if place.rank == 0:
-        with count_host_syncs() as reads:
-            run_layer(contender, call, lambda: None)
-        found["host_syncs"] = None if emulated else len(reads)
-    else:
+    counting: AbstractContextManager[list[Any]] = count_host_syncs() if place.rank == 0 else nullcontext([])
+    with counting as reads:
         run_layer(contender, call, lambda: None)
+    found["host_syncs"] = None if emulated else len(reads)
 
     def live() -> None:
         fresh = reopen()
@@ -414,7 +410,3 @@ def _joined(of_ranks: Sequence[Outcome], tolerance: float) -> Outcome:
 
 def _totals(outcome: Outcome) -> list[float]:
     return [sum(one[:-1]) for one in outcome["rounds"]]
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    return quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3

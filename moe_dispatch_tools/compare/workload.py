@@ -179,29 +179,20 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
         TraceError: The trace cannot be read or does not fit.
     """
     scenario = workload.scenario(config, ranks)
-    experts, tokens = scenario.experts(), scenario.tokens_of(ranks)
+    experts, tokens, steps = scenario.experts(), scenario.tokens_of(ranks), list[Step]()
     if workload.trace is None:
         layout = INPUT_LAYOUTS["rows"](tokens[rank])
-        return Material(
-            scenario=scenario,
-            steps=tuple(
-                Step(scenario, experts, layout, lambda step=step: scenario.batches(ranks, step)[rank])  # type: ignore[misc]
-                for step in range(workload.steps)
-            ),
-            tokens=tokens,
-            room=max(1, *tokens),
-            plain=min(tokens) > 0 and workload.routing in PLAIN_ROUTINGS,
-        )
-    calls = replayed(workload.trace, config, ranks=ranks, steps=workload.steps)
-    steps = []
-    for step, part in enumerate(call.parts[rank] for call in calls):
-        known = part.layout if part.on_host else DeviceKnown(part.layout)  # what only the device knew, it knows again
-        layout = InputLayout(layout=known, leading=tuple(part.shape[:-1]), real_T=real_rows(part))
-        steps.append(Step(scenario, experts, layout, partial(recorded_batch, scenario, part, step, rank)))
-    return Material(
-        scenario=scenario,
-        steps=tuple(steps),
-        tokens=tuple(max(len(real_rows(call.parts[peer])) for call in calls) for peer in range(ranks)),
-        room=max(1, *(part.num_rows for call in calls for part in call.parts)),
-        plain=False,
-    )
+        for step in range(workload.steps):
+            steps.append(Step(scenario, experts, layout, lambda step=step: scenario.batches(ranks, step)[rank]))  # type: ignore[misc]
+        room, plain = max(1, *tokens), min(tokens) > 0 and workload.routing in PLAIN_ROUTINGS
+    else:
+        calls = replayed(workload.trace, config, ranks=ranks, steps=workload.steps)
+        for step, part in enumerate(call.parts[rank] for call in calls):
+            known = (
+                part.layout if part.on_host else DeviceKnown(part.layout)
+            )  # what only the device knew, it knows again
+            layout = InputLayout(layout=known, leading=tuple(part.shape[:-1]), real_T=real_rows(part))
+            steps.append(Step(scenario, experts, layout, partial(recorded_batch, scenario, part, step, rank)))
+        tokens = tuple(max(len(real_rows(call.parts[peer])) for call in calls) for peer in range(ranks))
+        room, plain = max(1, *(part.num_rows for call in calls for part in call.parts)), False
+    return Material(scenario=scenario, steps=tuple(steps), tokens=tokens, room=room, plain=plain)

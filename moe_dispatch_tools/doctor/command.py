@@ -21,7 +21,6 @@ from moe_dispatch_tools.machine import this_machine
 from moe_dispatch_tools.ranks import num_ranks, this_rank
 
 Finding = dict[str, Any]
-_LIBRARIES = {"CUDA": "cuda", "NCCL": "nccl"}
 # What a user acts on, of the constraints that differ from the defaults.
 _PHRASES = {
     "row_multiple": "pads the rows of a rank to a multiple of {}",
@@ -169,7 +168,8 @@ def _emulations(name: str) -> tuple[str, ...]:
 def _show(found: Finding) -> None:
     machine, topology, model = found["machine"], found["topology"], found["model"]
     console.line(f"moe-dispatch {machine['moe_dispatch']}, Python {machine['python']}, torch {machine['torch']}")
-    versions = [f"{name} {machine[key]}" if machine[key] else f"no {name}" for name, key in _LIBRARIES.items()]
+    found_here = {name: machine[name.lower()] for name in ("CUDA", "NCCL")}
+    versions = [f"{name} {version}" if version else f"no {name}" for name, version in found_here.items()]
     console.line(f"torch has {', '.join(versions)}, {'gloo' if machine['gloo'] else 'no gloo'}")
     toolkit = machine["cuda_toolkit"]
     if machine["cuda"]:

@@ -6,7 +6,7 @@ The first dimension of ``Counts`` is C: dispatches of a trace, or steps of a run
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,7 +17,7 @@ from moe_dispatch.backends import load_backend
 from moe_dispatch.backends.capacity import balanced_rows
 from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch_tools.loads import Traffic, count_traffic, padded_rows
-from moe_dispatch_tools.pictures import curves, load_map, rank_matrix
+from moe_dispatch_tools.pictures import curves, load_map
 from moe_dispatch_tools.plan.forecast import Dispatches
 from moe_dispatch_tools.traces import RunLog, Trace
 
@@ -36,12 +36,18 @@ def _table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]],
     return {"caption": caption, "headings": headings, "rows": rows, "folded": folded}
 
 
+def _numbered(columns: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Return the rows of columns of numbers, each with its index in front."""
+    return [(str(index), *cells) for index, cells in enumerate(zip(*(of.tolist() for of in columns), strict=True))]
+
+
 def _rank_table(caption: str, columns: Mapping[str, Tensor]) -> Any:
     """Make a table of numbers (P,) by rank, with their sums in the last line."""
-    rows = [
-        (str(rank), *cells) for rank, cells in enumerate(zip(*(of.tolist() for of in columns.values()), strict=True))
-    ]
-    return _table(caption, ("rank", *columns), [*rows, ("all", *(of.sum().item() for of in columns.values()))])
+    return _table(
+        caption,
+        ("rank", *columns),
+        [*_numbered(columns.values()), ("all", *(of.sum().item() for of in columns.values()))],
+    )
 
 
 @final
@@ -111,11 +117,8 @@ def load_section(counts: Counts) -> Section:
         tokens_SE = counts.tokens_CE[counts.layer_C == layer]
         total_E, means_E = tokens_SE.sum(0), tokens_SE.double().mean(0)
         columns = (total_E, total_E / max(float(total_E.double().mean()), 1e-9), means_E, *tokens_SE.aminmax(dim=0))
-        rows = [
-            (str(expert), *cells) for expert, cells in enumerate(zip(*(of.tolist() for of in columns), strict=True))
-        ]
         heads = ("expert", "rows", "of the mean", "per step", "min", "max")
-        tables.append(_table(f"Rows per expert, {name}", heads, rows, folded=True))
+        tables.append(_table(f"Rows per expert, {name}", heads, _numbered(columns), folded=True))
         if layer < _MAPPED_LAYERS:
             blocks = torch.stack([block.sum(0) for block in tokens_SE.split(counts.stride)])
             alt = (
@@ -168,23 +171,20 @@ def padding_section(counts: Counts) -> Section:
     )
 
 
-def bytes_section(counts: Counts, text: Sequence[str] = (), pictures: Sequence[str] = ()) -> Section:
+def bytes_section(counts: Counts, text: Sequence[str] = ()) -> Section:
     """Show the bytes that ranks send to other ranks."""
     sent_P = {label: of_CP.sum(0) / counts.steps / 1e6 for label, of_CP in counts.sent_CP.items()}
     if not sent_P:
         return _section("Bytes between ranks", ["No bytes between ranks were counted."])
     sent_P["total"] = torch.stack([*sent_P.values()]).sum(0)
-    return _section("Bytes between ranks", text, pictures, [_rank_table("MB per step to other ranks", sent_P)])
+    return _section("Bytes between ranks", text, tables=[_rank_table("MB per step to other ranks", sent_P)])
 
 
 def trace_content(name: str, trace: Trace) -> dict[str, Any]:
     """Make the content of the page about a whole trace."""
     counts, traffic = counts_of(trace)
-    text, pictures = [], []
+    text = []
     if traffic is not None and trace.ep_size > 1:
-        matrix_PP = traffic.pairs_PP / trace.steps / 1e6
-        alt = f"Matrix of MB per step from each rank to each other rank, at most {float(matrix_PP.max()):.3g}."
-        pictures.append(rank_matrix(matrix_PP, unit="MB per step", alt=alt))
         text.append(
             f"Bytes that {trace.backend_name} sends in a step, forward and backward. Rows travel in "
             f"{traffic.row_dtypes}."
@@ -196,7 +196,7 @@ def trace_content(name: str, trace: Trace) -> dict[str, Any]:
         "trace": name,
         "intro": [_summary(counts)],
         "settings": _settings(trace, {"dispatchers": len(trace.layers), "steps": trace.steps}),
-        "sections": [*_common(counts), bytes_section(counts, text, pictures)],
+        "sections": [*_common(counts), bytes_section(counts, text)],
     }
 
 
@@ -297,12 +297,11 @@ def _run_overflow(run: RunLog, counts: Counts) -> list[Section]:
     kinds = [("rows of a rank's experts", run.needed_SP, run.room_S)]
     if run.pairs_needed_SP is not None and run.pairs_room_S is not None:
         kinds.append(("rows from a rank to a rank", run.pairs_needed_SP, run.pairs_room_S))
-    rows, overflowed = [], False
+    rows = []
     for label, needed_SP, room_S in kinds:
         above, most_P = (needed_SP.amax(1) > room_S).nonzero().flatten().tolist(), needed_SP.amax(0)
-        overflowed |= bool(above)
-        first = above[0] if above else None
-        rows.append((label, int(most_P.max()), str(int(most_P.argmax())), int(room_S[-1]), first))
+        rows.append((label, int(most_P.max()), str(int(most_P.argmax())), int(room_S[-1]), above[0] if above else None))
+    overflowed = any(row[-1] is not None for row in rows)
     enough = max(int(run.needed_SP.max()), 1) / balanced_rows(shape_of(run.config, run.ep_size))
     fate = "Rows beyond the capacity were dropped, and the loads above do not count them."
     lines = {
@@ -329,15 +328,7 @@ def _replay_section(run: RunLog, counts: Counts) -> Section:
     columns = (slots_SL.sum(0), drifted_SL.sum(0), 100 * drifted_SL.sum(0) / slots_SL.sum(0), share_SL.amax(0))
     names = [name or "without a name" for name in run.slots_replayed]
     alt = f"Line over steps: percent of replayed slots that drifted, at most {float(share_SL.max()):.4g}."
-    return _section(
-        "Routing replay",
-        [],
-        [curves(counts.lines({"drift": share_SL}), alt=alt, stride=counts.stride, ylabel="% of slots")],
-        [
-            _table(
-                "Replayed slots by dispatcher",
-                ("dispatcher", "replayed", "drifted", "%", "largest % of a step"),
-                list(zip(names, *(of.tolist() for of in columns), strict=True)),
-            )
-        ],
-    )
+    picture = curves(counts.lines({"drift": share_SL}), alt=alt, stride=counts.stride, ylabel="% of slots")
+    heads = ("dispatcher", "replayed", "drifted", "%", "largest % of a step")
+    rows = list(zip(names, *(of.tolist() for of in columns), strict=True))
+    return _section("Routing replay", [], [picture], [_table("Replayed slots by dispatcher", heads, rows)])

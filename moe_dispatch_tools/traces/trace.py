@@ -19,7 +19,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import reduce
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, final
 
@@ -28,12 +27,11 @@ from pydantic import BaseModel, Field, Json, ValidationError
 from torch import Tensor
 
 from moe_dispatch import __version__
-from moe_dispatch.backends.base import Constraints, MoEShape
+from moe_dispatch.backends.base import Constraints
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
 from moe_dispatch.dispatchers.recorder import Note, Recorder
-from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError, TraceError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.encoding import decode, encode
@@ -201,7 +199,7 @@ class Trace:
             parts = [_parts({name: tensors[f"rank{rank}.{name}"] for name in _COLUMNS}) for rank in ranks]
             known = {item.name for item in fields(Constraints)}
             needs: dict[str, Any] = {name: value for name, value in told.needs.items() if name in known}
-            trace = Trace(
+            return Trace(
                 config=config_from(told.config, told.versions, where=f"Trace.load: the config of {path}"),
                 backend_name=told.backend,
                 ep_size=told.ep_size,
@@ -216,14 +214,12 @@ class Trace:
                 ),
                 versions=told.versions,
             )
-            _check_numbers(trace)
         except TraceError:
             raise
         except ValidationError as error:
             raise TraceError(_BROKEN.format(path=path, fault=first_fault(error))) from error
         except Exception as error:  # damaged numbers raise many kinds of errors in torch and in layouts
             raise TraceError(_BROKEN.format(path=path, fault=f"{type(error).__name__}: {error}")) from error
-        return trace
 
     @property
     def steps(self) -> int:
@@ -234,15 +230,6 @@ class Trace:
     def max_rows(self) -> int:
         """The largest number of rows of any rank in any dispatch, padding included."""
         return max((part.num_rows for call in self.calls for part in call.parts), default=0)
-
-    @property
-    def shape(self) -> MoEShape:
-        """Sizes of the layer on the recorded group. The constraints of a backend depend on them.
-
-        Spare expert slots are left out, because a trace has ids of experts and no placement.
-        """
-        config = self.config.replace(spare_experts_per_rank=0, balance=None)
-        return shape_of(config, self.ep_size, self.ranks_per_node)
 
     def cuts(self, part: Part) -> bool:
         """Return whether the dispatcher left out the padding rows of a part, instead of masking them."""
@@ -309,21 +296,6 @@ class Trace:
                 f"Trace.check: max_tokens_per_rank must be at least {self.max_rows}, the rows of the trace, got "
                 f"{config.max_tokens_per_rank}. Raise it."
             )
-
-
-def _check_numbers(trace: Trace) -> None:
-    """Raise an error of any kind if the numbers of a trace contradict each other."""
-    trace.needs.padded(1)
-    if not max(trace.ranks) < trace.ep_size or trace.ep_size % (trace.ranks_per_node or 1):
-        raise ValueError(f"rank {max(trace.ranks)} of {trace.ep_size}, {trace.ranks_per_node} per node")
-    for call in trace.calls:
-        if not 0 <= call.layer < len(trace.layers) or call.step < 0:
-            raise ValueError(f"layer {call.layer} of {len(trace.layers)}, step {call.step}")
-        for part in call.parts:
-            rows, top_k = part.routing.topk_ids.shape
-            if prod(part.shape[:-1]) != rows or top_k != trace.config.top_k:
-                raise ValueError(f"x of shape {tuple(part.shape)} and {top_k} experts for each of {rows} rows")
-            part.layout.valid_T(rows)
 
 
 def first_fault(error: ValidationError) -> str:

@@ -92,7 +92,7 @@ def test_own_module_need_not_be_installed(command: Command, tmp_path: Path, monk
         (["tests.cli.planted:Tensor"], "must be a subclass of .*BackendOptions, got <class 'torch.Tensor'>"),
         (["alltoall+reduction"], "options must be written NAME\\+OPTION=VALUE, got 'reduction'"),
         (["alltoall+speed=2"], "backend 'alltoall\\+speed=2': speed: Extra inputs.*Its options: reduction, pair_rows."),
-        (["local", "--ep", "1,zero"], "--ep must be whole numbers above 0, separated by commas, got '1,zero'"),
+        (["local", "--ep", "1,zero"], "--ep must be whole numbers from 1 on, separated by commas, got '1,zero'"),
     ],
 )
 def test_wrong_requests_are_refused(arguments: list[str], told: str, command: Command) -> None:

@@ -223,7 +223,6 @@ WRONG: dict[str, tuple[Damage, str]] = {
     "format 0": (header(0, moe_dispatch_run=0), NO_LINE.format(1) + "moe_dispatch_run: Input should be 1"),
     "damaged": (line(0, 2, '": 1}\n'), NO_LINE.format(3) + r"text: Invalid JSON: .*\. Use .* copy it again\."),
     "nested": (line(0, 2, "[" * 100_000 + "\n"), NO_LINE.format(3) + "text: Invalid JSON: recursion limit exceeded"),
-    "line lost": (line(0, 2, ""), r"rank0\.jsonl, line 3 must be step 1, got 2\. Copy the file again, and do not join"),
     "without totals": (line(1, 4, '{"step": 3}\n'), NO_LINE.format(5) + r"totals: Field required\."),
     "a billion ranks": (header(0, ep_size=10**9), r"must hold all 1000000000 ranks, got rank 0, 1\. Copy"),
     "a text as number": (header(0, ep_size="2"), NO_LINE.format(1) + "ep_size: Input should be a valid integer"),

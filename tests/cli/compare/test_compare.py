@@ -170,7 +170,10 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
         (["-b", "alltoall,depep"], "Unknown backend 'depep'.*Did you mean 'deepep'?"),
         (["-b", "alltoall+capacity_factor=0"], "capacity_factor"),
         (["-b", "alltoall,transformers"], "The peer 'transformers' is not installed: no transformers. In "),
-        (["--tokens", "64,-1"], "--tokens must be whole numbers with commas between, got '64,-1'. Write"),
+        (
+            ["--tokens", "64,-1"],
+            "--tokens must be whole numbers from 0 on, separated by commas, got '64,-1'. Write",
+        ),
         (["--picture", "compare.jpg"], "--picture must be .*, and end in .png or .svg, got 'compare.jpg'. Name"),
         (["--picture", "nowhere/now.png"], "--picture must be a file in a folder that can be written, .*'nowhere/"),
     ],
