@@ -17,7 +17,7 @@ from moe_dispatch.balance.placement import EMPTY
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.requirements import exact_planner
-from moe_dispatch.permutation import count_values, merge_slots
+from moe_dispatch.permutation import count_experts, merge_slots
 
 
 def count_copies(placement: ExpertPlacement) -> int:
@@ -47,7 +47,7 @@ def in_slots(
         ids = [merge_slots(ids_TK, torch.zeros(ids_TK.shape), asks=True)[0] for ids_TK in of_ranks]
         placement = home
         if config.balance is not None:
-            counts_PE = torch.stack([count_values(ids_TK.flatten() + 1, experts + 1)[1:] for ids_TK in ids])
+            counts_PE = torch.stack([count_experts(ids_TK, experts) for ids_TK in ids])
             plans = [planner(counts_PE) if config.graph_safe else planner.on_host(counts_PE) for planner in planners]
             if plans:
                 used.append(plans[0].placement.read())

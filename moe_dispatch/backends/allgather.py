@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -21,12 +19,11 @@ from moe_dispatch.backends.base import (
     WireDtype,
     grouped_bytes,
 )
-from moe_dispatch.backends.local import count_experts
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import dispatch_format, row_format
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import accumulation_dtype
+from moe_dispatch.permutation import accumulation_dtype, count_experts
 from moe_dispatch.types import Capacity, Sizes
 
 
@@ -76,12 +73,11 @@ class AllGatherOptions(BackendOptions):
 class AllGatherRoute(RankMajorRoute):
     """A route out by all-gather, and back by a reduce-scatter in ``max(float32, dtype)``, rounded once at the end."""
 
-    @contextmanager
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
         comm, row = self.context.communicator, row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         everyone = self.context.workspace.lend(self.index.num_rows, row.nbytes, device=rows_TD.device)
         comm.all_gather(everyone, row.encode(rows_TD), label=label)
-        yield row.read(everyone)
+        return row.read(everyone)
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str

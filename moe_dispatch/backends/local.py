@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -25,7 +23,7 @@ from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.wire import row_format
 from moe_dispatch.communication import read_host
-from moe_dispatch.permutation import SlotIndex, count_values
+from moe_dispatch.permutation import SlotIndex, count_experts
 from moe_dispatch.types import Capacity, Sizes
 
 
@@ -72,18 +70,15 @@ class LocalRoute(RankMajorRoute):
     A ``wire_dtype`` still rounds the rows, so that one rank computes the same numbers as a large run.
     """
 
-    context: BackendContext
-    index: SlotIndex
     exact: bool
 
-    @contextmanager
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        yield row_format(rows_TD.dtype, rows_TD.shape[1], wire).round_trip(rows_TD)
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
+        return row_format(rows_TD.dtype, rows_TD.shape[1], wire).round_trip(rows_TD)
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
     ) -> tuple[Tensor, Tensor | None]:
-        row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(self.wire_dtype))
+        row = row_format(rows_RD.dtype, rows_RD.shape[1], back_wire(self.context.shape.wire_dtype))
         out = rows_RD.new_empty(self.index.num_rows, rows_RD.shape[1])
         self.permutation.reduce(row.round_trip(rows_RD) if self.exact else rows_RD, self.index, weights_R, out)
         out = out if self.exact else row.round_trip(out)
@@ -114,9 +109,3 @@ class Local(Backend):
 
     def route_from(self, tables: Tables, num_rows: int | None, capacity: Capacity | None) -> LocalRoute:
         return self._route(self.context.index_from(tables, num_rows, capacity))
-
-
-def count_experts(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """Count how many slots name each expert: int64 (E,). Ids of -1 are not counted. No host sync, integer sums only."""
-    flat = (ids_TK + 1).reshape(-1)
-    return count_values(flat, num_experts + 1)[1:]

@@ -9,7 +9,6 @@ and applies weights. Each direction is the backward of the other: gradients of d
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import final
@@ -38,16 +37,11 @@ class RankMajorRoute(Route):
         """Implementation that copies rows to their experts and sums them."""
         return self.context.permutation_of(self.index.source_R)
 
-    @property
-    def wire_dtype(self) -> WireDtype | None:
-        """Dtype in which rows travel; None for their own dtype."""
-        return self.context.shape.wire_dtype
-
     @abstractmethod
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> AbstractContextManager[Tensor]:
-        """Send rows out in the dtype ``wire``. The result of the ``with`` statement is the rows that arrived, (S, D).
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
+        """Send rows out in the dtype ``wire``. Return the rows that arrived, (S, D).
 
-        They have the dtype of the wire or of ``rows_TD``, and are valid inside the block.
+        They have the dtype of the wire or of ``rows_TD``.
         """
 
     @abstractmethod
@@ -69,8 +63,8 @@ class RankMajorRoute(Route):
 
     @final
     def send(self, rows_TD: Tensor) -> Tensor:
-        with self.spread(rows_TD, self.wire_dtype, label="dispatch") as rows_SD:
-            return self.permutation.expand(rows_SD, self.index, rows_TD.dtype)
+        rows_SD = self.spread(rows_TD, self.context.shape.wire_dtype, label="dispatch")
+        return self.permutation.expand(rows_SD, self.index, rows_TD.dtype)
 
     @final
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
@@ -84,10 +78,9 @@ class RankMajorRoute(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        wire = back_wire(self.context.shape.wire_dtype)
-        with self.spread(grad_TD, wire, label="combine.backward") as grad_SD:
-            permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
-            return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
+        grad_SD = self.spread(grad_TD, back_wire(self.context.shape.wire_dtype), label="combine.backward")
+        permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
+        return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 
 
 @cache

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import MARKED_DISPATCHERS
-from moe_dispatch.backends.local import count_experts
 from moe_dispatch.communication import control_device, device_of, digest, raise_alike
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.requirements import check_max_rows
 from moe_dispatch.errors import InputError
+from moe_dispatch.permutation import count_experts
 from moe_dispatch.types import Plan, Sizes
 
 REFUSED = -1

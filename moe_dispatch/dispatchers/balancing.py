@@ -13,7 +13,7 @@ from moe_dispatch.communication import device_types, raise_alike, read_host
 from moe_dispatch.dispatchers.agreement import REFUSED
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.errors import ConfigError, PeerError
-from moe_dispatch.permutation import count_values
+from moe_dispatch.permutation import count_experts
 
 
 def place(lease: Lease, placement: ExpertPlacement, device: torch.device) -> None:
@@ -121,7 +121,7 @@ def plan_balance(channel: Channel, ids_TK: Tensor) -> tuple[ExpertPlacement | Ex
             channel.communicator.all_gather(everyone, counts_E, label="balance")
             plan = planner(everyone.view(size, -1))
             return plan.placement, plan.experts_L, plan.slots_of(ids_TK, turns_TK)
-        counts_E = count_values(ids_TK.flatten() + 1, config.num_experts + 1)[1:]
+        counts_E = count_experts(ids_TK, config.num_experts)
         mine = torch.tensor([len(ids_TK), *read_host(counts_E)], dtype=torch.int64, device="cpu")
         everyone = channel.control.gather_tensor(mine, label="balance")
         if bool((everyone[:, 0] == REFUSED).any()):

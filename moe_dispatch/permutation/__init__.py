@@ -5,6 +5,7 @@ from moe_dispatch.permutation.choose import choose_permutation, known_permutatio
 from moe_dispatch.permutation.index import (
     SlotIndex,
     accumulation_dtype,
+    count_experts,
     count_values,
     group_slots,
     group_statically,
@@ -19,6 +20,7 @@ __all__ = [
     "TorchPermutation",
     "accumulation_dtype",
     "choose_permutation",
+    "count_experts",
     "count_values",
     "group_slots",
     "group_statically",

@@ -453,6 +453,11 @@ def count_values(values_N: Tensor, length: int, *, graph_safe: bool = False) -> 
     return counts.scatter_add_(0, values_N, torch.ones_like(values_N))
 
 
+def count_experts(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """Count how many slots name each expert: int64 (E,). Ids of -1 are not counted. No host sync, integer sums only."""
+    return count_values((ids_TK + 1).reshape(-1), num_experts + 1)[1:]
+
+
 def true_positions(mask: Tensor, count: int | None) -> Tensor:
     """Return the positions at which the mask is True, in order: int64 (count, dims). No host sync.
 

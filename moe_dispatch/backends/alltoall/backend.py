@@ -7,8 +7,7 @@ Legend, beside the one of ``moe_dispatch/types.py``: B rows that this rank sends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -102,13 +101,12 @@ class AllToAllRoute(RankMajorRoute):
     legs: Sequence[Leg]
 
     @final
-    @contextmanager
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
         row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         packets = row.encode(rows_TD)
         for leg in self.legs:
             packets = exchange(self.context, packets, leg.source_B, leg.rows_out, leg.rows_in, label + leg.suffix)
-        yield row.read(packets)
+        return row.read(packets)
 
     @property
     def num_rows(self) -> int:

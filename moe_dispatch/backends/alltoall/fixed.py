@@ -7,8 +7,7 @@ the sender had for the receiver, including slots for which there was no room.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -43,10 +42,8 @@ class FixedAllToAll(Backend):
             members_PT, slots_P = rank_members(owner_TK, size), counts.view(-1, experts)[1:].sum(1)
             table = send_table(members_PT, owner_TK, weights_TK, pair_rows, may_overflow=may_overflow)
         else:
-            source_B, is_empty_B, member_N, cu_T, busiest, slots_P = permutation.send_places(
-                ids_TK, experts, size, pair_rows
-            )
-            table = SendTable(source_B=source_B, is_empty_B=is_empty_B, member_N=member_N, cu_T=cu_T, busiest=busiest)
+            *tables, slots_P = permutation.send_places(ids_TK, experts, size, pair_rows)
+            table = SendTable(*tables)
         outgoing, received = (
             context.workspace.lend(size * pair_rows, form.stride, device=rows_TD.device) for _ in range(2)
         )
@@ -92,8 +89,7 @@ class FixedAllToAll(Backend):
 
 
 @final
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SendTable:
+class SendTable(NamedTuple):
     """The rows in the B = P * pair_rows places of a send buffer. The first pair_rows places go to rank 0, and so on.
 
     For example, of two rows, row 0 goes to rank 1, and row 1 goes to ranks 0 and 1. With P = 2 and pair_rows = 2,

@@ -6,8 +6,7 @@ Rows arrive rank-major, that is ordered by source rank. Combine sends one sum pe
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
@@ -142,9 +141,8 @@ class DeepEPRoute(RankMajorRoute):
     backend: DeepEP
     handle: Handle
 
-    @contextmanager
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Iterator[Tensor]:
-        yield unpack(self.backend.send_again(pack(rows_TD, wire), self.handle), rows_TD.dtype)
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
+        return unpack(self.backend.send_again(pack(rows_TD, wire), self.handle), rows_TD.dtype)
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
