@@ -24,7 +24,7 @@ SIMGPU := $(SIMGPU_VENV)/.installed
 SIMGPU_LIBRARIES := $(SIMGPU_VENV)/.libraries
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo notebook test slow kit placed multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build release clean
+.PHONY: help install demo notebook test slow kit multihost faults soak simgpu gpu gpu-wheels matrix check format bench docs integration build release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,11 +91,8 @@ slow: $(DEV) ## the slow tests: those that start programs, compile for long or r
 multihost: $(DEV) ## the tests on two hosts, which are network namespaces of this machine; they need root
 	$(PY) -m pytest tests/multihost -o faulthandler_timeout=500 $(ARGS)
 
-kit: $(DEV) ## the cases of the conformance kit that make test and make slow leave out
-	$(PY) -m pytest tests/conformance/whole_kit.py --numprocesses auto $(ARGS)
-
-placed: $(DEV) ## every scenario of the kit on every backend, under a random placement with copies of experts
-	$(PY) -m pytest tests/conformance/placed.py --numprocesses auto $(ARGS)
+kit: $(DEV) ## the cases of the kit that make test and make slow leave out, and every scenario with copies of experts
+	$(PY) -m pytest tests/conformance/whole_kit.py tests/conformance/placed.py --numprocesses auto $(ARGS)
 
 faults: $(DEV) ## break one of four processes in every phase, 25 minutes; a table of what the others raised
 	$(PY) tests/reliability/faults.py --all --watchdog 5 --jobs 3 --table faults.md $(ARGS)

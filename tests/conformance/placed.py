@@ -1,4 +1,4 @@
-"""All scenarios of the kit under a random placement with copies, on every backend. Run by ``make placed``.
+"""All scenarios of the kit under a random placement with copies, on every backend. Run by ``make kit``.
 
 ``make test`` runs the few scenarios of the kit that have a placement.
 """
