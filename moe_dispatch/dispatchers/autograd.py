@@ -121,7 +121,8 @@ def start(
     *,
     real_rows: Tensor | None,
     valid_T: Tensor | None,
-    placed: tuple[ExpertPlacement | None, SlotTable | None],
+    placement: ExpertPlacement | ExactPlacement | None,
+    table: SlotTable | None,
     recorded: bool,
     lease: Lease | None = None,
     traced: Callable[[Sizes], Sizes] | None = None,
@@ -140,8 +141,9 @@ def start(
         plan: A plan, or the draft of one.
         real_rows: int64, the indices of the rows to send; None sends all rows.
         valid_T: bool, whether each row is a token. None if all rows are tokens, or if the other rows are cut out.
-        placed: The placement in force, and its table; two None if every rank holds its own experts only. If the config
-            has ``balance``, a placement planned here takes its place.
+        placement: The placement in force; None in compiled code, or if every rank holds its own experts only. If the
+            config has ``balance``, a placement planned here takes its place.
+        table: Table of the placement.
         recorded: Whether the call records gradients.
         lease: Lease of the dispatcher; None in compiled code.
         traced: Function that replaces the settled sizes by those that were traced; None in an eager call.
@@ -151,8 +153,6 @@ def start(
         PeerError: The ranks exchange counts or sizes, and another rank refused its call.
     """
     config, needs, facts = channel.config, channel.needs, facts_of(x_TD.dtype, recorded)
-    placement: ExpertPlacement | ExactPlacement | None
-    placement, table = placed
     experts_L = None if table is None else table.experts_L
     mark = mark_of(x_TD.dtype, recorded, None if lease is None else lease.number) if needs.exchanges_counts else None
     asks, num_experts = not config.graph_safe, config.num_experts

@@ -249,7 +249,8 @@ class Dispatcher(nn.Module):
                         known,
                         real_rows=real_rows,
                         valid_T=valid_T,
-                        placed=(lease.placement, lease.table),
+                        placement=lease.placement,
+                        table=lease.table,
                         recorded=recorded,
                         lease=lease,
                     )

@@ -98,10 +98,9 @@ class Meter:
         self._num_slots, self._num_experts, self._first = num_slots, num_experts, first_expert
         self.placed = False
         self.rows: Counter[str] = Counter({"rank": 0, "cut": 0, "dispatches": 0})
-        # Real rows and padding of each slot, masked rows, and needs: these are maxima, so a dispatch may be repeated.
+        # Real rows and padding of each slot; masked rows; needs, which are maxima, so that a dispatch may be repeated;
+        # under a placement the real rows of each expert, with a last entry for empty slots, and the copies.
         self._counters: dict[torch.device, tuple[Tensor, ...]] = {}
-        self._by_expert: dict[torch.device, Tensor] = {}
-        self._copies: dict[torch.device, Tensor] = {}
         self._drift: dict[tuple[str, torch.device], Tensor] = {}
         self._turns: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
@@ -143,33 +142,29 @@ class Meter:
             StateError: The first call on the device is being captured in a CUDA graph.
         """
         if device not in self._counters:
-            shapes = (self._num_slots,), (self._num_slots,), (), (3,)
+            shapes = (self._num_slots,), (self._num_slots,), (), (3,), (self._num_experts + 1,), ()
             self._counters[device] = tuple(self._zeros("", device, *shape) for shape in shapes)
-        if self.placed:
-            self.place(device)
 
     def place(self, device: torch.device) -> None:
-        """Count by expert from now on. A graph that is captured after this call writes to the counter made here."""
+        """Count by expert from now on. A graph that is captured after this call counts by expert too."""
         self.placed = True
-        if device not in self._by_expert:  # the last entry is for empty slots
-            self._by_expert[device] = self._zeros("", device, self._num_experts + 1)
-            self._copies[device] = self._zeros("", device)
+        self.prepare(device)
 
     def record(self, arrived: Arrived, departed: Departed) -> None:
         """Count one dispatch. No sync. In place, so that replays write to the same counters."""
         device = arrived.rows.device
-        if device not in self._counters or (self.placed and device not in self._by_expert):
+        if device not in self._counters:
             self.prepare(device)
         with self.turn(device) if device.type == "cuda" else _NO_TURN:
-            real, padding, masked, needs = self._counters[device]
+            real, padding, masked, needs, by_expert, copies = self._counters[device]
             if departed.experts_L is None:
                 real.add_(arrived.real_tokens_per_expert)
             else:
                 experts_L = departed.experts_L.to(device)
-                self._by_expert[device].index_add_(0, experts_L, arrived.real_tokens_per_expert)
+                by_expert.index_add_(0, experts_L, arrived.real_tokens_per_expert)
                 if isinstance(departed.placement, ExactPlacement):
                     of_spare_slots = experts_L[-departed.placement.copies_PS.shape[1] :]
-                    self._copies[device].add_((of_spare_slots < self._num_experts).sum())
+                    copies.add_((of_spare_slots < self._num_experts).sum())
             if arrived.tokens_per_expert is not arrived.real_tokens_per_expert:
                 padding.add_(arrived.tokens_per_expert).sub_(arrived.real_tokens_per_expert)
             if departed.valid_T is not None:
@@ -202,12 +197,12 @@ class Meter:
     @property
     def copies(self) -> int:
         """Number of copies of experts on this rank so far. A host sync on a GPU."""
-        return sum(self._read(copies) for copies in self._copies.values())
+        return sum(self._read(copies) for *_, copies in self._counters.values())
 
     @property
     def masked(self) -> int:
         """Number of rows masked so far. A host sync on a GPU."""
-        return sum(self._read(masked) for _, _, masked, _ in self._counters.values())
+        return sum(self._read(masked) for _, _, masked, *_ in self._counters.values())
 
     def tokens(self) -> tuple[list[int], int]:
         """Return the real rows of each expert, and the padding of all experts. A host sync on a GPU.
@@ -218,7 +213,7 @@ class Meter:
         padding = sum(self._sums(self._num_slots, (counters[1] for counters in self._counters.values())))
         if not self.placed:
             return real, padding
-        *by_expert, _ = self._sums(self._num_experts + 1, self._by_expert.values())
+        *by_expert, _ = self._sums(self._num_experts + 1, (by_expert for *_, by_expert, _ in self._counters.values()))
         for number, rows in enumerate(real):
             if rows:  # of a dispatch before the placement
                 by_expert[self._first + number] += rows
@@ -229,12 +224,12 @@ class Meter:
 
         They are the rows for its experts, the rows for one rank, and the invalid ids. A host sync on a GPU.
         """
-        needs = [self._read(needs) for *_, needs in self._counters.values()]
+        needs = [self._read(needs) for *_, needs, _, _ in self._counters.values()]
         return [max(each) for each in zip([0, 0, 0], *needs, strict=True)]
 
     def forget_invalid_ids(self) -> None:
         """Reset the need of invalid ids, after they were reported."""
-        for device, (*_, needs) in self._counters.items():
+        for device, (*_, needs, _, _) in self._counters.items():
             with self.turn(device):
                 needs[2:].zero_()
 

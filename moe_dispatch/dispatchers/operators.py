@@ -99,7 +99,8 @@ def dispatch(
             dataclasses.replace(plan, sizes=given, settled=True) if has_sizes else plan,
             real_rows=real_rows,
             valid_T=valid,
-            placed=(None, SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None),
+            placement=None,
+            table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
             recorded=recorded,
             traced=traced,
         )

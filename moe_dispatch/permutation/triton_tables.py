@@ -144,15 +144,7 @@ def place_kernel(
 
 @triton.jit
 def merge_kernel(
-    ids,
-    weights,
-    merged_ids,
-    merged,
-    firsts,
-    num_rows,
-    top_k: tl.constexpr,
-    columns: tl.constexpr,
-    block: tl.constexpr,
+    ids, weights, merged_ids, merged, firsts, num_rows, top_k: tl.constexpr, columns: tl.constexpr, block: tl.constexpr
 ):
     """Merge the slots of a row that name one expert. ``firsts`` gets the slot whose weight has the sum, or -1."""
     row = (tl.program_id(0).to(tl.int64) * block + tl.arange(0, block))[:, None]

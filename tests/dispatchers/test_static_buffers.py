@@ -95,7 +95,7 @@ def test_counters_stay_where_they_are() -> None:
     valid_T = torch.tensor([True, False])
     departed: Any = SimpleNamespace(valid_T=valid_T, experts_L=None, placement=None, outcome=torch.tensor(2))
     meter.record(arrived, departed)
-    assert [tensor.tolist() for tensor in before] == [[1, 2], [1, 0], 1, [4, 1, 2]]
+    assert [tensor.tolist() for tensor in before] == [[1, 2], [1, 0], 1, [4, 1, 2], [0], 0]
     assert (meter.tokens(), meter.masked, meter.needs()) == (([1, 2], 1), 1, [4, 1, 2])
     meter.forget_invalid_ids()
     assert before[3].tolist() == meter.needs() == [4, 1, 0]

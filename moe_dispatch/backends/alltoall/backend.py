@@ -14,15 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import (
-    Arrived,
-    Backend,
-    BackendContext,
-    Tables,
-    WireDtype,
-    marks_agree,
-    on_host,
-)
+from moe_dispatch.backends.base import Arrived, Backend, BackendContext, Tables, WireDtype, marks_agree, on_host
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.wire import PacketFormat, dispatch_format, packet_format, row_format
 from moe_dispatch.communication import Work, read_host
