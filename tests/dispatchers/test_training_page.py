@@ -239,6 +239,31 @@ def plain_tensors(rank: int, folder: str) -> tuple[float, float]:
     return losses[0], losses[1]
 
 
+def without_the_rule(rank: int, copies: int, ep_size: int) -> dict[str, float]:
+    """How many times too large gradients of experts are if DDP or FSDP2 treats them like those of other parameters."""
+    found = {}
+    for way in ("right", "ddp", "fsdp"):
+        code, model, mesh = make_model(copies, ep_size)
+        wrapped, finish = under_ddp(code, model, mesh)
+        if way == "fsdp":
+            model = make_model(copies, ep_size)[1]
+            model.load_state_dict(wrapped.get_submodule("module").state_dict())
+            for module in model.modules():
+                if isinstance(module, code.Dispatcher):
+                    fully_shard(module, mesh=mesh["copies"])
+            wrapped = shard_all(model)
+        wrapped(tokens(rank)).square().mean().backward()
+        if way == "right":
+            finish()
+        grad = model.get_parameter("0.experts.up").grad
+        assert grad is not None
+        if way == "ddp":  # DDP would average over the ranks that hold the same experts
+            dist.all_reduce(grad, group=mesh["copies"].get_group())
+            grad /= copies
+        found[way] = whole(grad).norm().item()
+    return {way: norm / found["right"] for way, norm in found.items()}
+
+
 # Pipeline stages: two stages, two expert-parallel ranks each, and a block in each stage.
 
 MICRO_BATCHES, DEPTH, EP_RANKS = 4, 2, 2
@@ -299,6 +324,7 @@ def all_of_it(rank: int, folder: str) -> dict[str, Any]:
     return {
         **{f"{way} {mesh}": differences(rank, *mesh, under) for way, under in ways.items() for mesh in MESHES},
         **{f"pipeline {name}": through_stages(rank, schedule) for name, schedule in SCHEDULES.items()},
+        **{f"without the rule {mesh}": without_the_rule(rank, *mesh) for mesh in MESHES},
         "all parameters": with_all_parameters(rank, RANKS),
         "copies only": copies_only(rank),
         "stages": through_all_stages(rank, f"{folder}/stages"),
@@ -322,6 +348,15 @@ def test_gradients_are_those_of_one_rank_with_all_experts(
         assert len(found[f"{way} {mesh}"]) == 3 * LAYERS
         for name, difference in found[f"{way} {mesh}"].items():
             assert difference <= 1e-5, f"rank {rank}: {name}"
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_without_the_rule_gradients_of_experts_are_ep_size_times_too_large(
+    results: list[dict[str, Any]], mesh: tuple[int, int]
+) -> None:
+    for found in results:
+        times = found[f"without the rule {mesh}"]
+        assert times == pytest.approx({"right": 1, "ddp": mesh[1], "fsdp": mesh[1]}, rel=1e-4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
