@@ -9,7 +9,6 @@ out to zero. ``Dispatch`` and ``Combine`` make eager calls differentiable. ``ope
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
 from moe_dispatch.dispatchers.checks import problem_of_ids
 from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
-from moe_dispatch.types import Plan, Sizes
+from moe_dispatch.types import Plan
 
 
 @final
@@ -125,7 +124,6 @@ def start(
     table: SlotTable | None,
     recorded: bool,
     lease: Lease | None = None,
-    traced: Callable[[Sizes], Sizes] | None = None,
 ) -> Departed:
     """Clean the ids, settle the sizes if the plan has none, pad, and start to send.
 
@@ -146,7 +144,6 @@ def start(
         table: Table of the placement.
         recorded: Whether the call records gradients.
         lease: Lease of the dispatcher; None in compiled code.
-        traced: Function that replaces the settled sizes by those that were traced; None in an eager call.
 
     Raises:
         InputError: An id is invalid; or the ranks exchange counts, and another rank makes a different call.
@@ -174,7 +171,7 @@ def start(
         # With a mark, the outcome is the mark, and the exchange of counts tells the peers.
         invalid = outcome if mark is None else None
         plan = settle(channel, plan, facts=facts, lease=lease, ids_TK=ids_TK, invalid=invalid, problem=problem)
-    sizes = plan.sizes if traced is None else traced(plan.sizes)
+    sizes = plan.sizes
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device)
     if config.balance is not None and placement is not None:

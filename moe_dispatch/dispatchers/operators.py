@@ -74,14 +74,12 @@ def dispatch(
         )
     if link.recorder is not None:
         link.recorder.refuse("torch.compile or selective checkpointing")
-    given, routing, has_sizes = _sizes_from(numbers), Routing(ids, weights), max(numbers[:2]) >= 0
-
-    def traced(settled: Sizes) -> Sizes:
-        # Use the traced capacity, because a recomputation may run after the dispatcher has grown.
-        sizes = dataclasses.replace(settled, capacity=given.capacity)
-        foreseen = None if given.capacity is None else _foreseen_rows(link, None)
-        return sizes if foreseen is None else dataclasses.replace(sizes, padded_rows=foreseen)
-
+    given, routing = _sizes_from(numbers), Routing(ids, weights)
+    if given.capacity is not None:
+        # The traced capacity is used, because a recomputation may run after the dispatcher has grown.
+        rows_sent = _foreseen_rows(link, None)
+        given = dataclasses.replace(given, padded_rows=rows_sent, group_max_rows=rows_sent)
+    has_sizes = given.padded_rows is not None or given.group_max_rows is not None
     with torch.no_grad(), profiler_range("dispatch"):
         try:
             checks.check_tensors(rows, routing, link.config, link.needs)
@@ -102,7 +100,6 @@ def dispatch(
             placement=None,
             table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
             recorded=recorded,
-            traced=traced,
         )
         arrived = finish(link, departed)
     return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
