@@ -8,12 +8,14 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from moe_dispatch.balance.movement import Movement
 from moe_dispatch_testing import run_processes
 from tests.integration.megatron_core import layer as layers
 from tests.integration.megatron_core.jobs import TIMEOUT
@@ -66,6 +68,7 @@ JOBS = {
     "grouped": Job(grouped=True),
     "grouped, fused": Job(ep=2, grouped=True, fused=True, ddp={"overlap_grad_reduce": True}),
 }
+PLANTED = ("ep 2 x dp 2", "grouped, fused")
 
 
 @final
@@ -243,11 +246,26 @@ def reduced(rank: int, job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
     return {"difference": worst, "hooks": hooks, "names": len(names), "imbalances": imbalances}
 
 
+def planted(rank: int, job: Job, wanted: dict[str, Tensor]) -> list[float]:
+    """Differences if gradients of copies are lost on their way home, and if they are counted twice."""
+    collect, differences = Movement.collect, []
+    for factor in (0, 2):
+
+        def wrong(self: Movement, own: Any, home_NW: Tensor, factor: int = factor) -> Any:
+            return collect(self, own, home_NW * factor)
+
+        with mock.patch.object(Movement, "collect", wrong):
+            differences.append(reduced(rank, job, wanted)["difference"])
+    return differences
+
+
 def on_rank(rank: int, ranks: int) -> dict[str, Any]:
     layers.RANKS = ranks
     with megatron_on_cpu():
         wanted = whole_gradients(ranks)
-        return {name: reduced(rank, job, wanted) for name, job in JOBS.items() if job.ranks == ranks}
+        jobs = {name: job for name, job in JOBS.items() if job.ranks == ranks}
+        faults = {f"planted, {name}": planted(rank, jobs[name], wanted) for name in PLANTED if name in jobs}
+        return faults | {name: reduced(rank, job, wanted) for name, job in jobs.items()}
 
 
 @functools.cache
@@ -272,3 +290,10 @@ def test_ranks_have_equal_rows_only_with_balance(name: str) -> None:
             assert imbalance > 1.5
         elif name != "one spare slot":
             assert imbalance < 1.1
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_checks_see_gradients_of_copies_that_are_lost_or_counted_twice(name: str) -> None:
+    """Ranks that are home of no busy expert see nothing."""
+    for of_fault in zip(*(found[f"planted, {name}"] for found in results(JOBS[name].ranks)), strict=True):
+        assert max(of_fault) > 0.1

@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, final
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from moe_dispatch.balance.movement import Movement
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch_testing import run_processes
 from tests.integration.deep_ep_users.dense import TOLERANCE
@@ -53,6 +55,7 @@ CASES = {
     "ep 2 x fsdp 2": Case(ranks=4, ep=2),
     "ep 2 x replicas 2": Case(ranks=4, ep=2, replicate=2),
 }
+PLANTED = ("2 ranks", "ep 2 x fsdp 2")
 
 
 @final
@@ -211,8 +214,22 @@ def train(model: nn.Module, case: Case, rank: int) -> list[float]:
     return losses
 
 
+def planted(rank: int, case: Case) -> list[dict[str, Tensor]]:
+    """Gradients if those of copies are lost on their way home, and if they are counted twice."""
+    collect, found = Movement.collect, []
+    for factor in (0, 2):
+
+        def wrong(self: Movement, own: Any, home_NW: Tensor, factor: int = factor) -> Any:
+            return collect(self, own, home_NW * factor)
+
+        with mock.patch.object(Movement, "collect", wrong):
+            found.append(sharded(rank, case)[0])
+    return found
+
+
 def on_rank(rank: int, ranks: int) -> dict[str, Any]:
-    return {name: sharded(rank, case) for name, case in CASES.items() if case.ranks == ranks}
+    found: dict[str, Any] = {name: sharded(rank, case) for name, case in CASES.items() if case.ranks == ranks}
+    return found | {f"planted, {name}": planted(rank, CASES[name]) for name in PLANTED if name in found}
 
 
 @functools.cache
@@ -238,6 +255,14 @@ def require_whole(found: dict[str, Tensor], ranks: int) -> None:
 def test_reduced_gradients_are_those_of_the_whole_model(name: str) -> None:
     for found, *_ in results(name):
         require_whole(found, CASES[name].ranks)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_comparison_sees_gradients_of_copies_that_are_lost_or_counted_twice(name: str) -> None:
+    for of_rank in all_results(CASES[name].ranks):
+        for found in of_rank[f"planted, {name}"]:
+            with pytest.raises(AssertionError, match="w1_EFD"):
+                require_whole(found, CASES[name].ranks)
 
 
 @pytest.mark.parametrize("name", CASES)
