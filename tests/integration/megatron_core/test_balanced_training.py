@@ -1,0 +1,256 @@
+"""Megatron's own training loop with balanced experts: its schedules, DDP and distributed optimizer."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from tempfile import TemporaryDirectory
+from typing import Any, final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.integration.megatron_core.jobs import Check, require, run_checks
+from tests.integration.megatron_core.layer import BALANCED, EXPERTS, RANKS, Case, Parallel, transformer_config
+from tests.integration.megatron_core.model import BATCH, LENGTH, VOCABULARY
+from tests.integration.needs import needs
+
+pytestmark = needs("megatron")
+
+STEPS, MICRO_BATCHES, FAVOURED = 20, 2, 2
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "balanced": BALANCED}
+HAS_PSUTIL = find_spec("psutil") is not None
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """How the four ranks are divided, and options of DDP."""
+
+    ep: int = 4
+    pp: int = 1
+    ddp: tuple[tuple[str, bool], ...] = ()
+
+
+JOBS = {
+    "ep 4": Job(),
+    "ep 2, optimizer and gather in parts": Job(ep=2, ddp=tuple(OVERLAP.items())),
+    "pp 2, ep 2": Job(ep=2, pp=2),
+}
+
+
+@final
+class _CpuTensorsOfCudaType(TorchFunctionMode):
+    """Megatron's optimizer asks for the names of CUDA's tensor types."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.replace("torch.", "torch.cuda.") if func is Tensor.type and isinstance(result, str) else result
+
+
+@contextmanager
+def divided(job: Job) -> Iterator[None]:
+    """Megatron's global groups, and what its optimizer and schedules ask of CUDA."""
+    from megatron.core import parallel_state
+
+    with ExitStack() as stack:
+        stack.enter_context(_CpuTensorsOfCudaType())
+        stack.enter_context(mock.patch.object(torch.cuda, "synchronize"))
+        buffer = parallel_state._GLOBAL_MEMORY_BUFFER
+        parallel_state._GLOBAL_MEMORY_BUFFER = None
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=job.pp, expert_model_parallel_size=job.ep, create_gloo_process_groups=True
+        )
+        yield
+        parallel_state.destroy_model_parallel()
+        parallel_state._GLOBAL_MEMORY_BUFFER = buffer
+
+
+def built(job: Job) -> Any:
+    """A GPTModel, or the part of a stage, whose routers choose experts of the first rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    fields = {
+        "num_layers": 2,
+        "pipeline_model_parallel_size": job.pp,
+        "pipeline_dtype": torch.float32,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_topk": FAVOURED,
+    }
+    config = transformer_config(Case(parallel=Parallel(ep=job.ep), config=fields))
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=stage == 0,
+        post_process=stage == job.pp - 1,
+        share_embeddings_and_output_weights=False,
+    )
+    first = parallel_state.get_expert_model_parallel_rank() * EXPERTS // job.ep
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            generator = torch.Generator().manual_seed(sum(map(ord, name)) + (first if ".experts." in name else 0))
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+        for layer in model.decoder.layers:
+            layer.pre_mlp_layernorm.bias.fill_(1.0)
+            layer.mlp.router.weight[:FAVOURED] += 1.0
+    return model
+
+
+def forward_step(rank: int, batches: Iterator[int], model: Any) -> tuple[Tensor, Any]:
+    generator = torch.Generator().manual_seed(100 * rank + next(batches))
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
+
+    def loss_of(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return losses.mean(), {"loss": losses.detach().mean()}
+
+    return output, loss_of
+
+
+def start(model: Any, job: Job, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Convert a model, wrap it in Megatron's DDP, and build Megatron's optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from moe_dispatch.integrations.megatron import convert
+
+    convert(model, **options)
+    fields = dict(job.ddp)
+    # Buckets are so small that each layer's experts have some of their own.
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **fields)
+    ddp = DistributedDataParallel(model.config, ddp_config, model)
+    fields.pop("overlap_grad_reduce", None)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=5e-3, **fields), [ddp])
+    model.config.no_sync_func, model.config.finalize_model_grads_func = ddp.no_sync, finalize_model_grads
+    return ddp, optimizer
+
+
+def train(ddp: Any, optimizer: Any, job: Job, steps: range) -> list[float]:
+    """Take steps with Megatron's schedule. Return the mean losses of all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    losses = []
+    for number in steps:
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        found = get_forward_backward_func()(
+            forward_step_func=functools.partial(forward_step, parallel_state.get_data_parallel_rank()),
+            data_iterator=iter(range(number % 2, number % 2 + MICRO_BATCHES)),
+            model=[ddp],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=BATCH,
+        )
+        optimizer.step()
+        total = sum((one["loss"] for one in found), torch.zeros(()))  # only the last stage has losses
+        dist.all_reduce(total)
+        losses.append(float(total) / MICRO_BATCHES / (RANKS // job.pp))
+    return losses
+
+
+def trained(rank: int, job: Job, options: dict[str, Any]) -> dict[str, Any]:
+    """Losses of some steps, rows of the busiest rank over the mean, and how often gathers of weights were under way."""
+    from moe_dispatch.integrations.megatron.slots import SlotExperts
+
+    gathered, waits = SlotExperts._gathered_parameters, 0
+
+    def watched(slots: SlotExperts) -> dict[str, Tensor]:
+        nonlocal waits
+        groups = {ddp.param_to_bucket_group[parameter] for parameter in slots._experts.parameters()}
+        waits += any(not group.param_gather_dispatched or group.param_gather_handle for group in groups)
+        found = gathered(slots)
+        assert all(group.param_gather_dispatched and group.param_gather_handle is None for group in groups)
+        return found
+
+    with divided(job):
+        model = built(job)
+        ddp, optimizer = start(model, job, options)
+        overlaps = "overlap_param_gather" in dict(job.ddp)
+        with mock.patch.object(SlotExperts, "_gathered_parameters", watched) if overlaps else nullcontext():
+            losses = train(ddp, optimizer, job, range(STEPS))
+        metrics = model.decoder.layers[0].mlp.token_dispatcher.dispatcher.metrics(gather=True)
+    return {
+        "losses": losses,
+        "imbalance": metrics.rank_imbalance,
+        "fetches": metrics.collectives.get("weights", 0),
+        "waits": waits,
+    }
+
+
+def resumed(rank: int, folder: str) -> dict[str, list[float]]:
+    """Save an unbalanced run with Megatron's distributed checkpoints. Return losses of runs that load it."""
+    from megatron.core import dist_checkpointing
+
+    job = Job(ep=2)
+    losses = {}
+    with divided(job):
+        model = built(job)
+        losses["first"] = train(*start(model, job, {}), job, range(5))
+        with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+            dist_checkpointing.save(model.sharded_state_dict(), folder)
+        for kind, options in KINDS.items():
+            model = built(job)
+            ddp, optimizer = start(model, job, options)
+            model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder))
+            optimizer.reload_model_params()
+            losses[kind] = train(ddp, optimizer, job, range(5, 10))
+    return losses
+
+
+@functools.cache
+def results() -> dict[str, list[Any]]:
+    checks: dict[str, Check] = {
+        f"{name}, {kind}": functools.partial(trained, job=job, options=options)
+        for name, job in JOBS.items()
+        for kind, options in KINDS.items()
+    }
+    with TemporaryDirectory() as folder:
+        if HAS_PSUTIL:
+            checks["resumed"] = functools.partial(resumed, folder=folder)
+        return run_checks(checks)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_are_the_same_with_and_without_balance(name: str) -> None:
+    found = (require(results()[f"{name}, {kind}"]) for kind in KINDS)
+    for plain, balanced in zip(*found, strict=True):
+        assert plain["losses"][-1] < plain["losses"][0] - 0.2
+        assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        assert plain["imbalance"] > 0.9 * JOBS[name].ep
+        assert balanced["imbalance"] < 1.05
+        assert balanced["fetches"]
+        assert not plain["fetches"]
+
+
+def test_weights_are_read_after_their_gathers() -> None:
+    """The gathers of all but the first step are under way or not yet started when a layer asks for the weights."""
+    for found in require(results()["ep 2, optimizer and gather in parts, balanced"]):
+        assert found["waits"] >= STEPS - 1
+
+
+@pytest.mark.skipif(not HAS_PSUTIL, reason="Megatron writes distributed checkpoints with psutil: install psutil")
+def test_a_checkpoint_of_an_unbalanced_run_is_loaded() -> None:
+    for found in require(results()["resumed"]):
+        assert found["plain"][0] < found["first"][-1]
+        assert found["balanced"] == pytest.approx(found["plain"], rel=1e-4)
