@@ -314,7 +314,7 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     If ranks disagree, an exchange of texts comes on top.
     """
     process_group, control_group = _process_group(group), _process_group(control_group)
-    if group is None and config.backend_name != "local" and dist.is_initialized() and dist.get_world_size() > 1:
+    if group is None and config.backend_name != "local" and _ranks_of_job() > 1:
         _warn_of_one_rank()
     seconds, problem = _attempt(lambda: _watch(config, filter(None, (process_group, control_group)), name))
     communicator = Communicator(process_group)
@@ -358,11 +358,19 @@ def lease_channel(config: DispatcherConfig, group: Group, control_group: dist.Pr
     return lease
 
 
+def _ranks_of_job() -> int:
+    """Return the number of ranks of the job, as torchrun says it before ``init_process_group``."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
 @cache
 def _warn_of_one_rank() -> None:
     logger.warning(
-        "A dispatcher was built without a group in a job of several ranks, so each rank works alone. Pass group=, such "
-        'as torch.distributed.group.WORLD, or choose backend="local".'
+        "A dispatcher was built without a group in a job of several ranks, so each rank works alone. Call "
+        "init_process_group first, and pass group=, such as torch.distributed.group.WORLD. Or choose "
+        'backend="local".'
     )
 
 

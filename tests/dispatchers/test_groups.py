@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_dispatch import Rows, build_dispatcher
+from moe_dispatch.dispatchers import channel
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import count_collectives, run_processes
 from moe_dispatch_testing.ranks import thread_group
@@ -76,7 +77,19 @@ def test_a_group_that_was_forgotten_is_told_once_and_one_of_other_ranks_is_refus
     for told in run_processes(_outside_and_forgotten, 2):
         (warning,) = told
         assert "built without a group in a job of several ranks" in warning
-        assert "Pass group=" in warning
+        assert "pass group=" in warning
+
+
+def test_a_job_of_torchrun_without_init_process_group_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then ``group.WORLD`` is None, which asks for a single rank."""
+    assert dist.group.WORLD is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    channel._warn_of_one_rank.cache_clear()
+    build_dispatcher(small_config("alltoall"), dist.group.WORLD)
+    assert "in a job of several ranks, so each rank works alone. Call init_process_group first" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["agree", "check"])
