@@ -38,7 +38,7 @@ PUBLIC = {
         "LostPeerError MoEDispatchError PeerError StateError TraceError",
     ),
     "moe_dispatch.dispatchers": _names(
-        stable="Dispatcher build_dispatcher Metrics RequiredCapacity", experimental="SlotWeights"
+        stable="Dispatcher build_dispatcher Metrics RequiredCapacity", experimental="SlotWeights run_in_chunks"
     ),
     "moe_dispatch.backends": _names(
         stable="register_backend known_backends load_backend parse_backend",
@@ -79,4 +79,4 @@ PUBLIC = {
 }
 """The public names by module. The fields of ``DispatcherConfig`` are stable, except ``EXPERIMENTAL_FIELDS``."""
 
-EXPERIMENTAL_FIELDS = ("balance", "balance_bound", "balance_min_rows")
+EXPERIMENTAL_FIELDS = ("balance", "balance_bound", "balance_min_rows", "chunk_tokens", "chunk_recompute")

@@ -115,6 +115,12 @@ class DispatcherConfig(BaseModel):
             "assume", but ranks compare their counts and raise if they differ. "static": every rank is padded to
             ``max_tokens_per_rank``. None: "agree", or "static" in graph-safe mode.
         max_tokens_per_rank: Largest number of rows that a rank passes to dispatch.
+        chunk_tokens: Largest number of rows that a rank passes to one dispatch. A layer call with more rows runs
+            dispatch, experts and combine in chunks, as many on every rank. So rows and buffers have a bound that does
+            not grow with the micro-batch: see ``moe_dispatch.dispatchers.run_in_chunks``. None: one dispatch.
+        chunk_recompute: Whether each chunk is computed again in the backward, so that only one chunk's rows and
+            activations exist at a time. If not, the backward keeps them all, and while experts work on one chunk, the
+            rows of the next one travel.
         infer_layout: Whether a call without a layout takes the layout from ``layout_of(x)``. False refuses such a call.
             Set False for packed data: a rank that did not receive the layout would otherwise treat its rows as a plain
             batch.
@@ -158,6 +164,8 @@ class DispatcherConfig(BaseModel):
     wire_dtype: WireDtype | None = None
     row_counts: RowCounts | None = None
     max_tokens_per_rank: _Count | None = None
+    chunk_tokens: _Count | None = None
+    chunk_recompute: bool = False
     infer_layout: bool = True
     graph_safe: bool = False
     capacity_factor: Factor = "worst"
@@ -229,6 +237,7 @@ class DispatcherConfig(BaseModel):
                 self.graph_safe and bool(self.balance_min_rows),
                 "balance_min_rows needs graph_safe=False: without a copy, rows would not fit into the buffers.",
             ),
+            (self.chunk_recompute and self.chunk_tokens is None, "chunk_recompute needs chunk_tokens."),
             (given and not self.graph_safe, f"{given} needs graph_safe=True. Otherwise buffers follow the routing."),
             (finite and self.on_overflow is None, f'Set on_overflow to "raise" or "drop" with {finite}.'),
         ):
@@ -256,6 +265,15 @@ class DispatcherConfig(BaseModel):
             return self.spare_experts_per_rank
         enough = self.num_experts // ep_size
         return 0 if ep_size == 1 else min(self.spare_experts_per_rank or enough, enough)
+
+    def num_chunks(self, rows: int) -> int:
+        """Return the number of dispatches in which a layer call sends ``rows`` rows of a rank."""
+        return 1 if self.chunk_tokens is None else max(1, -(-rows // self.chunk_tokens))
+
+    @property
+    def max_rows_per_dispatch(self) -> int | None:
+        """Largest number of rows that a rank passes to one dispatch; None without a limit."""
+        return min(filter(None, (self.max_tokens_per_rank, self.chunk_tokens)), default=None)
 
     @property
     def pad_multiple_rows(self) -> int:

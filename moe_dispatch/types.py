@@ -139,6 +139,8 @@ class Plan:
         num_sent: Number of rows that this rank sends, before padding; None if not known yet.
         sizes: Sizes that the ranks agreed on, if the backend needs them: ``padded_rows``, Tp, equal on all ranks, and
             ``group_max_rows``, the largest row count of any rank.
+        num_chunks: Number of dispatches that each layer call makes, 1 without ``chunk_tokens``. Equal on all ranks. The
+            sizes are those of one of them.
         settled: Whether the ranks have agreed on the sizes. Only the draft of a plan, which its own rank makes first,
             is not settled.
         owner: Name of the channel that made the plan. A plan serves all dispatchers with the same config and group.
@@ -151,6 +153,7 @@ class Plan:
     valid_T: Tensor | None = None
     num_sent: int | None = None
     sizes: Sizes = field(default_factory=Sizes)
+    num_chunks: int = 1
     settled: bool = True
     owner: str
     footprint: Callable[[torch.dtype], dict[str, int]] | None = None

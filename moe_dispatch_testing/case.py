@@ -96,6 +96,8 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
         wire_dtype=scenario.wire_dtype,
         row_counts=None if scenario.graph_safe else case.row_counts,
         max_tokens_per_rank=max_tokens,
+        chunk_tokens=scenario.chunk_tokens,
+        chunk_recompute=scenario.chunk_recompute,
         graph_safe=scenario.graph_safe,
         debug=scenario.debug,
     )

@@ -156,6 +156,8 @@ class Scenario:
         spare: Number of spare expert slots of a rank. If it is not 0, a random placement with copies is in force.
         inference: Whether the case runs under ``torch.inference_mode``.
         poisons_padding: Whether experts write NaN to padding rows of their output and of their input's gradient.
+        chunk_tokens: Value of ``chunk_tokens`` in the config, for the schedule "in_chunks".
+        chunk_recompute: Value of ``chunk_recompute`` in the config.
         skips_empty: Whether experts that received no row return a new tensor without autograd history.
         debug: Value of ``debug`` in the config.
         graph_safe: Value of ``graph_safe`` in the config. If True, a host sync in a call or in the backward is an
@@ -180,6 +182,8 @@ class Scenario:
     spare: int = 0
     inference: bool = False
     poisons_padding: bool = True
+    chunk_tokens: int | None = None
+    chunk_recompute: bool = False
     skips_empty: bool = False
     debug: bool = False
     graph_safe: bool = False

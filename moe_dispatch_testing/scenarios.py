@@ -67,6 +67,10 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="sent_again_detached", schedule="sent_again", routing="first_half", skips_empty=True),
     Scenario(name="checkpointed", schedule="checkpointed", pad_multiple=16),
     Scenario(name="checkpointed_reentrant", schedule="checkpointed_reentrant", pad_multiple=16),
+    Scenario(
+        name="in_chunks", tokens=(5, 0, 70, 9), schedule="in_chunks", chunk_tokens=16, row_counts=("agree", "static")
+    ),
+    Scenario(name="chunks_recomputed", schedule="in_chunks", chunk_tokens=4, chunk_recompute=True, pad_multiple=16),
     Scenario(name="x_without_grad", requires_grad=frozenset({"weights"}), pad_multiple=16),
     Scenario(name="weights_without_grad", requires_grad=frozenset({"x"}), pad_multiple=16),
     Scenario(name="inputs_without_grad", requires_grad=frozenset(), pad_multiple=16),

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_dispatch_testing.rank_context import RankContext
+from moe_dispatch.dispatchers import run_in_chunks
+from moe_dispatch.types import Dispatched
+from moe_dispatch_testing.rank_context import Call, RankContext
 from moe_dispatch_testing.reference import Expected, reference
 from moe_dispatch_testing.scenario import Batch, Experts, Scenario
 
@@ -144,6 +146,18 @@ def checkpointed(context: RankContext, *, reentrant: bool) -> Outputs:
     return outputs
 
 
+def in_chunks(context: RankContext) -> Outputs:
+    """Run the layer in chunks of at most ``chunk_tokens`` rows."""
+
+    def run(call: Call) -> Tensor:
+        def experts(sent: Dispatched) -> Tensor:
+            return context.run_experts(sent, call.experts)
+
+        return run_in_chunks(context.dispatcher, experts, call.x, call.routing, context.plan(call))
+
+    return [run(call) for call in context.calls]
+
+
 SCHEDULES: dict[str, Schedule] = {
     "once": Schedule(run=once, expect=separately),
     "three_calls": Schedule(run=once, expect=separately, calls=3),
@@ -155,6 +169,7 @@ SCHEDULES: dict[str, Schedule] = {
     "two_in_flight": Schedule(run=two_in_flight, expect=separately, calls=2),
     "combined_twice": Schedule(run=combined_twice, expect=same_tokens, calls=2, keeps_tokens=True),
     "sent_again": Schedule(run=sent_again, expect=same_routing, calls=2, keeps_tokens=True),
+    "in_chunks": Schedule(run=in_chunks, expect=separately, calls=2),
     "checkpointed": Schedule(run=partial(checkpointed, reentrant=False), expect=separately, calls=2),
     "checkpointed_reentrant": Schedule(run=partial(checkpointed, reentrant=True), expect=separately, calls=2),
 }

@@ -135,7 +135,7 @@ def settle(
         agree(0, label="debug")  # first, because settling may make buffers, which is collective
     if plan.settled:
         return plan
-    sizes = Sizes(capacity=channel.capacity)
+    sizes, num_chunks = Sizes(capacity=channel.capacity), 1
     if policy is not None:
         largest, sums = (config.max_tokens_per_rank if policy == "static" else plan.num_sent) or 0, list[int]()
         if policy not in ("static", "assume"):
@@ -144,6 +144,8 @@ def settle(
                 counts = [count_experts(ids_TK, channel.shape.num_experts)] if needs.counts_with_sizes else []
                 tally = [ids_TK.new_zeros(1) if invalid is None else invalid.view(1), *counts]
             largest, sums = agree(largest, tally=tally)
+        num_chunks = config.num_chunks(largest)
+        largest = -(-largest // num_chunks)
         check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
         sizes = channel.sizes(largest)
         if ids_TK is not None and sums:
@@ -154,9 +156,10 @@ def settle(
     channel.backend.reserve(sizes)
     footprint = None
     if sizes.capacity is not None:
-        most = config.max_tokens_per_rank if plan.num_sent is None else plan.num_sent
-        footprint = partial(channel.options.footprint, channel.shape, sizes, needs.brought(most or 0, sizes))
-    return replace(plan, sizes=sizes, settled=True, footprint=footprint)
+        most = (config.max_tokens_per_rank if plan.num_sent is None else plan.num_sent) or 0
+        rows = needs.brought(-(-most // num_chunks), sizes)
+        footprint = partial(channel.options.footprint, channel.shape, sizes, rows)
+    return replace(plan, sizes=sizes, num_chunks=num_chunks, settled=True, footprint=footprint)
 
 
 def _agree_on_largest(

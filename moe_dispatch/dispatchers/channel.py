@@ -65,8 +65,8 @@ class Channel:
 
     Attributes:
         context: The objects that the backend is opened with.
-        row_counts: The policy of the config for the number of rows per rank; None if each rank may bring its own number
-            and the backend need not know the largest.
+        row_counts: The policy of the config for the number of rows per rank; None if each rank may bring its own
+            number, and neither the backend nor a number of chunks depends on the largest.
         capacity: Number of rows that the buffers of a dispatch hold; None if sizes follow the routing.
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
         checked: The kinds of tensors that ``check_call`` and ``check_combine`` have found to fit.
@@ -101,7 +101,8 @@ class Channel:
         self.users = 0
         self.numbers = itertools.count()
         self.capacity: Capacity | None = options.capacity(shape) if config.graph_safe else None
-        self.row_counts = config.row_counts_policy if needs.equal_rows or needs.group_max else None
+        needs_largest = needs.equal_rows or needs.group_max or config.chunk_tokens is not None
+        self.row_counts = config.row_counts_policy if needs_largest else None
         self.agrees_on_rows = self.row_counts in ("agree", "check")
         # The counts are on the device of the rows, so sizes must be agreed on there too.
         device = None if control.group is None else control_device(control.group).type
@@ -118,8 +119,8 @@ class Channel:
             shape=shape, communicator=communicator, needs=needs, permutation_name=config.permutation
         )
         self.backend = options.open(self.context)
-        if config.max_tokens_per_rank is not None:
-            self.backend.reserve(self.sizes(config.max_tokens_per_rank))
+        if config.max_rows_per_dispatch is not None:
+            self.backend.reserve(self.sizes(config.max_rows_per_dispatch))
 
     def set_capacity(self, capacity: Capacity) -> None:
         """Set the capacity of later dispatches. Collective.
@@ -130,7 +131,7 @@ class Channel:
         """
         check_buffers(self.backend_name, capacity)
         self.capacity = capacity
-        self.backend.reserve(self.sizes(self.config.max_tokens_per_rank or 0))
+        self.backend.reserve(self.sizes(self.config.max_rows_per_dispatch or 0))
 
     @property
     def ranks_per_node(self) -> int:

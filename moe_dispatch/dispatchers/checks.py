@@ -44,7 +44,8 @@ def draft_plan(channel: Channel, layout: Layout, like: Tensor | None) -> Plan:
         raise InputError(f"Dispatcher.plan: at most max_tokens_per_rank ({maximum}) rows per rank, got {count}.")
     # Ranks that agree on nothing later have no chance to refuse together, so each rank checks its own rows here.
     if channel.row_counts in (None, "assume"):
-        check_max_rows("Dispatcher.plan", channel.needs.padded(count or 0), channel.needs)
+        rows = -(-(count or 0) // channel.config.num_chunks(count or 0))
+        check_max_rows("Dispatcher.plan", channel.needs.padded(rows), channel.needs)
     if like is not None and real_rows is not None:
         real_rows = to_device(real_rows, like.device)
     return Plan(

@@ -324,6 +324,11 @@ def trace_dispatch(
             "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
             "selective checkpointing. Or use dispatcher.place(placement)."
         )
+    if channel.config.chunk_tokens is not None:
+        raise StateError(
+            "Dispatcher.dispatch: chunk_tokens does not work in torch.compile and selective checkpointing. Keep both "
+            "verbs out of them, or set chunk_tokens=None."
+        )
     x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
     num_rows = x_TD.shape[0]
     if not torch.compiler.is_compiling():  # under tracing, the number of rows is a symbol, and lengths are unknown

@@ -51,7 +51,7 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
         ep_size=ep_size,
         pad_multiple=config.pad_multiple_rows,
         wire_dtype=config.wire_dtype,
-        max_tokens_per_rank=config.max_tokens_per_rank,
+        max_tokens_per_rank=config.max_rows_per_dispatch,
         graph_safe=config.graph_safe,
         capacity_factor=config.capacity_factor,
         ranks_per_node=ranks_per_node,
@@ -61,14 +61,14 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
 
 def _planned_rows(config: DispatcherConfig, ep_size: int) -> int | None:
     """Return the most rows of one rank's experts if ``balance`` bounds them for every routing; else None."""
-    if config.balance != EXACT or not config.graph_safe or config.max_tokens_per_rank is None:
+    if config.balance != EXACT or not config.graph_safe or config.max_rows_per_dispatch is None:
         return None
     if config.spare_slots(ep_size) * ep_size < config.num_experts:
         return None
     return exact_rows(
         config.num_experts,
         ep_size,
-        tokens=config.max_tokens_per_rank,
+        tokens=config.max_rows_per_dispatch,
         top_k=config.top_k,
         bound=config.balance_bound,
         pad_multiple=config.pad_multiple_rows,
@@ -131,7 +131,7 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     if config.on_overflow not in (None, "raise", fitting):
         raise ConfigError(f'{where}: it drops rows by {needs.drop_order}. Use on_overflow="{fitting}" or "raise".')
     try:
-        check_max_rows(where, config.max_tokens_per_rank or 0, needs)
+        check_max_rows(where, config.max_rows_per_dispatch or 0, needs)
     except InputError as error:
         raise ConfigError(str(error)) from None
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._quantisation import RECIPES
+from moe_dispatch.dispatchers.chunks import run_in_chunks
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Rows
-from moe_dispatch.types import Routing
+from moe_dispatch.types import Dispatched, Routing
 
 if TYPE_CHECKING:
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
@@ -55,18 +56,18 @@ def _differences(dispatcher: Dispatcher, device: torch.device, dtype: torch.dtyp
         return torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
 
     rows = _ROWS if config.row_counts in ("assume", "check") else _ROWS + channel.communicator.rank % 3
-    rows = min(rows, config.max_tokens_per_rank or rows, channel.needs.most_rows or rows)
+    rows = min(rows, config.max_rows_per_dispatch or rows, channel.needs.most_rows or rows)
     if channel.capacity is not None:  # so few that no routing overflows
         each = channel.communicator.size * min(config.top_k, channel.shape.num_local_experts)
         rows = min(rows, max(1, channel.capacity.rows // each), channel.capacity.pair_rows or rows)
     x = (draw(rows, config.hidden_size) - 0.5).to(device, dtype).requires_grad_(differentiable)
     ids = draw(rows, config.num_experts).argsort(1)[:, : config.top_k].to(device)
     weights = draw(rows, config.top_k).to(device).requires_grad_(differentiable)
-    sent = dispatcher.dispatch(x, Routing(ids, weights), Rows())
-    outputs = sent.rows
-    if config.weights == "experts":
-        outputs = (outputs * sent.weights.unsqueeze(1)).to(dtype)
-    y = dispatcher.combine(outputs, sent)
+
+    def experts(sent: Dispatched) -> Tensor:
+        return sent.rows if config.weights == "combine" else (sent.rows * sent.weights.unsqueeze(1)).to(dtype)
+
+    y = run_in_chunks(dispatcher, experts, x, Routing(ids, weights), Rows())
     total = weights.detach().sum(1, keepdim=True)
     found = {"output": _difference(y.detach(), x.detach() * total)}
     if differentiable:

@@ -30,7 +30,7 @@ OF_THE_DISPATCHER = frozenset(
 OF_EACH_KIND_OF_CALL = frozenset(
     (
         *("partly_nowhere", "rank_without_tokens", "duplicates", "many_tokens", "pad_128", "changing_tokens"),
-        *("wire_bfloat16", "checkpointed", "placed_duplicates"),
+        *("wire_bfloat16", "checkpointed", "placed_duplicates", "in_chunks"),
     )
 )
 _SHORTER: tuple[BackendSpec, ...] = (*OLDER_RELEASES, {"name": "deepep", "emulate": "v2.5.0", "expand": True})

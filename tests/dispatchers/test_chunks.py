@@ -1,0 +1,278 @@
+"""Layer calls in chunks: the bits of one dispatch, equal collectives on all ranks, a bound on rows, and refusals."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.exc import Unsupported
+
+from moe_dispatch import THD, Dispatched, Dispatcher, Masked, Routing, Rows, build_dispatcher
+from moe_dispatch.dispatchers import SlotWeights, agreement, run_in_chunks
+from moe_dispatch.errors import ConfigError, InputError, LostPeerError, PeerError, StateError
+from moe_dispatch.layouts import Layout
+from tests.dispatchers.layer import (
+    Group,
+    by_operators,
+    identity_round,
+    on_ranks,
+    outcomes,
+    raises_everywhere,
+    random_routing,
+    random_rows,
+    small_config,
+)
+
+ROWS = (0, 1, 1000, 17)
+HIDDEN = 512  # wide enough for every emulated library
+CHUNK = 16
+CHUNKS = 63  # ceil(1000 / 16)
+DEEPEP: dict[str, Any] = {"wire_dtype": "bfloat16", "hidden_size": HIDDEN}
+Experts = Callable[[Dispatched], Tensor]
+
+
+def experts_of(scales_L2: Tensor) -> Experts:
+    """Return experts whose result for a row has the same bits in whatever company the row arrives."""
+
+    def run(sent: Dispatched) -> Tensor:
+        experts_R = torch.searchsorted(sent.offs, torch.arange(len(sent.rows)), right=True)
+        scale_R2 = scales_L2[experts_R.clamp(max=len(scales_L2) - 1)]
+        return sent.rows * scale_R2[:, :1] + sent.rows * sent.rows * scale_R2[:, 1:]
+
+    return run
+
+
+def scales_of(rank: int, ep_size: int = 4) -> Tensor:
+    return torch.randn(8 // ep_size, 2, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+
+def step(group: Group, backend: Any, layout: Layout | None = None, **fields: Any) -> dict[str, Any]:
+    """Run a layer forward and backward on one of four ranks with ``ROWS`` rows, or with those of a layout."""
+    rank = group.rank()
+    dispatcher = build_dispatcher(small_config(backend, **fields), group)
+    count = ROWS[rank] if layout is None else layout.num_rows() or 0
+    hidden = dispatcher.config.hidden_size
+    x, routing = random_rows(count, hidden, rank).requires_grad_(), random_routing(count, rank)
+    weights, scales = routing.topk_weights.clone().requires_grad_(), scales_of(rank)
+    y = run_in_chunks(dispatcher, experts_of(scales), x, Routing(routing.topk_ids, weights), layout)
+    y.backward(random_rows(count, hidden, 100 + rank))
+    calls = dict(dispatcher.metrics().collectives)
+    dispatcher.close()
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "experts": scales.grad, "calls": calls}
+
+
+def compare(whole: list[dict[str, Any]], parts: list[dict[str, Any]], *, bits: bool = True) -> None:
+    for rank, (expected, got) in enumerate(zip(whole, parts, strict=True)):
+        for name in ("y", "x", "weights"):
+            if bits:
+                assert torch.equal(got[name], expected[name]), f"{name} of rank {rank}"
+            torch.testing.assert_close(got[name], expected[name])
+        torch.testing.assert_close(got["experts"], expected["experts"], rtol=1e-4, atol=1e-3)
+    assert all(part["calls"] == parts[0]["calls"] for part in parts)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("backend", "fields"),
+    [
+        ("alltoall", {}),
+        ({"name": "alltoall", "reduction": "exact"}, {}),
+        ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, {}),
+        ("alltoall", {"graph_safe": True, "max_tokens_per_rank": 1000}),
+        ("alltoall", {"pad_multiple": 16}),
+        ("allgather", {}),
+        ("allgather", {"row_counts": "static", "max_tokens_per_rank": 1001}),
+    ],
+    ids=str,
+)
+def test_chunks_have_the_bits_of_one_dispatch(backend: Any, fields: dict[str, Any], recompute: bool) -> None:
+    whole = on_ranks(lambda group: step(group, backend, **fields), 4)
+    parts = on_ranks(lambda group: step(group, backend, chunk_tokens=CHUNK, chunk_recompute=recompute, **fields), 4)
+    compare(whole, parts, bits=backend != "allgather")  # a reduce-scatter adds in an order of its own
+    calls, times = parts[0]["calls"], 2 if recompute else 1
+    assert calls["dispatch"] == calls["combine"] == times * CHUNKS
+    assert calls["combine.backward"] == CHUNKS
+    assert calls.get("sizes", 0) == (0 if "max_tokens_per_rank" in fields else 1)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        {"name": "deepep", "emulate": "v1.2.1"},
+        {"name": "deepep", "emulate": "v2.5.0"},
+        {"name": "hybridep", "emulate": "hybridep-746"},
+    ],
+    ids=str,
+)
+def test_emulated_libraries_run_in_chunks(backend: Any) -> None:
+    whole = on_ranks(lambda group: step(group, backend, **DEEPEP), 4)
+    compare(whole, on_ranks(lambda group: step(group, backend, chunk_tokens=CHUNK, **DEEPEP), 4))
+
+
+def layouts(rank: int) -> list[Layout]:
+    """Return a mask, and packed sequences with gaps: with 0, 1, 40 and 17 tokens among many more rows."""
+    real = (0, 1, 40, 17)[rank]
+    valid = torch.zeros(200, dtype=torch.bool)
+    valid[3 : 3 + 4 * real : 4] = True
+    first = real // 2
+    packed = THD(torch.tensor([0, first, real]), torch.tensor([0, 100, 200]))
+    return [Masked(valid), packed]
+
+
+@pytest.mark.parametrize("fields", [{}, {"graph_safe": True, "max_tokens_per_rank": 200}], ids=["eager", "graph_safe"])
+@pytest.mark.parametrize("kind", [0, 1], ids=["mask", "thd_with_gaps"])
+def test_padding_takes_no_chunk(kind: int, fields: dict[str, Any]) -> None:
+    def run(**more: Any) -> list[dict[str, Any]]:
+        return on_ranks(lambda group: step(group, "alltoall", layouts(group.rank())[kind], **fields, **more), 4)
+
+    parts = run(chunk_tokens=CHUNK)
+    compare(run(), parts)
+    # 40 real rows; with graph_safe rows are masked, not cut, so the number of chunks is that of 200.
+    assert parts[0]["calls"]["dispatch"] == (13 if fields else 3)
+
+
+def test_one_plan_serves_several_layers_and_drift_counts_once() -> None:
+    def body(group: Group) -> tuple[dict[str, int], dict[str, int]]:
+        dispatcher = build_dispatcher(small_config(chunk_tokens=4), group, name="layer")
+        count = (11, 0)[group.rank()]
+        x, routing = random_rows(count), random_routing(count)
+        plan = dispatcher.plan(Rows(), like=x)
+        assert plan.num_chunks == 3
+        drift = torch.tensor([2, 2 * count])
+        for _ in range(2):
+            given = Routing(routing.topk_ids, routing.topk_weights, drift)
+            y = run_in_chunks(dispatcher, lambda sent: sent.rows, x, given, plan)
+            torch.testing.assert_close(y, x * routing.topk_weights.sum(1, keepdim=True))
+        metrics = dispatcher.metrics()
+        return metrics.collectives, metrics.slots_replayed
+
+    (calls, replayed), (others, _) = on_ranks(body, 2)
+    assert calls == others
+    assert (calls["sizes"], calls["dispatch"], replayed) == (1, 6, {"layer": 44})
+
+
+@final
+class Watched:
+    """Experts that count the rows of dispatches that exist at the same time."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts, self._now, self.most = experts, 0, 0
+
+    def __call__(self, sent: Dispatched) -> Tensor:
+        rows = len(sent.rows)
+        self._now += rows
+        self.most = max(self.most, self._now)
+        weakref.finalize(sent.rows.untyped_storage(), self._let_go, rows)
+        return self._experts(sent)
+
+    def _let_go(self, rows: int) -> None:
+        self._now -= rows
+
+
+@pytest.mark.parametrize(("recompute", "most"), [(True, 1), (False, CHUNKS)])
+def test_rows_have_a_bound_with_recomputation(recompute: bool, most: int) -> None:
+    """All rows go to rank 3, so it gets as many as a rank can: ``N * P * min(K, L)`` a chunk."""
+
+    def body(group: Group) -> int:
+        config = small_config(chunk_tokens=CHUNK, chunk_recompute=recompute)
+        experts, dispatcher = Watched(experts_of(scales_of(group.rank()))), build_dispatcher(config, group)
+        x = random_rows(1000).requires_grad_()
+        routing = Routing(torch.tensor([[6, 7]]).expand(1000, 2), torch.ones(1000, 2))
+        run_in_chunks(dispatcher, experts, x, routing).sum().backward()
+        return experts.most
+
+    bound = CHUNK * 4 * 2
+    assert (most - 1) * bound < on_ranks(body, 4)[3] <= most * bound
+
+
+def test_experts_placed_anew_for_each_chunk() -> None:
+    def body(group: Group, **fields: Any) -> tuple[list[Any], int]:
+        dispatcher = build_dispatcher(small_config(**fields), group)
+        slots, scales, most = SlotWeights(dispatcher), scales_of(group.rank(), 2), 0
+
+        def run(sent: Dispatched) -> Tensor:
+            nonlocal most
+            most = max(most, len(sent.rows))
+            return slots.run(sent, lambda part, scale: experts_of(scale)(part), scales)[1]
+
+        x = random_rows(20, seed=group.rank()).requires_grad_()
+        y = run_in_chunks(dispatcher, run, x, Routing(torch.tensor([[0, 1]]).expand(20, 2), torch.ones(20, 2)))
+        y.sum().backward()
+        return [y.detach(), x.grad, scales.grad], most
+
+    balanced: dict[str, Any] = {"balance": "exact", "balance_min_rows": 0, "chunk_tokens": 8}
+    plain, in_chunks = on_ranks(body, 2), on_ranks(lambda group: body(group, **balanced), 2)
+    for (expected, _), (got, most) in zip(plain, in_chunks, strict=True):
+        torch.testing.assert_close(got, expected)
+        assert most <= 8 * 2  # N * K
+
+
+class Layer(Dispatcher):
+    def run_experts(self, sent: Dispatched) -> Tensor:
+        return sent.rows
+
+
+def test_a_called_dispatcher_runs_in_chunks_and_tests_itself() -> None:
+    def body(group: Group) -> None:
+        layer = Layer(small_config("allgather", chunk_tokens=4), group)
+        x, routing = random_rows(9).view(3, 3, -1), random_routing(9)
+        y = layer(x, routing)
+        torch.testing.assert_close(y, x * routing.topk_weights.sum(1).view(3, 3, 1))
+        assert layer.metrics().dispatches == 3
+        layer.self_test()
+
+    on_ranks(body, 2)
+
+
+def test_a_number_of_chunks_from_the_rows_of_each_rank_would_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug of other implementations: a rank with few rows leaves, and the others wait for it."""
+    monkeypatch.setattr(agreement, "_agree_on_largest", lambda channel, count, *others, **more: (count, []))
+
+    def body(group: Group) -> None:
+        count = (17, 0)[group.rank()]
+        layer = Layer(small_config(chunk_tokens=4, chunk_recompute=True, watchdog=1), group)
+        layer(random_rows(count), random_routing(count))
+
+    assert any(isinstance(result, LostPeerError) for result in outcomes(body, 2))
+
+
+def test_more_rows_than_a_chunk_in_one_dispatch_are_refused_on_all_ranks() -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(chunk_tokens=4), group)
+        identity_round(dispatcher)
+        x, routing = random_rows(5 * group.rank()), random_routing(5 * group.rank())
+        dispatcher.dispatch(x, routing)
+
+    told = "a rank must pass at most chunk_tokens (4) rows, got more on some rank: they take 2 dispatches"
+    raises_everywhere(outcomes(body, 2), InputError, told)
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+@pytest.mark.parametrize("planned", [False, True], ids=["unplanned", "planned"])
+def test_a_refused_call_is_told_to_the_peers(backend: str, planned: bool) -> None:
+    def body(group: Group) -> None:
+        layer = Layer(small_config(backend, chunk_tokens=4, debug=planned), group)
+        x = random_rows(9)
+        plan = layer.plan(Rows(), like=x) if planned else None
+        with pytest.raises(PeerError if group.rank() else InputError, match="x has 9 tokens but routing has 8"):
+            layer(x, random_routing(9 if group.rank() else 8), plan)
+        identity_round(layer)
+
+    on_ranks(body, 2)
+
+
+def test_operators_are_refused() -> None:
+    layer, x, routing = Layer(small_config("local", chunk_tokens=4)), random_rows(4), random_routing(4)
+    with pytest.raises(StateError, match=r"chunk_tokens does not work in torch\.compile and selective checkpointing"):
+        by_operators(lambda x: layer.dispatch(x, routing).rows, random_rows(4).requires_grad_())
+    with pytest.raises(Unsupported, match="chunk_tokens does not work in a compiled region"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x, routing)
+
+
+def test_recomputation_needs_chunks() -> None:
+    with pytest.raises(ConfigError, match="chunk_recompute needs chunk_tokens"):
+        small_config(chunk_recompute=True)
