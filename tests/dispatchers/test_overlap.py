@@ -72,13 +72,8 @@ def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> _Log
     return logs[0]
 
 
-def test_rows_are_packed_and_put_in_order_while_their_counts_travel(log: _Log) -> None:
+def test_what_needs_no_answer_is_done_while_collectives_are_under_way(log: _Log) -> None:
+    """Rows, weights and ids are packed and put in order beside the counts; the way home is sorted beside the rows."""
     meanwhile = log.meanwhile("counts")
-    assert meanwhile.count("copy_") == 3  # rows, weights and ids into packets
-    assert meanwhile[-1] == "index_select"
-
-
-def test_the_way_home_is_sorted_while_rows_travel(log: _Log) -> None:
+    assert (meanwhile.count("copy_"), meanwhile[-1]) == (3, "index_select")
     assert {"sort", "searchsorted"} <= set(log.meanwhile("dispatch"))
-    arrived = log.done[log.done.index("await", log.done.index("dispatch")) :]
-    assert arrived.count("sort") == 2  # what arrived, by expert and back

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_dispatch.communication import Communicator, canonical_json, raise_alike
+from moe_dispatch.communication import Communicator, raise_alike
 from moe_dispatch.errors import ConfigError, InputError, PeerError
 from tests.dispatchers.layer import Group, outcomes, raises_everywhere
 
@@ -107,20 +107,3 @@ def test_a_peer_that_left() -> None:
     assert isinstance(peer, RuntimeError)
     assert not isinstance(peer, PeerError), "it heard of nothing, so it must not say that a rank refused"
     assert absent is None
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "equal"),
-    [
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
-        ({"a": 1}, {"a": 1.0}, True),
-        ({"a": [1, {"b": 2.0}]}, {"a": (1.0, {"b": 2})}, True),
-        ({"a": 1}, {"a": 1.5}, False),
-        ({"a": 1}, {"a": "1"}, False),
-        ({"a": True}, {"a": 1}, False),
-        ({"a": None}, {}, False),
-        ([1, 2], [2, 1], False),
-    ],
-)
-def test_canonical_json(one: Any, other: Any, equal: bool) -> None:
-    assert (canonical_json(one) == canonical_json(other)) == equal

@@ -140,23 +140,6 @@ def test_a_cached_handle_sends_other_rows_the_same_way(release: str, fused: bool
         assert counts is None
 
 
-@CURRENT
-def test_a_cached_unfused_dispatch_without_pad_multiple_leaves_padding_unwritten(release: str) -> None:
-    sources = make_sources([ROWS] * 2)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        buffer = open_buffer(release, group)
-        source = sources[group.rank()]
-        rows, _, _, _, handle = sent(buffer, source, pad_multiple=16)
-        return buffer.dispatch_with_permute(hidden=source.x, handle=handle, num_permuted_tokens=len(rows))[0]
-
-    for rank, rows in enumerate(run_ranks(body, 2)):
-        expected = expected_rows(sources, rank, pad=16)
-        assert torch.equal(rows[expected.real], expected.rows[expected.real])
-        assert rows[~expected.real].isnan().all()
-        assert (~expected.real).any()
-
-
 @FUSED
 @CURRENT
 def test_non_blocking_leaves_nan_after_the_rows_and_the_flag_at_zero(release: str, fused: bool) -> None:
@@ -211,24 +194,6 @@ def test_a_rank_may_move_no_probs_in_combine(release: str) -> None:
     torch.testing.assert_close(first[~went], source.probs[~went])
 
 
-@CURRENT
-def test_combine_without_permute_sums_over_ranks(release: str) -> None:
-    sources = make_sources([ROWS] * 2)
-
-    def body(group: dist.ProcessGroup) -> Any:
-        buffer, source = open_buffer(release, group), sources[group.rank()]
-        rows, probs, _, handle = buffer.dispatch(source.x, routing_map=source.routing, probs=source.probs)
-        own = slice(group.rank() * LOCAL, (group.rank() + 1) * LOCAL)
-        masked = torch.zeros_like(probs)
-        masked[:, own] = probs[:, own]
-        return buffer.combine(rows, masked, handle)
-
-    for source, (sums, probs) in zip(sources, run_ranks(body, 2), strict=True):
-        ranks = source.routing.view(ROWS, 2, LOCAL).any(2).sum(1, keepdim=True)
-        assert torch.equal(sums, (source.x.float() * ranks).bfloat16())
-        assert torch.equal(probs, source.probs)
-
-
 @FUSED
 def test_ragged_ranks_send_what_they_have_and_get_as_many_rows_back(fused: bool) -> None:
     counts = [5, 0, 33, 16]
@@ -241,19 +206,12 @@ def test_ragged_ranks_send_what_they_have_and_get_as_many_rows_back(fused: bool)
         again = buffer.dispatch_with_permute(
             hidden=source.x, handle=handle, num_permuted_tokens=len(rows), pad_multiple=4, fuse_permute_dispatch=fused
         )[0]
-        plain, _, _, plain_handle = buffer.dispatch(source.x, routing_map=source.routing, num_of_tokens_per_rank=33)
-        return (
-            rows,
-            again,
-            returned(buffer, rows, handle, probs, fused=fused),
-            buffer.combine(plain, None, plain_handle),
-        )
+        return rows, again, returned(buffer, rows, handle, probs, fused=fused)
 
     outs = run_ranks(body, 4)
     expected = expected_sums(sources, [out[0] for out in outs], pad=4)
-    for rank, (rows, again, (sums, probs), (plain, _)) in enumerate(outs):
+    for rank, (rows, again, (sums, probs)) in enumerate(outs):
         assert torch.equal(rows, expected_rows(sources, rank, pad=4).rows)
         assert torch.equal(again, rows)
         assert torch.equal(sums, expected[rank])
         assert torch.equal(probs, sources[rank].probs)
-        assert plain.shape == (counts[rank], HIDDEN)

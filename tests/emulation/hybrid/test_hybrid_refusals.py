@@ -72,14 +72,6 @@ def test_a_capacity_that_is_no_multiple_of_the_chunk_fails_in_the_compiler(
             assert CHUNK_RULE in end
 
 
-@pytest.mark.parametrize(("release", "capacity"), [(APRIL, 1008), (JULY, 1024), (RAGGED, 1024)])
-def test_rows_of_a_call_are_rounded_to_16_and_since_638_to_the_chunk(release: str, capacity: int) -> None:
-    buffer = open_buffer(release, None)
-    assert buffer.update_template_config(HIDDEN, 1001).max_num_of_tokens_per_rank == capacity
-    assert buffer.configurer.buffer_config.max_num_of_tokens_per_rank == capacity
-    assert buffer.update_template_config(HIDDEN, 5).max_num_of_tokens_per_rank == capacity  # it never shrinks
-
-
 @CURRENT
 @pytest.mark.parametrize(
     "sizes", [{"hidden_dim": 40}, {"num_local_experts": 3}, {"hidden_dim": 256, "use_fp8": True}], ids=str

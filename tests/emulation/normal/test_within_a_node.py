@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from moe_dispatch_testing import run_processes
 from tests.emulation.normal_case import COUNTS, dispatched, open_buffer
 from tests.emulation.tokens import TOP_K, Tokens, expected_rows, goes_to, make_tokens, rows_per_expert, run_ranks
 
@@ -103,17 +101,3 @@ def test_num_worst_tokens_leaves_all_but_the_tail_of_the_ids_unwritten() -> None
         assert buffer.dispatch(everyone[rank].x, handle=handle)[0].shape[0] == worst
 
     run_ranks(body, 4)
-
-
-def in_a_process(rank: int, everyone: list[tuple[Tensor, Tensor, Tensor]]) -> bool:
-    tokens = [Tokens(*each) for each in everyone]
-    assert dist.group.WORLD is not None
-    buffer = open_buffer(dist.group.WORLD)
-    x, *_ = dispatched(buffer, tokens[rank])
-    buffer.destroy()
-    return torch.equal(x, expected_rows(tokens, rank)[0])
-
-
-def test_ranks_may_be_processes() -> None:
-    everyone = [(tokens.x, tokens.topk_idx, tokens.topk_weights) for tokens in make_tokens(COUNTS[2])]
-    assert run_processes(in_a_process, 2, everyone) == [True, True]
