@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from moe_dispatch.dispatchers import build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.megatron.core import get_align_size_for_quantization
-from moe_dispatch.integrations.megatron.settings import dispatcher_config
+from moe_dispatch.integrations.megatron.overlap import put_in_place, stand_in, use_on_current_stream
+from moe_dispatch.integrations.megatron.settings import dispatcher_config, overlaps
 from moe_dispatch.layouts import SBHD, Layout, Rows
 from moe_dispatch.types import Dispatched, Plan, Routing
 
@@ -38,6 +40,8 @@ class MegatronDispatcher:
     ``dispatch_preprocess`` to ``token_dispatch``, and the Dispatched from ``token_dispatch`` to ``token_combine``. It
     keeps nothing after ``token_combine``, so micro-batches and recomputation do not disturb each other.
 
+    Under ``overlap_moe_expert_parallel_comm``, autograd connects the phases only by the tensors that they return.
+
     Raises:
         ConfigError: A setting is not supported, or experts and groups do not fit. Other errors are a Dispatcher's.
 
@@ -59,6 +63,7 @@ class MegatronDispatcher:
         # Attributes with the names that Megatron's dispatchers use.
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
         self._local_experts, self._etp_size = num_local_experts, self.tp_group.size()
+        self._overlaps = overlaps(config)
         quantised = getattr(config, "fp8", None) or getattr(config, "fp4", None)
         pad_multiple = int(get_align_size_for_quantization(config)) if quantised else 1
         ours = dispatcher_config(config, backend, etp_size=self._etp_size, pad_multiple=pad_multiple, given=given)
@@ -73,6 +78,7 @@ class MegatronDispatcher:
         self.plans: dict[str, Plan] | None = None
         self.drift: Tensor | None = None  # of the routing of this micro-batch, if it is replayed
         self.has_slot_experts = False  # whether the experts of the layer run on expert slots
+        self._hidden_states: Tensor | None = None  # if phases overlap: the tensor that a stand-in stands for
         self._sent: Dispatched | None = None
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,6 +88,8 @@ class MegatronDispatcher:
         """
         routing = Routing.from_map(routing_map, probs, top_k=self.top_k)
         self.topk_ids, weights_TK = self._to_all_parts(routing.topk_ids, routing.topk_weights)
+        if self._overlaps:
+            self._hidden_states, hidden_states = hidden_states.detach(), stand_in(hidden_states)
         return hidden_states, weights_TK
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,11 +99,18 @@ class MegatronDispatcher:
         if self.shared_experts is not None:
             # Shared experts compute on their own stream while rows travel on the current stream.
             self.shared_experts.pre_forward_comm(hidden_states)
+        if self._hidden_states is not None:
+            use_on_current_stream(self._hidden_states, self.topk_ids, probs, self.drift)
+            hidden_states, self._hidden_states = put_in_place(hidden_states, self._hidden_states), None
         routing = Routing(self.topk_ids, probs, self.drift)
         self.topk_ids = self.drift = None
         sent = self._sent = self.dispatcher.dispatch(hidden_states, routing, self._plan(hidden_states))
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(sent.rows)
+        if self._overlaps:
+            # Experts weigh, so combine needs no weights. Attached ones would lead its backward into that of dispatch.
+            self._sent = dataclasses.replace(sent, rows=sent.rows.detach(), weights=sent.weights.detach())
+            return stand_in(sent.rows), sent.weights
         return sent.rows, sent.weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,6 +121,9 @@ class MegatronDispatcher:
                 "MegatronDispatcher.dispatch_postprocess: balance needs experts that run on expert slots, got a "
                 "dispatcher that was set by hand. Call convert on the layer."
             )
+        if self._overlaps:
+            use_on_current_stream(sent.rows, probs, sent.tokens_per_expert)
+            hidden_states = put_in_place(hidden_states, sent.rows)
         on_host = sent.host_counts
         counts_L = sent.tokens_per_expert if on_host is None else torch.tensor(on_host, device="cpu")
         return hidden_states, counts_L, probs

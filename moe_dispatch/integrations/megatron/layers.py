@@ -25,7 +25,7 @@ from moe_dispatch.integrations.megatron.core import (
     TransformerLayer,
 )
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
-from moe_dispatch.integrations.megatron.settings import check_settings
+from moe_dispatch.integrations.megatron.settings import check_settings, overlaps
 from moe_dispatch.integrations.megatron.slots import SlotExperts
 from moe_dispatch.layouts import THD, Layout, ShardKind
 from moe_dispatch.types import Plan
@@ -227,7 +227,14 @@ def follow_packed_sequences(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
-            if not any(hook is _mark_gaps for hook in module._forward_pre_hooks.values()):
+            hooks = (*module._forward_pre_hooks.values(), *module.mlp.router._forward_pre_hooks.values())
+            if any(hook is _mark_gaps or isinstance(getattr(hook, "__self__", None), _SeenGaps) for hook in hooks):
+                continue
+            if overlaps(module.config):
+                seen = _SeenGaps(module)
+                module.self_attention.register_forward_pre_hook(seen.see, with_kwargs=True)
+                module.mlp.router.register_forward_pre_hook(seen.mark, with_kwargs=True)
+            else:
                 module.register_forward_pre_hook(_mark_gaps, with_kwargs=True)
         elif isinstance(module, TransformerBlock):
             _share_plans(module)
@@ -238,16 +245,49 @@ def _mark_gaps(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
     A recomputation calls the layer with the same arguments, so it marks the same rows.
     """
+    padding = _gaps(layer, kwargs, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+    if padding is None:
+        return args, kwargs
+    given = kwargs.get("padding_mask")
+    return args, {**kwargs, "padding_mask": padding if given is None else given.bool() | padding}
+
+
+def _gaps(layer: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor | None:
+    """Return a padding mask, [1, T], of the gaps among the rows of this rank; None if there are none."""
     params = kwargs.get("packed_seq_params")
     if params is None or params.qkv_format != "thd" or params.cu_seqlens_q_padded is None:
-        return args, kwargs
-    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        return None
     layout, num_rows = packed_layout(layer, params, hidden), prod(hidden.shape[:-1])
     valid_T = layout.valid_T(num_rows, hidden.device)
     assert valid_T is not None  # cu_seqlens_q_padded is given
-    padding: Tensor = ~valid_T.unsqueeze(0)
-    given = kwargs.get("padding_mask")
-    return args, {**kwargs, "padding_mask": padding if given is None else given.bool() | padding}
+    return ~valid_T.unsqueeze(0)
+
+
+@final
+class _SeenGaps:
+    """Marks gaps under ``overlap_moe_expert_parallel_comm``: its schedule calls parts of a layer, but not the layer.
+
+    The attention gets ``packed_seq_params``, and after it the router of the same micro-batch gets the mask. Megatron
+    recomputes neither alone in this schedule.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._padding: Tensor | None = None
+
+    def see(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find the gaps, as a forward pre-hook of the attention."""
+        self._padding = _gaps(self._layer, kwargs, args[0])
+
+    def mark(
+        self, router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Add them to the padding mask, [T, 1], as a forward pre-hook of the router."""
+        padding, self._padding = self._padding, None
+        if padding is None:
+            return args, kwargs
+        given, padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None), padding.transpose(0, 1)
+        return args[:1], {"padding_mask": padding if given is None else given | padding}
 
 
 def packed_layout(layer: Any, params: Any, hidden: Tensor, *, host: bool = False) -> Layout:
@@ -287,17 +327,19 @@ def _share_plans(block: Any) -> None:
     A recomputation runs outside the forward. Then each layer agrees on sizes on its own, because the plans of another
     micro-batch may not fit.
     """
-    if any(getattr(hook, "func", None) is _open_plans for hook in block._forward_pre_hooks.values()):
+    # Megatron's overlapped schedule calls no block, but the attention of its first layer begins each forward there.
+    first = block.layers[0].self_attention if overlaps(block.config) and len(block.layers) else block
+    if any(getattr(hook, "func", None) is _open_plans for hook in first._forward_pre_hooks.values()):
         return
     chunks = [getattr(block.config, f"mlp_chunks_for_{phase}", 1) for phase in ("training", "prefill")]
     if max(chunks) > 1:
         return  # Megatron calls an MoE layer with pieces of the micro-batch, which differ in length
     layers = [module for module in block.modules() if isinstance(module, MoELayer)]
-    block.register_forward_pre_hook(functools.partial(_open_plans, layers))
+    first.register_forward_pre_hook(functools.partial(_open_plans, layers))
     block.register_forward_hook(functools.partial(_close_plans, layers), always_call=True)
 
 
-def _open_plans(layers: list[Any], block: Any, args: Any) -> None:
+def _open_plans(layers: list[Any], first: Any, args: Any) -> None:
     _set_plans(layers, {})
 
 

@@ -16,6 +16,7 @@ from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.megatron.core import MoELayer, TransformerBlock
 from moe_dispatch.integrations.megatron.dispatcher import MegatronDispatcher
 from moe_dispatch.integrations.megatron.layers import packed_layout
+from moe_dispatch.integrations.megatron.settings import overlaps
 from moe_dispatch.replay import Cut, RoutingTable, SequenceId, replayed
 from moe_dispatch.replay.entries import NOWHERE, UNKNOWN
 
@@ -60,8 +61,11 @@ class RoutingReplay:
                 f"RoutingReplay: the table must have all MoE layers of this stage, got none for {absent}, and "
                 f"{list(table.layers)} in the table. Count MoE layers of the whole model from 0."
             )
+        # Megatron's overlapped schedule calls the attention of a layer, but not the layer.
+        called = [reader.layer.self_attention if overlaps(config) else reader.layer for reader in self._readers]
         self._hooks = [
-            reader.layer.register_forward_pre_hook(reader.take_cut, with_kwargs=True) for reader in self._readers
+            module.register_forward_pre_hook(reader.take_cut, with_kwargs=True)
+            for module, reader in zip(called, self._readers, strict=True)
         ]
         for reader in self._readers:
             reader.router_before = reader.layer.mlp.router.router_replay
@@ -117,8 +121,8 @@ class _Reader:
         self.router_before: Any = None
         self._cut: Cut | None = None
 
-    def take_cut(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the cut that belongs to the arguments of this call, as a forward pre-hook of the transformer layer."""
+    def take_cut(self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the cut that belongs to the arguments of this call, as a forward pre-hook of the layer or a part."""
         params = kwargs.get("packed_seq_params")
         named = getattr(params, "moe_dispatch_replay", None)
         if named is None:
@@ -126,7 +130,7 @@ class _Reader:
                 "RoutingReplay: forward() was called without replay.micro_batch(...) before it. Call micro_batch with "
                 "the packed_seq_params of the forward, or call replay.close()."
             )
-        self._cut = named.cut(layer, params, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        self._cut = named.cut(self.layer, params, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
     def get_replay_topk(
         self,

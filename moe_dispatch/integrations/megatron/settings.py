@@ -40,8 +40,6 @@ _WAYS_OUT = {
     "moe_pad_experts_for_cuda_graph_inference": "Set it to False; for static shapes pass graph_safe=True, "
     "max_tokens_per_rank=",
     "moe_paged_stash": "Set it to False; Dispatcher.retry_on_overflow repeats a step that outgrew its buffers",
-    "overlap_moe_expert_parallel_comm": "Set it to False: it cuts the autograd graph between phases that "
-    "MegatronDispatcher needs in one graph",
     "transformer_impl": 'Use "transformer_engine": the inference layers have their own dispatchers',
 }
 # Fields of Megatron's config that do not work with balanced experts, and the reason.
@@ -104,6 +102,11 @@ def check_settings(config: Any) -> None:
         value = _value(config, field)
         if value not in _ACCEPTED.get(field, (None, False)):
             raise ConfigError(f"MegatronDispatcher: {field}={value!r} is not supported. {way_out}.")
+    if overlaps(config) and (graphs := _value(config, "cuda_graph_impl")) not in (None, "none"):
+        raise ConfigError(
+            f"MegatronDispatcher: cuda_graph_impl={graphs!r} does not work with overlap_moe_expert_parallel_comm=True: "
+            "a replayed graph runs no hooks and keeps no tensors between phases. Leave one of them out."
+        )
 
 
 def _check_balance(config: Any, ours: DispatcherConfig) -> None:
@@ -119,6 +122,11 @@ def _check_balance(config: Any, ours: DispatcherConfig) -> None:
     for field, why in _UNBALANCED.items():
         if value := _value(config, field):
             raise ConfigError(f"MegatronDispatcher: balance does not work with {field}={value!r}: {why}.")
+
+
+def overlaps(config: Any) -> bool:
+    """Return whether Megatron runs the forward of one micro-batch beside the backward of another."""
+    return bool(_value(config, "overlap_moe_expert_parallel_comm"))
 
 
 def captures_experts(config: Any) -> bool:

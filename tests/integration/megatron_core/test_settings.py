@@ -125,7 +125,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity=True .*capacity_factor="),
     ({"moe_pad_experts_for_cuda_graph_inference": True}, "moe_pad_experts_for_cuda_graph_inference=True .*graph_safe"),
     ({"moe_paged_stash": True}, "moe_paged_stash=True .*retry_on_overflow"),
-    ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=True .*Set it to False"),
+    (
+        {"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "transformer_engine"},
+        "cuda_graph_impl='transformer_engine' does not work with overlap_moe_expert_parallel_comm=True: a replayed",
+    ),
     ({"transformer_impl": "inference_optimized"}, 'transformer_impl=.*Use "transformer_engine"'),
     ({"num_moe_experts": None}, "num_moe_experts must be a positive number, got None. Build a model with MoE layers"),
     ({"moe_expert_rank_capacity_factor": 1.5}, "need max_tokens_per_rank|Set on_overflow"),

@@ -1,0 +1,213 @@
+"""Megatron's own schedule of one forward beside one backward, on a CPU with simulated streams and poisoned memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import moe_dispatch
+from moe_dispatch.communication import Communicator
+from moe_dispatch_testing import count_host_syncs
+from tests.integration.megatron_core.model import gpt_model
+
+
+@final
+class Stream:
+    """A stream of a simulated device: the time at which all its work is done."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.time = name, 0.0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.time = max(self.time, other.time)
+
+
+@final
+class Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.time = 0.0
+
+    def record(self, stream: Stream) -> None:
+        self.time = stream.time
+
+    def wait(self, stream: Stream) -> None:
+        stream.time = max(stream.time, self.time)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A node that ran, such as "moe_dispatch forward": its stream, when, and how often a verb made the host wait."""
+
+    node: str
+    stream: str
+    begin: float
+    end: float
+    host_reads: int
+
+
+READS = str(Path(moe_dispatch.__file__).with_name("communication.py"))  # where the verbs read a device
+
+
+@final
+@dataclass(slots=True)
+class Seen:
+    """What happened in a schedule.
+
+    Attributes:
+        nodes: The nodes in the order of the host.
+        collectives: Labels of the collectives of dispatchers, each behind the node that it ran in.
+        freed: Number of storages that the schedule freed.
+        recorded: Streams by the address of tensors of which ``record_stream`` was called.
+    """
+
+    nodes: list[Ran] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)
+    freed: int = 0
+    recorded: dict[int, set[str]] = field(default_factory=dict)
+
+
+# A backward takes twice as long as a forward on the compute stream. An exchange takes as long both ways. The host waits
+# for the exchange of counts, the first part of a dispatch.
+UNITS = {"compute forward": 1.0, "compute backward": 2.0, "exchange forward": 1.0, "exchange backward": 1.0}
+COUNTS = 0.2
+
+
+@contextmanager
+def simulated_streams() -> Iterator[Seen]:
+    """Let Megatron's schedule run on a CPU, and watch it. Memory that it frees is filled with NaN, and kept."""
+    from megatron.core.pipeline_parallel import utils
+
+    seen, compute = Seen(), Stream("compute")
+    current, node = [compute], ["outside"]
+    host = [0.0]
+    resize, start, reads = torch.UntypedStorage.resize_, Communicator._start, list[Any]()
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def poison(storage: torch.UntypedStorage, size: int) -> Any:
+        if size or sys._getframe(1).f_globals["__name__"] != utils.__name__:
+            return resize(storage, size)
+        seen.freed += 1
+        return storage.fill_(0xFF)  # type: ignore[attr-defined]
+
+    def record_stream(tensor: Tensor, stream: Stream) -> None:
+        seen.recorded.setdefault(tensor.data_ptr(), set()).add(stream.name)
+
+    def started(communicator: Communicator, name: str, *args: Any, **kwargs: Any) -> Any:
+        seen.collectives.append(f"{node[-1]}: {kwargs['label']}")
+        return start(communicator, name, *args, **kwargs)
+
+    def timed(phase: str, run: Any) -> Any:
+        def runs(self: Any, *args: Any) -> Any:
+            node.append(f"{self.name} {phase}")
+            reads.clear()
+            result = run(self, *args)
+            node.pop()
+            begin, stream = max(self.event.time, host[0]), self.stream  # the node recorded the event
+            stream.time = self.event.time = end = begin + UNITS[f"{stream.name} {phase}"]
+            host_reads = sum(read.place.startswith(READS) for read in reads)
+            if host_reads:
+                host[0] = begin + COUNTS
+            seen.nodes.append(Ran(f"{self.name} {phase}", stream.name, begin, end, host_reads))
+            return result
+
+        return runs
+
+    streams = {"_COMM_STREAM": Stream("exchange"), "_COMP_STREAM": compute}  # 0.19 takes the current stream to compute
+    with ExitStack() as stack:
+        for name, stand_in in {
+            "Event": Event,
+            "Stream": Stream,
+            "stream": on,
+            "current_stream": lambda *args: current[-1],
+        }.items():
+            stack.enter_context(patch.object(torch.cuda, name, stand_in))
+        for name in ("range_push", "range_pop"):
+            stack.enter_context(patch.object(torch.cuda.nvtx, name, lambda *args: None))
+        for name, stream in streams.items():
+            stack.enter_context(patch.object(utils, name, stream, create=True))
+        stack.enter_context(patch.object(Tensor, "record_stream", record_stream))
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", poison))
+        stack.enter_context(patch.object(Communicator, "_start", started))
+        for phase in ("forward", "backward"):
+            method = f"_{phase}"
+            stack.enter_context(
+                patch.object(utils.ScheduleNode, method, timed(phase, getattr(utils.ScheduleNode, method)))
+            )
+        reads = stack.enter_context(count_host_syncs())
+        yield seen
+
+
+@final
+class Attention(nn.Module):
+    """An attention over packed sequences without kernels: each row attends to itself."""
+
+    def __init__(self, config: Any, layer_number: int, **unused: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(config.hidden_size, config.hidden_size) / config.hidden_size**0.5)
+
+    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        return hidden @ self.weight.to(hidden.dtype), None
+
+    def backward_dw(self) -> None:
+        pass
+
+
+def packed_model(case: Any) -> Any:
+    """A GPTModel whose attention takes packed sequences."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    def change(spec: Any) -> Any:
+        spec.submodules.self_attention = ModuleSpec(module=Attention)
+        spec.submodules.self_attn_bda = get_bias_dropout_add
+        return spec
+
+    return gpt_model(case, change)
+
+
+Batch = dict[str, Any]  # arguments of a GPTModel
+
+
+def plain_steps(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
+    """Losses and all gradients of micro-batches that run one after the other."""
+    model.zero_grad()
+    losses = []
+    for batch in batches:
+        losses.append(model(**batch))
+        (losses[-1] * upstream(losses[-1])).sum().backward()
+    return {f"loss {number}": loss.detach() for number, loss in enumerate(losses)} | gradients(model)
+
+
+def overlapped_steps(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
+    """The same with Megatron's schedule: the forward of each micro-batch runs beside the backward of the one before."""
+    model.zero_grad()
+    losses: list[Tensor] = []
+    before: Any = None
+    for batch in [*batches, None]:
+        plan = None if batch is None else model.build_schedule_plan(**batch)
+        loss = (plan or before).run(plan, before, b_grad=None if before is None else upstream(losses[-1]))
+        losses += [] if plan is None else [loss]
+        before = plan
+    return {f"loss {number}": loss.detach().clone() for number, loss in enumerate(losses)} | gradients(model)
+
+
+def upstream(loss: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1.5, loss.numel()).view_as(loss).to(loss.dtype)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}

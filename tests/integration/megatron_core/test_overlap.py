@@ -1,0 +1,335 @@
+"""Megatron's overlap of a forward and a backward: with its real nodes and plans, steps have the bits of plain ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, final
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_dispatch.replay import RoutingTable
+from moe_dispatch_testing import run_processes
+from tests.integration.megatron_core import layer as layers
+from tests.integration.megatron_core.jobs import TIMEOUT
+from tests.integration.megatron_core.layer import EXPERTS, TOP_K, Case, Parallel, difference, groups
+from tests.integration.megatron_core.model import BATCH, LENGTH, VOCABULARY, gpt_model
+from tests.integration.megatron_core.on_cpu import megatron_on_cpu
+from tests.integration.megatron_core.schedule import (
+    Batch,
+    Seen,
+    overlapped_steps,
+    packed_model,
+    plain_steps,
+    simulated_streams,
+)
+from tests.integration.megatron_core.test_packed import PADDED, REAL, params
+from tests.integration.needs import needs
+
+pytestmark = [
+    *needs("megatron"),
+    pytest.mark.filterwarnings("ignore"),  # of Megatron's import
+]
+
+LAYERS, MICRO_BATCHES = 2, 3
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}  # set afterwards: Megatron asks for bfloat16
+BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "config": {"hidden_size": 256}}
+HYBRIDEP = {"name": "hybridep", "emulate": True}
+SHARED = {"moe_shared_expert_intermediate_size": 16}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A model, the options of ``convert``, and a fault that is planted."""
+
+    ranks: int = 4
+    case: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    delayed: bool = False
+    packed: bool = False
+    replayed: bool = False
+
+
+JOBS = {
+    "2 ranks": Job(ranks=2),
+    "4 ranks": Job(),
+    "exact reduction": Job(options={"backend": {"name": "alltoall", "reduction": "exact"}}),
+    "allgather": Job(options={"backend": "allgather"}),
+    "etp 2": Job(parallel={"ep": 2, "etp": 2}),
+    "shared experts": Job(case={"config": SHARED}),
+    "deepep": Job(ranks=2, case=BFLOAT16, options={"backend": {"name": "deepep", "emulate": True}}),
+    "hybridep": Job(case=BFLOAT16, options={"backend": HYBRIDEP}),
+    "delay_wgrad_compute": Job(ranks=2, delayed=True, packed=True),
+    "balanced": Job(options={"balance": "exact", "balance_min_rows": 0}),
+    "packed": Job(packed=True),
+    "packed, hybridep": Job(case=BFLOAT16, options={"backend": HYBRIDEP}, packed=True),
+    "replayed": Job(ranks=2, packed=True, replayed=True),
+}
+PLANTS = {
+    "weights keep their graph": Job(ranks=2),
+    "no stand-ins": Job(ranks=2),
+    "hooks of layers": Job(ranks=2, case=BFLOAT16, options={"backend": HYBRIDEP}, packed=True),
+}
+
+
+@contextmanager
+def planted(plant: str) -> Iterator[None]:
+    from moe_dispatch.integrations.megatron import dispatcher
+    from moe_dispatch.integrations.megatron import layers as hooks
+
+    with ExitStack() as stack:
+        if plant == "hooks of layers":
+            stack.enter_context(patch.object(hooks, "overlaps", lambda config: False))
+        if plant == "weights keep their graph":
+            kept = SimpleNamespace(replace=lambda sent, **changes: sent)
+            stack.enter_context(patch.object(dispatcher, "dataclasses", kept))
+        if plant == "no stand-ins":
+            stack.enter_context(patch.object(dispatcher, "stand_in", lambda tensor: tensor))
+        yield
+
+
+@final
+class DelayedLinear(nn.Module):
+    """A linear layer of an expert that computes the gradient of its weight in ``backward_dw``, as TE's does."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor, **unused: Any) -> tuple[Tensor, None]:
+        output: Tensor = _Delayed.apply(x, self.weight, self.pending)  # type: ignore[no-untyped-call]
+        return output, None
+
+    def backward_dw(self) -> None:
+        for x, grad in self.pending:
+            wgrad = grad.T @ x
+            self.weight.grad = wgrad if self.weight.grad is None else self.weight.grad + wgrad
+        self.pending.clear()
+
+
+class _Delayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pending: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.pending = pending
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.pending.append((x, grad))
+        return grad @ weight, None, None
+
+
+def delay_wgrad(model: Any) -> None:
+    model.config.delay_wgrad_compute = True
+    for layer in model.decoder.layers:
+        for expert in layer.mlp.experts.local_experts:
+            expert.linear_fc1, expert.linear_fc2 = (
+                DelayedLinear(linear.weight) for linear in (expert.linear_fc1, expert.linear_fc2)
+            )
+
+
+def batch(rank: int, micro: int, packed: bool) -> Batch:
+    generator = torch.Generator().manual_seed(10 * micro + rank)
+    shape = (1, sum(PADDED)) if packed else (BATCH, LENGTH)
+    tokens = torch.randint(0, VOCABULARY, (2, *shape), generator=generator)
+    return {
+        "input_ids": tokens[0],
+        "position_ids": (torch.arange(shape[1]) % LENGTH).expand(shape),
+        "attention_mask": None if packed else torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None],
+        "labels": tokens[1],
+        "packed_seq_params": params(lengths(rank, micro), PADDED) if packed else None,
+    }
+
+
+def lengths(rank: int, micro: int) -> tuple[int, ...]:
+    """Of the sequences of a micro-batch; the first rank has no rows in the second one."""
+    return (0,) * len(REAL) if (rank, micro) == (0, 1) else tuple(max(0, length - micro) for length in REAL)
+
+
+def table() -> RoutingTable:
+    """Ids for all sequences of all ranks, under their rank, micro-batch and number."""
+    generator = torch.Generator().manual_seed(5)
+    entries = {
+        (rank, micro, number): torch.rand(length, LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K]
+        for rank in range(layers.RANKS)
+        for micro in range(MICRO_BATCHES)
+        for number, length in enumerate(lengths(rank, micro))
+    }
+    return RoutingTable([(str(name), ids.contiguous()) for name, ids in entries.items()], num_experts=EXPERTS)
+
+
+def case_of(job: Job, **unchecked: Any) -> Case:
+    config = {"num_layers": LAYERS, **job.case.get("config", {})}
+    if job.packed:  # a loss of balancing is not a number on a rank without rows
+        config |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    parallel = Parallel(**{"ep": job.ranks, **job.parallel})
+    return Case(**{**job.case, "config": config, "parallel": parallel, "unchecked": unchecked})
+
+
+def converted(job: Job, *, plant: str = "", **unchecked: Any) -> Any:
+    from moe_dispatch.integrations.megatron import convert
+
+    case = case_of(job, **unchecked)
+    model = packed_model(case) if job.packed else gpt_model(case)
+    model.to(case.dtype)  # norms without transformer-engine are float32
+    with planted(plant):
+        convert(model, **job.options)
+    return model
+
+
+def compared(rank: int, job: Job, plant: str = "") -> Outcome:
+    """Overlapped steps beside plain ones."""
+    from megatron.core import parallel_state
+
+    from moe_dispatch.dispatchers import agreement
+    from moe_dispatch.integrations.megatron import RoutingReplay
+
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups(case_of(job).parallel).tp  # 0.16 looks here
+    plain, overlapped = converted(job), converted(job, plant=plant, **OVERLAP)
+    overlapped.load_state_dict(plain.state_dict())
+    if job.delayed:
+        delay_wgrad(overlapped)
+    dispatcher = overlapped.decoder.layers[0].mlp.token_dispatcher.dispatcher
+    seen, got, slots = Seen(), [], []
+    for model, steps in {plain: plain_steps, overlapped: overlapped_steps}.items():
+        batches = [batch(rank, micro, job.packed) for micro in range(MICRO_BATCHES)]
+        if job.replayed:
+            replay = RoutingReplay(model, table())
+            for micro, inputs in enumerate(batches):
+                names = [str((rank, micro, number)) for number in range(len(REAL))]
+                replay.micro_batch(inputs["packed_seq_params"], names)
+        with ExitStack() as stack:
+            agreed = stack.enter_context(
+                patch.object(agreement, "_agree_on_largest", wraps=agreement._agree_on_largest)
+            )
+            if model is overlapped:
+                stack.enter_context(planted(plant))
+                seen = stack.enter_context(simulated_streams())
+            got.append(steps(model, batches))
+        slots.append(int(dispatcher.metrics(gather=True).real_tokens_per_expert.sum()))  # of both models
+    for layer in (*plain.decoder.layers, *overlapped.decoder.layers):
+        layer.mlp.token_dispatcher.close()
+    return Outcome(
+        error=difference(got[1], got[0]),
+        equal=all(torch.equal(got[1][name], tensor) for name, tensor in got[0].items()),
+        slots=slots[1] - slots[0],
+        agreements=agreed.call_count,
+        seen=seen,
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How far gradients and losses are from plain ones, slots sent by all ranks, agreements on sizes, and the rest."""
+
+    error: float
+    equal: bool
+    slots: int
+    agreements: int
+    seen: Seen
+
+
+def on_rank(rank: int, ranks: int) -> dict[str, Any]:
+    layers.RANKS = ranks
+    with megatron_on_cpu():
+        return {
+            name: compared(rank, job, name if name in PLANTS else "")
+            for name, job in (JOBS | PLANTS).items()
+            if job.ranks == ranks
+        }
+
+
+@functools.cache
+def results(ranks: int) -> list[dict[str, Any]]:
+    return run_processes(on_rank, ranks, ranks, timeout=TIMEOUT)
+
+
+def found(name: str) -> list[Outcome]:
+    return [of_rank[name] for of_rank in results((JOBS | PLANTS)[name].ranks)]
+
+
+def problems(name: str) -> list[str]:
+    """What is wrong with a job: other numbers, exchanges in other nodes or in another order on some rank, gaps."""
+    job, outcomes, wrong = (JOBS | PLANTS)[name], found(name), []
+    for outcome in outcomes:
+        if not outcome.error < 1e-5:
+            wrong.append(f"off by {outcome.error}")
+        wrong += [call for call in outcome.seen.collectives if not in_its_node(call)]
+    if len({tuple(outcome.seen.collectives) for outcome in outcomes}) > 1:
+        wrong.append("the orders of collectives differ")
+    rows = [lengths(rank, micro) for rank in range(job.ranks) for micro in range(MICRO_BATCHES)]
+    if job.packed and outcomes[0].slots != TOP_K * LAYERS * sum(map(sum, rows)):
+        wrong.append("rows of gaps were sent")
+    if job.options.get("backend") == HYBRIDEP and outcomes[0].agreements != MICRO_BATCHES:
+        wrong.append("layers share no plan")
+    return wrong
+
+
+def in_its_node(call: str) -> bool:
+    """Whether rows travel in the node of their verb, and sizes in that of dispatch."""
+    node, _, label = call.partition(": ")
+    verb, _, phase = node.removeprefix("moe_").partition(" ")
+    if label.startswith("emulated"):  # a library dispatches in the backward of combine
+        return verb in ("dispatch", "combine")
+    if label.startswith(("dispatch", "combine")):
+        return label.startswith(verb) and label.endswith("backward") == (phase == "backward")
+    return verb == "dispatch" or ("weights" in label and verb == "mlp")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_overlapped_steps_equal_plain_ones(name: str) -> None:
+    assert problems(name) == []
+    assert all(outcome.equal for outcome in found(name))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_four_inputs_of_each_layer_are_freed(name: str) -> None:
+    for outcome in found(name):
+        assert outcome.seen.freed == 4 * LAYERS * MICRO_BATCHES
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if "ep" not in name.split()[-1]])
+def test_only_dispatch_makes_the_host_wait(name: str) -> None:
+    for outcome in found(name):
+        waits = [ran.node for ran in outcome.seen.nodes if ran.host_reads]
+        assert set(waits) == {"moe_dispatch forward"}
+        assert len(waits) == LAYERS * MICRO_BATCHES
+
+
+def test_a_stand_in_needs_memory_for_one_number() -> None:
+    from moe_dispatch.integrations.megatron.overlap import put_in_place, stand_in
+
+    rows = torch.randn(6, 4, requires_grad=True)
+    standing, real = stand_in(rows), rows.detach() + 1
+    assert standing.shape == rows.shape
+    assert standing.untyped_storage().nbytes() == rows.element_size()
+    placed = put_in_place(standing, real)
+    assert placed.data_ptr() == real.data_ptr()
+    upstream = torch.randn(6, 4)
+    placed.backward(upstream)
+    assert rows.grad is not None
+    assert torch.equal(rows.grad, upstream)
+
+
+@pytest.mark.parametrize(
+    ("plant", "noticed"),
+    {
+        "weights keep their graph": "moe_combine backward: dispatch.backward",
+        "no stand-ins": "off by nan",
+        "hooks of layers": "rows of gaps were sent",
+    }.items(),
+)
+def test_faults_are_noticed(plant: str, noticed: str) -> None:
+    assert noticed in problems(plant)
