@@ -1,4 +1,4 @@
-"""The 8-bit forms in which rows can travel: numbers of 8 bits, and scales that are each shared by a block of columns.
+"""The 8-bit forms in which rows can travel: values of 8 bits, and scales that are each shared by a block of columns.
 
 Each row is quantised by itself. So a row has the same bits whether it is quantised before or after it is dispatched,
 and results do not depend on the number of ranks.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ from torch import Tensor
 RecipeName = Literal["float8_e4m3fn", "mxfp8"]
 
 _MOST = torch.finfo(torch.float8_e4m3fn).max  # 448
-_AT_A_TIME = 1 << 18  # numbers that are quantised at a time on the CPU, so that their float32 copy stays in the cache
+_AT_A_TIME = 1 << 18  # values that are quantised at a time on the CPU, so that their float32 copy stays in the cache
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a row becomes float8_e4m3fn numbers and scales. A number times the scale of its block gives the value.
+    """How a row becomes float8_e4m3fn values and scales. A value stands for its product with the scale of its block.
 
     Attributes:
         name: Name of the recipe, as in ``wire_dtype``.
@@ -30,7 +30,7 @@ class Recipe:
         scale_dtype: Dtype of the scales.
         row_multiple: The grouped GEMMs that take such rows need a multiple of this number of rows for each expert.
         scales_of: Function of the largest magnitudes of blocks, float32. It returns the scales, and float32 numbers by
-            which the values of the blocks are divided.
+            which the columns of the blocks are divided.
     """
 
     name: RecipeName
@@ -45,7 +45,7 @@ class Recipe:
 
 
 def _by_largest(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest magnitude / 448 as scale, or 1 if all values of the block are zero."""
+    """Return the largest magnitude / 448 as scale, or 1 if all columns of the block are zero."""
     scales = largest / _MOST
     scales = torch.where(scales > 0, scales, 1)
     return scales, scales
@@ -54,9 +54,9 @@ def _by_largest(largest: Tensor) -> tuple[Tensor, Tensor]:
 def _by_power_of_two(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest magnitude / 448, rounded up to a power of two, as e8m0 scale.
 
-    The smallest scale is 2**-127, whose byte is 0. Blocks with this scale are divided by 1, so that all their numbers
-    become 0. The largest scale is 2**127. Infinity has it and becomes the number 448, which widens to infinity again. A
-    NaN makes the scale NaN, and so all values of the block.
+    The smallest scale is 2**-127, whose byte is 0. Blocks with this scale are divided by 1, so that all their values
+    become 0. The largest scale is 2**127. Infinity has it and becomes the value 448, which widens to infinity again. A
+    NaN makes the scale NaN, and so all columns of the block.
 
     Source: the instruction ``cvt.rp.satfinite.ue8m0x2.f32`` of PTX, and the division by its result in
     TransformerEngine (``ptx.cuh``, b7598aa). torchao calls this rule RCEIL.
@@ -79,19 +79,24 @@ RECIPES: dict[str | None, Recipe] = {
 }
 
 
-def quantise(rows_TD: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return the numbers of rows, float8_e4m3fn (T, D), and their scales, (T, D / block).
+@final
+class Quantised(NamedTuple):
+    """Quantised rows: their values, float8_e4m3fn (T, D), and their scales, (T, D / block)."""
 
-    D must be a multiple of the block. float64 rows are rounded to float32 first.
-    """
+    values: Tensor
+    scales: Tensor
+
+
+def quantise(rows_TD: Tensor, recipe: Recipe) -> Quantised:
+    """Quantise rows. D must be a multiple of the block. float64 rows are rounded to float32 first."""
     count, hidden = rows_TD.shape
-    numbers = torch.empty(count, hidden, dtype=torch.float8_e4m3fn, device=rows_TD.device)
+    values = torch.empty(count, hidden, dtype=torch.float8_e4m3fn, device=rows_TD.device)
     scales = torch.empty(count, hidden // recipe.block, dtype=recipe.scale_dtype, device=rows_TD.device)
-    quantise_into(rows_TD, recipe, numbers, scales)
-    return numbers, scales
+    quantise_into(rows_TD, recipe, Quantised(values, scales))
+    return Quantised(values, scales)
 
 
-def quantise_into(rows_TD: Tensor, recipe: Recipe, numbers_TD: Tensor, scales_TB: Tensor) -> None:
+def quantise_into(rows_TD: Tensor, recipe: Recipe, out: Quantised) -> None:
     """Quantise rows as ``quantise`` does, and write to tensors of any row stride."""
     count, hidden = rows_TD.shape
     step = max(1, _AT_A_TIME // hidden) if rows_TD.is_cpu else max(1, count)
@@ -101,8 +106,8 @@ def quantise_into(rows_TD: Tensor, recipe: Recipe, numbers_TD: Tensor, scales_TB
         blocks = rows.reshape(rows.shape[0], hidden // recipe.block, recipe.block)
         scales, divisors = recipe.scales_of(_largest(blocks))
         values = torch.div(blocks, divisors.unsqueeze(-1)).clamp_(-_MOST, _MOST)
-        numbers_TD[begin : begin + step].copy_(values.view(rows.shape))
-        scales_TB[begin : begin + step].copy_(scales)
+        out.values[begin : begin + step].copy_(values.view(rows.shape))
+        out.scales[begin : begin + step].copy_(scales)
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -115,7 +120,22 @@ def _largest(blocks: Tensor) -> Tensor:
     return blocks.view(integer).bitwise_and(torch.iinfo(integer).max).amax(-1).view(blocks.dtype).float()
 
 
-def widen(numbers_TD: Tensor, scales_TB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows of ``dtype`` that numbers and scales stand for. The product is computed in float32."""
-    blocks = numbers_TD.float().view(*scales_TB.shape, -1)
-    return blocks.mul_(scales_TB.float().unsqueeze(-1)).view(numbers_TD.shape).to(dtype)
+def widen(rows: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
+    """Return quantised rows in ``dtype``, and other rows as they are. Products are computed in float32."""
+    if isinstance(rows, Tensor):
+        return rows
+    values, scales = rows
+    blocks = values.float().view(*scales.shape, values.shape[1] // max(scales.shape[1], 1))
+    return blocks.mul_(scales.float().unsqueeze(-1)).view(values.shape).to(dtype)
+
+
+class Widen(torch.autograd.Function):
+    """``widen`` as a function of the edge of the rows in the autograd graph, which gets the gradient unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, edge_RD: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        return widen(Quantised(values, scales), edge_RD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> Any:
+        return grad_RD, None, None

@@ -110,6 +110,10 @@ class DispatcherConfig(BaseModel):
             "mxfp8" quantise the rows of dispatch to float8_e4m3fn numbers, the first with one float32 scale for every
             128 columns, the second with one power of two (e8m0) for every 32. The rows of combine and all gradients
             then travel in bfloat16. The gradient of the quantisation is the identity (straight-through).
+        deliver: Form in which experts get rows. "rows" widens them to the model's dtype. "quantised" leaves them as
+            they travelled, in ``sent.quantised``, for a grouped GEMM that takes such rows; ``sent.rows`` are widened
+            when they are read. It needs one of the quantised ``wire_dtype``, and ``pad_multiple`` must be a multiple of
+            what their GEMMs need: 32 for "mxfp8", 128 for "float8_e4m3fn".
         row_counts: How ranks learn each other's row counts, if the backend needs equal counts or the largest count.
             "agree": by an all-reduce (MAX) and one host sync. "assume": the caller promises equal counts. "check": like
             "assume", but ranks compare their counts and raise if they differ. "static": every rank is padded to
@@ -162,6 +166,7 @@ class DispatcherConfig(BaseModel):
     pad_multiple: _Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
     weights: Literal["combine", "experts"] = "combine"
     wire_dtype: WireDtype | None = None
+    deliver: Literal["rows", "quantised"] = "rows"
     row_counts: RowCounts | None = None
     max_tokens_per_rank: _Count | None = None
     chunk_tokens: _Count | None = None
@@ -208,13 +213,22 @@ class DispatcherConfig(BaseModel):
         static, balanced, exact = self.row_counts_policy == "static", self.balance is not None, self.balance == EXACT
         if self.balance is not None:
             check_planner(self.balance)
-        recipe = RECIPES.get(self.wire_dtype)
+        recipe, quantised = RECIPES.get(self.wire_dtype), self.deliver == "quantised"
         for broken, rule in (
             (self.top_k > self.num_experts, f"top_k ({self.top_k}) must not exceed num_experts ({self.num_experts})."),
             (
                 recipe is not None and self.hidden_size % recipe.block,
                 f'wire_dtype "{self.wire_dtype}": hidden_size ({self.hidden_size}) must be a multiple of '
                 f"{recipe and recipe.block}.",
+            ),
+            (
+                quantised and recipe is None,
+                f'deliver="quantised" needs wire_dtype {" or ".join(map(repr, RECIPES))}, got {self.wire_dtype!r}.',
+            ),
+            (
+                quantised and recipe is not None and self.pad_multiple_rows % recipe.row_multiple,
+                f'deliver="quantised": the grouped GEMMs for {self.wire_dtype} need pad_multiple to be a multiple of '
+                f"{recipe and recipe.row_multiple}, got {self.pad_multiple_rows}.",
             ),
             (
                 static and self.max_tokens_per_rank is None,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._expert_rows import grouped_mm, split
+from moe_dispatch._quantisation import RecipeName, Widen
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.placement import ExpertPlacement
 from moe_dispatch.errors import InputError, StateError
@@ -181,14 +182,50 @@ class Plan:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
+class QuantisedRows:
+    """The rows that this rank's experts work on, quantised as they travelled. ``moe_dispatch.quantised`` adapts them.
+
+    Attributes:
+        values: float8_e4m3fn (R, D), contiguous, grouped by expert; 0 on padding.
+        scales: (R, D / 32) in float8_e8m0fnu for "mxfp8", (R, D / 128) in float32 for "float8_e4m3fn". Contiguous, in
+            the order of the rows, not swizzled; 1 on padding. They have no gradient.
+        recipe: How the rows were quantised: the ``wire_dtype`` of the config.
+        tokens_per_expert: As in ``Dispatched``.
+        edge: (R, D) in the model's dtype: the place of these rows in the autograd graph. It has no memory but one NaN,
+            at which its strides of 0 point. An autograd function that reads ``values`` and ``scales`` takes the edge as
+            one more input, and returns the gradient of the rows for it, in the model's dtype.
+    """
+
+    values: Tensor
+    scales: Tensor
+    recipe: RecipeName
+    tokens_per_expert: Tensor
+    edge: Tensor
+    _widened: list[Tensor] = field(default_factory=list, init=False)
+
+    @property
+    def offs(self) -> Tensor:
+        """The end of each expert's rows, as ``Dispatched.offs``."""
+        return self.tokens_per_expert.cumsum(0, dtype=torch.int32)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows in the model's dtype, (R, D). They are widened on the first read and kept."""
+        if not self._widened or (torch.is_grad_enabled() and self.edge.requires_grad > self._widened[0].requires_grad):
+            self._widened[:] = [Widen.apply(self.edge, self.values, self.scales)]  # type: ignore[no-untyped-call]
+        return self._widened[0]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Dispatched:
     """The rows that this rank's experts work on, and the state that ``combine`` needs to bring them back.
 
     Under a placement, the experts of a rank are its expert slots: L is their number, and all counts are those of slots.
 
     Attributes:
-        rows: (R, D), grouped by expert. Each expert has its real rows, in the order of source rank and token, and then
-            its zero padding.
+        edge: ``rows``. With ``deliver="quantised"`` it is ``quantised.edge``, which stands for the rows.
+        quantised: The rows as they travelled, with ``deliver="quantised"``; else None.
         tokens_per_expert: int64 (L,) on the device, rows of each expert with padding. An expert without tokens has 0.
         real_tokens_per_expert: int64 (L,) on the device, rows of each expert without padding.
         host_counts: ``tokens_per_expert`` on the host, if the dispatch had a host sync anyway; otherwise None, as in
@@ -200,7 +237,8 @@ class Dispatched:
         state: Private state of the dispatcher and the backend.
     """
 
-    rows: Tensor
+    edge: Tensor
+    quantised: QuantisedRows | None
     tokens_per_expert: Tensor
     real_tokens_per_expert: Tensor
     host_counts: tuple[int, ...] | None
@@ -210,8 +248,17 @@ class Dispatched:
     state: Any
 
     def __repr__(self) -> str:
-        rows = f"{str(self.rows.dtype).removeprefix('torch.')} {tuple(self.rows.shape)} on {self.rows.device}"
+        rows = f"{str(self.edge.dtype).removeprefix('torch.')} {tuple(self.edge.shape)} on {self.edge.device}"
         return f"Dispatched(rows={rows}, host_counts={self.host_counts}, pad_multiple={self.pad_multiple})"
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows, (R, D) in the model's dtype, grouped by expert.
+
+        Each expert has its real rows, in the order of source rank and token, and then its zero padding. With
+        ``deliver="quantised"`` they are widened on the first read, and kept.
+        """
+        return self.edge if self.quantised is None else self.quantised.rows
 
     @property
     def tokens_per_expert_list(self) -> tuple[int, ...] | None:
@@ -274,7 +321,7 @@ class Dispatched:
         if has_autocast and torch.is_autocast_enabled(device) and rows.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             rows, weights = rows.to(dtype), weights.to(dtype)
-        num_experts, num_rows = self.tokens_per_expert.shape[0], self.rows.shape[0]
+        num_experts, num_rows = self.tokens_per_expert.shape[0], self.edge.shape[0]
         fits = rows.dim() == 2 and weights.dim() == 3 and weights.shape[:2] == (num_experts, rows.shape[1])
         fits = fits and rows.dtype == weights.dtype and rows.is_floating_point()
         # In a compiled region row counts are symbols, which cannot be compared.

@@ -196,6 +196,7 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
         (needs.devices is None or "cpu" in needs.devices, f"devices {_listed(needs.devices)}"),
         (_is_carried(scenario, needs), f"dtypes {_listed(needs.dtypes)}"),
         (scenario.wire_dtype in (None, *needs.wire_dtypes), f"wire_dtypes {_listed(needs.wire_dtypes)}"),
+        (needs.delivers_quantised or not shape.quantised, "delivers_quantised False"),
         (needs.max_hidden is None or shape.hidden_size <= needs.max_hidden, f"max_hidden {needs.max_hidden}"),
         (shape.num_local_experts % needs.local_experts_multiple == 0, "local_experts_multiple"),
         (

@@ -191,6 +191,7 @@ def check_dispatched(
     padded = expected.padded
     _check_counts(sent, expected, scenario)
     rows_RD, weights_R = sent.rows, sent.weights
+    _check_quantised(sent, padded, scenario)
     if scenario.graph_safe:  # rows after the last expert's rows may hold anything
         rows_RD, weights_R = rows_RD[: len(padded)], weights_R[: len(padded)]
         expect_equal("tokens_per_expert_list", sent.tokens_per_expert_list, None)
@@ -198,6 +199,24 @@ def check_dispatched(
     expect_close("weights", weights_R, expected.weights_R, 1e-6)
     expect_zero("padding of rows", rows_RD.detach().cpu()[padded])
     expect_zero("padding of weights", weights_R.detach().cpu()[padded])
+
+
+def _check_quantised(sent: Dispatched, padded: Tensor, scenario: Scenario) -> None:
+    """Check that the values and scales stand for the rows, and that those of padding are 0 and 1."""
+    if scenario.deliver == "rows":
+        expect_equal("quantised rows", sent.quantised, None)
+        return
+    assert sent.quantised is not None
+    expect_equal("recipe", sent.quantised.recipe, scenario.wire_dtype)
+    values, scales = sent.quantised.values.cpu()[: len(padded)], sent.quantised.scales.cpu()[: len(padded)]
+    wide = (values.float().view(*scales.shape, -1) * scales.float().unsqueeze(-1)).view(values.shape)
+    expect_equal(
+        "rows of values and scales",
+        torch.equal(wide.to(sent.rows.dtype), sent.rows.detach().cpu()[: len(padded)]),
+        True,
+    )
+    expect_zero("values of padding", values.float()[padded])
+    expect_equal("scales of padding", bool((scales.float()[padded] == 1).all()), True)
 
 
 def _check_counts(sent: Dispatched, expected: ExpectedDispatch, scenario: Scenario) -> None:

@@ -148,6 +148,7 @@ class Scenario:
         pad_multiple: The rows of each expert are padded to a multiple of this number.
         weights: Whether combine or the experts multiply by the weights.
         wire_dtype: Dtype in which rows travel.
+        deliver: Form in which experts get rows, as in the config.
         schedule: Name in ``SCHEDULES``, which gives the order of the calls.
         row_counts: Policies of row counts. The scenario runs under each of them.
         input_layouts: Names in ``INPUT_LAYOUTS``, or "all". The default names three layouts. In the first every row is
@@ -175,6 +176,7 @@ class Scenario:
     pad_multiple: int = 1
     weights: Literal["combine", "experts"] = "combine"
     wire_dtype: WireDtype | None = None
+    deliver: Literal["rows", "quantised"] = "rows"
     schedule: str = "once"
     row_counts: tuple[RowCounts, ...] = ("agree",)
     input_layouts: tuple[str, ...] | Literal["all"] = ("rows", "bshd", "thd_with_gaps_on_device")
@@ -209,6 +211,7 @@ class Scenario:
             ep_size=ep_size,
             pad_multiple=self.pad_multiple,
             wire_dtype=self.wire_dtype,
+            quantised=self.deliver == "quantised",
             ranks_per_node=ep_size,
             graph_safe=self.graph_safe,
             max_tokens_per_rank=self.max_tokens if self.graph_safe else None,

@@ -47,6 +47,17 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="wire_float8_bfloat16", wire_dtype="float8_e4m3fn", hidden=128, dtype="bfloat16"),
     Scenario(name="wire_mxfp8", wire_dtype="mxfp8", hidden=96, pad_multiple=32),
     Scenario(name="wire_mxfp8_bfloat16", wire_dtype="mxfp8", hidden=64, dtype="bfloat16"),
+    Scenario(
+        name="quantised_mxfp8",
+        wire_dtype="mxfp8",
+        deliver="quantised",
+        hidden=64,
+        pad_multiple=32,
+        dtype="bfloat16",
+        routing="partly_nowhere",
+        schedule="sent_again",
+    ),
+    Scenario(name="quantised_float8", wire_dtype="float8_e4m3fn", deliver="quantised", hidden=128, pad_multiple=128),
     # Padding of experts.
     Scenario(name="pad_16", pad_multiple=16),
     Scenario(name="pad_128", pad_multiple=128),

@@ -8,6 +8,7 @@ from typing import final
 
 from torch import Tensor
 
+from moe_dispatch._quantisation import Quantised
 from moe_dispatch.backends import (
     Arrived,
     Backend,
@@ -107,7 +108,7 @@ class StrictRoute(Route):
     communicator: Communicator
     max_rows: int
 
-    def send(self, rows_TD: Tensor) -> Tensor:
+    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
         _check(self.communicator, self.max_rows, rows_TD)
         return self.inner.send(rows_TD)
 

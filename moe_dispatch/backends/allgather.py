@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import Quantised
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
@@ -39,6 +40,7 @@ class AllGatherOptions(BackendOptions):
         # narrow dtype would round at every hop.
         return Constraints(
             wire_dtypes=frozenset({"float8_e4m3fn", "mxfp8"}),
+            delivers_quantised=True,
             equal_rows=True,
             min_rows=int(shape.graph_safe),
             counts_with_sizes=not shape.graph_safe,
@@ -73,11 +75,11 @@ class AllGatherOptions(BackendOptions):
 class AllGatherRoute(RankMajorRoute):
     """A route out by all-gather, and back by a reduce-scatter in ``max(float32, dtype)``, rounded once at the end."""
 
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
         comm, row = self.context.communicator, row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         everyone = self.context.workspace.lend(self.index.num_rows, row.nbytes, device=rows_TD.device)
         comm.all_gather(everyone, row.encode(rows_TD), label=label)
-        return row.read(everyone)
+        return row.received(everyone)
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from moe_dispatch._probing import Rejected, Usable
+from moe_dispatch._quantisation import RECIPES, Quantised
 from moe_dispatch.backends.capacity import CapacityFactor, capacity_of, worst_rows
 from moe_dispatch.backends.volume import SentBytes, Volume
 from moe_dispatch.backends.workspace import Workspace
@@ -62,6 +63,8 @@ class Constraints:
         counts_with_sizes: Whether the backend uses ``Sizes.tokens_per_expert``. If so, ranks that agree on the sizes of
             a dispatch sum the counts in the same exchange.
         wire_dtypes: Supported values of ``wire_dtype`` besides None.
+        delivers_quantised: Whether the backend can deliver rows quantised as they travelled. If so, it does when
+            ``MoEShape.quantised`` says so.
         graph_safe: Whether the backend can work without host syncs and data-dependent shapes.
         graph_safe_reason: Why it cannot, for the error message.
         drop_order: Order in which the backend drops rows beyond the capacity. "weight" drops the slots with the
@@ -91,6 +94,7 @@ class Constraints:
     exchanges_counts: bool = False
     counts_with_sizes: bool = False
     wire_dtypes: frozenset[WireDtype] = frozenset()
+    delivers_quantised: bool = False
     graph_safe: bool = False
     graph_safe_reason: str = "it has no static path"
     drop_order: DropOrder | None = None
@@ -137,6 +141,7 @@ class MoEShape:
         ep_size: P.
         pad_multiple: The number of rows per expert is rounded up to a multiple of this.
         wire_dtype: Dtype in which rows travel; None for their own dtype.
+        quantised: Whether experts get the rows quantised, as ``wire_dtype`` says.
         max_tokens_per_rank: Most rows that a rank brings, if the config states it.
         ranks_per_node: Number of consecutive ranks that share a host. It is detected when the dispatcher is built, and
             None before.
@@ -153,6 +158,7 @@ class MoEShape:
     ep_size: int
     pad_multiple: int
     wire_dtype: WireDtype | None = None
+    quantised: bool = False
     max_tokens_per_rank: int | None = None
     ranks_per_node: int | None = None
     graph_safe: bool = False
@@ -244,7 +250,11 @@ def grouped_bytes(
     assert capacity is not None
     # A buffer that our permutation fills has one spare row, for slots without a place.
     grouped = capacity.buffer_rows if arrived_rows is None else capacity.buffer_rows + 1
-    found = {"rows": grouped * shape.hidden_size * dtype.itemsize, "weights": grouped * wide}
+    recipe = RECIPES.get(shape.wire_dtype) if shape.quantised else None
+    row = shape.hidden_size * dtype.itemsize
+    if recipe is not None:
+        row = shape.hidden_size + recipe.scale_bytes(shape.hidden_size)
+    found = {"rows": grouped * row, "weights": grouped * wide}
     if arrived_rows is not None:
         sizes_of_index = (shape.top_k, shape.num_local_experts, capacity.buffer_rows, shape.pad_multiple)
         found["index"] = index_bytes(arrived_rows, *sizes_of_index)
@@ -399,11 +409,11 @@ class Route(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def send(self, rows_TD: Tensor) -> Tensor:
+    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
         """Send other rows, (Tp, D), along the route of the dispatch, without an exchange of counts.
 
         Returns:
-            (R, D), expert-major.
+            (R, D), expert-major; quantised if ``MoEShape.quantised``.
         """
 
     @abstractmethod
@@ -474,6 +484,7 @@ class Arrived:
     """The result of a backend's dispatch. The fields that are not described here are fields of ``Dispatched``.
 
     Attributes:
+        scales: Scales if ``MoEShape.quantised``, 1 on padding; ``rows`` are then the values. Otherwise None.
         route: Route of this dispatch, for combine and the backwards.
         demand: int64 (2,) on the device, in graph-safe mode; else None. The first entry is the number of real rows that
             this rank's experts needed room for, dropped rows included. The second is the largest number of rows that
@@ -487,6 +498,12 @@ class Arrived:
     tokens_per_expert_list: tuple[int, ...] | None
     route: Route
     demand: Tensor | None = None
+    scales: Tensor | None = None
+
+    @property
+    def delivered(self) -> Tensor | Quantised:
+        """The rows, with their scales if they are quantised."""
+        return self.rows if self.scales is None else Quantised(self.rows, self.scales)
 
 
 def marks_agree(marks: Collection[int]) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import Quantised
 from moe_dispatch.backends.base import (
     Arrived,
     Backend,
@@ -46,6 +47,7 @@ class LocalOptions(BackendOptions):
             group_sizes=frozenset({1}),
             group_sizes_hint='Use "alltoall", or pass group=None.',
             wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+            delivers_quantised=True,
             min_rows=int(shape.graph_safe),  # the padding of a fixed-size buffer is copied from row 0
             graph_safe=True,
             drop_order="weight",
@@ -72,8 +74,8 @@ class LocalRoute(RankMajorRoute):
 
     exact: bool
 
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
-        return row_format(rows_TD.dtype, rows_TD.shape[1], wire).round_trip(rows_TD)
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
+        return row_format(rows_TD.dtype, rows_TD.shape[1], wire).carried(rows_TD)
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
@@ -99,7 +101,7 @@ class Local(Backend):
 
     def dispatch(self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes) -> Arrived:
         shape = self.context.shape
-        rows = row_format(rows_TD.dtype, shape.hidden_size, shape.wire_dtype).round_trip(rows_TD)
+        rows = row_format(rows_TD.dtype, shape.hidden_size, shape.wire_dtype).carried(rows_TD)
         counts = () if sizes.capacity is not None else read_host(count_experts(ids_TK, shape.num_experts))
         index = self.context.group(ids_TK, weights_TK, sizes.capacity, counts=counts)
         return arrive(self._route(index), rows, weights_TK, rows_TD.dtype)

@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import Quantised, widen
 from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
 from moe_dispatch.permutation import Permutation, SlotIndex
 
@@ -38,10 +39,10 @@ class RankMajorRoute(Route):
         return self.context.permutation_of(self.index.source_R)
 
     @abstractmethod
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
         """Send rows out in the dtype ``wire``. Return the rows that arrived, (S, D).
 
-        They have the dtype of the wire or of ``rows_TD``.
+        They are quantised, or have the dtype of the wire or of ``rows_TD``.
         """
 
     @abstractmethod
@@ -62,9 +63,9 @@ class RankMajorRoute(Route):
         return self.index.num_grouped
 
     @final
-    def send(self, rows_TD: Tensor) -> Tensor:
+    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
         rows_SD = self.spread(rows_TD, self.context.shape.wire_dtype, label="dispatch")
-        return self.permutation.expand(rows_SD, self.index, rows_TD.dtype)
+        return expand(self, rows_SD, rows_TD.dtype)
 
     @final
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
@@ -78,7 +79,8 @@ class RankMajorRoute(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        grad_SD = self.spread(grad_TD, back_wire(self.context.shape.wire_dtype), label="combine.backward")
+        arrived = self.spread(grad_TD, back_wire(self.context.shape.wire_dtype), label="combine.backward")
+        grad_SD = widen(arrived, grad_TD.dtype)
         permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
         return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 
@@ -89,14 +91,41 @@ def back_wire(wire: WireDtype | None) -> WireDtype | None:
     return None if wire is None else "bfloat16"
 
 
+def expand(route: RankMajorRoute, rows_SD: Tensor | Quantised, dtype: torch.dtype) -> Tensor | Quantised:
+    """Copy the rows that arrived to their experts: rows of ``dtype``, or quantised rows if the config wants them so.
+
+    The padding of quantised rows has values of 0 and scales of 1.
+
+    Cost: with quantised rows, one pass over their values and one over their scales.
+    """
+    index = route.index
+    if isinstance(rows_SD, Tensor) or not route.context.shape.quantised:
+        rows_SD = widen(rows_SD, dtype)
+        permutation = route.context.permutations[type(rows_SD), rows_SD.device.type]
+        return permutation.expand(rows_SD, index, dtype)
+    permutation = route.context.permutation_of(index.source_R)
+    values, scales = (permutation.expand(part.view(torch.uint8), index, torch.uint8) for part in rows_SD)
+    scales, one = (scales, 127) if rows_SD.scales.dtype == torch.float8_e8m0fnu else (scales.view(torch.float32), 1)
+    if index.filled_R is not None:
+        scales.masked_fill_((index.filled_R < 0).unsqueeze(1), one)
+    elif index.padding is not None:
+        scales.index_fill_(0, index.padding, one)
+    return Quantised(values.view(rows_SD.values.dtype), scales.view(rows_SD.scales.dtype))
+
+
 def arrive(
-    route: RankMajorRoute, rows_SD: Tensor, weights_SK: Tensor, dtype: torch.dtype, *, demand: Tensor | None = None
+    route: RankMajorRoute,
+    rows_SD: Tensor | Quantised,
+    weights_SK: Tensor,
+    dtype: torch.dtype,
+    *,
+    demand: Tensor | None = None,
 ) -> Arrived:
     """Copy the rows that arrived to their experts.
 
     Args:
         route: Route with a new index, which knows its counts on the host, or on the device in graph-safe mode.
-        rows_SD: The rows, ordered by source rank.
+        rows_SD: The rows, quantised or not, ordered by source rank.
         weights_SK: Weights of their slots.
         dtype: Dtype of the rows that were sent.
         demand: As in ``Arrived``, if the backend has ``pair_rows``. Otherwise all rows arrived here, so the index knows
@@ -105,10 +134,13 @@ def arrive(
     index = route.index
     if demand is None and index.needed is not None:
         demand = torch.stack([index.needed, torch.zeros_like(index.needed)])
-    real_L, padded_L, padded_list = index.tokens_per_key(rows_SD.device)
-    permutation = route.context.permutations[type(rows_SD), rows_SD.device.type]
+    real_L, padded_L, padded_list = index.tokens_per_key(weights_SK.device)
+    rows_RD, scales = expand(route, rows_SD, dtype), None
+    if isinstance(rows_RD, Quantised):
+        rows_RD, scales = rows_RD
     return Arrived(
-        rows=permutation.expand(rows_SD, index, dtype),
+        rows=rows_RD,
+        scales=scales,
         weights=index.to_grouped(weights_SK),
         tokens_per_expert=padded_L,
         real_tokens_per_expert=real_L,

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES, Recipe, quantise_into, widen
+from moe_dispatch._quantisation import RECIPES, Quantised, Recipe, quantise_into, widen
 from moe_dispatch.backends.base import MoEShape, WireDtype
 from moe_dispatch.permutation import round_up
 
@@ -60,20 +60,23 @@ class PacketFormat:
         if self.recipe is None:
             out.view(self.wire_dtype).copy_(rows_TD)
         else:
-            quantise_into(rows_TD, self.recipe, *self.split(out))
+            quantise_into(rows_TD, self.recipe, self.split(out))
 
     def read(self, packets: Tensor) -> Tensor:
-        """Decode the rows of uint8 packets: a view (T, D) in ``wire_dtype``, or new rows in ``dtype`` if quantised."""
-        if self.recipe is not None:
-            return widen(*self.split(packets), self.dtype)
+        """Return the rows of uint8 packets as a view (T, D) in ``wire_dtype``. They must not be quantised."""
+        assert self.recipe is None
         rows = packets if packets.shape[1] == self.nbytes else packets[:, : self.nbytes]
         return rows.view(self.wire_dtype)
 
-    def split(self, packets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return strided views of the numbers of quantised rows, (T, D), and of their scales, (T, D / block)."""
+    def split(self, packets: Tensor) -> Quantised:
+        """Return strided views of the quantised rows of uint8 packets."""
         assert self.recipe is not None
-        numbers, scales = packets[:, : self.hidden], packets[:, self.hidden : self.nbytes]
-        return numbers.view(self.wire_dtype), scales.view(self.recipe.scale_dtype)
+        values, scales = packets[:, : self.hidden], packets[:, self.hidden : self.nbytes]
+        return Quantised(values.view(self.wire_dtype), scales.view(self.recipe.scale_dtype))
+
+    def received(self, packets: Tensor) -> Tensor | Quantised:
+        """Return views of the rows of uint8 packets, quantised or not."""
+        return self.read(packets) if self.recipe is None else self.split(packets)
 
     def encode(self, rows_TD: Tensor) -> Tensor:
         """Encode bare rows as uint8 (T, nbytes). The result is a view if contiguous rows travel unchanged."""
@@ -84,9 +87,13 @@ class PacketFormat:
         self.write(rows_TD, out)
         return out
 
+    def carried(self, rows_TD: Tensor) -> Tensor | Quantised:
+        """Return the rows as their receiver gets them."""
+        return rows_TD if self.wire is None else self.received(self.encode(rows_TD))
+
     def round_trip(self, rows_TD: Tensor) -> Tensor:
-        """Return the rows as their receiver gets them, in the model's dtype."""
-        return rows_TD if self.wire is None else self.read(self.encode(rows_TD)).to(self.dtype)
+        """Return the rows as their receiver gets them, widened to the model's dtype."""
+        return widen(self.carried(rows_TD), self.dtype).to(self.dtype)
 
     def pack(self, rows_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """Write one packet per row, uint8 (T, stride)."""
@@ -97,10 +104,10 @@ class PacketFormat:
         ids.view(self.id_dtype).copy_(ids_TK)
         return packets
 
-    def unpack(self, packets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows (T, D) as ``read`` does, and strided views of weights and ids, each (T, K)."""
+    def unpack(self, packets: Tensor) -> tuple[Tensor | Quantised, Tensor, Tensor]:
+        """Return the rows as ``received`` does, and strided views of weights and ids, each (T, K)."""
         rows, _, weights, _, ids, _ = packets.split_with_sizes(self.widths, 1)
-        return self.read(rows), weights.view(self.weight_dtype), ids.view(self.id_dtype)
+        return self.received(rows), weights.view(self.weight_dtype), ids.view(self.id_dtype)
 
     def weights(self, packets: Tensor) -> Tensor:
         """Return a strided view of the weights, (T, K)."""

@@ -310,13 +310,19 @@ class Dispatcher(nn.Module):
         try:
             with profiler_range("dispatch"):
                 channel, x_TD = self._channel, state.layout.flatten(x)
-                checks.check_again(x_TD, state.num_rows, again.rows.device, channel)
+                checks.check_again(x_TD, state.num_rows, again.edge.device, channel)
                 assert state.padded is not None
                 with torch.no_grad():
                     arrived = state.route.send(autograd.pad(x_TD, state.real_rows, state.padded))
                 x_TD = autograd.anchor(x_TD, channel)
-                rows, _ = autograd.Dispatch.apply(x_TD, None, state, (arrived, None))  # type: ignore[no-untyped-call]
-                return dataclasses.replace(again, rows=rows, weights=autograd.tie(again.weights, rows))
+                edge = autograd.edge_of(arrived, x_TD.dtype)
+                edge, _ = autograd.Dispatch.apply(x_TD, None, state, (edge, None))  # type: ignore[no-untyped-call]
+                return dataclasses.replace(
+                    again,
+                    edge=edge,
+                    quantised=autograd.quantised_rows(channel, arrived, edge, again.tokens_per_expert),
+                    weights=autograd.tie(again.weights, edge),
+                )
         except Exception as error:
             self._name_in(error)
             raise
@@ -361,7 +367,7 @@ class Dispatcher(nn.Module):
             with profiler_range("combine"):
                 if not self._has_seen_ddp and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
                     self._has_seen_ddp = autograd.look_for_ddp(rows, channel.communicator.group)
-                checks.check_combine(rows, sent.rows, channel)
+                checks.check_combine(rows, sent.edge, channel)
                 weights_R = autograd.anchor(sent.weights, channel)
                 y_TD: Tensor = autograd.Combine.apply(rows, weights_R, state, channel)  # type: ignore[no-untyped-call]
                 return state.layout.unflatten(y_TD, state.shape)
@@ -548,10 +554,11 @@ def _arrive(
         wants_weights=given_weights.requires_grad,
         route=arrived.route,
     )
-    received = (arrived.rows, arrived.weights)
-    rows, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
+    received = (autograd.edge_of(arrived.delivered, x_TD.dtype), arrived.weights)
+    edge, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
     return Dispatched(
-        rows=rows,
+        edge=edge,
+        quantised=autograd.quantised_rows(lease.shared, arrived.delivered, edge, arrived.tokens_per_expert),
         tokens_per_expert=arrived.tokens_per_expert,
         real_tokens_per_expert=arrived.real_tokens_per_expert,
         host_counts=arrived.tokens_per_expert_list,

@@ -24,12 +24,24 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from moe_dispatch._custom_operators import operator
+from moe_dispatch._quantisation import RECIPES, Quantised
 from moe_dispatch.backends.base import Route, Tables
 from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import to_device
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import tell_peers
-from moe_dispatch.dispatchers.autograd import State, anchor, double_backward, finish, pad, start, tie, trim
+from moe_dispatch.dispatchers.autograd import (
+    State,
+    anchor,
+    double_backward,
+    edge_of,
+    finish,
+    pad,
+    quantised_rows,
+    start,
+    tie,
+    trim,
+)
 from moe_dispatch.dispatchers.channel import Channel, Lease, named_channel, profiler_range
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.layouts import Layout, Rows
@@ -63,8 +75,9 @@ def dispatch(
         numbers: The five numbers of ``_flat_sizes``. If the first two are -1, the sizes are settled here.
 
     Returns:
-        Rows grouped by expert, (R, D); their weights, (R,); real rows per expert, int64 (L,); and the tensors of the
-        route.
+        Rows grouped by expert, (R, D); their weights, (R,); real rows per expert, int64 (L,); if rows are delivered
+        quantised, their values and scales as uint8; and the tensors of the route. Quantised rows have their edge in
+        place of the first tensor.
     """
     link = named_channel(channel)
     if not link.needs.compilable:
@@ -102,7 +115,9 @@ def dispatch(
             recorded=recorded,
         )
         arrived = finish(link, departed)
-    return _own(arrived.rows, arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
+    edge, *quantised = _results(arrived.delivered, rows.dtype)
+    others = _own(arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
+    return [edge, *others[:2], *quantised, *others[2:]]
 
 
 @dispatch.register_fake
@@ -120,22 +135,59 @@ def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *oth
         return [rows.new_empty(size, link.shape.hidden_size), weights.new_empty(size), counts]
     route = link.backend.route_from(Tables(new_size, weights), padded, given.capacity)
     grouped = route.num_grouped
-    return [rows.new_empty(grouped, link.shape.hidden_size), weights.new_empty(grouped), counts, *route.tensors()]
+    edge, *quantised = _unfilled(link, rows, grouped)
+    return [edge, weights.new_empty(grouped), counts, *quantised, *route.tensors()]
 
 
 @operator
 def dispatch_again(
     rows: Tensor, route: Sequence[Tensor], real_rows: Tensor | None, channel: str, num_rows: int, num_grouped: int
-) -> Tensor:
+) -> list[Tensor]:
     """Send other rows along the route of an earlier dispatch.
 
     ``num_rows`` is the number of rows that the earlier dispatch sent, ``num_grouped`` the number that the experts got.
+    Returns the rows, or the edge, values and scales of quantised rows, as ``dispatch`` does.
     """
     with torch.no_grad(), profiler_range("dispatch"):
         link, taken = _restored(channel, route)
         checks.check_again(rows, num_rows, rows.device, link)
-        (sent,) = _own(taken.send(pad(rows, real_rows, taken.num_rows)))
-    return sent
+        return _results(taken.send(pad(rows, real_rows, taken.num_rows)), rows.dtype)
+
+
+@dispatch_again.register_fake
+def _(rows: Tensor, *others: Any) -> list[Tensor]:
+    *_, channel, _, num_grouped = others
+    return _unfilled(named_channel(channel), rows, num_grouped)
+
+
+def _results(rows: Tensor | Quantised, dtype: torch.dtype) -> list[Tensor]:
+    """Return rows that arrived as results of an operator: the edge of the rows, and quantised parts as uint8.
+
+    An operator has no float8 results, because autograd would give them gradients of their own dtype.
+    """
+    return (
+        [edge_of(rows, dtype), *_own(*(part.view(torch.uint8) for part in rows))]
+        if isinstance(rows, Quantised)
+        else _own(rows)
+    )
+
+
+def _unfilled(link: Channel, rows: Tensor, grouped: int) -> list[Tensor]:
+    """Return tensors like those of ``_results``, for tracing."""
+    hidden = link.shape.hidden_size
+    recipe = RECIPES.get(link.shape.wire_dtype)
+    if recipe is None or not link.shape.quantised:
+        return [rows.new_empty(grouped, hidden)]
+    bytes_of = (rows.new_empty(grouped, width, dtype=torch.uint8) for width in (hidden, recipe.scale_bytes(hidden)))
+    return [rows.new_empty_strided((grouped, hidden), (0, 0)), *bytes_of]
+
+
+def _quantised(link: Channel, rows: Sequence[Tensor]) -> Tensor | Quantised:
+    """Return rows that arrived, from the results of ``_results``."""
+    if not link.shape.quantised:
+        return rows[0]
+    scale_dtype = RECIPES[link.shape.wire_dtype].scale_dtype
+    return Quantised(rows[1].view(torch.float8_e4m3fn), rows[2].view(scale_dtype))
 
 
 @operator
@@ -175,10 +227,9 @@ def combine(
     return y_TD
 
 
-@dispatch_again.register_fake
 @combine.register_fake
 def _(rows: Tensor, *others: Any) -> Tensor:
-    return rows.new_empty(others[-1], rows.shape[1])  # both have the number of result rows as last argument
+    return rows.new_empty(others[-1], rows.shape[1])  # the last argument is the number of result rows
 
 
 @operator
@@ -211,7 +262,8 @@ def _(grad: Tensor, rows: Tensor | None, weights: Tensor, *others: Any) -> list[
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     rows, _, weights, real_rows, _, table, ctx.channel, *_ = inputs
     ctx.num_tables, ctx.shapes = len(table), (list(rows.shape), list(weights.shape))
-    ctx.save_for_backward(real_rows, *output[3:])
+    quantised = named_channel(ctx.channel).shape.quantised
+    ctx.save_for_backward(real_rows, *output[5 if quantised else 3 :])
 
 
 def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
@@ -221,15 +273,15 @@ def _dispatch_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return grad_rows, None, grad_weights, None, None, [None] * ctx.num_tables, None, None, None
 
 
-def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     rows, route, real_rows, ctx.channel, *_ = inputs
     ctx.shape = list(rows.shape)
     ctx.save_for_backward(real_rows, *route)
 
 
-def _again_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _again_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     real_rows, *route = ctx.saved_tensors
-    (grad_rows,) = dispatch_backward(grad, None, route, real_rows, ctx.channel, ctx.shape, [])
+    (grad_rows,) = dispatch_backward(grads[0], None, route, real_rows, ctx.channel, ctx.shape, [])
     return grad_rows, [None] * len(route), None, None, None, None
 
 
@@ -348,7 +400,7 @@ def trace_dispatch(
         if not torch.compiler.is_compiling():  # a kernel cannot be traced
             merge = channel.context.permutation_of(ids_TK).merge_slots
         ids_TK, weights_TK = merge(ids_TK, weights_TK, asks=capacity is None)
-    rows_RD, weights_R, real_L, *route = dispatch(
+    edge_RD, weights_R, real_L, *route = dispatch(
         x_TD,
         ids_TK,
         weights_TK,
@@ -360,9 +412,15 @@ def trace_dispatch(
         _flat_sizes(sizes, capacity),
     )
     pad_multiple = channel.shape.pad_multiple
+    padded_L = real_L if pad_multiple == 1 else real_L + (-real_L % pad_multiple)
+    quantised = None
+    if channel.shape.quantised:
+        values, scales, *route = route
+        quantised = quantised_rows(channel, _quantised(channel, [edge_RD, values, scales]), edge_RD, padded_L)
     return Dispatched(
-        rows=rows_RD,
-        tokens_per_expert=real_L if pad_multiple == 1 else real_L + (-real_L % pad_multiple),
+        edge=edge_RD,
+        quantised=quantised,
+        tokens_per_expert=padded_L,
         real_tokens_per_expert=real_L,
         host_counts=None,
         weights=weights_R,
@@ -385,16 +443,18 @@ def trace_dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
     """Run ``Dispatcher.dispatch(x, again=again)`` if an operator made the first dispatch."""
     state: State = again.state
     channel = state.lease.enter()
-    rows = dispatch_again(
+    arrived = dispatch_again(
         anchor(state.layout.flatten(x), channel),
         state.tensors,
         state.real_rows,
         channel.name,
         state.num_rows,
-        again.rows.shape[0],
+        again.edge.shape[0],
     )
-    weights = again.weights if torch.compiler.is_compiling() else tie(again.weights, rows)
-    return dataclasses.replace(again, rows=rows, weights=weights)
+    edge = arrived[0]
+    weights = again.weights if torch.compiler.is_compiling() else tie(again.weights, edge)
+    quantised = quantised_rows(channel, _quantised(channel, arrived), edge, again.tokens_per_expert)
+    return dataclasses.replace(again, edge=edge, quantised=quantised, weights=weights)
 
 
 def trace_combine(rows: Tensor, sent: Dispatched) -> Tensor:

@@ -51,6 +51,7 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
         ep_size=ep_size,
         pad_multiple=config.pad_multiple_rows,
         wire_dtype=config.wire_dtype,
+        quantised=config.deliver == "quantised",
         max_tokens_per_rank=config.max_rows_per_dispatch,
         graph_safe=config.graph_safe,
         capacity_factor=config.capacity_factor,
@@ -120,6 +121,8 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     if config.wire_dtype is not None and config.wire_dtype not in needs.wire_dtypes:
         offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
         raise ConfigError(f"{where}: wire_dtype must be one of {offered}, got {config.wire_dtype!r}.")
+    if shape.quantised and not needs.delivers_quantised:
+        raise ConfigError(f'{where}: it cannot deliver quantised rows. Set deliver="rows", or use another backend.')
     if config.device is not None and needs.devices is not None and config.device not in needs.devices:
         offered = ", ".join(sorted(needs.devices))
         raise ConfigError(f"{where}: device must be one of {offered}, got {config.device!r}. Use another backend.")

@@ -92,14 +92,14 @@ class SlotWeights:
         moves, finish = self._start(channel, sent, stacked, whole=False)
         landed = self._landed(sent, lease)
         if not moves.moves and moves.apart:
-            return landed, experts(_part(landed, slice(moves.num_own), landed.rows, landed.weights), *stacked)
+            return landed, experts(_part(landed, slice(moves.num_own), landed.edge, landed.weights), *stacked)
         buffer_BW = finish()
         del finish  # and with it what arrived and what was sent, before the experts need memory
         own, slots = _fetched(lease, moves, buffer_BW, stacked)
         outputs = _run_parts(landed, moves, experts, own, slots)
-        if torch.is_grad_enabled() and (landed.rows.requires_grad or slots[0].requires_grad):
+        if torch.is_grad_enabled() and (landed.edge.requires_grad or slots[0].requires_grad):
             first, again = buffer_BW.view(-1)[:1], (lease, moves, tuple(buffer_BW.shape))
-            outputs = _Leave.apply(outputs, landed.rows, slots[0], first, again, *stacked)  # type: ignore[no-untyped-call]
+            outputs = _Leave.apply(outputs, landed.edge, slots[0], first, again, *stacked)  # type: ignore[no-untyped-call]
             if torch._C._current_graph_task_id() == -1:  # otherwise a recomputation, whose backward follows
                 buffer_BW.untyped_storage().resize_(0)
         return landed, outputs
@@ -182,25 +182,41 @@ def _run_parts(
     if not own:
         return experts(landed, *slots)
     if not moves.num_slots:
-        return experts(_part(landed, slice(moves.num_own), landed.rows, landed.weights), *own)
+        return experts(_part(landed, slice(moves.num_own), landed.edge, landed.weights), *own)
     assert landed.host_counts is not None
     of_own = sum(landed.host_counts[: moves.num_own])
-    sizes = [of_own, len(landed.rows) - of_own]
-    parts = zip((own, slots), _split(moves), landed.rows.split(sizes), landed.weights.split(sizes), strict=True)
-    return torch.cat([experts(_part(landed, some, rows, shares), *weights) for weights, some, rows, shares in parts])
+    sizes = [of_own, len(landed.edge) - of_own]
+    parts = zip((own, slots), _split(moves), landed.edge.split(sizes), landed.weights.split(sizes), strict=True)
+    return torch.cat(
+        [
+            experts(_part(landed, some, edge, shares, begin), *weights)
+            for (weights, some, edge, shares), begin in zip(parts, (0, of_own), strict=True)
+        ]
+    )
 
 
 def _split(moves: Moves) -> tuple[slice, slice]:
     return slice(moves.num_own), slice(moves.num_own, moves.num_own + moves.num_slots)
 
 
-def _part(landed: Dispatched, some: slice, rows: Tensor, weights: Tensor) -> Dispatched:
-    """Return a dispatch with some of its slots only."""
+def _part(landed: Dispatched, some: slice, edge: Tensor, weights: Tensor, begin: int = 0) -> Dispatched:
+    """Return a dispatch with some of its slots only, whose rows start at ``begin``."""
+    quantised, tokens_per_expert = landed.quantised, landed.tokens_per_expert[some]
+    if quantised is not None:
+        rows = slice(begin, begin + len(edge))
+        quantised = dataclasses.replace(
+            quantised,
+            values=quantised.values[rows],
+            scales=quantised.scales[rows],
+            tokens_per_expert=tokens_per_expert,
+            edge=edge,
+        )
     return dataclasses.replace(
         landed,
-        rows=rows,
+        edge=edge,
+        quantised=quantised,
         weights=weights,
-        tokens_per_expert=landed.tokens_per_expert[some],
+        tokens_per_expert=tokens_per_expert,
         real_tokens_per_expert=landed.real_tokens_per_expert[some],
         host_counts=None if landed.host_counts is None else landed.host_counts[some],
     )

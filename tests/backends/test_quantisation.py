@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES, RecipeName, quantise, widen
+from moe_dispatch._quantisation import RECIPES, Quantised, RecipeName, quantise, widen
 from moe_dispatch.backends.wire import row_format
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -65,7 +65,7 @@ def test_zeros_subnormals_infinities_and_nan_follow_the_rules() -> None:
     assert _bits(scales)[:, 0].tolist() == [0, 1, 0, 254, 255, 247]
     assert _bits(scales)[:, 1].tolist() == [0] * 6  # the other block of the row is not touched
     assert numbers.float()[:, 3].nan_to_num(nan=-1).tolist() == [0, 448, 0, -448, -1, 256]
-    wide = widen(numbers, scales, torch.float32)
+    wide = widen(Quantised(numbers, scales), torch.float32)
     assert wide[0].eq(0).all()
     assert wide[2].eq(0).all()
     assert [wide[1, 3].item(), *wide[3, 3:5].tolist()] == [rows[1, 3].item(), -math.inf, 0]
@@ -92,7 +92,7 @@ def test_mxfp8_rows_are_followed_by_a_byte_for_32_columns(dtype: torch.dtype) ->
     encoded = form.encode(rows)
     for part, expected in zip(form.split(encoded), quantise(rows, MXFP8), strict=True):
         assert torch.equal(_bits(part.contiguous()), _bits(expected))
-    assert torch.equal(form.round_trip(rows), widen(*quantise(rows, MXFP8), dtype))
+    assert torch.equal(form.round_trip(rows), widen(quantise(rows, MXFP8), dtype))
     assert form.round_trip(rows).dtype == dtype
 
 

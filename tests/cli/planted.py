@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import Quantised
 from moe_dispatch.backends import (
     Arrived,
     Backend,
@@ -80,7 +81,7 @@ class HalvedRoute(Route):
 
     inner: Route
 
-    def send(self, rows_TD: Tensor) -> Tensor:
+    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
         return self.inner.send(rows_TD)
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:

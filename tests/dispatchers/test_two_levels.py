@@ -7,7 +7,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -213,7 +213,7 @@ def test_a_route_is_restored_from_its_tensors(reduction: str, pad_multiple: int)
         restored = backend.restore(route.tensors())
         grad = random_rows(6, seed=7)
         for one, other in (
-            (route.send(grad), restored.send(grad)),
+            (cast(Tensor, route.send(grad)), cast(Tensor, restored.send(grad))),
             (route.combine(sent.rows, sent.weights), restored.combine(sent.rows, sent.weights)),
             *zip(
                 route.dispatch_backward(sent.rows, sent.weights),

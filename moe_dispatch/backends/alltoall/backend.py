@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import Quantised
 from moe_dispatch.backends.base import Arrived, Backend, BackendContext, Tables, WireDtype, marks_agree, on_host
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive, back_wire
 from moe_dispatch.backends.wire import PacketFormat, dispatch_format, packet_format, row_format
@@ -93,12 +94,12 @@ class AllToAllRoute(RankMajorRoute):
     legs: Sequence[Leg]
 
     @final
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
         row = row_format(rows_TD.dtype, rows_TD.shape[1], wire)
         packets = row.encode(rows_TD)
         for leg in self.legs:
             packets = exchange(self.context, packets, leg.source_B, leg.rows_out, leg.rows_in, label + leg.suffix)
-        return row.read(packets)
+        return row.received(packets)
 
     @property
     def num_rows(self) -> int:

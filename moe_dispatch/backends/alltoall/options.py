@@ -76,6 +76,7 @@ class AllToAllOptions(BackendOptions):
             exchanges_counts=not shape.graph_safe,
             min_rows=int(shape.graph_safe),
             wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+            delivers_quantised=True,
             graph_safe=self.reduction == "fast" and self.levels == 1,
             graph_safe_reason=reason,
             drop_order="weight",

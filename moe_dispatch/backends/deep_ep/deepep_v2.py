@@ -97,6 +97,7 @@ def constraints(device: str, variant: str, shape: MoEShape, ranks_per_node: int,
         max_local_experts=min(_MOST_LOCAL_EXPERTS[variant], _MOST_EXPERTS // shape.ep_size),
         pads_experts=expand,
         wire_dtypes=frozenset({"bfloat16", *float8}),
+        delivers_quantised=bool(float8),
         graph_safe=not sorts_by_masks,
         graph_safe_reason=(
             f"the library reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}; the "

@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES, quantise, widen
+from moe_dispatch._quantisation import RECIPES, Quantised, quantise
 from moe_dispatch.backends.base import Arrived, WireDtype
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
@@ -127,7 +127,7 @@ class DeepEP(LibraryBackend):
         payload, ids_SK, weights_SK, counts, handle = arrived
         index = self.context.group(ids_SK, weights_SK, capacity, counts=counts)
         route = DeepEPRoute(context=self.context, backend=self, handle=handle, index=index)
-        return arrive(route, unpack(payload, dtype), weights_SK.to(weights_dtype), dtype)
+        return arrive(route, unpack(payload), weights_SK.to(weights_dtype), dtype)
 
 
 @final
@@ -141,8 +141,8 @@ class DeepEPRoute(RankMajorRoute):
     backend: DeepEP
     handle: Handle
 
-    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor:
-        return unpack(self.backend.send_again(pack(rows_TD, wire), self.handle), rows_TD.dtype)
+    def spread(self, rows_TD: Tensor, wire: WireDtype | None, *, label: str) -> Tensor | Quantised:
+        return unpack(self.backend.send_again(pack(rows_TD, wire), self.handle))
 
     def collect(
         self, rows_RD: Tensor, weights_R: Tensor | None, values_R: Tensor | None, *, label: str
@@ -160,13 +160,13 @@ def pack(rows_TD: Tensor, wire: WireDtype | None) -> Payload:
     """Convert rows to the form that the library takes."""
     if (recipe := RECIPES.get(wire)) is None:
         return rows_TD.bfloat16().contiguous()
-    numbers, scales = quantise(rows_TD, recipe)
-    return numbers, scales if scales.dtype == torch.float32 else scales.view(torch.int32)
+    values, scales = quantise(rows_TD, recipe)
+    return values, scales if scales.dtype == torch.float32 else scales.view(torch.int32)
 
 
-def unpack(payload: Payload, dtype: torch.dtype) -> Tensor:
-    """Return the rows that the library delivered: bfloat16 rows as they are, float8 rows in ``dtype``."""
+def unpack(payload: Payload) -> Tensor | Quantised:
+    """Return the rows that the library delivered, as ``RankMajorRoute.spread`` does."""
     if isinstance(payload, Tensor):
         return payload
-    numbers, scales = payload
-    return widen(numbers, scales if scales.dtype == torch.float32 else scales.view(torch.float8_e8m0fnu), dtype)
+    values, scales = payload
+    return Quantised(values, scales if scales.dtype == torch.float32 else scales.view(torch.float8_e8m0fnu))

@@ -1,0 +1,78 @@
+"""Quantised rows in compiled calls: the bits and gradients of eager calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from tests.compile.layer import needs_compiler
+from tests.dispatchers.layer import Group, random_routing, random_rows, small_config
+
+# Dynamo makes an instance of every autograd function that it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
+
+
+class _Doubled(torch.autograd.Function):
+    """Experts that read quantised rows only: each output is twice its row."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        blocks = values.float().view(*scales.shape, -1) * scales.float().unsqueeze(-1)
+        return (2 * blocks).view(values.shape).to(edge.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 2 * grad, None, None
+
+
+def _config(backend: str, **fields: Any) -> DispatcherConfig:
+    return small_config(
+        backend, hidden_size=64, wire_dtype="mxfp8", deliver="quantised", pad_multiple="mxfp8", **fields
+    )
+
+
+def _run(
+    config: DispatcherConfig, group: Group, compiler: str | None, *, breaks: bool = False
+) -> tuple[Tensor, Tensor]:
+    dispatcher, way = build_dispatcher(config, group), random_routing(12, seed=3)
+    x = random_rows(12, 64, dtype=torch.bfloat16).requires_grad_()
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(x, Routing(ids, weights))
+        again = dispatcher.dispatch(4 * x, again=sent)
+        assert sent.quantised is not None
+        if breaks:
+            torch._dynamo.graph_break()
+        edge, values, scales = sent.quantised.edge, sent.quantised.values, sent.quantised.scales
+        doubled = _Doubled.apply(edge, values, scales)  # type: ignore[no-untyped-call]
+        return dispatcher.combine(doubled, sent) + dispatcher.combine(again.rows, again)
+
+    if compiler is not None:
+        layer = torch.compile(layer, fullgraph=not breaks, backend=compiler)
+    y = layer(x, way.topk_ids, way.topk_weights)
+    y.backward(random_rows(12, 64, seed=7, dtype=torch.bfloat16))
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["local", "alltoall", "allgather"])
+def test_compiled_equals_eager(backend: str, compiler: str, fields: dict[str, Any]) -> None:
+    config = _config(backend, **fields)
+    for got, expected in zip(_run(config, None, compiler), _run(config, None, None), strict=True):
+        assert torch.equal(got, expected)
+
+
+# Dynamo reads ``grad`` of every tensor that enters the code behind a break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_graph_break_between_dispatch_and_experts_keeps_the_gradient() -> None:
+    config = _config("local", **SAFE)
+    for got, expected in zip(_run(config, None, "aot_eager", breaks=True), _run(config, None, None), strict=True):
+        assert torch.equal(got, expected)

@@ -1,0 +1,203 @@
+"""``deliver="quantised"``: the bits that experts get, the gradients, and which calls and configs it works with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch._quantisation import RECIPES, RecipeName, quantise
+from moe_dispatch.backends.local import LocalOptions
+from moe_dispatch.errors import ConfigError
+from moe_dispatch.types import QuantisedRows
+from tests.dispatchers.layer import (
+    Group,
+    by_operators,
+    cut_layer,
+    expert_weights,
+    on_ranks,
+    random_routing,
+    random_rows,
+    small_config,
+)
+
+HIDDEN, TOKENS = 256, 20
+CUTS = {1: [20], 2: [13, 7], 4: [9, 0, 8, 3]}
+FORMS: list[tuple[Any, int]] = [
+    ("local", 1),
+    *((name, size) for name in ("alltoall", "allgather") for size in (1, 2, 4)),
+    ({"name": "alltoall", "reduction": "exact"}, 4),
+    ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, 4),
+    ({"name": "alltoall", "levels": 2, "ranks_per_node": 2, "reduction": "exact"}, 4),
+    *(({"name": "deepep", "emulate": release}, 2) for release in ("v1.2.1", "v2-2.1.0", "v2.5.0")),
+]
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
+
+
+def _config(backend: Any, recipe: RecipeName | None, **fields: Any) -> DispatcherConfig:
+    quantised = {} if recipe is None else {"wire_dtype": recipe, "deliver": "quantised"}
+    padded = 32 if recipe is None else RECIPES[recipe].row_multiple
+    return small_config(backend, **{"hidden_size": HIDDEN, "pad_multiple": padded, **quantised, **fields})
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _inputs(group: Group, size: int) -> tuple[Tensor, Routing]:
+    rank = 0 if group is None else group.rank()
+    way = random_routing(TOKENS)
+    way.topk_ids[::6, 1] = -1
+    x_TD = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    return x_TD.split(CUTS[size])[rank], Routing(
+        *(part.split(CUTS[size])[rank] for part in (way.topk_ids, way.topk_weights))
+    )
+
+
+def _expect(found: QuantisedRows | None, rows_RD: Tensor, counts: Tensor, real: Tensor, recipe: RecipeName) -> None:
+    """Compare with rows that arrived unquantised and are quantised here."""
+    assert found is not None
+    assert found.recipe == recipe
+    values, scales = quantise(rows_RD, RECIPES[recipe])
+    ends, starts = counts.cumsum(0), counts.cumsum(0) - counts
+    assert torch.equal(found.offs, ends.int())
+    assert found.values.is_contiguous()
+    assert found.scales.is_contiguous()
+    assert found.values.shape == rows_RD.shape
+    one = 1.0 if scales.dtype == torch.float32 else 127
+    got_scales = found.scales if scales.dtype == torch.float32 else _bits(found.scales)
+    for start, end, count in zip(starts.tolist(), ends.tolist(), real.tolist(), strict=True):
+        some = slice(start, start + count)
+        assert torch.equal(_bits(found.values[some]), _bits(values[some]))
+        assert torch.equal(_bits(found.scales[some]), _bits(scales[some]))
+        assert found.values[start + count : end].float().eq(0).all()
+        assert got_scales[start + count : end].eq(one).all()
+
+
+@pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("backend", "size"), FORMS)
+def test_rows_have_the_bits_of_rows_that_are_quantised_after_dispatch(
+    backend: Any, size: int, recipe: RecipeName, fields: dict[str, Any]
+) -> None:
+    if fields and isinstance(backend, dict) and backend["name"] == "alltoall":
+        pytest.skip("this form is not graph-safe")
+
+    def body(group: Group) -> None:
+        multiple = RECIPES[recipe].row_multiple
+        plain = build_dispatcher(_config(backend, None, **{**fields, "pad_multiple": multiple}), group)
+        dispatcher, (x, way) = build_dispatcher(_config(backend, recipe, **fields), group), _inputs(group, size)
+        expected, sent = plain.dispatch(x, way), dispatcher.dispatch(x, way)
+        _expect(sent.quantised, expected.rows, sent.tokens_per_expert, expected.real_tokens_per_expert, recipe)
+        assert torch.equal(sent.tokens_per_expert, expected.tokens_per_expert)
+        assert expected.quantised is None
+        other = random_rows(len(x), HIDDEN, seed=3, dtype=torch.bfloat16)
+        expected, again = plain.dispatch(other, again=expected), dispatcher.dispatch(other, again=sent)
+        _expect(again.quantised, expected.rows, sent.tokens_per_expert, expected.real_tokens_per_expert, recipe)
+
+    on_ranks(body, size)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("backend", "size"), FORMS)
+def test_rows_that_are_widened_on_reading_give_the_bits_of_delivered_rows(
+    backend: Any, size: int, recipe: RecipeName
+) -> None:
+    way = random_routing(TOKENS)
+    x_TD, grad_TD = (random_rows(TOKENS, HIDDEN, seed=seed, dtype=torch.bfloat16) for seed in (0, 5))
+    inputs = (CUTS[size], x_TD, way, grad_TD, expert_weights(8, HIDDEN, torch.bfloat16))
+    delivered = cut_layer(_config(backend, recipe), *inputs)
+    expected = cut_layer(_config(backend, recipe, deliver="rows"), *inputs)
+    assert all(torch.equal(delivered[name], expected[name]) for name in expected)
+
+
+class _Doubled(torch.autograd.Function):
+    """Experts that read quantised rows only: each output is twice its row."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        blocks = values.float().view(*scales.shape, -1) * scales.float().unsqueeze(-1)
+        return (2 * blocks).view(values.shape).to(edge.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 2 * grad, None, None
+
+
+def _doubled(quantised: QuantisedRows | None) -> Tensor:
+    assert quantised is not None
+    outputs: Tensor = _Doubled.apply(quantised.edge, quantised.values, quantised.scales)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+@pytest.mark.parametrize("way_in", ["eager", "asynchronous", "operators"])
+@pytest.mark.parametrize("backend", ["local", "alltoall", "allgather"])
+def test_gradients_flow_through_the_edge(backend: str, way_in: str) -> None:
+    size = 1 if backend == "local" else 2
+
+    def body(group: Group) -> None:
+        x, way = _inputs(group, size)
+        x.requires_grad_()
+        dispatcher = build_dispatcher(_config(backend, "mxfp8"), group)
+
+        def layer(x: Tensor) -> Tensor:
+            sent = dispatcher.dispatch(x, way, async_op=way_in == "asynchronous").wait()
+            again = dispatcher.dispatch(3 * x, again=sent)
+            return dispatcher.combine(_doubled(sent.quantised), sent) + dispatcher.combine(
+                _doubled(again.quantised), again
+            )
+
+        y = by_operators(layer, x) if way_in == "operators" else layer(x)
+        y.sum().backward()
+        share = torch.where(way.topk_ids < 0, 0, way.topk_weights).sum(1, keepdim=True)
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, (8 * share).to(x.dtype).expand_as(x), rtol=0.02, atol=0)
+        torch.testing.assert_close(y.float(), 8 * share * x.float(), rtol=0.1, atol=0.5)
+
+    on_ranks(body, size)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no quantised wire": (
+        "local",
+        {"wire_dtype": "bfloat16"},
+        "deliver=\"quantised\" needs wire_dtype 'float8_e4m3fn' or 'mxfp8', got 'bfloat16'",
+    ),
+    "padding for mxfp8": (
+        "local",
+        {"wire_dtype": "mxfp8", "pad_multiple": 16},
+        "the grouped GEMMs for mxfp8 need pad_multiple to be a multiple of 32, got 16",
+    ),
+    "padding for float8": (
+        "local",
+        {"wire_dtype": "float8_e4m3fn", "pad_multiple": 32},
+        "need pad_multiple to be a multiple of 128, got 32",
+    ),
+    "a backend that widens": (
+        {"name": "deepep", "emulate": True, "expand": True},
+        {"wire_dtype": "mxfp8", "pad_multiple": 32},
+        "Backend 'deepep': wire_dtype must be one of None, 'bfloat16', got 'mxfp8'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("backend", "fields", "told"), REFUSED.values(), ids=REFUSED)
+def test_configs_that_cannot_deliver_are_refused(backend: Any, fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build_dispatcher(small_config(backend, hidden_size=HIDDEN, deliver="quantised", **fields))
+
+
+def test_a_backend_that_delivers_no_quantised_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backend of this package takes a quantised wire without delivering it; one of another package may."""
+    given = LocalOptions.constraints
+    monkeypatch.setattr(
+        LocalOptions, "constraints", lambda self, shape: replace(given(self, shape), delivers_quantised=False)
+    )
+    told = r'Backend \'local\': it cannot deliver quantised rows. Set deliver="rows"'
+    with pytest.raises(ConfigError, match=told):
+        build_dispatcher(_config("local", "mxfp8"))
+    build_dispatcher(_config("local", "mxfp8", deliver="rows"))
