@@ -15,7 +15,17 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch.errors import ConfigError, InputError, StateError
 from moe_dispatch.replay import RoutingTable
 from tests.integration.megatron_core.jobs import Check, require, run_checks
-from tests.integration.megatron_core.layer import BALANCED, EXPERTS, TOP_K, Outcome, difference, has_copied_experts
+from tests.integration.megatron_core.layer import (
+    BALANCED,
+    EXPERTS,
+    TOP_K,
+    Outcome,
+    difference,
+    groups,
+    has_copied_experts,
+    own_spec,
+    transformer_config,
+)
 from tests.integration.megatron_core.model import moe_block
 from tests.integration.megatron_core.test_packed import (
     ALONE,
@@ -163,6 +173,58 @@ def share(before: Counter[str], after: Counter[str]) -> float:
     return (after["drifted"] - before["drifted"]) / (after["replayed"] - before["replayed"])
 
 
+def predicts_more_tokens(rank: int) -> tuple[bool, bool] | None:
+    """Whether the block was replayed, and whether the layer for multi-token prediction behind it chose by itself.
+
+    NeMo-RL #3903: Megatron's own replay has one list for all routers, and the layer for multi-token prediction, whose
+    number is 1, replayed the first layer of the backbone.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.multi_token_prediction import get_mtp_layer_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from moe_dispatch.integrations.megatron import RoutingReplay, convert
+
+    case = case_of(ALONE, mtp_num_layers=1)
+    attention = ModuleSpec(module=IdentityOp, params={"attn_mask_type": AttnMaskType.causal})
+    submodules = TransformerLayerSubmodules(self_attention=attention, mlp=own_spec(), mlp_bda=get_bias_dropout_add)
+    inner = ModuleSpec(module=TransformerLayer, submodules=submodules)
+    spec = get_mtp_layer_spec(inner, False)
+    if not hasattr(spec.submodules, "mtp_model_layer"):
+        return None
+    predictor = build_module(spec, config=transformer_config(case), pg_collection=groups(ALONE))
+    decoder = moe_block(case_of(ALONE))
+    model = nn.ModuleDict({"decoder": decoder, "mtp": predictor})
+    convert(model)
+    layer = predictor.mtp_model_layer
+    assert layer.layer_number == decoder.layers[0].layer_number == 1
+    hidden, real_T = drawn(rank, ALONE)
+    chosen: list[Tensor] = []
+    layer.mlp.router.register_forward_hook(lambda router, args, routed: chosen.append(routed[1]))
+    routed = Routed(decoder)
+
+    def forward(packed: Any) -> None:
+        decoder(hidden, None, packed_seq_params=packed)
+        tokens = torch.arange(len(hidden)).unsqueeze(0)
+        embedding = functools.partial(lambda given, **_: given, hidden)
+        predictor(tokens, tokens, hidden, None, packed_seq_params=packed, embedding=embedding)
+
+    with torch.no_grad():
+        forward(params())
+        replay = RoutingReplay(model, table_of(entries()))
+        packed = params()
+        replay.micro_batch(packed, NAMES)
+        forward(packed)
+    replay.close()
+    ids_TLK = ids_of_rows(rank, ALONE)
+    want = torch.zeros_like(routed.maps[LAYERS][1]).scatter(1, ids_TLK[:, 0], True)
+    replayed = torch.equal(routed.maps[LAYERS][1][real_T], want[real_T])
+    return replayed, torch.equal(*chosen) and not torch.equal(chosen[1][real_T], want[real_T])
+
+
 def not_named(rank: int) -> None:
     from moe_dispatch.integrations.megatron import RoutingReplay
 
@@ -196,7 +258,8 @@ CHECKS: dict[str, Check] = {
 
 @functools.cache
 def results() -> dict[str, list[Any]]:
-    return run_checks(CHECKS | {"unknown": unknown_entries, "not named": not_named})
+    checks: dict[str, Check] = {"unknown": unknown_entries, "predicts": predicts_more_tokens, "not named": not_named}
+    return run_checks(CHECKS | checks)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -208,6 +271,15 @@ def test_unknown_entries_leave_the_choice_to_the_router_and_drift_is_counted() -
     for without, drift in require(results()["unknown"]):
         assert without == 0.0
         assert 0.1 < drift <= 1.0
+
+
+def test_layers_for_multi_token_prediction_choose_by_themselves() -> None:
+    found = require(results()["predicts"])
+    if None in found:
+        pytest.skip("megatron-core 0.16 builds these layers over its global groups only")
+    for replayed, natively in found:
+        assert replayed
+        assert natively
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
