@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ import train_packed_text
 from moe_dispatch import DispatcherConfig
 from moe_dispatch_testing import run_ranks
 from moe_dispatch_tools.traces import RunLog, Trace
-from packed_text.documents import BEGIN, PARAGRAPH, Pack, batches, join, read_sequences
+from packed_text.documents import Pack, batches, join
 from packed_text.model import ByteLanguageModel
 from packed_text.report import STEPS_TO_JUDGE, check_runs
 from packed_text.training import Run, compute_gradients
@@ -109,13 +108,6 @@ def test_routing_and_run_are_recorded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run.tokens_SE.sum(1).tolist() == [2 * run.config.top_k * count for count in tokens], "both layers"
 
 
-def test_first_backend_is_recorded() -> None:
-    arguments = ["--trace", "run.safetensors", "--run", "run"]
-    tasks = train_packed_text.make_tasks(train_packed_text._parser().parse_args(arguments))
-    assert [task.trace for task in tasks] == [Path("run.safetensors"), None]
-    assert [task.log for task in tasks] == [Path("run"), None]
-
-
 def backends_of(*arguments: str) -> list[str]:
     options = train_packed_text._parser().parse_args(arguments)
     return [task.config.backend_name for task in train_packed_text.make_tasks(options)]
@@ -156,28 +148,6 @@ def test_wrong_requests_are_refused(
         monkeypatch.setenv(name, value)
     assert script.main(arguments) == 1
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "packed_text.picture", raising=False)
-    monkeypatch.delattr("packed_text.picture")  # or the import would not look for the module
-    assert train_packed_text.main(["--backend", "local"]) == 1
-    assert re.search(r"matplotlib is missing.*pip install -e '\.\[dev\]'", capsys.readouterr().err)
-
-
-def test_documents_are_cut_after_paragraphs_and_nothing_is_lost() -> None:
-    sequences = read_sequences(1280)
-    lengths = [len(sequence) - 1 for sequence in sequences]
-    assert max(lengths) <= 1280
-    assert min(lengths) < 300
-    assert sum(sequence[0] == BEGIN for sequence in sequences) >= len(topics)
-    whole = b"".join(bytes(sequence[1:]) for sequence in sequences)
-    assert whole == b"".join(topics[name].encode() for name in sorted(topics))
-    for before, after in itertools.pairwise(sequences):
-        assert after[0] in (BEGIN, before[-1])
-        if after[0] != BEGIN and len(before) - 1 < 1280:
-            assert bytes(before[1:]).endswith(PARAGRAPH)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 7])
@@ -323,3 +293,11 @@ def test_interrupt_ends_all_ranks(running_demo: subprocess.Popen[str]) -> None:
 def test_ranks_do_not_outlive_a_killed_parent(running_demo: subprocess.Popen[str]) -> None:
     running_demo.kill()
     wait_for(lambda: not members(running_demo.pid))
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "packed_text.picture", raising=False)
+    monkeypatch.delattr("packed_text.picture")  # or the import would not look for the module
+    assert train_packed_text.main(["--backend", "local"]) == 1
+    assert re.search(r"matplotlib is missing.*pip install -e '\.\[dev\]'", capsys.readouterr().err)

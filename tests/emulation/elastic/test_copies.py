@@ -153,3 +153,15 @@ def test_ranks_with_other_mappings_are_refused() -> None:
             buffer.lb_prefetch_weights(slots, torch.ones(OWN, 8), mapping)
 
     run_ranks(body, 2)
+
+
+def test_memory_of_copies_has_whole_blocks_and_a_plan_serves_once() -> None:
+    with pytest.raises(RuntimeError, match="num_lb_bytes must be a multiple of 2097152, got 64"):
+        open_buffer(None, RELEASE, lb_allocation_plan_or_num_bytes=64)
+    plan = deep_ep.BufferAllocator()
+    plan.allocate((1, 8), torch.float32)
+    open_buffer(None, RELEASE, lb_allocation_plan_or_num_bytes=plan)
+    with pytest.raises(AssertionError):
+        open_buffer(None, RELEASE, lb_allocation_plan_or_num_bytes=plan)
+    with pytest.raises(AssertionError, match="cannot be changed"):
+        plan.allocate((1, 8), torch.float32)

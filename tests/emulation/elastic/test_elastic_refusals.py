@@ -168,3 +168,12 @@ def test_destroy_is_asked_for_met_by_all_and_final() -> None:
     for not_asked, met in run_ranks(body, 2):
         assert not_asked == "AssertionError: "
         assert met.startswith("AttributeError: 'NoneType' object has no attribute")
+
+
+def test_parts_beside_expert_parallelism_are_refused() -> None:
+    buffer = open_buffer(None)
+    for call in (buffer.get_comm_stream, buffer.create_agrs_session, lambda: buffer.engram_write(torch.ones(1))):
+        with pytest.raises(NotImplementedError, match=r"ElasticBuffer\..* is not emulated"):
+            call()
+    with pytest.raises(NotImplementedError, match="memory on the host is not emulated"):
+        open_buffer(None, num_cpu_bytes=2 * MIB)

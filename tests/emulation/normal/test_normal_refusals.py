@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,3 +121,30 @@ def test_destroy_is_asked_for_met_by_all_and_final() -> None:
     for not_asked, again in run_ranks(body, 2):
         assert not_asked == "AssertionError: `explicitly_destroy` flag must be set"
         assert again.startswith("AttributeError: 'NoneType' object has no attribute")
+
+
+def test_constructor_refuses_what_is_not_emulated() -> None:
+    with pytest.raises(ValueError, match="needs a ProcessGroup, got None"):
+        deep_ep.Buffer(None)
+
+    def body(group: dist.ProcessGroup) -> list[str]:
+        buffer = deep_ep.Buffer(group)
+        calls: list[Callable[[], object]] = [
+            lambda: deep_ep.Buffer(group, low_latency_mode=True),
+            lambda: buffer.internode_combine(None, ()),
+            lambda: buffer.clean_low_latency_buffer(8, 256, 8),
+            buffer.get_comm_stream,
+        ]
+        return [outcome(call) for call in calls] + [outcome(lambda: deep_ep.Buffer(group, num_rdma_bytes=128))]
+
+    for *unemulated, sizes in run_ranks(body, 2):
+        assert all(end.startswith("NotImplementedError: Buffer") and "not emulated" in end for end in unemulated)
+        assert "num_rdma_bytes must be 0 within a node, got 128" in sizes
+
+
+def test_the_number_of_sms_is_even_and_of_the_class() -> None:
+    with pytest.raises(AssertionError, match="The SM count must be even"):
+        deep_ep.Buffer.set_num_sms(21)
+    deep_ep.Buffer.set_num_sms(24)
+    assert deep_ep.Buffer.num_sms == 24
+    deep_ep.Buffer.set_num_sms(20)
