@@ -146,12 +146,15 @@ def imbalance_section(counts: Counts) -> Section:
             cells += [float(values.mean()), float(values.max()), int(values.argmax())]
         rows.append(cells)
     alt = "Lines over steps: " + "; ".join(f"{kind}, {of.mean():.2f} times the mean" for kind, of in kinds.items())
-    heads = ("dispatcher", *(f"{kind}, {of}" for kind in kinds for of in ("mean", "max", "max in step")))
+    heads = (
+        "dispatcher",
+        *(f"{kind.removeprefix('busiest ')}: {of}" for kind in kinds for of in ("mean", "max", "in step")),
+    )
     return _section(
         "Imbalance over steps",
         text,
         [curves(counts.lines(kinds), alt=alt, stride=counts.stride, ylabel="of the mean", bottom=1.0)],
-        [_table("Largest load, divided by the mean load", heads, rows)],
+        [_table("Load of the busiest, divided by the mean load", heads, rows)],
     )
 
 
@@ -278,7 +281,7 @@ def run_content(name: str, run: RunLog) -> dict[str, Any]:
         )
     more = {"steps": run.steps, "dispatches of a rank": int(run.dispatches_SP[:, 0].sum())}
     return {
-        "title": f"Run {name}",
+        "title": f"Counts of {name}",
         "trace": None,
         "intro": intro,
         "settings": {**({"dispatcher": run.name} if run.name else {}), **_settings(run, more)},

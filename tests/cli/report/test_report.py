@@ -136,7 +136,7 @@ def test_tables_of_a_trace_have_the_numbers(tmp_path: Path) -> None:
     heads, *rows = tables[f"Rows per expert, {LAYERS[1]}"]
     assert heads == ("expert", "rows", "of the mean", "per step", "min", "max")
     assert [(row[1], row[5]) for row in rows] == [*zip(tokens.sum(0).tolist(), tokens.amax(0).tolist(), strict=True)]
-    imbalance = tables["Largest load, divided by the mean load"][1]
+    imbalance = tables["Load of the busiest, divided by the mean load"][1]
     largest = (tokens_CE.amax(1) / tokens_CE.double().mean(1)).max()
     assert (imbalance[0], imbalance[2]) == (LAYERS[0], pytest.approx(float(largest)))
     labels, *sent = tables["MB per step to other ranks"]
@@ -149,7 +149,7 @@ def test_a_balanced_run_tells_what_it_saved(tmp_path: Path) -> None:
     run(small_config(spare_experts_per_rank=2, balance="least_loaded"), tmp_path, 4)
     for name in ("run.safetensors", "run-17"):
         assert re.search(r"would have got [\d.]+ times the mean", page_of(tmp_path / name))
-        row = tables_of(tmp_path / name)["Largest load, divided by the mean load"][1]
+        row = tables_of(tmp_path / name)["Load of the busiest, divided by the mean load"][1]
         assert row[4] < row[7]
 
 
@@ -221,7 +221,7 @@ def test_a_crash_and_long_runs(recorded: Path, tmp_path: Path) -> None:
 
 
 def test_command(recorded: Path, tmp_path: Path, command: Command) -> None:
-    for name, title in (("run-17", "Run run-17"), ("run.safetensors", "Routing of run.safetensors")):
+    for name, title in (("run-17", "Counts of run-17"), ("run.safetensors", "Routing of run.safetensors")):
         answer = command("report", str(recorded / name), "--out", str(tmp_path / "out"))
         assert (answer.status, answer.out) == (0, f"{tmp_path / 'out' / 'index.html'}\n")
         assert f"<title>{title}</title>" in Path(answer.out.strip()).read_text(encoding="utf-8")
