@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 
@@ -112,13 +112,13 @@ def settle(
         problem: Function that returns the error of an invalid id of this rank.
 
     Returns:
-        The plan. If the ranks have summed their tallies, its sizes hold the sums, and a plan that was made here is for
+        The plan. If the ranks have summed their counts, its sizes hold the sums, and a plan that was made here is for
         this dispatch only.
 
     Raises:
         InputError: The ranks make different calls, and they agree on sizes or have ``debug``; or some rank has too many
             rows, or the numbers of rows differ under ``row_counts="check"``. Raised on every rank. Or an id of this
-            rank is invalid, and the ranks sum their tallies.
+            rank is invalid, and the ranks sum their counts.
         PeerError: Another rank refused its call, or has an invalid id.
 
     Cost: an all-reduce if ``Channel.agrees_on_rows``.
@@ -139,11 +139,7 @@ def settle(
     if policy is not None:
         largest, sums = (config.max_tokens_per_rank if policy == "static" else plan.num_sent) or 0, list[int]()
         if policy not in ("static", "assume"):
-            tally: list[Tensor] = []
-            if channel.num_tallied and ids_TK is not None:
-                counts = [count_experts(ids_TK, channel.shape.num_experts)] if needs.counts_with_sizes else []
-                tally = [ids_TK.new_zeros(1) if invalid is None else invalid.view(1), *counts]
-            largest, sums = agree(largest, tally=tally)
+            largest, sums = agree(largest, ids_TK=ids_TK, invalid=invalid)
         num_chunks = config.num_chunks(largest)
         largest = -(-largest // num_chunks)
         check_max_rows("Dispatcher.plan", needs.padded(largest), needs)
@@ -169,23 +165,26 @@ def _agree_on_largest(
     *,
     facts: Facts | None = None,
     lease: Lease | None = None,
-    tally: Sequence[Tensor] = (),
+    ids_TK: Tensor | None = None,
+    invalid: Tensor | None = None,
     label: str = "sizes",
 ) -> tuple[int, list[int]]:
-    """Return the largest row count of any rank, and the sums of the tallies, if all ranks make the same call.
+    """Return the largest row count of any rank, and the sums of their counts, if all ranks make the same call.
 
     The same call is one of the same dispatcher. Each count travels with its rank, so that an error can name both. This
     exchange has the same form in all calls: with ``debug``, a rank that has a plan and a rank that has none meet here.
-    So if the channel sums tallies, an exchange without a tally adds zeros. If it does not, there are no sums.
+    So if the ranks of the channel sum counts (``Channel.num_summed``), a call without ids adds zeros.
     """
     size, rank = channel.control.size, channel.control.rank
     numbers = (_UNKNOWN, _UNKNOWN) if lease is None else (lease.number, -lease.number)
     values = (count * size + rank, -count * size + rank, *numbers)
     sums: list[Tensor] = []
-    if channel.num_tallied:
-        assert channel.control.group is not None
+    if channel.num_summed and ids_TK is not None:
+        counts = [count_experts(ids_TK, channel.shape.num_experts)] if channel.needs.counts_with_sizes else []
+        sums = [ids_TK.new_zeros(1) if invalid is None else invalid.view(1), *counts]
+    elif channel.num_summed:
         device = control_device(channel.control.group)
-        sums = [*tally] or [torch.zeros(channel.num_tallied, dtype=torch.int64, device=device)]
+        sums = [torch.zeros(channel.num_summed, dtype=torch.int64, device=device)]
     raise_same = partial(raise_alike, channel.control, of_call=True, label=label)
     high, low, last, first, *summed = raise_same(problem, values=values, sums=sums, facts=facts)
     if last not in (-first, _UNKNOWN):  # of the ranks that know their dispatcher, two call different ones

@@ -154,7 +154,7 @@ def start(
     experts_L = None if table is None else table.experts_L
     mark = mark_of(x_TD.dtype, recorded, None if lease is None else lease.number) if needs.exchanges_counts else None
     asks, num_experts = not config.graph_safe, config.num_experts
-    tallied = channel.num_tallied > 0 and not plan.settled
+    summed = channel.num_summed > 0 and not plan.settled
     try:
         if valid_T is not None:
             ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
@@ -184,7 +184,7 @@ def start(
     if config.balance is not None and placement is not None:
         placement, experts_L, ids_TK = plan_balance(channel, ids_TK)
     marks = [] if mark is None else [outcome if asks else torch.where(outcome > 0, -1, mark)]
-    unread = None if tallied or mark is not None or sizes.capacity is not None else HostCopy(outcome)
+    unread = None if summed or mark is not None or sizes.capacity is not None else HostCopy(outcome)
     padded = sizes.padded_rows
     if padded is None:
         padded = count if needs.row_multiple == 1 and count >= needs.min_rows else needs.padded(count)

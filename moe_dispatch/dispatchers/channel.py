@@ -71,7 +71,7 @@ class Channel:
         watches: The watchdogs of the groups, if there are any. They report the name of the dispatcher that calls.
         checked: The kinds of tensors that ``check_call`` and ``check_combine`` have found to fit.
         agrees_on_rows: Whether the ranks settle sizes with a collective.
-        num_tallied: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
+        num_summed: Number of counts that ranks sum when they agree on sizes, 0 for none. The first counts invalid ids;
             the others, for a backend that uses them, count the slots that name each expert.
     """
 
@@ -109,7 +109,7 @@ class Channel:
         same_device = device_types(communicator.group) == {device}
         # With ``balance``, the slots of experts are planned after the sizes.
         sums = self.agrees_on_rows and same_device and not config.graph_safe and config.balance is None
-        self.num_tallied = 1 + shape.num_experts * needs.counts_with_sizes if sums else 0
+        self.num_summed = 1 + shape.num_experts * needs.counts_with_sizes if sums else 0
         if config.balance is not None and shape.ep_size % self.ranks_per_node:
             raise ConfigError(
                 f"balance needs nodes with equal numbers of ranks: ep_size ({shape.ep_size}) must be a multiple of "
