@@ -10,10 +10,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from moe_dispatch.balance.movement import Movement
+from tests.integration.checkpoints import carry
 from tests.integration.deep_ep_users.cpu import cpu_for_cuda
 from tests.integration.frameworks.automodel import VOCABULARY, error, qwen3_moe
 from tests.integration.frameworks.sources import import_real
@@ -23,14 +25,26 @@ Batch = tuple[Tensor, Tensor]  # ids, and what is padding
 
 
 def compared(rank: int, kinds: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What each kind of dispatch gives. "lost" and "twice" have a fault in how gradients of copies come home."""
+    """What each kind of dispatch gives.
+
+    "lost" and "twice" have a fault in how gradients of copies come home. "offloaded" keeps copies of saved tensors, as
+    torch's ``save_on_cpu`` does for tensors of a GPU. "resumed" loads a checkpoint of the unbalanced run.
+    """
     parallelizer = import_real("nemo_automodel.components.moe.parallelizer")
     found: dict[str, Any] = {}
     with cpu_for_cuda(), mock.patch("torch.cuda.current_device", return_value=0):
         for kind, fields in kinds.items():
             for together in (False, True):
                 found[f"{kind}, {together}"] = _accumulated(parallelizer, rank, fields, together=together)
-            found[f"{kind}, train"] = _trained(parallelizer, rank, fields)
+            model = _sharded(parallelizer, fields)
+            found[f"{kind}, train"] = _trained(model, rank)
+            if kind == "plain":
+                unbalanced = model
+        with saved_tensors_hooks(lambda saved: saved.clone(), lambda kept: kept):
+            found["offloaded"] = _accumulated(parallelizer, rank, kinds["balanced"], together=False)["error"]
+        loading = {kind: _sharded(parallelizer, fields) for kind, fields in kinds.items()}
+        carry(unbalanced, *loading.values())
+        found["resumed"] = {kind: _trained(model, rank)["losses"] for kind, model in loading.items()}
         collect = Movement.collect
         for fault, factor in {"lost": 0, "twice": 2}.items():
 
@@ -132,9 +146,8 @@ def _dispatcher(model: Any) -> Any:
     return layer.mlp.experts.token_dispatcher.dispatcher(HIDDEN)
 
 
-def _trained(parallelizer: Any, rank: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _trained(model: Any, rank: int) -> dict[str, Any]:
     """Losses of some steps, and rows of the busiest rank divided by the mean over all of them."""
-    model = _sharded(parallelizer, fields)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(STEPS):

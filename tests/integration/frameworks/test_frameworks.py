@@ -72,6 +72,9 @@ def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
         assert plain["losses"][-1] < 0.9 * plain["losses"][0]
         assert plain["imbalance"] > 1.9
         assert balanced["imbalance"] < 1.05
+        assert found["offloaded"] < 1e-5
+        assert found["resumed"]["plain"][0] < 0.9 * plain["losses"][0]
+        assert found["resumed"]["balanced"] == pytest.approx(found["resumed"]["plain"], rel=1e-5)
         assert min(found["lost"], found["twice"]) > 0.1  # gradients of copies that are lost or counted twice are seen
 
 

@@ -41,13 +41,14 @@ FIELDS = {
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """How ranks are divided, the options of ``convert`` and of DDP, what is recomputed, and the kind of experts."""
+    """How ranks are divided, options of ``convert`` and DDP, what is recomputed or copied, and the kind of experts."""
 
     ranks: int = 4
     ep: int = 4
     options: dict[str, Any] = field(default_factory=lambda: BALANCED)
     ddp: dict[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
+    offload: bool = False
     grouped: bool = False
     fused: bool = False
 
@@ -61,6 +62,7 @@ JOBS = {
     "ep 2 x dp 2": Job(ep=2),
     "overlap": Job(ep=2, ddp={"overlap_grad_reduce": True}),
     "distributed optimizer": Job(ep=2, ddp={"overlap_grad_reduce": True, "use_distributed_optimizer": True}),
+    "saved tensors are copied": Job(ep=2, offload=True),
     "recomputed": Job(ep=2, recompute=("moe",)),
     "grouped, recomputed": Job(grouped=True, recompute=("moe",)),
     "grouped, activations recomputed": Job(grouped=True, recompute=("moe_act",)),
@@ -213,7 +215,7 @@ def reduced(rank: int, job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
     def keep(saved: Tensor) -> Tensor:
         if saved.dim() == 3 and saved.shape[1] > 1 and len(saved) == EXPERTS // job.ep:
             stacks.append(saved)
-        return saved
+        return saved.clone() if job.offload else saved  # as offloading of activations does
 
     for micro in range(MICRO_BATCHES):
         hidden, upstream = batch(rank, micro)

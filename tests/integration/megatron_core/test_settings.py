@@ -170,6 +170,9 @@ def test_balance_needs_parameters_for_each_expert() -> None:
 
     with pytest.raises(ConfigError, match=r"balance needs parameters for each expert, got 'weight' in Linear\. Use Se"):
         SlotExperts(nn.Linear(2, 2))
+    one_for_all = nn.ModuleDict({"linear_fc1": nn.Linear(2, 2)})
+    with pytest.raises(ConfigError, match=r"got 'linear_fc1\.weight' in .*, without moe_single_grouped_weight"):
+        SlotExperts(one_for_all)
     experts = nn.Module()
     experts.local_experts = nn.ModuleList([nn.Linear(2, 2)])
     experts.local_experts[0].weight.__fsdp_param__ = True  # type: ignore[union-attr]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 from unittest import mock
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from moe_dispatch.balance.movement import Movement
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch_testing import run_processes
+from tests.integration.checkpoints import carry
 from tests.integration.deep_ep_users.dense import TOLERANCE
 from tests.integration.needs import needs
 from tests.integration.titan.moe import EXPERT_WEIGHTS, HIDDEN, TIMEOUT, built, moe_config
@@ -53,6 +56,7 @@ CASES = {
     "ep 4, not balanced": Case(ranks=4, ep=4, options=()),
     "ep 4, graph-safe": Case(ranks=4, ep=4, options=(("balance", "exact"), *STATIC)),
     "ep 2 x fsdp 2": Case(ranks=4, ep=2),
+    "ep 2 x fsdp 2, not balanced": Case(ranks=4, ep=2, options=()),
     "ep 2 x replicas 2": Case(ranks=4, ep=2, replicate=2),
 }
 PLANTED = ("2 ranks", "ep 2 x fsdp 2")
@@ -133,8 +137,9 @@ def whole(ranks: int) -> dict[str, Tensor]:
     return gradients(model)
 
 
-def sharded(rank: int, case: Case) -> tuple[dict[str, Tensor], Counter[str], list[float], list[str]]:
-    """Gradients, calls of hooks of parameters, losses of some steps, and names in the state dict."""
+@contextmanager
+def built_model(case: Case) -> Iterator[Any]:
+    """A model that torchtitan has sharded. Its code runs in the block."""
     import spmd_types as spmd
     from torchtitan.distributed import parallel_dims
     from torchtitan.distributed.activation_checkpoint import FullAC
@@ -180,6 +185,12 @@ def sharded(rank: int, case: Case) -> tuple[dict[str, Tensor], Counter[str], lis
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        yield model
+
+
+def sharded(rank: int, case: Case) -> tuple[dict[str, Tensor], Counter[str], list[float], list[str]]:
+    """Gradients, calls of hooks of parameters, losses of some steps, and names in the state dict."""
+    with built_model(case) as model:
         hooks: Counter[str] = Counter()
         for name, parameter in parameters(model).items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: hooks.update([name]))
@@ -195,6 +206,14 @@ def sharded(rank: int, case: Case) -> tuple[dict[str, Tensor], Counter[str], lis
                 assert busiest > 1.5, f"layer {number} is balanced by its router"
         losses = train(model, case, rank)
     return found, calls, losses, sorted(model.state_dict())
+
+
+def resumed(rank: int, plain: Case, balanced: Case) -> list[list[float]]:
+    """Losses of an unbalanced run, and of an unbalanced and a balanced run that load its checkpoint."""
+    with built_model(plain) as first, built_model(plain) as second, built_model(balanced) as third:
+        losses = [train(first, plain, rank)]
+        carry(first, second, third)
+        return [*losses, train(second, plain, rank), train(third, balanced, rank)]
 
 
 def train(model: nn.Module, case: Case, rank: int) -> list[float]:
@@ -229,6 +248,8 @@ def planted(rank: int, case: Case) -> list[dict[str, Tensor]]:
 
 def on_rank(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: sharded(rank, case) for name, case in CASES.items() if case.ranks == ranks}
+    if ranks == 4:
+        found["resumed"] = resumed(rank, CASES["ep 2 x fsdp 2, not balanced"], CASES["ep 2 x fsdp 2"])
     return found | {f"planted, {name}": planted(rank, CASES[name]) for name in PLANTED if name in found}
 
 
@@ -278,6 +299,13 @@ def test_losses_are_those_without_balance_and_keys_of_the_state_dict_too() -> No
     assert balanced == pytest.approx(plain, rel=1e-3)
     assert same == names
     assert sum(weight in name for name in names for weight in EXPERT_WEIGHTS) == len(EXPERT_WEIGHTS) * LAYERS
+
+
+def test_a_checkpoint_of_an_unbalanced_run_is_loaded() -> None:
+    for of_rank in all_results(4):
+        first, plain, balanced = of_rank["resumed"]
+        assert plain[0] < 0.95 * first[0]
+        assert balanced == pytest.approx(plain, rel=1e-3)
 
 
 def test_other_routed_experts_are_refused_with_spare_slots() -> None:

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_dispatch.balance.movement import Movement
 from moe_dispatch.integrations.transformers import attach, config_for, dispatchers_of, register
+from tests.integration.checkpoints import shared_folder
 from tests.integration.transformers.models import BATCHES, Batch, build, draw_batch
-from tests.integration.transformers.ranks import Case, load
+from tests.integration.transformers.ranks import BALANCED, Case, load
 from tests.integration.transformers.wiring import gradients, largest_error, loss_of, targets
 
 FAVOURED = 2  # experts that get nearly all rows: those of rank 0 if it holds two
@@ -111,6 +112,33 @@ def trained(case: Case, rank: int) -> dict[str, Any]:
     """Losses of some steps, and rows of the busiest rank divided by the mean over all of them."""
     with mock.patch("tests.integration.transformers.ranks.build", favoured):
         model = load(case).train()
+    return steps(model, rank)
+
+
+def resumed(case: Case, rank: int) -> dict[str, list[float]]:
+    """Losses of an unbalanced run, and of an unbalanced and a balanced run that load what it saved."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with mock.patch("tests.integration.transformers.ranks.build", favoured):
+        model = load(case).train()
+    losses = {"first": steps(model, rank)["losses"]}
+    with shared_folder() as folder:
+        model.save_pretrained(folder)
+        dist.barrier()
+        for kind, fields in {"plain": {}, "balanced": BALANCED}.items():
+            config = config_for(AutoConfig.from_pretrained(folder), backend=case.backend, **fields)
+            name = f"moe_dispatch-{config.digest}"
+            register(config, name=name)
+            sizes = DistributedConfig(fsdp_size=case.mesh.fsdp, ep_size=case.mesh.ep, ep_implementation=name)
+            model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes).train()
+            attach(model)
+            losses[kind] = steps(model, rank)["losses"]
+    return losses
+
+
+def steps(model: Any, rank: int) -> dict[str, Any]:
+    """Train for some steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ranks = dist.get_world_size()
     batches = [draw_batch(20 + other, [24, 17 + other], 24, "right") for other in range(ranks)]

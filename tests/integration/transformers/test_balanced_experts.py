@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import datetime
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from moe_dispatch_testing.ranks import run_processes
-from tests.integration.transformers.balancing import accumulated, planted, trained
+from tests.integration.transformers.balancing import accumulated, planted, resumed, trained
 from tests.integration.transformers.ranks import BALANCED, Case, Mesh, run_cases
 
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "balanced": BALANCED}
 STATIC = {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 64}
+HAS_ACCELERATE = find_spec("accelerate") is not None
 TOGETHER = partial(accumulated, together=True)
 
 
@@ -33,6 +35,7 @@ def jobs(ranks: int) -> dict[str, Any]:
     return {
         **of_kinds,
         "FSDP2, graph-safe": (accumulated, Case(mesh=sharded, fields=STATIC)),
+        **({"resumed": (resumed, Case(mesh=Mesh(fsdp=ranks, ep=ranks)))} if HAS_ACCELERATE else {}),
         "planted, FSDP2": (planted, Case(mesh=sharded, fields=BALANCED)),
         "planted, DDP": (planted, Case(mesh=replicated, fields=BALANCED)),
     }
@@ -74,3 +77,11 @@ def test_training_with_a_router_that_favours_few_experts(ranks: list[dict[str, A
         assert balanced["losses"] == pytest.approx(plain["losses"], rel=1e-4)
         assert plain["imbalance"] > 0.9 * len(ranks)
         assert balanced["imbalance"] < 1.05
+
+
+@pytest.mark.skipif(not HAS_ACCELERATE, reason="from_pretrained needs accelerate to shard")
+def test_a_checkpoint_of_an_unbalanced_run_is_loaded(ranks: list[dict[str, Any]]) -> None:
+    for of_rank in ranks:
+        found = of_rank["resumed"]
+        assert found["plain"][0] < found["first"][0] - 0.2
+        assert found["balanced"] == pytest.approx(found["plain"], rel=1e-4)
