@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import moe_dispatch
 from moe_dispatch.communication import Communicator
@@ -21,25 +25,92 @@ from tests.integration.megatron_core.model import gpt_model
 
 @final
 class Stream:
-    """A stream of a simulated device: the time at which all its work is done."""
+    """A stream of a simulated device.
+
+    Attributes:
+        time: When all its work is done.
+        seen: The number of operators of each stream, by name, that are done before its next operator.
+    """
 
     def __init__(self, name: str = "") -> None:
         self.name, self.time = name, 0.0
-
-    def wait_stream(self, other: Stream) -> None:
-        self.time = max(self.time, other.time)
+        self.seen: Counter[str] = Counter()
 
 
 @final
 class Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.time = 0.0
+        self.time, self.seen = 0.0, Counter[str]()
 
     def record(self, stream: Stream) -> None:
-        self.time = stream.time
+        self.time, self.seen = stream.time, stream.seen.copy()
 
     def wait(self, stream: Stream) -> None:
-        stream.time = max(stream.time, self.time)
+        stream.time, stream.seen = max(stream.time, self.time), stream.seen | self.seen  # the larger numbers
+
+
+@final
+@dataclass(slots=True)
+class Memory:
+    """A storage that an operator made: on which stream and in which node, its last use on each stream, and its writes.
+
+    ``recorded`` has the streams that ``record_stream`` named: the allocator waits for them before it reuses memory.
+    """
+
+    made_on: str
+    node: str
+    weak: StorageWeakRef
+    uses: Counter[str] = field(default_factory=Counter)
+    written: tuple[str, int] = ("", 0)
+    recorded: set[str] = field(default_factory=set)
+
+
+@final
+class MemoryOrder(TorchDispatchMode):
+    """Watches memory that two streams use. torch's allocator gives freed memory to the stream that it was made on.
+
+    ``races`` says which memory was used before another stream had written it, or could be reused before another stream
+    had used it.
+    """
+
+    def __init__(self, current: list[Stream], node: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current, self.node, self.races = current, node, set[str]()
+        self.memories: dict[int, Memory] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stream = self.current[-1]
+        stream.seen[stream.name] += 1
+        for key, memory in list(self.memories.items()):
+            if memory.weak.expired() and memory.made_on == stream.name:
+                del self.memories[key]
+                for user, number in memory.uses.items():
+                    if number > stream.seen[user] and user not in memory.recorded:
+                        self.races.add(f"memory of {memory.node} is reused before {user} is done")
+        values = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        written, read = list[Any](), list[Any]()
+        for argument in func._schema.arguments:
+            value = (values | (kwargs or {})).get(argument.name)
+            (written if argument.alias_info and argument.alias_info.is_write else read).extend(tree_leaves(value))
+        result = func(*args, **(kwargs or {}))
+        for tensors, how in ((read, "reads"), (written, "writes"), (tree_leaves(result), "makes")):
+            for tensor in tensors:
+                if isinstance(tensor, Tensor):
+                    self.use(tensor.untyped_storage(), stream, how)
+        return result
+
+    def use(self, storage: torch.UntypedStorage, stream: Stream, how: str) -> None:
+        memory, number = self.memories.get(storage._cdata), stream.seen[stream.name]
+        if memory is None and how == "makes":
+            weak = StorageWeakRef(storage)
+            self.memories[storage._cdata] = Memory(stream.name, self.node[-1], weak, written=(stream.name, number))
+        elif memory is not None:
+            writer, when = memory.written
+            if when > stream.seen[writer]:
+                self.races.add(f"{self.node[-1]} {how} memory of {memory.node} that {writer} has not written yet")
+            memory.uses[stream.name] = number
+            if how == "writes":
+                memory.written = (stream.name, number)
 
 
 @final
@@ -66,13 +137,13 @@ class Seen:
         nodes: The nodes in the order of the host.
         collectives: Labels of the collectives of dispatchers, each behind the node that it ran in.
         freed: Number of storages that the schedule freed.
-        recorded: Streams by the address of tensors of which ``record_stream`` was called.
+        races: What ``MemoryOrder`` found.
     """
 
     nodes: list[Ran] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
     freed: int = 0
-    recorded: dict[int, set[str]] = field(default_factory=dict)
+    races: list[str] = field(default_factory=list)
 
 
 # A backward takes twice as long as a forward on the compute stream. An exchange takes as long both ways. The host waits
@@ -88,7 +159,7 @@ def simulated_streams() -> Iterator[Seen]:
 
     seen, compute = Seen(), Stream("compute")
     current, node = [compute], ["outside"]
-    host = [0.0]
+    host, order = [0.0], MemoryOrder(current, node)
     resize, start, reads = torch.UntypedStorage.resize_, Communicator._start, list[Any]()
 
     @contextmanager
@@ -104,7 +175,8 @@ def simulated_streams() -> Iterator[Seen]:
         return storage.fill_(0xFF)  # type: ignore[attr-defined]
 
     def record_stream(tensor: Tensor, stream: Stream) -> None:
-        seen.recorded.setdefault(tensor.data_ptr(), set()).add(stream.name)
+        if (memory := order.memories.get(tensor.untyped_storage()._cdata)) is not None:
+            memory.recorded.add(stream.name)
 
     def started(communicator: Communicator, name: str, *args: Any, **kwargs: Any) -> Any:
         seen.collectives.append(f"{node[-1]}: {kwargs['label']}")
@@ -148,7 +220,9 @@ def simulated_streams() -> Iterator[Seen]:
                 patch.object(utils.ScheduleNode, method, timed(phase, getattr(utils.ScheduleNode, method)))
             )
         reads = stack.enter_context(count_host_syncs())
+        stack.enter_context(order)
         yield seen
+    seen.races.extend(sorted(order.races))
 
 
 @final

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, final
 from unittest.mock import patch
@@ -30,6 +31,7 @@ from tests.integration.megatron_core.schedule import (
     simulated_streams,
 )
 from tests.integration.megatron_core.test_packed import PADDED, REAL, params
+from tests.integration.megatron_core.timeline import of_layers, svg
 from tests.integration.needs import needs
 
 pytestmark = [
@@ -37,6 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of Megatron's import
 ]
 
+PICTURE = Path(__file__).parents[3] / "docs" / "figures" / "overlap.svg"
 LAYERS, MICRO_BATCHES = 2, 3
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}  # set afterwards: Megatron asks for bfloat16
 BFLOAT16: dict[str, Any] = {"dtype": torch.bfloat16, "config": {"hidden_size": 256}}
@@ -76,6 +79,7 @@ JOBS = {
 PLANTS = {
     "weights keep their graph": Job(ranks=2),
     "no stand-ins": Job(ranks=2),
+    "streams are not recorded": Job(ranks=2),
     "hooks of layers": Job(ranks=2, case=BFLOAT16, options={"backend": HYBRIDEP}, packed=True),
 }
 
@@ -91,6 +95,8 @@ def planted(plant: str) -> Iterator[None]:
         if plant == "weights keep their graph":
             kept = SimpleNamespace(replace=lambda sent, **changes: sent)
             stack.enter_context(patch.object(dispatcher, "dataclasses", kept))
+        if plant == "streams are not recorded":
+            stack.enter_context(patch.object(dispatcher, "use_on_current_stream", lambda *tensors: None))
         if plant == "no stand-ins":
             stack.enter_context(patch.object(dispatcher, "stand_in", lambda tensor: tensor))
         yield
@@ -266,6 +272,7 @@ def problems(name: str) -> list[str]:
     for outcome in outcomes:
         if not outcome.error < 1e-5:
             wrong.append(f"off by {outcome.error}")
+        wrong += outcome.seen.races
         wrong += [call for call in outcome.seen.collectives if not in_its_node(call)]
     if len({tuple(outcome.seen.collectives) for outcome in outcomes}) > 1:
         wrong.append("the orders of collectives differ")
@@ -308,6 +315,22 @@ def test_only_dispatch_makes_the_host_wait(name: str) -> None:
         assert len(waits) == LAYERS * MICRO_BATCHES
 
 
+def test_exchanges_run_beside_compute_as_the_picture_shows() -> None:
+    nodes = of_layers(found("2 ranks")[0].seen.nodes, 1)
+    compute = [ran for ran in nodes if ran.stream == "compute"]
+    exchanges = [ran for ran in nodes if ran.stream == "exchange"]
+    hidden = sum(
+        max(0.0, min(ran.end, other.end) - max(ran.begin, other.begin)) for ran in exchanges for other in compute
+    )
+    assert hidden == sum(ran.end - ran.begin for ran in exchanges)
+    assert PICTURE.read_text() == svg(nodes)
+
+
+def test_weights_of_copies_travel_in_the_node_of_experts() -> None:
+    calls = found("balanced")[0].seen.collectives
+    assert {"mlp forward: weights", "mlp backward: weights.backward"} <= set(calls)
+
+
 def test_a_stand_in_needs_memory_for_one_number() -> None:
     from moe_dispatch.integrations.megatron.overlap import put_in_place, stand_in
 
@@ -328,6 +351,7 @@ def test_a_stand_in_needs_memory_for_one_number() -> None:
     {
         "weights keep their graph": "moe_combine backward: dispatch.backward",
         "no stand-ins": "off by nan",
+        "streams are not recorded": "memory of moe_dispatch forward is reused before compute is done",
         "hooks of layers": "rows of gaps were sent",
     }.items(),
 )
