@@ -102,6 +102,20 @@ def test_code_of_the_page_on_configuration_runs(tmp_path: Path, monkeypatch: pyt
     assert run_page("configuration.md")["config"].backend_name == "allgather"
 
 
+def test_each_reported_failure_names_a_test_that_exists_or_is_not_served() -> None:
+    text = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "#" in line and line.startswith("| ")]
+    assert len(rows) >= 33
+    for _, here, shown in rows:
+        if shown == "none":
+            assert here.startswith(("Not served", "see ")), here
+            continue
+        named = re.fullmatch(r"`(tests/[\w/]+\.py)::(test_\w+)`", shown)
+        assert named, shown
+        source = (ROOT / named[1]).read_text(encoding="utf-8") if (ROOT / named[1]).is_file() else ""
+        assert re.search(rf"^def {named[2]}\(", source, re.MULTILINE), shown
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_shell_blocks_name_targets_scripts_and_variables_that_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from moe_dispatch.backends.deep_ep.library import parameters
 from moe_dispatch.errors import ConfigError, InputError
 from moe_dispatch_testing.emulation import emulated_deep_ep
 from tests.deep_ep_backends.vendors import HYBRID, V1, V2, config
-from tests.dispatchers.layer import outcomes_on, raises_everywhere
+from tests.dispatchers.layer import on_ranks, outcomes_on, raises_everywhere
 
 DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
@@ -116,6 +116,18 @@ def test_rows_across_domains(chunk: str, most: int, monkeypatch: pytest.MonkeyPa
     assert 3 * most + 1 < 65536 <= 3 * (most + int(chunk)) + 1
     assert hybridep(shape(ranks_per_node=4)).max_rows == most
     assert hybridep(shape(ranks_per_node=8)).max_rows is None
+
+
+def test_chunks_keep_rows_across_domains_below_the_limit() -> None:
+    """Megatron #3999: a buffer for a whole micro-batch needs a deeper queue than the network has."""
+    across: dict[str, Any] = {"backend": {**HYBRID, "ranks_per_domain": 1}, "max_tokens_per_rank": 30000}
+
+    def body(group: Any) -> None:
+        with pytest.raises(ConfigError, match="at most 21824 rows per rank fit"):
+            build_dispatcher(config(**across), group)
+        build_dispatcher(config(**across, chunk_tokens=16384), group)
+
+    on_ranks(body, 2)
 
 
 def test_the_domain_is_configured_or_named_by_its_variable_or_detected(monkeypatch: pytest.MonkeyPatch) -> None:
