@@ -30,6 +30,7 @@ pytestmark = needs("megatron")
 
 REAL, PADDED = (5, 3, 0, 4), (8, 4, 4, 8)  # rows of each sequence, and with its gap; multiples of 2 * cp
 LAYERS = 2
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ALONE, SHARDED = Parallel(), Parallel(ep=4, tp=2, cp=2)
 
 
@@ -98,7 +99,7 @@ def with_gaps(rank: int, parallel: Parallel, how: str) -> tuple[float, bool]:
     """
     from moe_dispatch.integrations.megatron import convert
 
-    block = moe_block(case_of(parallel))
+    block = moe_block(case_of(parallel, **(FULL if "full" in how else {})))
     hidden, real_T = drawn(rank, parallel, how == "contiguous")
     real, padded = (REAL[:-1], PADDED[:-1]) if how == "tail" else (REAL, PADDED)
     real_T &= torch.tensor(rows_of_rank(rank, parallel, how == "contiguous")) < sum(padded)
@@ -120,7 +121,7 @@ def with_gaps(rank: int, parallel: Parallel, how: str) -> tuple[float, bool]:
     sent = int((dispatcher.metrics(gather=True).real_tokens_per_expert - before).sum())
     assert has_copied_experts(block) == ("balanced" in how)
     copies = RANKS // (parallel.tp * parallel.cp)  # of the batch, one per data-parallel rank
-    forwards = 2 if "recomputed" in how else 1
+    forwards = 2 if "recomputed" in how or "full" in how else 1
     return difference(got, want), sent == sum(real) * copies * TOP_K * LAYERS * forwards
 
 
@@ -173,7 +174,17 @@ def wrong_length(rank: int) -> str:
 CHECKS: dict[str, Check] = {
     f"{name}, {how}": functools.partial(with_gaps, parallel=parallel, how=how)
     for name, parallel in {"whole": ALONE, "tp 2, cp 2": SHARDED}.items()
-    for how in ("once", "recomputed", "masked", "lengths", "contiguous", "tail", "balanced", "balanced, recomputed")
+    for how in (
+        "once",
+        "recomputed",
+        "masked",
+        "lengths",
+        "contiguous",
+        "tail",
+        "balanced",
+        "balanced, recomputed",
+        "balanced, full",
+    )
 }
 AGREEMENTS = {"converted": 1, "spec": 1, "twice": 2}
 
