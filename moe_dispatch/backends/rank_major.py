@@ -80,7 +80,7 @@ class RankMajorRoute(Route):
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         arrived = self.spread(grad_TD, back_wire(self.context.shape.wire_dtype), label="combine.backward")
-        grad_SD = widen(arrived, grad_TD.dtype)
+        grad_SD = arrived if isinstance(arrived, Tensor) else widen(arrived, grad_TD.dtype)
         permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
         return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 
@@ -100,7 +100,7 @@ def expand(route: RankMajorRoute, rows_SD: Tensor | Quantised, dtype: torch.dtyp
     """
     index = route.index
     if isinstance(rows_SD, Tensor) or not route.context.shape.quantised:
-        rows_SD = widen(rows_SD, dtype)
+        rows_SD = rows_SD if isinstance(rows_SD, Tensor) else widen(rows_SD, dtype)
         permutation = route.context.permutations[type(rows_SD), rows_SD.device.type]
         return permutation.expand(rows_SD, index, dtype)
     permutation = route.context.permutation_of(index.source_R)

@@ -554,11 +554,16 @@ def _arrive(
         wants_weights=given_weights.requires_grad,
         route=arrived.route,
     )
-    received = (autograd.edge_of(arrived.delivered, x_TD.dtype), arrived.weights)
+    edge, quantised = arrived.rows, None
+    if arrived.scales is not None:
+        edge = autograd.edge_of(arrived.delivered, x_TD.dtype)
+    received = (edge, arrived.weights)
     edge, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
+    if arrived.scales is not None:
+        quantised = autograd.quantised_rows(lease.shared, arrived.delivered, edge, arrived.tokens_per_expert)
     return Dispatched(
         edge=edge,
-        quantised=autograd.quantised_rows(lease.shared, arrived.delivered, edge, arrived.tokens_per_expert),
+        quantised=quantised,
         tokens_per_expert=arrived.tokens_per_expert,
         real_tokens_per_expert=arrived.real_tokens_per_expert,
         host_counts=arrived.tokens_per_expert_list,
