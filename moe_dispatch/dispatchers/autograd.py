@@ -28,8 +28,8 @@ from moe_dispatch.communication import HostCopy, raise_alike
 from moe_dispatch.dispatchers.agreement import UNTOLD, described, facts_of, mark_of, settle, tell_peers
 from moe_dispatch.dispatchers.balancing import plan_balance
 from moe_dispatch.dispatchers.channel import Channel, Lease, profiler_range
-from moe_dispatch.dispatchers.checks import problem_of_ids
-from moe_dispatch.errors import InputError, LostPeerError, PeerError, StateError
+from moe_dispatch.dispatchers.checks import needs_chunks, problem_of_ids
+from moe_dispatch.errors import LostPeerError, PeerError, StateError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.types import Plan, QuantisedRows
 
@@ -173,11 +173,7 @@ def start(
         invalid = outcome if mark is None else None
         plan = settle(channel, plan, facts=facts, lease=lease, ids_TK=ids_TK, invalid=invalid, problem=problem)
     if plan.num_chunks > 1:  # all ranks know this number, so all of them raise
-        raise InputError(
-            f"Dispatcher.dispatch: a rank must pass at most chunk_tokens ({config.chunk_tokens}) rows, got more on "
-            f"some rank: they take {plan.num_chunks} dispatches. Call the module or "
-            "moe_dispatch.dispatchers.run_in_chunks."
-        )
+        raise needs_chunks(plan, config)
     sizes = plan.sizes
     if sizes.capacity is not None:
         channel.meter.prepare(x_TD.device)

@@ -368,19 +368,8 @@ def trace_dispatch(
     lease: Lease, x: Tensor, routing: Routing | None, layout: Layout, plan: Plan | Layout | None
 ) -> Dispatched:
     """Run ``Dispatcher.dispatch`` in a traced call. The operator settles the sizes if there is no plan."""
-    if not isinstance(routing, Routing):
-        raise checks.no_routing(routing)
     channel = lease.enter()
-    if channel.config.balance is not None:
-        raise StateError(
-            "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
-            "selective checkpointing. Or use dispatcher.place(placement)."
-        )
-    if channel.config.chunk_tokens is not None:
-        raise StateError(
-            "Dispatcher.dispatch: chunk_tokens does not work in torch.compile and selective checkpointing. Keep both "
-            "verbs out of them, or set chunk_tokens=None."
-        )
+    routing = _check_traced(channel, routing)
     x_TD, sizes, real_rows, valid_T = layout.flatten(x), Sizes(), None, None
     num_rows = x_TD.shape[0]
     if not torch.compiler.is_compiling():  # under tracing, the number of rows is a symbol, and lengths are unknown
@@ -437,6 +426,23 @@ def trace_dispatch(
             tensors=tuple(route),
         ),
     )
+
+
+def _check_traced(channel: Channel, routing: Routing | None) -> Routing:
+    """Refuse a config that operators cannot serve, and a routing of another type. Return the routing."""
+    if not isinstance(routing, Routing):
+        raise checks.no_routing(routing)
+    if channel.config.balance is not None:
+        raise StateError(
+            "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
+            "selective checkpointing. Or use dispatcher.place(placement)."
+        )
+    if channel.config.chunk_tokens is not None:
+        raise StateError(
+            "Dispatcher.dispatch: chunk_tokens does not work in torch.compile and selective checkpointing. Keep both "
+            "verbs out of them, or set chunk_tokens=None."
+        )
+    return routing
 
 
 def trace_dispatch_again(x: Tensor, again: Dispatched) -> Dispatched:
