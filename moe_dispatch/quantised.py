@@ -1,0 +1,303 @@
+"""Adapters from ``sent.quantised`` to the grouped GEMMs of torch, torchao, transformer-engine and DeepGEMM.
+
+Each function takes the result of a dispatch with ``deliver="quantised"``, and imports its library when it is called.
+The first two results are part of the autograd graph: their gradient, in the model's dtype, is the gradient of the rows.
+DeepGEMM and torch's function have no backward, so ``grouped_gemm`` gives them one.
+
+Legend: R rows, D columns, L experts, H outputs of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_dispatch._quantisation import RECIPES, Quantised, quantise, widen
+from moe_dispatch.errors import InputError
+from moe_dispatch.permutation.index import round_up
+from moe_dispatch.types import Dispatched, QuantisedRows
+
+DEEP_GEMM_ROWS = 128
+"""Default of ``deep_gemm.get_mk_alignment_for_contiguous_layout()``."""
+
+_BLOCK_ROWS, _BLOCK_COLUMNS = 128, 4  # scales that a tensor core reads together
+
+
+def mx_tensor(sent: Dispatched, *, kernel_preference: Any = None) -> Tensor:
+    """Return the rows as an ``MXTensor`` of torchao, for ``_to_mxfp8_then_scaled_grouped_mm(..., wgrad_with_hp=True)``.
+
+    Args:
+        sent: Result of a dispatch with "mxfp8".
+        kernel_preference: A ``KernelPreference`` of torchao, which the GEMM must be given too; None for AUTO.
+
+    Returns:
+        (R, D) in the model's dtype. Nothing is copied.
+
+    Raises:
+        InputError: The rows are not quantised as "mxfp8".
+
+    Source: torchao 0.18.0, ``MXTensor.from_qdata_and_scales``.
+    """
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor  # noqa: PLC0415 - optional
+    from torchao.quantization.quantize_.common import KernelPreference  # noqa: PLC0415
+
+    rows = _rows(sent, "mx_tensor", ("mxfp8",))
+    preference = KernelPreference.AUTO if kernel_preference is None else kernel_preference
+
+    def make() -> Tensor:
+        made: Tensor = MXTensor.from_qdata_and_scales(
+            rows.values, rows.scales, rows.edge.dtype, kernel_preference=preference
+        )
+        return made
+
+    return _connected(rows, make)
+
+
+def te_grouped_tensor(sent: Dispatched) -> Tensor:
+    """Return the rows as a ``GroupedTensor`` of transformer-engine, for ``te.ops.GroupedLinear``.
+
+    The operation takes ``sent.tokens_per_expert`` as its second argument. It quantises the rows anew, by column, for
+    the gradient of its weights.
+
+    Args:
+        sent: Result of a dispatch with "mxfp8", whose ``pad_multiple`` is a multiple of 128.
+
+    Returns:
+        (R, D) in the model's dtype. Nothing is copied.
+
+    Raises:
+        InputError: The rows are not quantised as "mxfp8", or not padded to 128.
+
+    Source: transformer-engine main of 2026-08 (d0067d0), pytorch/tensor/grouped_tensor.py; **not run**.
+    """
+    import transformer_engine_torch as tex  # noqa: PLC0415 - optional
+    from transformer_engine.pytorch.tensor.grouped_tensor import GroupedTensor  # noqa: PLC0415
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer  # noqa: PLC0415
+
+    rows = _rows(sent, "te_grouped_tensor", ("mxfp8",), multiple=128)
+    counts = rows.tokens_per_expert
+
+    def make() -> Tensor:
+        made: Tensor = GroupedTensor(
+            shape=tuple(rows.values.shape),
+            dtype=rows.edge.dtype,
+            num_tensors=counts.shape[0],
+            quantizer=MXFP8Quantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=False),
+            data=rows.values.view(torch.uint8).view(-1),
+            scale_inv=rows.scales.view(torch.uint8).view(-1),
+            first_dims=counts,
+            tensor_offsets=F.pad((counts * rows.values.shape[1]).cumsum(0), (1, 0)),
+            with_gemm_swizzled_scales=False,
+        )
+        return made
+
+    return _connected(rows, make)
+
+
+def torch_arguments(sent: Dispatched, weights: Tensor) -> dict[str, Any]:
+    """Return the keyword arguments of ``torch.nn.functional.scaled_grouped_mm`` for rows and weights.
+
+    The function has no backward: call it inside ``grouped_gemm``.
+
+    Args:
+        sent: Result of a dispatch with "mxfp8".
+        weights: (L, D, H), a matrix for each expert. They are quantised here, along D.
+
+    Raises:
+        InputError: The rows are not quantised as "mxfp8".
+
+    Cost: no host sync; the scales are copied once, and with padding to less than 128 rows once more.
+
+    Source: torch 2.13, ``_meta_grouped_mm_common``; blocks as in the layout of scales that cuBLAS 12.9 documents.
+    """
+    rows = _rows(sent, "torch_arguments", ("mxfp8",))
+    num_experts, hidden, width = weights.shape
+    values, scales = quantise(weights.transpose(1, 2).reshape(-1, hidden), RECIPES["mxfp8"])
+    by_expert = scales.view(num_experts, width, -1).view(torch.uint8)
+    # The swizzle is the same for each expert, because its rows begin at a whole block.
+    padded = F.pad(by_expert, (0, 0, 0, round_up(width, _BLOCK_ROWS) - width))
+    blocked = _blocked(padded.flatten(0, 1)).view(num_experts, -1)
+    recipe, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    return {
+        "mat_a": rows.values,
+        "mat_b": values.view(num_experts, width, hidden).transpose(1, 2),
+        "scale_a": blocked_scales(rows.scales, rows.offs, aligned=sent.pad_multiple % _BLOCK_ROWS == 0),
+        "scale_recipe_a": recipe,
+        "scale_b": blocked.view(torch.float8_e8m0fnu),
+        "scale_recipe_b": recipe,
+        "swizzle_a": swizzle,
+        "swizzle_b": swizzle,
+        "offs": rows.offs,
+        "output_dtype": torch.bfloat16,
+    }
+
+
+def blocked_scales(scales: Tensor, offs: Tensor, *, aligned: bool = False) -> Tensor:
+    """Return scales in blocks of 128 rows and 4 columns, the swizzled layout of MX grouped GEMMs.
+
+    The rows of each expert begin at a whole block, so there are up to 127 unused rows behind each expert.
+
+    Args:
+        scales: float8_e8m0fnu (R, D / 32), row-major, as in ``QuantisedRows``.
+        offs: int32 (L,), the end of each expert's rows.
+        aligned: Whether the rows of each expert are a multiple of 128 already.
+
+    Returns:
+        float8_e8m0fnu, (R, D / 32) rounded up to whole blocks; with ``aligned=False`` there are up to L more blocks of
+        rows. No size depends on ``offs``.
+
+    Cost: no host sync.
+    """
+    given, count = scales.view(torch.uint8), scales.shape[0]
+    if not aligned:
+        rows_R = torch.arange(count, dtype=offs.dtype, device=offs.device)
+        counts = F.pad(offs, (1, 0)).diff()
+        unused = F.pad((-counts % _BLOCK_ROWS).cumsum(0), (1, 0))  # before each expert, and behind the last
+        at_R = rows_R + unused.index_select(0, torch.searchsorted(offs, rows_R, right=True))
+        padded = given.new_zeros(count + _BLOCK_ROWS * offs.shape[0], given.shape[1])
+        given = padded.index_copy_(0, at_R, given)
+    return _blocked(F.pad(given, (0, 0, 0, -given.shape[0] % _BLOCK_ROWS))).view(torch.float8_e8m0fnu)
+
+
+def _blocked(scales: Tensor) -> Tensor:
+    """Put scales, uint8 and a multiple of 128 rows, into blocks; columns are filled up with 0 to a multiple of 4.
+
+    In a block, the scale of row r and column c stands at ``(r % 32) * 16 + (r // 32) * 4 + c``.
+    """
+    scales = F.pad(scales, (0, -scales.shape[1] % _BLOCK_COLUMNS))
+    count, columns = scales.shape
+    blocks = scales.view(count // _BLOCK_ROWS, 4, 32, columns // _BLOCK_COLUMNS, _BLOCK_COLUMNS)
+    return blocks.permute(0, 3, 2, 1, 4).reshape(count, columns)
+
+
+def deep_gemm_pair(sent: Dispatched) -> tuple[Tensor, Tensor]:
+    """Return the pair ``a`` of DeepGEMM's ``m_grouped_fp8_gemm_nt_contiguous``: values, and scales in its layout.
+
+    With "float8_e4m3fn", for SM90, scales are float32 (R, D / 128). With "mxfp8", for SM100 and ``recipe_a=(1, 32)``,
+    they are int32 (R, D / 128), four e8m0 scales in each. Both are MN-major, with columns of a multiple of 16 bytes, as
+    ``get_mn_major_tma_aligned_tensor`` makes them. The function has no backward: call it inside ``grouped_gemm``.
+
+    Raises:
+        InputError: The rows are not quantised, or not padded to a multiple of 128.
+
+    Cost: one copy of the scales; no host sync.
+
+    Source: DeepGEMM 54e2261, csrc/jit_kernels/impls/smxx_layout.hpp; **not run**.
+    """
+    rows = _rows(sent, "deep_gemm_pair", ("float8_e4m3fn", "mxfp8"), multiple=DEEP_GEMM_ROWS)
+    scales = rows.scales
+    if rows.recipe == "mxfp8":
+        scales = F.pad(scales.view(torch.uint8), (0, -scales.shape[1] % 4)).view(torch.int32)
+    count, columns = scales.shape
+    out = torch.empty_strided((count, columns), (1, round_up(count, 4)), dtype=scales.dtype, device=scales.device)
+    return rows.values, out.copy_(scales)
+
+
+def deep_gemm_layout(sent: Dispatched, *, psum: bool = False) -> Tensor:
+    """Return ``grouped_layout`` for DeepGEMM's contiguous GEMMs.
+
+    Args:
+        sent: Result of a dispatch. With ``psum``, its ``pad_multiple`` must be 128: DeepGEMM computes the beginnings of
+            experts from its own alignment.
+        psum: Whether the GEMM is called with ``use_psum_layout=True``.
+
+    Returns:
+        int32 (R,), the expert of each row, -1 on padding and slack; with ``psum`` int32 (L,), the end of each expert's
+        rows without padding.
+
+    Raises:
+        InputError: ``psum`` is given, and ``pad_multiple`` is not 128.
+
+    Cost: no host sync.
+    """
+    real = sent.offs - sent.tokens_per_expert.int() + sent.real_tokens_per_expert.int()
+    if psum:
+        if sent.pad_multiple != DEEP_GEMM_ROWS:
+            raise InputError(
+                f"deep_gemm_layout: psum needs pad_multiple={DEEP_GEMM_ROWS}, the alignment of DeepGEMM, got "
+                f"{sent.pad_multiple}. Use psum=False."
+            )
+        return real
+    rows_R = torch.arange(sent.edge.shape[0], dtype=torch.int32, device=real.device)
+    expert_R = torch.searchsorted(sent.offs, rows_R, right=True)
+    end_R = F.pad(real, (0, 1)).index_select(0, expert_R)  # 0 behind the last expert
+    return torch.where(rows_R < end_R, expert_R, -1).int()
+
+
+def grouped_gemm(sent: Dispatched, weights: Tensor, forward: Callable[[Dispatched, Tensor], Tensor]) -> Tensor:
+    """Run a GEMM that has no backward, and give it one: both gradients are computed in the dtype of the weights.
+
+    The gradient of the weights is computed from the widened rows. Their other direction would have to be quantised
+    anew, which rounds twice.
+
+    Args:
+        sent: Result of a dispatch with ``deliver="quantised"``.
+        weights: (L, D, H), a matrix for each expert, in the model's dtype.
+        forward: Function of ``sent`` and ``weights`` that returns the products, (R, H). It is called once, with
+            gradients off.
+
+    Returns:
+        The products, (R, H).
+
+    Raises:
+        InputError: The rows are not quantised.
+
+    Cost: the backward widens the rows, and runs two grouped GEMMs of torch.
+    """
+    rows = _rows(sent, "grouped_gemm", tuple(RECIPES))
+    outputs: Tensor = _Gemm.apply(rows.edge, weights, sent, forward)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Gemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, weights: Tensor, sent: Dispatched, forward: Callable[..., Tensor]) -> Tensor:
+        assert sent.quantised is not None
+        ctx.dtype, ctx.offs = edge.dtype, sent.offs
+        ctx.save_for_backward(sent.quantised.values, sent.quantised.scales, weights)
+        return forward(sent, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        values, scales, weights = ctx.saved_tensors
+        grad = grad.to(weights.dtype).contiguous()
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = F.grouped_mm(grad, weights.transpose(1, 2), offs=ctx.offs).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            rows = widen(Quantised(values, scales), weights.dtype)
+            grad_weights = F.grouped_mm(rows.t(), grad, offs=ctx.offs)
+        return grad_rows, grad_weights, None, None
+
+
+class _Connected(torch.autograd.Function):
+    """Make a tensor of another library at the place of the rows in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def _connected(rows: QuantisedRows, make: Callable[[], Tensor]) -> Tensor:
+    connected: Tensor = _Connected.apply(rows.edge, make)  # type: ignore[no-untyped-call]
+    return connected
+
+
+def _rows(sent: Dispatched, where: str, recipes: tuple[str | None, ...], multiple: int = 1) -> QuantisedRows:
+    """Return the quantised rows of a dispatch, and refuse those that the GEMM does not take."""
+    offered = " or ".join(map(repr, recipes))
+    if sent.quantised is None:
+        raise InputError(f'{where}: the rows are not quantised. Set deliver="quantised" and wire_dtype to {offered}.')
+    if sent.quantised.recipe not in recipes:
+        raise InputError(f"{where}: wire_dtype must be {offered}, got {sent.quantised.recipe!r}.")
+    if sent.pad_multiple % multiple:
+        raise InputError(f"{where}: pad_multiple must be a multiple of {multiple}, got {sent.pad_multiple}.")
+    return sent.quantised

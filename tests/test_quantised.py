@@ -1,0 +1,245 @@
+"""The layouts that adapters of quantised rows make, against the formulas of the libraries, and their gradients."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_dispatch import Dispatched, build_dispatcher, quantised
+from moe_dispatch.errors import InputError
+from tests.dispatchers.layer import expert_weights, random_routing, random_rows, small_config
+from tests.pages import ROOT
+
+EXPERTS, HIDDEN, TOKENS = 8, 256, 90
+Fields = dict[str, Any]
+MXFP8: Fields = {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}
+FLOAT8: Fields = {"wire_dtype": "float8_e4m3fn", "deliver": "quantised", "pad_multiple": 128}
+SAFE: Fields = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
+
+
+def _sent(x: Tensor | None = None, **fields: Any) -> Dispatched:
+    way = random_routing(TOKENS)
+    way.topk_ids[way.topk_ids == 3] = 4  # expert 3 gets no row
+    x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16) if x is None else x
+    sent: Dispatched = build_dispatcher(small_config("local", hidden_size=HIDDEN, **fields)).dispatch(x, way)
+    return sent
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _groups(sent: Dispatched) -> list[slice]:
+    return [
+        slice(end - count, end) for end, count in zip(sent.offs.tolist(), sent.tokens_per_expert.tolist(), strict=True)
+    ]
+
+
+def to_blocked(scales: Tensor) -> Tensor:
+    """One by one, as cuBLAS documents it: blocks of 128 x 4 in row-major order, each in 32 lines of 16 bytes."""
+    rows, columns = (-(-size // multiple) * multiple for size, multiple in zip(scales.shape, (128, 4), strict=True))
+    out = torch.zeros(rows * columns, dtype=torch.uint8)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            block = (row // 128) * (columns // 4) + column // 4
+            within = (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
+            out[block * 512 + within] = scales.view(torch.uint8)[row, column]
+    return out
+
+
+@pytest.mark.parametrize("fields", [MXFP8, {**MXFP8, "pad_multiple": 128}, {**MXFP8, **SAFE}], ids=str)
+def test_scales_of_each_expert_are_in_the_blocks_that_torch_documents(fields: Fields) -> None:
+    sent = _sent(**fields)
+    assert sent.quantised is not None
+    scales = sent.quantised.scales
+    aligned = sent.pad_multiple == 128
+    got = quantised.blocked_scales(scales, sent.offs, aligned=aligned)
+    assert got.shape[1] == HIDDEN // 32
+    assert got.shape[0] % 128 == 0
+    parts = [to_blocked(scales[some]) for some in _groups(sent) if some.stop > some.start]
+    expected = torch.cat(parts)
+    assert torch.equal(_bits(got).view(-1)[: expected.numel()], _bits(expected).view(-1))
+    rest = _bits(got).view(-1)[expected.numel() :]
+    if "graph_safe" not in fields:  # otherwise the scales of slack follow
+        assert rest.eq(0).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 5), (200, 7), (128, 4)])
+def test_blocks_are_filled_up_with_zeros(rows: int, columns: int) -> None:
+    scales = torch.randint(0, 255, (rows, columns), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    got = quantised.blocked_scales(scales, torch.tensor([rows], dtype=torch.int32))
+    expected = _bits(to_blocked(scales)).view(-1)
+    assert got.shape[1] == -(-columns // 4) * 4
+    assert torch.equal(_bits(got).view(-1)[: expected.numel()], expected)
+
+
+@pytest.mark.parametrize("fields", [MXFP8, {**MXFP8, **SAFE}], ids=["eager", "graph-safe"])
+def test_torch_accepts_the_arguments(fields: Fields) -> None:
+    """A meta kernel checks dtypes, strides and the sizes of scales. The kernel itself needs a GPU."""
+    arguments = quantised.torch_arguments(_sent(**fields), expert_weights(EXPERTS, HIDDEN, torch.bfloat16)[:, :, :96])
+    inspect.signature(F.scaled_grouped_mm).bind(**arguments)  # type: ignore[attr-defined]
+    a, b, scale_a, scale_b = (arguments[name].to("meta") for name in ("mat_a", "mat_b", "scale_a", "scale_b"))
+    # The operator behind scaled_grouped_mm has no meta kernel; its predecessor takes the same tensors.
+    out = torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=arguments["offs"].to("meta"))
+    assert (out.shape, out.dtype) == ((a.shape[0], 96), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="scale"):
+        torch._scaled_grouped_mm(a, b, scale_a, scale_b[:, :-1], offs=arguments["offs"].to("meta"))
+
+
+def _packed(scales: Tensor) -> Tensor:
+    """DeepGEMM's int32 for each row and four columns of e8m0: the first column in the lowest byte."""
+    wide = F.pad(scales.view(torch.uint8).long(), (0, -scales.shape[1] % 4)).view(len(scales), -1, 4)
+    return (wide * torch.tensor([1, 1 << 8, 1 << 16, 1 << 24])).sum(2).to(torch.int32)
+
+
+@pytest.mark.parametrize("fields", [{**MXFP8, "pad_multiple": 128}, FLOAT8], ids=["SM100", "SM90"])
+def test_scales_for_deep_gemm_are_mn_major_and_aligned(fields: Fields) -> None:
+    sent = _sent(**fields)
+    rows = sent.quantised
+    assert rows is not None
+    values, scales = quantised.deep_gemm_pair(sent)
+    assert values is rows.values
+    expected = _packed(rows.scales) if rows.recipe == "mxfp8" else rows.scales
+    assert torch.equal(scales, expected)
+    assert scales.dtype == (torch.int32 if rows.recipe == "mxfp8" else torch.float32)
+    assert scales.stride() == (1, -(-len(values) // 4) * 4)
+
+
+@pytest.mark.parametrize("fields", [FLOAT8, {**FLOAT8, **SAFE}], ids=["eager", "graph-safe"])
+def test_layouts_for_deep_gemm(fields: Fields) -> None:
+    sent = _sent(**fields)
+    layout, ends = quantised.deep_gemm_layout(sent), quantised.deep_gemm_layout(sent, psum=True)
+    expected = torch.full((len(sent.edge),), -1, dtype=torch.int32)
+    for expert, (some, real) in enumerate(zip(_groups(sent), sent.real_tokens_per_expert.tolist(), strict=True)):
+        expected[some.start : some.start + real] = expert
+        assert int(ends[expert]) == some.start + real
+    assert torch.equal(layout, expected)
+    assert (layout.dtype, ends.dtype) == (torch.int32, torch.int32)
+
+
+class _GroupedTensor(torch.Tensor):
+    """Takes the parameters of transformer-engine d0067d0, and keeps them."""
+
+    given: dict[str, Any]
+
+    def __new__(
+        cls,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        num_tensors: int,
+        shapes: Any = None,
+        quantizer: Any = None,
+        data: Tensor | None = None,
+        columnwise_data: Tensor | None = None,
+        scale_inv: Tensor | None = None,
+        columnwise_scale_inv: Tensor | None = None,
+        amax: Tensor | None = None,
+        columnwise_amax: Tensor | None = None,
+        scale: Tensor | None = None,
+        first_dims: Tensor | None = None,
+        last_dims: Tensor | None = None,
+        tensor_offsets: Tensor | None = None,
+        offsets: Any = None,
+        scale_inv_offsets: Any = None,
+        columnwise_scale_inv_offsets: Any = None,
+        requires_grad: bool = False,
+        stride: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+    ) -> _GroupedTensor:
+        given = dict(locals())
+        made: _GroupedTensor = torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype))
+        made.given = given
+        return made
+
+
+def test_transformer_engine_gets_the_parameters_of_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    def module(name: str, **names: Any) -> None:
+        made = ModuleType(name)
+        made.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    for package in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.tensor"):
+        module(package)
+    module("transformer_engine.pytorch.tensor.grouped_tensor", GroupedTensor=_GroupedTensor)
+    module(
+        "transformer_engine.pytorch.tensor.mxfp8_tensor",
+        MXFP8Quantizer=lambda fp8_dtype, *, rowwise=True, columnwise=True: (fp8_dtype, rowwise, columnwise),
+    )
+    module("transformer_engine_torch", DType=SimpleNamespace(kFloat8E4M3="e4m3"))
+    x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    sent = _sent(x, **{**MXFP8, "pad_multiple": 128})
+    rows, made = sent.quantised, quantised.te_grouped_tensor(sent)
+    assert rows is not None
+    assert isinstance(made, _GroupedTensor)
+    assert (made.shape, made.dtype, made.requires_grad) == (rows.values.shape, torch.bfloat16, True)
+    given = made.given
+    assert given["quantizer"] == ("e4m3", True, False)
+    assert given["num_tensors"] == EXPERTS
+    assert torch.equal(given["data"], _bits(rows.values).view(-1))
+    assert torch.equal(given["scale_inv"], _bits(rows.scales).view(-1))
+    assert given["first_dims"].tolist() == sent.tokens_per_expert.tolist()
+    assert given["tensor_offsets"].tolist() == [0, *(HIDDEN * sent.offs.long()).tolist()]
+    assert given["with_gemm_swizzled_scales"] is False
+
+
+def _by_hand(sent: Dispatched, weights: Tensor) -> Tensor:
+    """What a kernel computes: the products of values and scales, in the dtype of the weights."""
+    assert sent.quantised is not None
+    rows = sent.quantised
+    blocks = rows.values.float().view(*rows.scales.shape, -1) * rows.scales.float().unsqueeze(-1)
+    return sent.grouped_mm(blocks.view(rows.values.shape).to(weights.dtype), weights)
+
+
+@pytest.mark.parametrize("fields", [MXFP8, FLOAT8, {**MXFP8, **SAFE}], ids=["mxfp8", "float8", "graph-safe"])
+def test_a_gemm_without_a_backward_gets_the_gradients_of_the_widened_rows(fields: Fields) -> None:
+    found = []
+    for run in (
+        lambda sent, w: quantised.grouped_gemm(sent, w, _by_hand),
+        lambda sent, w: sent.grouped_mm(sent.rows, w),
+    ):
+        x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+        weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16)[:, :, :64].contiguous().requires_grad_()
+        sent = _sent(x, **fields)
+        y = run(sent, weights)
+        y[: sent.offs[-1]].backward(torch.ones_like(y[: sent.offs[-1]]))
+        assert x.grad is not None
+        assert weights.grad is not None
+        found.append([y[: sent.offs[-1]], x.grad, weights.grad])
+    for got, expected in zip(*found, strict=True):
+        assert torch.equal(got, expected)
+    assert found[0][1].abs().sum() > 0
+
+
+REFUSED = {
+    "rows": ({"pad_multiple": 32}, quantised.deep_gemm_pair, 'the rows are not quantised. Set deliver="quantised"'),
+    "recipe": (FLOAT8, lambda sent: quantised.torch_arguments(sent, torch.ones(8, HIDDEN, 32)), "must be 'mxfp8', got"),
+    "padding": (MXFP8, quantised.deep_gemm_pair, "pad_multiple must be a multiple of 128, got 32"),
+    "psum": (MXFP8, lambda sent: quantised.deep_gemm_layout(sent, psum=True), "psum needs pad_multiple=128"),
+}
+
+
+@pytest.mark.parametrize(("fields", "adapter", "told"), REFUSED.values(), ids=REFUSED)
+def test_rows_that_a_gemm_does_not_take_are_refused(fields: Fields, adapter: Any, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        adapter(_sent(**fields))
+
+
+def test_the_examples_of_the_page_call_what_there_is() -> None:
+    """They need the libraries, so only torchao's run, in tests/integration."""
+    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    examples = re.findall(r'^```python title="(.*?)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL)
+    assert len(examples) == 5
+    for title, code in examples:
+        compile(code, title, "exec")
+        assert code.count("\n") <= 10
+        for name in re.findall(r"quantised\.(\w+)\(", code):
+            assert callable(getattr(quantised, name)), title
