@@ -224,11 +224,13 @@ def compared(rank: int, job: Job, plant: str = "") -> Outcome:
                 seen = stack.enter_context(simulated_streams())
             got.append(steps(model, batches))
         slots.append(int(dispatcher.metrics(gather=True).real_tokens_per_expert.sum()))  # of both models
+    with torch.no_grad(), planted(plant), simulated_streams():  # Megatron evaluates without its schedule
+        evaluated = [model(**batches[0]) for model in (plain, overlapped)]
     for layer in (*plain.decoder.layers, *overlapped.decoder.layers):
         layer.mlp.token_dispatcher.close()
     return Outcome(
         error=difference(got[1], got[0]),
-        equal=all(torch.equal(got[1][name], tensor) for name, tensor in got[0].items()),
+        equal=all(torch.equal(got[1][name], tensor) for name, tensor in got[0].items()) and torch.equal(*evaluated),
         slots=slots[1] - slots[0],
         agreements=agreed.call_count,
         seen=seen,
@@ -238,7 +240,15 @@ def compared(rank: int, job: Job, plant: str = "") -> Outcome:
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How far gradients and losses are from plain ones, slots sent by all ranks, agreements on sizes, and the rest."""
+    """How overlapped steps differ from plain ones.
+
+    Attributes:
+        error: Of losses and gradients.
+        equal: Whether these have equal bits, and the losses of an evaluation.
+        slots: That all ranks sent.
+        agreements: On sizes.
+        seen: The nodes, collectives and streams.
+    """
 
     error: float
     equal: bool
