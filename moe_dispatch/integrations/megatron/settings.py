@@ -47,7 +47,6 @@ _UNBALANCED = {
     "fp8": "transformer-engine keeps quantised weights, and those of copies change",
     "fp4": "transformer-engine keeps quantised weights, and those of copies change",
     "use_transformer_engine_op_fuser": "the fused operators hold parameters of their own",
-    "delay_wgrad_compute": "gradients of copies would not come home before the reduction",
     "overlap_dispatch_backward_with_experts_wgrad": "gradients of copies would not come home before the reduction",
 }
 

@@ -62,9 +62,10 @@ class SlotExperts:
         Cost: that of ``SlotWeights.run`` after the rows have arrived. Meanwhile, and in the backward, there is a copy
         of the parameters.
         """
-        named, fused = self._gathered_parameters(), self._experts.config.gradient_accumulation_fusion
+        named, config = self._gathered_parameters(), self._experts.config
         parameters = [[named[name] for name in names] for names in self._names.values()]
-        stacked = [_Stack.apply(fused, *of_experts) for of_experts in parameters]  # type: ignore[no-untyped-call]
+        apart = config.gradient_accumulation_fusion or getattr(config, "delay_wgrad_compute", False)
+        stacked = [_Stack.apply(apart, *of_experts) for of_experts in parameters]  # type: ignore[no-untyped-call]
         own_weights = stacked[0].data_ptr()
 
         def run(part: Dispatched, *weights: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class SlotExperts:
         sizes = [sum(some) for some in counts]
         held = zip(*(weight.split(own) for weight in weights), strict=True)
         parts = zip(counts, part.rows.split(sizes), part.weights.split(sizes), held, strict=True)
-        with _without_fusion(self._experts):
+        with _plain_gradients(self._experts):
             for some, rows_RD, probs_R, stacks in parts:
                 lacking, named = own - len(some), dict[str, Tensor]()
                 for names, stack in zip(self._names.values(), stacks, strict=True):
@@ -115,28 +116,33 @@ class SlotExperts:
 
 
 @contextmanager
-def _without_fusion(experts: nn.Module) -> Iterator[None]:
-    """Let linear layers return the gradients of weights: fetched weights have no ``main_grad``."""
-    fused = [(module, name) for module in experts.modules() for name in _FUSED if getattr(module, name, False)]
-    for module, name in fused:
-        setattr(module, name, False)
+def _plain_gradients(experts: nn.Module) -> Iterator[None]:
+    """Let linear layers return the gradients of weights at once: fetched weights have no ``main_grad`` to wait for."""
+    changes = [(module, name, False) for module in experts.modules() for name in _FUSED if getattr(module, name, False)]
+    for module in experts.modules():
+        if (store := getattr(module, "wgrad_store", None)) is not None:
+            changes.append((module, "wgrad_store", type(store)()))  # of transformer-engine; this one delays nothing
+    before = [getattr(module, name) for module, name, _ in changes]
+    for module, name, value in changes:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for module, name in fused:
-            setattr(module, name, True)
+        for (module, name, _), value in zip(changes, before, strict=True):
+            setattr(module, name, value)
 
 
 class _Stack(torch.autograd.Function):
     """Stack the parameters of experts. The gradient of the result is that of copies on other ranks.
 
-    Where linear layers add their own gradients to ``main_grad``, the backward adds these there too, and returns none:
-    hooks of data parallelism then ignore ``grad``. They run once, after both.
+    Linear layers with ``gradient_accumulation_fusion`` add their own gradients to ``main_grad``, and hooks of data
+    parallelism then ignore ``grad``. With ``delay_wgrad_compute``, they set ``grad`` later. In both cases the backward
+    adds these gradients to ``main_grad`` too, and returns none. The hooks run once, after both.
     """
 
     @staticmethod
-    def forward(ctx: Any, fused: bool, *parameters: Tensor) -> Tensor:
-        ctx.main = parameters if fused else ()
+    def forward(ctx: Any, apart: bool, *parameters: Tensor) -> Tensor:
+        ctx.main = parameters if apart else ()
         return torch.stack(parameters)
 
     @staticmethod

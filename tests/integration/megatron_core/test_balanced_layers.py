@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -51,6 +52,7 @@ class Job:
     offload: bool = False
     grouped: bool = False
     fused: bool = False
+    delayed: bool = False
 
 
 JOBS = {
@@ -68,35 +70,60 @@ JOBS = {
     "grouped, activations recomputed": Job(grouped=True, recompute=("moe_act",)),
     "grouped, fused, recomputed": Job(ep=2, grouped=True, fused=True, recompute=("moe",)),
     "grouped": Job(grouped=True),
+    "grouped, delayed": Job(ep=2, grouped=True, delayed=True, ddp={"delay_wgrad_compute": True}),
+    "grouped, fused, delayed": Job(ep=2, grouped=True, fused=True, delayed=True, ddp={"delay_wgrad_compute": True}),
     "grouped, fused": Job(ep=2, grouped=True, fused=True, ddp={"overlap_grad_reduce": True}),
 }
-PLANTED = ("ep 2 x dp 2", "grouped, fused")
+PLANTED = ("ep 2 x dp 2", "grouped, fused", "grouped, delayed")
+
+
+@final
+class WeightGradStore:
+    """A stand-in for transformer-engine's store of computations that are delayed."""
+
+    def __init__(self, delay_wgrad_compute: bool = False) -> None:
+        self.enabled = delay_wgrad_compute
+        self.computations: deque[Callable[[], None]] = deque()
 
 
 @final
 class GroupedLinear(nn.Module):
-    """A stand-in for transformer-engine's grouped linear layer, with its fused accumulation of gradients."""
+    """A stand-in for transformer-engine's grouped linear layer, which may fuse and delay gradients of weights."""
 
     def __init__(self, num_gemms: int, inputs: int, outputs: int, *, config: Any, **unused: Any) -> None:
         super().__init__()
         self.num_gemms = num_gemms
         self.fuse_wgrad_accumulation = config.gradient_accumulation_fusion
+        self.wgrad_store = WeightGradStore(config.delay_wgrad_compute)
+        self.hooks: list[Callable[[], None]] = []
         for number in range(num_gemms):
             weight = nn.Parameter(torch.empty(outputs, inputs))
             weight.allreduce = False  # type: ignore[attr-defined]
+            weight.skip_backward_post_hook = config.delay_wgrad_compute  # type: ignore[attr-defined]
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
-        output: Tensor = _Grouped.apply(x, splits, self.fuse_wgrad_accumulation, *weights)  # type: ignore[no-untyped-call]
+        output: Tensor = _Grouped.apply(x, splits, self.fuse_wgrad_accumulation, self.wgrad_store, *weights)  # type: ignore[no-untyped-call]
         return output, None
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        self.hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        """Run one delayed computation, then the hooks."""
+        self.wgrad_store.computations.popleft()()
+        for hook in self.hooks:
+            hook()
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], fused: bool, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, splits: list[int], fused: bool, store: WeightGradStore, *weights: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, *weights)
-        ctx.splits, ctx.fused = splits, fused
+        ctx.splits, ctx.fused, ctx.store = splits, fused, store
         ctx.main = weights  # the parameters themselves, as saved tensors have no attributes
         return torch.cat([part @ weight.T for part, weight in zip(x.split(splits), weights, strict=True)])
 
@@ -106,12 +133,23 @@ class _Grouped(torch.autograd.Function):
         parts = grad.split(ctx.splits)
         of_x = torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
         of_weights = [part.T @ row for part, row in zip(parts, x.split(ctx.splits), strict=True)]
-        if ctx.fused:
+
+        def accumulate() -> None:
             for weight, wgrad in zip(ctx.main, of_weights, strict=True):
                 weight.main_grad.add_(wgrad)
                 weight.grad_added_to_main_grad = True
                 wgrad.fill_(1e3)  # a dummy that nobody may add
-        return of_x, None, None, *of_weights
+
+        def replace() -> None:
+            for weight, wgrad in zip(ctx.main, of_weights, strict=True):
+                weight.grad = wgrad
+
+        if ctx.store.enabled:
+            ctx.store.computations.append(accumulate if ctx.fused else replace)
+            return of_x, None, None, None, *[None] * len(weights)
+        if ctx.fused:
+            accumulate()
+        return of_x, None, None, None, *of_weights
 
 
 @final
@@ -195,7 +233,8 @@ def reduced(rank: int, job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
     from moe_dispatch.integrations.megatron import convert
 
     selective = {"recompute_granularity": "selective", "recompute_modules": list(job.recompute)}
-    case = Case(parallel=Parallel(ep=job.ep), config=FIELDS, unchecked=selective if job.recompute else {})
+    unchecked = (selective if job.recompute else {}) | {"delay_wgrad_compute": job.delayed}
+    case = Case(parallel=Parallel(ep=job.ep), config=FIELDS, unchecked=unchecked)
     bare: Any = model(case, job, rank)
     keys = list(bare.state_dict())
     convert(bare, **BALANCED)
@@ -227,6 +266,8 @@ def reduced(rank: int, job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
             assert not any(stack.untyped_storage().nbytes() for stack in stacks), "a copy of parameters is kept"
             stacks.clear()
             output.backward(upstream)
+            for layer in 2 * list(bare.layers) if job.delayed else ():  # once for each use
+                layer.experts.backward_dw()
     ddp.finish_grad_sync()
     names = {parameter: global_name(name, case, rank) for name, parameter in bare.named_parameters()}
     worst = 0.0

@@ -151,7 +151,6 @@ def test_settings_that_cannot_be_are_refused_by_name(fields: dict[str, Any], tex
         ({"fp8": "hybrid"}, {}, "balance does not work with fp8='hybrid': transformer-engine keeps quantised weights"),
         ({"fp4": "e2m1"}, {}, "balance does not work with fp4='e2m1'"),
         ({"use_transformer_engine_op_fuser": True}, {}, "use_transformer_engine_op_fuser=True: the fused operators"),
-        ({"delay_wgrad_compute": True}, {}, "delay_wgrad_compute=True: gradients of copies would not come home"),
         ({"overlap_dispatch_backward_with_experts_wgrad": True}, {}, "overlap_dispatch_backward_with_experts_wgrad"),
         ({}, {"balance": "least_loaded", "spare_experts_per_rank": 1}, "got balance='least_loaded' and graph_safe=F"),
         ({}, {"graph_safe": True, "max_tokens_per_rank": 8}, "got balance='exact' and graph_safe=True. Leave one"),
