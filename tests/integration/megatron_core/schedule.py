@@ -284,4 +284,5 @@ def upstream(loss: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    found = {name: getattr(weight, "main_grad", weight.grad) for name, weight in model.named_parameters()}
+    return {name: grad.clone() for name, grad in found.items() if grad is not None}

@@ -83,7 +83,7 @@ class WeightGradStore:
 
     def __init__(self, delay_wgrad_compute: bool = False) -> None:
         self.enabled = delay_wgrad_compute
-        self.computations: deque[Callable[[], None]] = deque()
+        self.computations: deque[Callable[[], Any]] = deque()
 
 
 @final
