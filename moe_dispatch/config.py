@@ -289,6 +289,30 @@ class DispatcherConfig(BaseModel):
         """Largest number of rows that a rank passes to one dispatch; None without a limit."""
         return min(filter(None, (self.max_tokens_per_rank, self.chunk_tokens)), default=None)
 
+    def balance_is_proved(self, ep_size: int) -> bool:
+        """Return whether ``balance_bound`` holds for every routing, if every copy is made that a plan asks for."""
+        return self.balance == EXACT and self.spare_slots(ep_size) in (0, self.num_experts // ep_size)
+
+    def balance_promise(self, ep_size: int) -> str:
+        """Say in a sentence what ``balance`` promises on ``ep_size`` ranks. Empty without ``balance``."""
+        if self.balance is None:
+            return ""
+        bound = f"{self.balance_bound:g} times the mean rows"
+        if self.balance != EXACT:
+            return f"Planner {self.balance!r} proves no bound for the busiest rank."
+        if not self.balance_is_proved(ep_size):
+            spare = self.spare_slots(ep_size)
+            return (
+                f"The busiest rank has the fewest rows that a plan with {spare} of {self.num_experts // ep_size} spare "
+                f"slots finds, which may exceed {bound}.{' check() reports an overflow.' * self.graph_safe}"
+            )
+        if self.graph_safe or self.balance_min_rows == 0:
+            return f"The busiest rank has at most {bound}, rounded up, for every routing. Nothing overflows."
+        return (
+            f"The busiest rank has at most {bound}, rounded up, and the rows of copies that were not made because they "
+            "had fewer than balance_min_rows. Nothing overflows."
+        )
+
     @property
     def pad_multiple_rows(self) -> int:
         """``pad_multiple`` as a number."""

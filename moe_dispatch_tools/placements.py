@@ -16,7 +16,7 @@ from moe_dispatch.balance.exact import EXACT
 from moe_dispatch.balance.placement import EMPTY
 from moe_dispatch.balance.slot_table import SlotTable, slots_of
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers.requirements import exact_planner
+from moe_dispatch.dispatchers.requirements import exact_planner, fewest_rows
 from moe_dispatch.permutation import count_experts, merge_slots
 
 
@@ -34,7 +34,8 @@ def in_slots(
 
     Args:
         dispatches: Expert ids of each rank in each dispatch, int64 (T, K).
-        config: Config with spare expert slots. Without ``balance`` they stay empty.
+        config: Config with spare expert slots. Without ``balance`` they stay empty. Unless it has ``device="cpu"``, the
+            default of ``balance_min_rows`` is that of a GPU.
         shape: Sizes of the group.
         used: List to which the placement of each dispatch is appended.
     """
@@ -42,7 +43,8 @@ def in_slots(
     home = ExpertPlacement.contiguous(experts, shape.ep_size, spare=config.spare_slots(shape.ep_size))
     planners = []
     if config.balance == EXACT:
-        planners = [exact_planner(config, shape, rank, torch.device("cpu")) for rank in range(shape.ep_size)]
+        known = config.replace(balance_min_rows=fewest_rows(config, config.device or "cuda"))
+        planners = [exact_planner(known, shape, rank, torch.device("cpu")) for rank in range(shape.ep_size)]
     for of_ranks in dispatches:
         ids = [merge_slots(ids_TK, torch.zeros(ids_TK.shape), asks=True)[0] for ids_TK in of_ranks]
         placement = home

@@ -24,6 +24,8 @@ def show(found: dict[str, Any]) -> None:
         filled = "which stay empty" if model["balance"] is None else f"filled by {model['balance']} in each dispatch"
         slots = model["num_experts"] // cluster["ep_size"] + spare
         console.line(f"a rank has {slots} expert slots, {spare} of them spare, {filled}")
+    if model["balance_promise"]:
+        console.line(model["balance_promise"])
     if copies := found["copies"]["expected"]:
         weights = size(found["expert_bytes"] and copies * found["expert_bytes"]) or "of unknown size"
         console.line(

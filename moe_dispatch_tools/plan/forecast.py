@@ -7,8 +7,9 @@ forecast is plain data. Dimensions are those of ``moe_dispatch_tools.loads``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -134,7 +135,14 @@ def forecast(
         )
     shape = shape_of(config, ep_size, ep_size // nodes)
     home = dataclasses.replace(shape, num_experts=config.num_experts)  # without spare expert slots
-    found = Dispatches.count(config, shape, source.dispatches(home, tokens), [model.dtype])
+
+    @functools.cache
+    def counted(per_node: int) -> Dispatches:
+        near = ep_size // nodes if ep_size % min(per_node, ep_size) else min(per_node, ep_size)
+        of_nodes = dataclasses.replace(shape, ranks_per_node=near)
+        return Dispatches.count(config, of_nodes, source.dispatches(home, tokens), [model.dtype])
+
+    found = counted(ep_size // nodes)
     loads = found.loads
     fields = ("num_experts", "top_k", "hidden_size", "balance", "wire_dtype", "graph_safe")
     return {
@@ -142,6 +150,7 @@ def forecast(
             "name": model.name,
             **{field: getattr(config, field) for field in (*fields, "max_tokens_per_rank")},
             "spare_experts_per_rank": config.spare_slots(ep_size),
+            "balance_promise": config.balance_promise(ep_size),
             "num_groups": model.groups and model.groups.num_groups,
             "topk_groups": model.groups and model.groups.topk_groups,
             "pad_multiple": config.pad_multiple_rows,
@@ -157,7 +166,9 @@ def forecast(
         "busiest_rank": figure(loads.received_CP.amax(1)),
         "expert_padding": figure(loads.expert_padding_CP(shape.pad_multiple)),
         "busiest_expert": figure(found.experts_CPE.sum(1).amax(1)),
-        "backends": [plan for named in backends for plan in _backend_plans(named, found, model.layers)],
+        "backends": [
+            plan for named in backends for plan in _backend_plans(named, counted, ep_size // nodes, model.layers)
+        ],
         "needed_factor": int(loads.received_CP.max()) / balanced_rows(found.capacity_shape),
         "capacities": capacity_plans(found),
         "copies": figure(torch.tensor([[count_copies(placed)] for placed in found.placements] or [[0]])),
@@ -165,8 +176,12 @@ def forecast(
     }
 
 
-def _backend_plans(named: NamedBackend, found: Dispatches, layers: int) -> Iterator[dict[str, Any]]:
+def _backend_plans(
+    named: NamedBackend, counted: Callable[[int], Dispatches], per_node: int, layers: int
+) -> Iterator[dict[str, Any]]:
     """Plan a backend if its library is installed, and else the known releases of its library.
+
+    ``counted`` returns the dispatches for a number of ranks per node: ``per_node``, if no option of the backend has it.
 
     All numbers of a plan are None if the backend refuses the config, and its bytes if it cannot say them.
 
@@ -182,6 +197,7 @@ def _backend_plans(named: NamedBackend, found: Dispatches, layers: int) -> Itera
     except BackendUnavailableError as error:  # the package of a third party
         yield plan | {"refused": str(error)}
         return
+    found = counted(getattr(options, "ranks_per_node", None) or per_node)
     try:
         config = found.config.replace(backend=spec)
     except ConfigError as error:  # an option that does not fit the config

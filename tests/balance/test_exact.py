@@ -14,6 +14,7 @@ from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.balance import ExactPlacement
 from moe_dispatch.balance.exact import ExactPlan, ExactPlanner
 from moe_dispatch.dispatchers import SlotWeights
+from moe_dispatch.dispatchers.requirements import shape_of
 from moe_dispatch.errors import ConfigError
 from moe_dispatch_testing import allow_host_syncs, refuse_host_syncs
 from tests.balance.test_slot_weights import experts
@@ -128,10 +129,23 @@ def test_a_busy_rank_takes_no_rows_in_return_for_copies_that_are_not_made(spare:
 
 
 def test_hand_made_plans() -> None:
-    """Ties: equal experts and equal ranks are taken in the order of their numbers."""
+    """Ties: equal experts and equal ranks are taken in the order of their numbers. Made by hand."""
     plan = ExactPlanner(4, 2, 0, spare=2)(torch.tensor([[4, 4, 0, 0], [4, 4, 0, 0]]))
     assert plan.placement.read().slots == ((0, 1, -1, -1), (2, 3, 1, -1))
     assert flows(plan).tolist() == [[4, 0], [0, 4], [0, 0], [0, 0]]
+    # Two ranks with equal excess, and two that lack the same: each donor serves one, in the order of their numbers.
+    plan = ExactPlanner(4, 4, 0, spare=1)(torch.tensor([[6, 6, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]))
+    assert plan.placement.read().slots == ((0, -1), (1, -1), (2, 0), (3, 1))
+    assert flows(plan).tolist() == [[3, 0, 3, 0], [0, 3, 0, 3], [0, 0, 0, 0], [0, 0, 0, 0]]
+    # Equal ranks and equal experts: nothing is copied, also if the rows come from one rank.
+    equal = torch.tensor([[5, 5, 5, 5], [0, 0, 0, 0]])
+    plan = ExactPlanner(4, 2, 0, spare=2)(equal)
+    assert plan.placement.read().slots == ((0, 1, -1, -1), (2, 3, -1, -1))
+    assert flows(plan).tolist() == [[5, 0], [5, 0], [0, 5], [0, 5]]
+    # A total that ranks cannot share equally: the first ranks get one row more.
+    plan = ExactPlanner(3, 3, 1, spare=1)(torch.tensor([[0, 0, 0], [0, 0, 5], [0, 0, 0]]))
+    assert flows(plan).sum(0).tolist() == [2, 2, 1]
+    assert plan.placement.read().slots == ((0, 2), (1, 2), (2, -1))
     plan = ExactPlanner(4, 4, 2, spare=1)(torch.tensor([[0, 0, 0, 0], [0, 0, 0, 0], [9, 0, 0, 0], [3, 0, 0, 0]]))
     assert plan.placement.read().slots == ((0, -1), (1, 0), (2, 0), (3, 0))
     assert flows(plan)[0].tolist() == [3, 3, 3, 0]
@@ -215,6 +229,45 @@ def test_one_rank_pays_nothing(graph_safe: bool) -> None:
 def test_slots_that_no_plan_can_use_are_not_made() -> None:
     config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=16, balance="exact", spare_experts_per_rank=9)
     assert [config.spare_slots(ranks) for ranks in (1, 2, 4)] == [0, 4, 2]
+
+
+STATIC: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
+
+
+@pytest.mark.parametrize(
+    ("fields", "promise", "proved"),
+    [
+        ({"balance": None}, "", False),
+        (
+            {"balance_min_rows": 0, "balance_bound": 1.05},
+            "The busiest rank has at most 1.05 times the mean rows, rounded up, for every routing. Nothing overflows.",
+            True,
+        ),
+        (STATIC, "The busiest rank has at most 1 times the mean rows, rounded up, for every routing.", True),
+        ({}, "and the rows of copies that were not made because they had fewer than balance_min_rows", True),
+        (
+            {"spare_experts_per_rank": 1},
+            "a plan with 1 of 2 spare slots finds, which may exceed 1 times the mean rows.",
+            False,
+        ),
+        (
+            {**STATIC, "spare_experts_per_rank": 1},
+            "may exceed 1 times the mean rows. check() reports an overflow",
+            False,
+        ),
+        (
+            {"balance": "least_loaded", "spare_experts_per_rank": 1},
+            "Planner 'least_loaded' proves no bound for the busiest rank.",
+            False,
+        ),
+    ],
+)
+def test_a_config_says_whether_its_bound_is_proved(fields: dict[str, Any], promise: str, proved: bool) -> None:
+    config = small_config(**{"balance": "exact", **fields})
+    assert config.balance_is_proved(4) == proved
+    assert promise in config.balance_promise(4)
+    assert bool(promise) == bool(config.balance_promise(4))
+    assert (shape_of(config, 4).planned_rows is not None) == (proved and config.graph_safe)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ VARIANTS: list[tuple[str, torch.dtype, dict[str, Any], int]] = [
     ("alltoall", torch.bfloat16, {**STATIC, "spare_experts_per_rank": 1, "pad_multiple": 16}, 4),
     ("alltoall", torch.bfloat16, {"spare_experts_per_rank": 2, "balance": "least_loaded", "pad_multiple": 16}, 4),
     ("allgather", torch.bfloat16, {"spare_experts_per_rank": 1, "balance": "eplb"}, 4),
+    ("alltoall", torch.bfloat16, {"balance": "exact", "balance_min_rows": 0}, 4),
 ]
 IDS = [f"{name}-{str(dtype)[6:]}-{'-'.join(fields) or 'plain'}-{size}" for name, dtype, fields, size in VARIANTS]
 
@@ -70,24 +71,34 @@ def test_bytes_and_rows_are_those_of_a_run(name: str, dtype: torch.dtype, fields
     received = [int(metrics.real_tokens_per_expert.sum()) for metrics, _ in measured]
     assert (found["received"], found["busiest_rank"]["expected"]) == (summed(received), max(received))
     by_expert = torch.stack([metrics.real_tokens_per_expert for metrics, _ in measured])
-    if given.spare_experts_per_rank:  # several ranks may have computed the rows of an expert
+    if given.spare_slots(size):  # several ranks may have computed the rows of an expert
         by_expert = by_expert.sum(0)
     assert found["busiest_expert"]["expected"] == int(by_expert.max())
 
 
+@pytest.mark.parametrize(("device", "copies"), [("cpu", 1), ("cuda", 0), (None, 0)])
+def test_a_copy_is_planned_for_the_fewest_rows_of_a_gpu_or_as_the_config_says(device: str | None, copies: int) -> None:
+    ids = [torch.zeros(1800, 1).long(), torch.zeros(0, 1).long()]  # a copy takes 900 rows over
+    found = plan_of(config(top_k=1, balance="exact", device=device), 2, recorded(ids), "allgather")
+    assert found["copies"]["expected"] == copies
+    assert "fewer than balance_min_rows" in found["model"]["balance_promise"]
+
+
 @pytest.mark.parametrize(("size", "nodes"), [(4, 2), (8, 2), (4, 1), (4, 4)])
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
-def test_bytes_of_two_levels_are_those_of_a_run(reduction: str, size: int, nodes: int) -> None:
+@pytest.mark.parametrize("fields", [{}, {"balance": "exact", "balance_min_rows": 0}], ids=["plain", "balance"])
+def test_bytes_of_two_levels_are_those_of_a_run(reduction: str, size: int, nodes: int, fields: dict[str, Any]) -> None:
+    """With ``balance`` the plan has one node: the option of the backend says otherwise."""
     ids, per_node = mixed_ids(size), size // nodes
     name = f"alltoall+levels=2+ranks_per_node={per_node}+reduction={reduction}"
     backend = {"name": "alltoall", "levels": 2, "ranks_per_node": per_node, "reduction": reduction}
-    measured = run(config(backend=backend), ids)
-    (plan,) = plan_of(config(), size, recorded(ids), name, nodes=nodes)["backends"]
+    measured = run(config(backend=backend, **fields), ids)
+    (plan,) = plan_of(config(**fields), size, recorded(ids), name, nodes=1 if fields else nodes)["backends"]
     assert any("within_node" in label for label in plan["sent"]) == (1 < nodes < size)
     sent = {label: [metrics.bytes_sent.get(label, 0) for metrics, _ in measured] for label in plan["sent"]}
     assert plan["sent"] == {label: summed(of_ranks) for label, of_ranks in sent.items()}
     assert (plan["forward"]["expected"] + plan["backward"]["expected"]) * size == sum(seen for _, seen in measured)
-    if nodes in (1, size):
+    if nodes in (1, size) or fields:
         return
     rows = sum(sum(of_ranks) for label, of_ranks in sent.items() if label in LABELS[1:])
     counts = sum(sent["counts"]) * (size - per_node) / (size - 1)
@@ -255,9 +266,6 @@ def test_what_is_not_installed_or_does_not_tell(monkeypatch: pytest.MonkeyPatch)
     point = EntryPoint(name="broken", value="no_such_module:Backend", group=registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "_third_party", lambda: {"broken": point})
     assert "its import raised ModuleNotFoundError" in planned("broken")["backends"][0]["refused"]
-    # The plan counts rows for the nodes of the cluster, and the backend was told of nodes of 4 ranks.
-    (plan,) = planned("alltoall+levels=2+ranks_per_node=4", 8, nodes=4)["backends"]
-    assert (plan["refused"], plan["sent"]) == (None, None)
     monkeypatch.setattr(AllGatherOptions, "wire_bytes", lambda *_: None)
     (plan,) = planned("allgather")["backends"]
     assert (plan["refused"], plan["sent"], plan["forward"]) == (None, None, None)
