@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--inner", type=int, default=512)
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the load of experts")
+    parser.add_argument("--sorted", action="store_true", help="the first experts are the busiest; else a drawn order")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="tokens of a rank")
     parser.add_argument(
         "--bound", type=float, default=1.0, help="busiest rank over the mean, from which on experts are copied"
@@ -121,6 +122,8 @@ def experts(part: Dispatched, up: Tensor, down: Tensor) -> Tensor:
 def draw(rank: int, tokens: int, given: argparse.Namespace) -> tuple[Tensor, Routing]:
     """Return x and a routing. Which experts are busy is drawn too, the same on all ranks."""
     order = torch.randperm(given.experts, generator=torch.Generator().manual_seed(0))
+    if given.sorted:
+        order = torch.arange(given.experts)
     odds = (torch.arange(given.experts) + 1.0).pow(-given.zipf)[order].expand(tokens, -1)
     generator = torch.Generator().manual_seed(100 + rank)
     ids = torch.multinomial(odds, given.top_k, generator=generator)

@@ -138,7 +138,8 @@ LAYOUTS: dict[str, Layout] = {
 def test_layouts_with_padding_give_the_results_without_balance(layout: str, fields: dict[str, Any]) -> None:
     def body(group: Group) -> list[list[Tensor]]:
         found = []
-        for given in (fields, {name: fields[name] for name in ("graph_safe", "max_tokens_per_rank") if name in fields}):
+        mode: dict[str, Any] = {name: fields[name] for name in ("graph_safe", "max_tokens_per_rank") if name in fields}
+        for given in (fields, mode):
             stacked, dispatcher = own_part(group, torch.float64), build_dispatcher(small_config(**given), group)
             x = random_rows(15, seed=group.rank(), dtype=torch.float64).requires_grad_()
             routing = changing_routing(1, group.rank(), 15)
