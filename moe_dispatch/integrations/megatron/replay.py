@@ -36,7 +36,8 @@ class RoutingReplay:
         table: The table. Its layers are the MoE layers of the whole model, from 0.
 
     Raises:
-        ConfigError: The model has no MoE layers or a router without a top-k, or the table is of another model.
+        ConfigError: The model has no MoE layers or a router without a top-k, the table is of another model, or
+            pipeline stages recompute MoE layers alone.
         InputError: The table has entries in which only some slots name an expert.
 
     Cost: each router computes its own choice too.
@@ -170,6 +171,13 @@ def _check_table(config: Any, table: RoutingTable) -> None:
             "RoutingReplay: the router must choose experts by its own top-k, got moe_router_fusion="
             f"{config.moe_router_fusion} and moe_router_load_balancing_type={kind!r}. Set moe_router_fusion=False and "
             "another kind of load balancing."
+        )
+    selective = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+    if selective and config.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            "RoutingReplay: on pipeline stages, recomputation must call whole layers, got recompute_modules="
+            f"{config.recompute_modules}. An MoE layer alone would replay the ids of a later micro-batch. Leave 'moe' "
+            "out, or set recompute_granularity='full'."
         )
     table.check_slots()
 

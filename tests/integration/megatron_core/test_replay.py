@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -241,6 +242,14 @@ def not_named(rank: int) -> None:
         RoutingReplay(block, RoutingTable(zip(NAMES, entries(), strict=True), num_experts=9))
     with pytest.raises(ConfigError, match=r"the table must have the moe_router_topk of the model \(3\), got 2"):
         RoutingReplay(block, table_of([ids[..., :2] for ids in entries()]))
+    config = block.layers[0].config
+    changes: Any = {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+        "pipeline_model_parallel_size": 2,
+    }
+    with patch.multiple(config, **changes), pytest.raises(ConfigError, match=r"whole layers, got .*=\['moe'\]"):
+        RoutingReplay(block, table_of(entries()))
     for layer in block.layers:
         layer.config.moe_router_load_balancing_type = "sinkhorn"
     with pytest.raises(ConfigError, match=r"must choose experts by its own top-k, got .*'sinkhorn'"):
