@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch._quantisation import RECIPES, RecipeName, quantise
 from moe_dispatch.backends.local import LocalOptions
+from moe_dispatch.backends.rank_major import expand
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.types import QuantisedRows
 from tests.dispatchers.layer import (
@@ -201,3 +203,38 @@ def test_a_backend_that_delivers_no_quantised_rows_is_refused(monkeypatch: pytes
     with pytest.raises(ConfigError, match=told):
         build_dispatcher(_config("local", "mxfp8"))
     build_dispatcher(_config("local", "mxfp8", deliver="rows"))
+
+
+class _Passes(TorchDispatchMode):
+    """Counts operators that write at least as many numbers as the rows have, views and new memory left out."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size, self.seen = size, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        writes = schema.is_mutable or all(out.alias_info is None for out in schema.returns)
+        is_large = isinstance(result, Tensor) and result.numel() >= self.size
+        if writes and is_large and not schema.name.startswith("aten::empty"):
+            self.seen.append(schema.name.removeprefix("aten::"))
+        return result
+
+
+def test_one_pass_over_rows_lies_between_the_wire_and_the_experts() -> None:
+    """By hand it takes more: rows are widened, copied to their experts, and quantised again."""
+    torch.use_deterministic_algorithms(False)  # which fills new memory; conftest.py restores it
+    dispatcher = build_dispatcher(_config("local", "mxfp8"))
+    x, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16), random_routing(TOKENS)
+    sent = dispatcher.dispatch(x, way)
+    arrived = quantise(x, RECIPES["mxfp8"])
+    with _Passes(TOKENS * HIDDEN) as passes:
+        expand(sent.state.route, arrived, torch.bfloat16)
+    assert passes.seen == ["index_select", "index_fill_"], "the second one writes padding only"
+    plain = build_dispatcher(_config("local", "mxfp8", deliver="rows")).dispatch(x, way)
+    with _Passes(TOKENS * HIDDEN) as passes:
+        rows = expand(plain.state.route, arrived, torch.bfloat16)
+        assert isinstance(rows, Tensor)
+        quantise(rows, RECIPES["mxfp8"])
+    assert len(passes.seen) >= 5
