@@ -15,6 +15,7 @@ a plan of experts       ``balancing.plan_balance``; ``balancing.place``
 a dispatcher is built   ``lease_channel``
 between steps           ``overflow`` (check, grow, retry), ``read_metrics``, ``run_self_test``
 data, not rows          ``broadcast_layout``; ``RoutingTable.gathered`` and calls with ``group=``
+unequal steps           the messages of ``dispatchers/unequal_steps.py``
 a slice of the batch    ``integrations/transformers/batch_slice.py``
 deep_ep, not its rows   ``HybridEP.close``; opening ``ElasticDeepEP``
 ======================  ===========================================================================================

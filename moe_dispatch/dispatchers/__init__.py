@@ -28,10 +28,10 @@ There are two kinds of padding:
 
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
 ``metrics``. ``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that
-hold them, and ``chunks`` runs a layer call in parts. In a call, ``balancing`` plans expert slots if the config asks for
-it, and ``recorder`` keeps ids for a trace. Outside of a call: ``requirements`` (what config and backend need from a
-group), ``overflow`` (it reads what graph-safe calls needed), ``capture`` (graph-safe calls in a CUDA graph) and
-``self_test`` (random rows through identity experts).
+hold them. ``chunks`` runs a layer call in parts, and ``unequal_steps`` lets ranks make different numbers of calls. In
+a call, ``balancing`` plans expert slots if the config asks for it, and ``recorder`` keeps ids for a trace. Outside of a
+call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what graph-safe calls
+needed), ``capture`` (graph-safe calls in a CUDA graph) and ``self_test`` (random rows through identity experts).
 """
 
 from moe_dispatch.dispatchers.chunks import run_in_chunks
@@ -39,5 +39,6 @@ from moe_dispatch.dispatchers.dispatcher import Dispatcher, build_dispatcher
 from moe_dispatch.dispatchers.metrics import Metrics
 from moe_dispatch.dispatchers.overflow import RequiredCapacity
 from moe_dispatch.dispatchers.slot_weights import SlotWeights
+from moe_dispatch.dispatchers.unequal_steps import join
 
-__all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "run_in_chunks"]
+__all__ = ["Dispatcher", "Metrics", "RequiredCapacity", "SlotWeights", "build_dispatcher", "join", "run_in_chunks"]

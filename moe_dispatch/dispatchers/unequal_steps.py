@@ -1,0 +1,457 @@
+"""Unequal numbers of steps: a rank that is done answers the calls of the others until all ranks are done.
+
+Inside the context, each exchange begins with a message: an all-reduce (MAX) of what comes next. A rank that is done
+adds nothing to the message, and so learns which part it must take. It sends no rows, but its experts work for the
+others. ``_Session`` holds what the ranks of one context share; ``_Control``, ``_Backend`` and ``_Route`` stand in for
+the objects of the channels and send the messages, so calls outside of the context pass through nothing of this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast, final
+
+import torch
+from torch import Tensor
+
+from moe_dispatch.backends.base import Arrived, Backend, Route
+from moe_dispatch.communication import Communicator, control_device, raise_alike, read_host
+from moe_dispatch.dispatchers import channel as channels
+from moe_dispatch.dispatchers.autograd import Departed, State, edge_of, finish, quantised_rows
+from moe_dispatch.dispatchers.balancing import device_of_tables
+from moe_dispatch.dispatchers.channel import Channel, Lease
+from moe_dispatch.dispatchers.checks import ROW_DTYPES
+from moe_dispatch.dispatchers.dispatcher import Dispatcher
+from moe_dispatch.errors import ConfigError, InputError, LostPeerError, MoEDispatchError, PeerError, StateError
+from moe_dispatch.layouts import Rows
+from moe_dispatch.types import Dispatched, Sizes
+
+Experts = Callable[[Dispatched], Tensor]
+
+_NOTHING = -(2**61)  # what a rank adds to a maximum that it does not take part in
+_DTYPES = sorted(ROW_DTYPES, key=str)
+# What comes next. A rank that fails says so in place of its next exchange, and the highest number wins.
+_REFUSE, _MAX, _RESERVE, _START, _FINISH, _COMBINE, _COMBINE_BACKWARD, _DISPATCH_BACKWARD, _TEXTS, _FAILED = range(10)
+
+
+@contextmanager
+def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterator[None]:
+    """Let the ranks of an expert-parallel group make different numbers of calls in a ``with`` block. Collective.
+
+    A rank that leaves the block waits until all ranks leave it. Meanwhile it answers each dispatch, combine and
+    backward of the others without rows of its own, and runs its experts, whose gradients it collects. While they last,
+    the calls of all other ranks must be the same, as always. Each backward belongs into the block of its forward.
+
+    Only the exchanges of the dispatchers are answered. What averages gradients, as DDP does, or gathers parameters, as
+    FSDP does, must be outside of the block, or in a context of its own such as ``torch.distributed.algorithms.Join``.
+
+    Args:
+        layers: All open dispatchers of the group's configs. Each defines ``run_experts``; or they are given with the
+            function that runs the experts of this rank. It must contain no collectives.
+
+    Raises:
+        ConfigError: The layers are incomplete, are of several groups, or differ between ranks; or a config has
+            ``graph_safe`` or expert slots. Raised on every rank.
+        StateError: A call in the block is compiled, sends rows ``again``, or differentiates one dispatch twice.
+        LostPeerError: Another rank has failed in the block.
+        PeerError: Another rank refused its call.
+
+    Cost: one all-reduce of 18 integers on the control group before each exchange in the block, with a host sync on a
+    GPU-only group. Nothing outside of the block. A rank that is done does not recompute: it keeps what its experts
+    need until the backward.
+
+    Source: the manner of use is that of ``torch.distributed.algorithms.Join``.
+    """
+    given = layers if isinstance(layers, Mapping) else {layer: layer.run_experts for layer in layers}
+    session = _Session(given)
+    try:
+        yield
+    except BaseException:
+        session.close()
+        if session.between_exchanges:
+            session.agree(_FAILED)
+        raise
+    try:
+        while session.answer():
+            pass
+    finally:
+        session.close()
+
+
+@final
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Call:
+    """A dispatch of the others that this rank answers.
+
+    Attributes:
+        lease: Lease of the dispatcher.
+        departed: The started dispatch.
+        dtype: Dtype of the rows.
+        sent: The arrived rows as leaves of autograd; None before.
+        route: Route of the dispatch.
+        outputs: Outputs of the experts; None before.
+        grad_R: Gradient of the weights from the backward of combine.
+    """
+
+    lease: Lease
+    departed: Departed
+    dtype: torch.dtype
+    sent: Dispatched | None = None
+    route: Route | None = None
+    outputs: Tensor | None = None
+    grad_R: Tensor | None = None
+
+
+@final
+class _Session:
+    """What the stand-ins of one context share.
+
+    Attributes:
+        is_open: Whether the block still runs.
+        between_exchanges: Whether the peers wait for a message of this rank, or will.
+        count: Number of dispatches so far, equal on all ranks.
+        routes: The routes of this rank's calls that a backward may still need, by number of the dispatch.
+        flying: Numbers of this rank's dispatches that have started and not arrived.
+    """
+
+    def __init__(self, experts: Mapping[Dispatcher, Experts]) -> None:
+        self.is_open, self.between_exchanges = True, True
+        self.count = 0
+        self.routes: weakref.WeakValueDictionary[int, _Route] = weakref.WeakValueDictionary()
+        self.flying: set[int] = set()
+        self._calls: dict[int, _Call] = {}
+        self._leases = [dispatcher._lease for dispatcher in experts]
+        self._experts = list(experts.values())
+        if not self._leases:
+            raise ConfigError("join: there are no layers. Pass the dispatchers of the MoE layers.")
+        self._channels = [lease.enter() for lease in self._leases]
+        self.control = self._channels[0].control
+        raise_alike(self.control, self._problem(), facts=self._facts(), label="join")
+        for number, (lease, channel) in enumerate(zip(self._leases, self._channels, strict=True)):
+            lease.shared = self._stand_in(channel, number)
+        self._named = [self._stand_in(channel, None) for channel in self._channels]
+        for channel in self._named:  # operators look channels up by name
+            channels._by_name[channel.name] = channel
+
+    def _facts(self) -> dict[str, Any]:
+        return {"the layers of join": [[lease.shared.config.digest, lease.number] for lease in self._leases]}
+
+    def _problem(self) -> MoEDispatchError | None:
+        for channel in self._channels:
+            config, given = channel.config, sum(other is channel for other in self._channels)
+            for broken, rule in (
+                (isinstance(channel.backend, _Backend), "the layers are in another join already."),
+                (channel.control.group is not self.control.group, "all layers must have one group. Use a join each."),
+                (config.graph_safe, "sizes must be exchanged, got graph_safe=True. Give each rank as many steps."),
+                (
+                    config.balance is not None or any(lease.table is not None for lease in self._leases),
+                    "experts must stay at home, got balance= or spare_experts_per_rank. Leave them out.",
+                ),
+                (
+                    channel.users != given,
+                    f"pass all {channel.users} open dispatchers of a config and group, got {given}.",
+                ),
+            ):
+                if broken:
+                    return ConfigError(f"join: {rule}")
+        return None
+
+    def _stand_in(self, channel: Channel, number: int | None) -> Channel:
+        """Return a copy of the channel whose exchanges are announced."""
+        joined = copy.copy(channel)
+        joined.control = cast(Communicator, _Control(self, channel.control))
+        joined.backend = _Backend(self, channel.backend, number)
+        return joined
+
+    def close(self) -> None:
+        """Give the dispatchers their channels back."""
+        self.is_open = False
+        for lease, channel in zip(self._leases, self._channels, strict=True):
+            lease.shared = channels._by_name[channel.name] = channel
+        self._calls.clear()
+
+    def agree(self, *message: int, mark: int = _NOTHING) -> tuple[list[int], int, int]:
+        """Tell the others what comes next, and learn it from them. Collective.
+
+        Args:
+            *message: The exchange and up to seven numbers about it; nothing if this rank is done.
+            mark: Mark of a dispatch.
+
+        Returns:
+            The message of the ranks that are not done; the highest mark; and the number of the oldest dispatch that a
+            rank may still differentiate. Without a message, all ranks are done.
+
+        Raises:
+            LostPeerError: A rank has failed.
+            InputError: Two ranks go on with different exchanges. Raised on every rank.
+        """
+        decides = bool(message) and message[0] != _REFUSE  # a rank that is done or refuses follows the others
+        padded = [*message, *[0 if decides else _NOTHING] * (8 - len(message))]
+        told = [*padded, *(-number if decides else _NOTHING for number in padded)]
+        oldest = min([*self.routes, *self.flying], default=self.count) if message else -_NOTHING
+        self.between_exchanges = False
+        *found, mark, oldest = self.control.max([*told, mark, -oldest], label="join")
+        self.between_exchanges = True
+        high, low = found[:8], [-number for number in found[8:]]
+        if high[0] == _FAILED:
+            self.between_exchanges = False
+            if padded[:1] == [_FAILED]:
+                return high, mark, -oldest
+            raise LostPeerError("join: another rank has failed in the block. Its own error says why.")
+        if high[0] > _REFUSE and high != low:
+            self.between_exchanges = False
+            raise InputError(
+                "join: two ranks make different calls. Make the same calls on all ranks until one is done."
+            )
+        return high if high[0] != _NOTHING else [], mark, -oldest
+
+    @contextmanager
+    def exchange(self, *message: int, mark: int = _NOTHING) -> Iterator[None]:
+        """Announce an exchange of this rank's call, which follows in the block."""
+        if self.is_open:
+            self.agree(*message, mark=mark)
+            self.between_exchanges = False
+        yield
+        self.between_exchanges = True
+
+    def answer(self) -> bool:
+        """Take part in the next exchange of the others. Return whether there was one."""
+        message, mark, oldest = self.agree()
+        for number in [number for number in self._calls if number < oldest]:
+            del self._calls[number]
+        if not message:
+            return False
+        what, *numbers = message
+        with torch.no_grad():
+            if what == _MAX:
+                self._answer_max(*numbers[:2])
+            elif what == _TEXTS:
+                texts = [value[1] for value in self.control.gather_json(None, label="join") if value and value[1]]
+                raise PeerError(f"join: {'; '.join(texts)}")
+            elif what == _RESERVE:
+                self._channels[numbers[0]].backend.reserve(_sizes(numbers[1:3]))
+            elif what == _REFUSE:
+                channel = self._channels[numbers[0]]
+                channel.backend.refuse(device_of_tables(channel, None))
+            elif what == _START:
+                self._start(*numbers[:5], mark=mark)
+            else:
+                self._go_on(what, *numbers[:2])
+        return True
+
+    def _answer_max(self, num_values: int, num_sums: int) -> None:
+        nothing = [_NOTHING] * num_values
+        if not num_sums:
+            self.control.max(nothing, label="sizes")
+            return
+        assert self.control.group is not None
+        sums = torch.zeros(num_sums, dtype=torch.int64, device=control_device(self.control.group))
+        self.control.max_and_sum(nothing, [sums], label="sizes")
+
+    def _start(self, number: int, dtype: int, weights_dtype: int, padded: int, largest: int, *, mark: int) -> None:
+        """Start a dispatch without rows, or with padding where ranks bring equal numbers."""
+        self._leases[number].tell_watchdog()
+        channel, sizes, serial = self._channels[number], _sizes((padded, largest)), self.count
+        self.count += 1
+        rows, device = channel.needs.brought(0, sizes), device_of_tables(channel, None)
+        ids = torch.full((rows, channel.config.top_k), -1, device=device)
+        x = torch.zeros(rows, channel.config.hidden_size, dtype=_DTYPES[dtype], device=device)
+        weights = torch.zeros(ids.shape, dtype=_DTYPES[weights_dtype], device=device)
+        marks = [torch.tensor(mark, device=device)] if channel.needs.exchanges_counts else []
+        try:
+            started = channel.backend.start(x, ids, weights, sizes, *marks)
+        except PeerError:  # the ranks that call exchange texts next
+            return
+        departed = Departed(
+            started=started,
+            padded=rows,
+            real_rows=None,
+            given_TK=ids,
+            outcome=ids.new_zeros(()),
+            unread=None,
+            valid_T=None,
+            placement=None,
+            experts_L=None,
+        )
+        self._calls[serial] = _Call(lease=self._leases[number], departed=departed, dtype=_DTYPES[dtype])
+
+    def _go_on(self, what: int, serial: int, flag: int) -> None:
+        """Take part in what follows on the start of a dispatch."""
+        call = self._calls[serial]
+        index = self._leases.index(call.lease)
+        if what == _FINISH:
+            self._finish(call, self._channels[index])
+            return
+        assert call.sent is not None
+        assert call.route is not None
+        config, leaf = call.lease.shared.config, call.sent
+        weights = leaf.weights.detach() if config.weights == "combine" else None
+        if what == _COMBINE:
+            if call.outputs is None:
+                with torch.enable_grad():
+                    call.outputs = self._experts[index](leaf)
+            call.route.combine(call.outputs.detach(), weights)
+            return
+        if what == _COMBINE_BACKWARD:
+            assert call.outputs is not None
+            zeros = call.outputs.new_zeros(call.departed.padded, config.hidden_size)
+            outputs = call.outputs.detach() if flag else None
+            grad_RD, call.grad_R = call.route.combine_backward(zeros, outputs, weights)
+            if call.outputs.requires_grad:
+                torch.autograd.backward(call.outputs, grad_RD)
+            return
+        grads = [leaf.edge.grad, leaf.weights.grad]
+        grad_RD, grad_R = (
+            torch.zeros_like(tensor) if grad is None else grad
+            for tensor, grad in zip((leaf.edge, leaf.weights), grads, strict=True)
+        )
+        if call.grad_R is not None:
+            grad_R = grad_R + call.grad_R
+        call.route.dispatch_backward(grad_RD, grad_R if flag else None)
+        del self._calls[serial]
+
+    def _finish(self, call: _Call, channel: Channel) -> None:
+        arrived = finish(channel, call.departed)
+        state = State(
+            lease=call.lease,
+            layout=Rows(),
+            shape=torch.Size((0, channel.config.hidden_size)),
+            num_rows=0,
+            real_rows=None,
+            padded=call.departed.padded,
+            wants_weights=True,
+            route=arrived.route,
+        )
+        call.route = arrived.route
+        edge, quantised = arrived.rows, None
+        if arrived.scales is not None:
+            edge = edge_of(arrived.delivered, call.dtype)
+        edge.requires_grad_()
+        if arrived.scales is not None:
+            quantised = quantised_rows(channel, arrived.delivered, edge, arrived.tokens_per_expert)
+        call.sent = Dispatched(
+            edge=edge,
+            quantised=quantised,
+            tokens_per_expert=arrived.tokens_per_expert,
+            real_tokens_per_expert=arrived.real_tokens_per_expert,
+            host_counts=arrived.tokens_per_expert_list,
+            weights=arrived.weights.requires_grad_(),
+            pad_multiple=channel.shape.pad_multiple,
+            placement=None,
+            state=state,
+        )
+
+
+def _flat(sizes: Sizes) -> list[int]:
+    return [-1 if number is None else number for number in (sizes.padded_rows, sizes.group_max_rows)]
+
+
+def _sizes(numbers: Sequence[int]) -> Sizes:
+    padded, largest = (None if number < 0 else number for number in numbers)
+    return Sizes(padded_rows=padded, group_max_rows=largest)
+
+
+@final
+class _Control:
+    """Stands in for the control communicator of a channel."""
+
+    def __init__(self, session: _Session, inner: Communicator) -> None:
+        self._session, self._inner = session, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def max(self, values: Sequence[int], *, label: str) -> list[int]:
+        with self._session.exchange(_MAX, len(values)):
+            return self._inner.max(values, label=label)
+
+    def max_and_sum(self, values: Sequence[int], sums: Sequence[Tensor], *, label: str) -> list[int]:
+        with self._session.exchange(_MAX, len(values), sum(map(len, sums))):
+            return self._inner.max_and_sum(values, sums, label=label)
+
+    def gather_json(self, value: Any, *, label: str) -> list[Any]:
+        """Exchange texts of a refused call. A rank that is done agrees with this rank."""
+        with self._session.exchange(_TEXTS):
+            everyone = self._inner.gather_json(value, label=label)
+        self._session.between_exchanges = False  # all ranks raise
+        return [[value[0], None] if each is None else each for each in everyone]
+
+
+@final
+class _Backend(Backend):
+    """Stands in for the backend of a channel, in the calls of one dispatcher."""
+
+    def __init__(self, session: _Session, inner: Backend, number: int | None) -> None:
+        super().__init__(inner.context)
+        self._session, self._inner, self._number = session, inner, number
+        self.brings_copies = inner.brings_copies
+
+    def reserve(self, sizes: Sizes) -> None:
+        if type(self._inner).reserve is not Backend.reserve:
+            with self._session.exchange(_RESERVE, self._number or 0, *_flat(sizes)):
+                self._inner.reserve(sizes)
+
+    def dispatch(self, *arguments: Any) -> NoReturn:
+        raise AssertionError("the dispatcher calls start and finish")
+
+    def start(
+        self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
+    ) -> tuple[int, Any]:
+        session = self._session
+        if self._number is None:
+            raise StateError("join: calls inside torch.compile and selective checkpointing are not answered.")
+        dtypes = [_DTYPES.index(tensor.dtype) for tensor in (rows_TD, weights_TK)]
+        told = _NOTHING if mark is None else read_host(mark.view(1))[0]
+        with session.exchange(_START, self._number, *dtypes, *_flat(sizes), mark=told):
+            serial = session.count
+            session.count += 1
+            session.flying.add(serial)
+            marks = [] if mark is None else [mark]
+            return serial, self._inner.start(rows_TD, ids_TK, weights_TK, sizes, *marks)
+
+    def finish(self, started: tuple[int, Any]) -> Arrived:
+        serial, inner = started
+        with self._session.exchange(_FINISH, serial):
+            arrived = self._inner.finish(inner)
+        self._session.flying.discard(serial)
+        route = self._session.routes[serial] = _Route(self._session, arrived.route, serial)
+        return dataclasses.replace(arrived, route=route)
+
+    def refuse(self, device: torch.device) -> None:
+        with self._session.exchange(_REFUSE, self._number or 0):  # while others may start a dispatch
+            self._session.count += 1
+            self._inner.refuse(device)
+
+
+@final
+class _Route(Route):
+    """Stands in for the route of a dispatch, also in a backward after the block."""
+
+    __slots__ = ("__weakref__", "_inner", "_is_differentiated", "_serial", "_session")
+
+    def __init__(self, session: _Session, inner: Route, serial: int) -> None:
+        self._session, self._inner, self._serial, self._is_differentiated = session, inner, serial, False
+
+    def send(self, rows_TD: Tensor) -> NoReturn:
+        raise StateError("join: dispatch(again=...) is not answered. Dispatch with the routing instead.")
+
+    def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
+        with self._session.exchange(_COMBINE, self._serial):
+            return self._inner.combine(rows_RD, weights_R)
+
+    def combine_backward(
+        self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._is_differentiated:
+            raise StateError("join: a dispatch was combined twice. Only one backward of combine is answered.")
+        self._is_differentiated = True
+        with self._session.exchange(_COMBINE_BACKWARD, self._serial, int(rows_RD is not None)):
+            return self._inner.combine_backward(grad_TD, rows_RD, weights_R)
+
+    def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        with self._session.exchange(_DISPATCH_BACKWARD, self._serial, int(grad_R is not None)):
+            return self._inner.dispatch_backward(grad_RD, grad_R)

@@ -1,0 +1,305 @@
+"""Ranks with unequal numbers of steps: one that is done answers the calls of the others."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
+from moe_dispatch.dispatchers import join, unequal_steps
+from moe_dispatch.errors import ConfigError, InputError, LostPeerError, PeerError, StateError
+from tests.dispatchers.layer import (
+    Group,
+    apply_experts,
+    by_operators,
+    expert_weights,
+    local_part,
+    on_ranks,
+    outcomes,
+    raises_everywhere,
+    random_routing,
+    random_rows,
+    small_config,
+)
+
+STEPS = (3, 0, 5, 1)
+
+
+class Layer(Dispatcher):
+    """A layer of experts, ``tanh(rows @ weights)``."""
+
+    def __init__(self, seed: int, group: Group, *, hidden: int, **fields: Any) -> None:
+        super().__init__(small_config(hidden_size=hidden, **fields), group, name=f"layer {seed}")
+        self.weights = local_part(expert_weights(hidden=hidden, seed=seed), group)
+
+    def run_experts(self, sent: Dispatched) -> Tensor:
+        return apply_experts(sent, self.weights)
+
+
+def micro_batch(rank: int, step: int, hidden: int) -> tuple[Tensor, list[Routing]]:
+    """Return x and the routing of two layers. The number of rows changes, and is sometimes 0."""
+    rows, seed = (7 * rank + 5 * step) % 11, 10 * rank + step
+    routings = [random_routing(rows, seed + 100 * layer) for layer in range(2)]
+    return random_rows(rows, hidden, seed).requires_grad_(), routings
+
+
+def train(layers: list[Layer], rank: int, step: int, hidden: int, way: str = "plain") -> Tensor:
+    """Run forward and backward of one micro-batch, and return the gradient of x."""
+    x, routings = micro_batch(rank, step, hidden)
+    y = x
+    for layer, routing in zip(layers, routings, strict=True):
+        if way == "plain":
+            y = y + layer(y, routing)
+        else:
+            y = y + checkpoint(layer, y, routing, use_reentrant=way == "reentrant")
+    y.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def dense(hidden: int, steps: tuple[int, ...] = STEPS) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Return the gradients of x by rank and step, and those of all experts by layer, on one rank."""
+    layers = [Layer(seed, None, hidden=hidden, backend="local") for seed in range(2)]
+    grads = [[train(layers, rank, step, hidden) for step in range(count)] for rank, count in enumerate(steps)]
+    return grads, [layer.weights.grad for layer in layers if layer.weights.grad is not None]
+
+
+def joined(group: Group, hidden: int = 16, way: str = "plain", **fields: Any) -> tuple[list[Tensor], list[Tensor]]:
+    layers = [Layer(seed, group, hidden=hidden, **fields) for seed in range(2)]
+    with join(layers):
+        grads = [train(layers, group.rank(), step, hidden, way) for step in range(STEPS[group.rank()])]
+    found = [layer.weights.grad.clone() for layer in layers if layer.weights.grad is not None]
+    train(layers, group.rank(), 9, hidden)  # the ranks are in step again
+    for layer in layers:
+        layer.close()
+    return grads, found
+
+
+@pytest.mark.parametrize("way", ["plain", "recomputed", "reentrant"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"backend": "alltoall"},
+        {"backend": {"name": "alltoall", "reduction": "exact"}, "pad_multiple": 8},
+        {"backend": {"name": "alltoall", "levels": 2, "ranks_per_node": 2}},
+        {"backend": "allgather"},
+        {"backend": "alltoall", "chunk_tokens": 3},
+        {"backend": "alltoall", "debug": True, "watchdog": 30},
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_the_dense_model(fields: dict[str, Any], way: str) -> None:
+    expected_x, expected_experts = dense(16)
+    results = on_ranks(lambda group: joined(group, way=way, **fields), 4)
+    for (got, _), expected in zip(results, expected_x, strict=True):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    for layer, expected_all in enumerate(expected_experts):
+        torch.testing.assert_close(torch.cat([experts[layer] for _, experts in results]), expected_all)
+
+
+BFLOAT16: dict[str, Any] = {"wire_dtype": "bfloat16"}
+QUANTISED: dict[str, Any] = {"wire_dtype": "float8_e4m3fn", "deliver": "quantised", "pad_multiple": 128}
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields", "tolerance"),
+    [
+        ({"name": "deepep", "emulate": "v1.2.1"}, BFLOAT16, 0.02),
+        ({"name": "deepep", "emulate": "v2.5.0"}, BFLOAT16, 0.02),
+        ({"name": "hybridep", "emulate": "hybridep-746"}, BFLOAT16, 0.02),
+        ("alltoall", QUANTISED, 0.1),
+    ],
+    ids=str,
+)
+def test_narrow_rows_and_emulated_libraries(backend: Any, fields: dict[str, Any], tolerance: float) -> None:
+    """Results differ from those of the dense model by the rounding of rows that travel."""
+    expected_x, expected_experts = dense(512)
+    results = on_ranks(lambda group: joined(group, 512, backend=backend, **fields), 4)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for (x, _), expected in zip(results, expected_x, strict=True):
+        pairs += zip(x, expected, strict=True)
+    for layer, experts in enumerate(expected_experts):
+        pairs.append((torch.cat([found[layer] for _, found in results]), experts))
+    for got, expected_one in pairs:
+        assert len(got) == 0 or float((got - expected_one).norm() / expected_one.norm().clamp(min=1e-6)) < tolerance
+
+
+def test_experts_of_verbs_and_plans() -> None:
+    """Dispatch with a plan and combine, without a subclass. The last rank calls alone, forward only at the end."""
+
+    def body(group: Group) -> Tensor:
+        dispatcher, weights = build_dispatcher(small_config("allgather"), group), local_part(expert_weights(), group)
+        with join({dispatcher: lambda sent: apply_experts(sent, weights)}):
+            for step in range(group.rank() * 2):
+                x, routing = random_rows(5, seed=step), random_routing(5, step)
+                with torch.set_grad_enabled(step < 1):
+                    sent = dispatcher.dispatch(x, routing, dispatcher.plan(like=x))
+                    y = dispatcher.combine(apply_experts(sent, weights), sent)
+                if step < 1:
+                    y.sum().backward()
+        assert weights.grad is not None
+        return weights.grad
+
+    def alone() -> Tensor:
+        dispatcher, weights = build_dispatcher(small_config("local")), local_part(expert_weights(), None)
+        sent = dispatcher.dispatch(random_rows(5, seed=0), random_routing(5, 0))
+        dispatcher.combine(apply_experts(sent, weights), sent).sum().backward()
+        assert weights.grad is not None
+        return weights.grad
+
+    torch.testing.assert_close(torch.cat(on_ranks(body, 2)), alone())
+
+
+@pytest.mark.parametrize("way", ["plain", "recomputed", "reentrant", "no_grad"])
+def test_a_rank_that_is_done_keeps_only_what_a_backward_needs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [0, 0]
+    answer = unequal_steps._Session.answer
+
+    def counting(session: unequal_steps._Session) -> bool:
+        rank = session.control.rank
+        kept[rank] = max(kept[rank], len(session._calls))
+        return answer(session)
+
+    def body(group: Group) -> None:
+        layers = [Layer(seed, group, hidden=16) for seed in range(2)]
+        with join(layers):
+            for step in range(6 * group.rank()):
+                if way == "no_grad":
+                    with torch.no_grad():
+                        x, routings = micro_batch(1, step, 16)
+                        layers[1](layers[0](x, routings[0]), routings[1])
+                else:
+                    train(layers, 1, step, 16, way)
+
+    monkeypatch.setattr(unequal_steps._Session, "answer", counting)
+    on_ranks(body, 2)
+    assert 1 <= kept[0] <= 5  # two layers, twice with recomputation, and one that starts
+
+
+def test_nothing_is_left_behind() -> None:
+    def body(group: Group) -> None:
+        layers = [Layer(seed, group, hidden=16) for seed in range(2)]
+        channel, before = layers[0]._channel, vars(layers[0]._channel).copy()
+        with join(layers):
+            assert layers[0]._channel is not channel
+        assert layers[0]._channel is channel
+        assert vars(channel) == before
+        calls = channel.communicator.calls["join"]
+        train(layers, group.rank(), 0, 16)
+        assert channel.communicator.calls["join"] == calls
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+@pytest.mark.parametrize("wrong", ["shape", "id"])
+def test_a_refused_call_is_told_to_all_ranks(backend: str, wrong: str) -> None:
+    def body(group: Group) -> None:
+        layer = Layer(0, group, hidden=16, backend=backend)
+        with join([layer]):
+            if group.rank():
+                routing = random_routing(4)
+                if group.rank() == 2:
+                    routing = random_routing(3) if wrong == "shape" else routing
+                    routing.topk_ids[0, 0] = 8 if wrong == "id" else 0
+                layer(random_rows(4), routing)
+
+    results = outcomes(body, 4)
+    assert isinstance(results.pop(2), InputError)
+    raises_everywhere(results, PeerError, "has 4 tokens but routing has 3" if wrong == "shape" else "must lie in -1..7")
+
+
+def test_a_call_that_all_ranks_refuse() -> None:
+    def body(group: Group) -> None:
+        layer = Layer(0, group, hidden=16)
+        with join([layer]):
+            if group.rank():
+                layer(random_rows(4), random_routing(3))
+
+    done, calling = outcomes(body, 2)
+    raises_everywhere([done], PeerError, "has 4 tokens but routing has 3")
+    raises_everywhere([calling], InputError, "has 4 tokens but routing has 3")
+
+
+def test_a_failure_between_calls_is_told() -> None:
+    def body(group: Group) -> None:
+        layers = [Layer(seed, group, hidden=16) for seed in range(2)]
+        with join(layers):
+            for step in range(group.rank()):
+                if (group.rank(), step) == (2, 1):
+                    raise ValueError("no data")
+                train(layers, group.rank(), step, 16)
+
+    results = outcomes(body, 4)
+    assert isinstance(results.pop(2), ValueError)
+    raises_everywhere(results, LostPeerError, "join: another rank has failed in the block")
+
+
+def test_different_calls_are_refused_on_all_ranks() -> None:
+    def body(group: Group) -> None:
+        layers = [Layer(seed, group, hidden=16) for seed in range(2)]
+        with join(layers):
+            if group.rank():
+                layers[group.rank() % 2](random_rows(4), random_routing(4))
+
+    raises_everywhere(outcomes(body, 4), InputError, "join: two ranks make different calls")
+
+
+def refused(call: Any, *texts: str, **fields: Any) -> None:
+    """Check that rank 1 raises an error with the texts in a block that rank 0 only enters."""
+
+    def body(group: Group) -> None:
+        layer = Layer(0, group, hidden=16, **fields)
+        with join([layer]):
+            if group.rank():
+                call(layer, random_rows(4), random_routing(4))
+
+    first, second = outcomes(body, 2)
+    raises_everywhere([first], LostPeerError, "join: another rank has failed in the block")
+    raises_everywhere([second], StateError, *texts)
+
+
+def test_calls_that_cannot_be_answered() -> None:
+    def again(layer: Layer, x: Tensor, routing: Routing) -> None:
+        layer.dispatch(x, again=layer.dispatch(x, routing))
+
+    def twice(layer: Layer, x: Tensor, routing: Routing) -> None:
+        sent = layer.dispatch(x, routing)
+        (layer.combine(sent.rows, sent) + layer.combine(sent.rows, sent)).sum().backward()
+
+    def by_operator(layer: Layer, x: Tensor, routing: Routing) -> None:
+        by_operators(lambda x: layer.dispatch(x, routing).rows, x.requires_grad_())
+
+    refused(again, r"join: dispatch(again=...) is not answered")
+    refused(twice, "join: a dispatch was combined twice")
+    refused(by_operator, "join: calls inside torch.compile and selective checkpointing are not answered")
+
+
+def test_configs_and_layers_that_are_refused() -> None:
+    def body(group: Group, *, fields: dict[str, Any], given: int) -> None:
+        layers = [Layer(seed, group, hidden=16, **fields) for seed in range(2)]
+        with join(layers[:given]), join(layers):
+            raise AssertionError("entered")
+
+    for fields, given, text in (
+        ({"graph_safe": True, "max_tokens_per_rank": 4}, 2, "sizes must be exchanged, got graph_safe=True"),
+        ({"balance": "exact"}, 2, "experts must stay at home"),
+        ({"spare_experts_per_rank": 1}, 2, "experts must stay at home"),
+        ({}, 1, "pass all 2 open dispatchers of a config and group, got 1"),
+        ({}, 0, "join: there are no layers"),
+        ({}, 2, "the layers are in another join already"),
+    ):
+        raises_everywhere(outcomes(partial(body, fields=fields, given=given), 2), ConfigError, text)
+
+
+def test_one_rank_alone() -> None:
+    layers = [Layer(seed, None, hidden=16, backend="local") for seed in range(2)]
+    with join(layers):
+        train(layers, 0, 1, 16)
