@@ -74,7 +74,7 @@ JOBS = {
     "hybridep": Job(case=BFLOAT16, options={"backend": HYBRIDEP}),
     "delay_wgrad_compute": Job(ranks=2, delayed=True, packed=True),
     "balanced": Job(options=BALANCED),
-    "balanced, delay_wgrad_compute": Job(ranks=2, delayed=True, options=BALANCED),
+    "balanced, delay_wgrad_compute": Job(ranks=2, delayed=True, packed=True, options=BALANCED),
     "packed": Job(packed=True),
     "packed, hybridep": Job(case=BFLOAT16, options={"backend": HYBRIDEP}, packed=True),
     "replayed": Job(ranks=2, packed=True, replayed=True),
