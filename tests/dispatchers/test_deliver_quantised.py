@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch._quantisation import RECIPES, RecipeName, quantise
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.backends.rank_major import expand
+from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.types import QuantisedRows
 from tests.dispatchers.layer import (
@@ -238,3 +239,35 @@ def test_one_pass_over_rows_lies_between_the_wire_and_the_experts() -> None:
         assert isinstance(rows, Tensor)
         quantise(rows, RECIPES["mxfp8"])
     assert len(passes.seen) >= 5
+
+
+@pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
+def test_copies_of_balanced_experts_get_their_part_of_the_quantised_rows(fields: dict[str, Any]) -> None:
+    """In eager mode own experts and copies run apart, each on a part."""
+
+    def body(group: Group) -> list[Tensor]:
+        found = []
+        for deliver in ("quantised", "rows"):
+            config = _config("alltoall", "mxfp8", deliver=deliver, balance="exact", **fields)
+            dispatcher = build_dispatcher(config if fields else config.replace(balance_min_rows=0), group)
+            x, way = _inputs(group, 2)
+            way.topk_ids.clamp_(max=2)  # only the first rank's experts are named
+            x.requires_grad_()
+            weights = expert_weights(8, HIDDEN, torch.bfloat16).chunk(2)[group.rank()].clone().requires_grad_()
+
+            def experts(part: Dispatched, *given: Tensor) -> Tensor:
+                assert (part.quantised is None) == (deliver == "rows")  # noqa: B023
+                if part.quantised is not None:
+                    assert part.quantised.values.shape == part.quantised.edge.shape == part.rows.shape
+                return part.grouped_mm(part.rows, given[0])
+
+            sent, outputs = SlotWeights(dispatcher).run(dispatcher.dispatch(x, way), experts, weights)
+            y = dispatcher.combine(outputs, sent)
+            y.sum().backward()
+            assert x.grad is not None
+            assert weights.grad is not None
+            found.append([y.detach(), x.grad, weights.grad])
+        assert all(torch.equal(got, expected) for got, expected in zip(*found, strict=True))
+        return found[0]
+
+    on_ranks(body, 2)
