@@ -79,8 +79,8 @@ class RankMajorRoute(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        arrived = self.spread(grad_TD, back_wire(self.context.shape.wire_dtype), label="combine.backward")
-        grad_SD = arrived if isinstance(arrived, Tensor) else widen(arrived, grad_TD.dtype)
+        grad_SD = self.spread(grad_TD, back_wire(self.context.shape.wire_dtype), label="combine.backward")
+        assert isinstance(grad_SD, Tensor)  # gradients are never quantised
         permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
         return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 
