@@ -45,6 +45,12 @@ PUBLIC = {
         experimental="PROTOCOL BackendOptions Backend Route BackendContext Constraints MoEShape Sizes Arrived "
         "Communicator Usable Rejected Volume SentBytes",
     ),
+    "moe_dispatch.types": _names(experimental="InFlight QuantisedRows"),
+    "moe_dispatch.config": _names(experimental="ConstraintOverrides"),
+    "moe_dispatch.quantised": _names(
+        experimental="mx_tensor te_grouped_tensor torch_arguments blocked_scales deep_gemm_pair deep_gemm_layout "
+        "grouped_gemm",
+    ),
     "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(
         experimental="ExpertPlacement ExactPlacement exact expected_rows Planner eplb least_loaded run_planner "
@@ -52,7 +58,7 @@ PUBLIC = {
     ),
     "moe_dispatch.permutation": _names(
         experimental="Permutation SlotIndex TorchPermutation choose_permutation known_permutations probe_permutation "
-        "accumulation_dtype count_values group_slots group_statically merge_slots round_up",
+        "accumulation_dtype count_experts count_values group_slots group_statically merge_slots round_up",
     ),
     "moe_dispatch.integrations.packing": _names(experimental="packing_for Packing PackingSupport"),
     "moe_dispatch.integrations.megatron": _names(
@@ -79,4 +85,4 @@ PUBLIC = {
 }
 """The public names by module. The fields of ``DispatcherConfig`` are stable, except ``EXPERIMENTAL_FIELDS``."""
 
-EXPERIMENTAL_FIELDS = ("balance", "balance_bound", "balance_min_rows", "chunk_tokens", "chunk_recompute")
+EXPERIMENTAL_FIELDS = ("balance", "balance_bound", "balance_min_rows", "chunk_tokens", "chunk_recompute", "deliver")

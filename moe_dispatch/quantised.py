@@ -21,6 +21,16 @@ from moe_dispatch.errors import InputError
 from moe_dispatch.permutation.index import round_up
 from moe_dispatch.types import Dispatched, QuantisedRows
 
+__all__ = [
+    "blocked_scales",
+    "deep_gemm_layout",
+    "deep_gemm_pair",
+    "grouped_gemm",
+    "mx_tensor",
+    "te_grouped_tensor",
+    "torch_arguments",
+]
+
 DEEP_GEMM_ROWS = 128
 """Default of ``deep_gemm.get_mk_alignment_for_contiguous_layout()``."""
 
