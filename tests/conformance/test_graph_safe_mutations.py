@@ -81,7 +81,7 @@ def empty_places_sent(patch: Patch) -> None:
 
     def unmarked(send_table: Any, *args: Any, **named: Any) -> Any:
         table = send_table(*args, **named)
-        return dataclasses.replace(table, is_empty_S=torch.zeros_like(table.is_empty_S))
+        return table._replace(is_empty_B=torch.zeros_like(table.is_empty_B))
 
     around(patch, "send_table", unmarked, fixed)
 

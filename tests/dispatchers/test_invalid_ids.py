@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from moe_dispatch import Dispatcher, DispatcherConfig, Routing, Rows, build_dispatcher
 from moe_dispatch.errors import InputError, LostPeerError, PeerError
 from moe_dispatch_testing import refuse_host_syncs
+from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import Group, by_operators, on_ranks, outcomes, outcomes_on, raises_everywhere
 
 NUM_EXPERTS, ROWS, HIDDEN = 8, 5, 256
@@ -200,7 +202,8 @@ def test_retry_on_overflow_reports_it() -> None:
     graph_safe = config("local", **fields)
 
     def body(group: Group) -> None:
-        dispatcher = build_dispatcher(graph_safe)  # each rank is an expert-parallel group of its own
+        # Each rank is an expert-parallel group of its own. Without a group, the threads would share counters.
+        dispatcher = build_dispatcher(graph_safe, thread_group(HashStore(), 0, 1))
         step = partial(layer, dispatcher, routing(99 if is_last(group) else None))
         dispatcher.retry_on_overflow(step, group=group)
 
