@@ -88,7 +88,7 @@ def budget_table() -> str:
 
 
 def support_table() -> str:
-    """Return the versions of other software that are served, from the table that the version checks read."""
+    """Return the versions of other software that are served, from the list that integrations check against."""
     lines = [["software", "tested", "emulated", "refused", "what runs it"]]
     for name, known in SUPPORT.items():
         refused = known.refused or (f"below {known.lowest}" if known.lowest else "")

@@ -1,4 +1,7 @@
-"""The versions that this library serves, of other software and of its own files. Checks and the docs read them here."""
+"""The versions that this library serves, of other software and of its own files.
+
+Integrations check their framework against this list, and the docs show it.
+"""
 
 from __future__ import annotations
 

@@ -57,10 +57,13 @@ def faults() -> list[str]:
         names = wheel.namelist()
         info = f"moe_dispatch-{VERSION}.dist-info"
         metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
+        licence = wheel.read(f"{info}/licenses/LICENSE") if f"{info}/licenses/LICENSE" in names else b""
     with tarfile.open(SDIST) as sdist:
         shipped = {name.split("/")[1] for name in sdist.getnames() if "/" in name}
-    needs = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
-    section = re.search(r"^## \[(\d\S*)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    needs = {need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need}
+    section = re.search(
+        r"^## \[(\d\S*)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )
     packages = {"moe_dispatch", "moe_dispatch_testing", "moe_dispatch_tools"}
     checks = {
         f"the newest section of the CHANGELOG must be [{VERSION}] with a date": section is not None
@@ -69,16 +72,21 @@ def faults() -> list[str]:
         "the wheel must hold the three packages and nothing else": {name.partition("/")[0] for name in names}
         == {*packages, info},
         "the wheel must hold neither tests nor docs": not [n for n in names if re.search(r"(^|/)(tests|docs)/", n)],
-        "the wheel must hold the licence": f"{info}/licenses/LICENSE" in names,
+        "the wheel must hold the licence": licence == (ROOT / "LICENSE").read_bytes(),
+        "the metadata must name the version": metadata["Version"] == VERSION,
         "the wheel must say that it has types": "moe_dispatch/py.typed" in names,
         "the metadata must name the licence": metadata["License-Expression"] == "Apache-2.0",
         "the metadata must name the lowest Python": metadata["Requires-Python"] == f">={SUPPORT['Python'].lowest}",
-        "without an extra, torch and pydantic are needed, and nothing else": sorted(
-            re.split(r"[<>=!~ ]", need)[0] for need in needs
-        )
-        == ["pydantic", "torch"],
+        "without an extra, torch and pydantic are needed, and nothing else": needs
+        == {f"torch>={SUPPORT['torch'].lowest}", "pydantic>=2"},
         f"the wheel must have at most {LARGEST_WHEEL} bytes": WHEEL.stat().st_size <= LARGEST_WHEEL,
-        "the sdist must hold the tests, the docs and the Makefile": {"tests", "docs", "Makefile", "LICENSE"} <= shipped,
+        "the sdist must hold the packages, the tests, the docs and the Makefile": {
+            *packages,
+            "tests",
+            "docs",
+            "Makefile",
+        }
+        <= shipped,
     }
     return [told for told, holds in checks.items() if not holds]
 
@@ -119,18 +127,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20, help="time limit of each command (default: 20)")
     options = parser.parse_args()
     os.environ.pop("PYTHONPATH", None)  # what runs below must not see the checkout
+    pairs = [(python, torch) for python, torch in PAIRS if options.only in f"py{python} torch {torch}"]
+    if not pairs:
+        parser.error(f"--only {options.only} must be part of a pair's name, such as py{PAIRS[0][0]}")
     wrong = faults()
     print("\n".join(wrong) or f"{WHEEL.name}: {WHEEL.stat().st_size} bytes; {SDIST.name}: {SDIST.stat().st_size} bytes")
     LOGS.mkdir(parents=True, exist_ok=True)
     failed = bool(wrong)
-    for python, torch in PAIRS:
-        name = f"py{python} torch {torch}"
-        if options.only in name:
-            try:
-                print(f"{name}: {use(python, torch, options)}; quickstart, doctor, kit: passed", flush=True)
-            except NotRun as error:
-                failed = True
-                print(f"{name}: failed: {error}", flush=True)
+    for python, torch in pairs:
+        try:
+            told = f"{use(python, torch, options)}; quickstart, doctor, kit: passed"
+        except NotRun as error:
+            failed, told = True, f"failed: {error}"
+        print(f"py{python} torch {torch}: {told}", flush=True)
     sys.exit(failed)
 
 

@@ -43,14 +43,14 @@ def unannounced(before: Iterable[str], after: Iterable[str], news: str) -> list[
         news: The section of the CHANGELOG on the coming release. It must name what changed, in backticks.
     """
     gone = sorted(set(before) - set(after))
-    names_today = {_name(line) for line in after}
+    stable_today = {_name(line) for line in after if line.startswith("stable ")}
     found = []
     for line in gone:
         name = _name(line)
         last = name.rpartition(".")[2]
         if not re.search(rf"`[\w.]*\b{re.escape(last)}\b[^`]*`", news):
             found.append(f"the CHANGELOG does not name it: {line}")
-        elif name not in names_today and line.startswith("stable ") and "deprecated " not in line:
+        elif name not in stable_today and line.startswith("stable ") and "deprecated " not in line:
             found.append(f"it was not deprecated in the last release: {line}")
     return found
 

@@ -12,9 +12,12 @@ from griffe import GriffeLoader
 import moe_dispatch
 from moe_dispatch import DispatcherConfig
 from moe_dispatch._stability import EXPERIMENTAL_FIELDS, PUBLIC
+from moe_dispatch.integrations.checks import parse_version
 from tests.signatures import ROOT, lines, unannounced
 
-RELEASED = sorted(Path(__file__).parent.glob("signatures-*.txt"))
+RELEASED = sorted(
+    Path(__file__).parent.glob("signatures-*.txt"), key=lambda path: parse_version(path.stem.split("-")[1])
+)
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 NEWS = CHANGELOG.partition("## [Unreleased]")[2].partition("\n## ")[0]
 
@@ -72,6 +75,12 @@ DEPRECATED = "stable deprecated moe_dispatch.Dispatcher.combine(rows: Tensor, se
         (BEFORE, AFTER, "`Dispatcher.combine` takes no `sent`.", None),
         (BEFORE, DEPRECATED, "`Dispatcher.combine` is deprecated: call `gather`.", None),
         (BEFORE, "", "`Dispatcher.combine` is gone.", "it was not deprecated in the last release"),
+        (
+            BEFORE,
+            BEFORE.replace("stable", "experimental"),
+            "`combine` may change.",
+            "it was not deprecated in the last release",
+        ),
         (DEPRECATED, "", "`Dispatcher.combine` is gone.", None),
         (BEFORE.replace("stable", "experimental"), "", "`Dispatcher.combine` is gone.", None),
         (BEFORE, BEFORE, "", None),
