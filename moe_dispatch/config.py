@@ -114,14 +114,16 @@ class DispatcherConfig(BaseModel):
             they travelled, in ``sent.quantised``, for a grouped GEMM that takes such rows; ``sent.rows`` are widened
             when they are read. It needs one of the quantised ``wire_dtype``, and ``pad_multiple`` must be a multiple of
             what their GEMMs need: 32 for "mxfp8", 128 for "float8_e4m3fn".
-        row_counts: How ranks learn each other's row counts, if the backend needs equal counts or the largest count.
+        row_counts: How ranks learn each other's row counts, if the backend needs equal counts or the largest count, or
+            with ``chunk_tokens``, which needs the largest count on every backend.
             "agree": by an all-reduce (MAX) and one host sync. "assume": the caller promises equal counts. "check": like
             "assume", but ranks compare their counts and raise if they differ. "static": every rank is padded to
             ``max_tokens_per_rank``. None: "agree", or "static" in graph-safe mode.
         max_tokens_per_rank: Largest number of rows that a rank passes to dispatch.
         chunk_tokens: Largest number of rows that a rank passes to one dispatch. A layer call with more rows runs
             dispatch, experts and combine in chunks, as many on every rank. So rows and buffers have a bound that does
-            not grow with the micro-batch: see ``moe_dispatch.dispatchers.run_in_chunks``. None: one dispatch.
+            not grow with the micro-batch: see ``moe_dispatch.dispatchers.run_in_chunks``. A finite capacity
+            is per chunk, so chunks can drop rows that one dispatch keeps. None: one dispatch.
         chunk_recompute: Whether each chunk is computed again in the backward, so that only one chunk's rows and
             activations exist at a time. If not, the backward keeps them all, and while experts work on one chunk, the
             rows of the next one travel.
@@ -132,6 +134,7 @@ class DispatcherConfig(BaseModel):
             depend on data.
         capacity_factor: Room for the rows of a rank's experts in graph-safe mode. A float is relative to the balanced
             load: the room is ``ceil(capacity_factor * max_tokens_per_rank * top_k)`` rows, before experts are padded.
+            With a smaller ``chunk_tokens``, that takes the place of ``max_tokens_per_rank``.
             "worst" is room for every possible routing.
         on_overflow: What happens to rows that exceed a finite capacity; required with a finite capacity. "raise":
             ``check()`` raises on all ranks. "drop": the slots with the least weight are dropped; among equal weights,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch.dispatchers import checks
-from moe_dispatch.dispatchers.agreement import tell_peers
+from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.errors import StateError
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Dispatched, Plan, Routing
@@ -38,6 +38,11 @@ def run_in_chunks(
     With ``alltoall``, the output and the gradients of x and of the routing weights have the bits of the call without
     chunks if an expert computes a row without looking at the others. A GEMM may not: its kernel can depend on the
     number of rows. Gradients of experts are added chunk by chunk, so their last bits differ.
+    All this holds if nothing is dropped: a finite capacity is per chunk, of ``chunk_tokens`` rows, so chunks can drop
+    rows that one dispatch keeps.
+
+    With ``row_counts="assume"``, every rank must bring the same number of real rows, on every backend. Otherwise ranks
+    run different numbers of chunks, and wait for each other or fail.
 
     Let N be ``chunk_tokens``, P the number of ranks, and L the experts of a rank. At most ``N * P * min(K, L)`` rows of
     a chunk arrive at a rank, or ``N * K`` with ``balance="exact"`` and bound 1.0, before experts are padded. With
@@ -56,12 +61,14 @@ def run_in_chunks(
         The output in the shape of x.
 
     Raises:
-        InputError: As ``Dispatcher.dispatch``.
+        InputError: As ``Dispatcher.dispatch``. An invalid id is told to the peers where the call agrees on sizes, and
+            on ``alltoall``.
         LayoutError: As ``Dispatcher.dispatch``.
         StateError: As ``Dispatcher.dispatch``; also in a compiled region.
         PeerError: Another rank refused its call.
 
-    Cost: C dispatches and combines, and without a plan that of ``plan``. With ``chunk_recompute``, C more of both in
+    Cost: C dispatches and combines, and without a plan that of ``plan``, with two more host syncs to check ids if the
+    ranks agree on sizes but exchange no counts. With ``chunk_recompute``, C more of both in
     the backward. Metrics count each dispatch.
     """
     if dispatcher.config.chunk_tokens is None:
@@ -108,7 +115,7 @@ def _run(dispatcher: Dispatcher, run_experts: Callable[[Dispatched], Tensor], ch
 def _cut(
     dispatcher: Dispatcher, x: Tensor, routing: Routing, plan: Plan | Layout | None
 ) -> tuple[list[Chunk], Layout, Tensor | None]:
-    """Settle the number of chunks, and divide the rows. Collective without a plan.
+    """Settle the number of chunks, and divide the rows. Collective without a plan, if the ranks agree on sizes.
 
     The divided tensors come from ``split``, whose backward puts the gradients of all chunks together at once.
 
@@ -116,24 +123,33 @@ def _cut(
         The arguments of each dispatch; the layout of x; and the indices of the rows that are divided, int64, or None
         for all.
     """
-    channel = dispatcher._lease.enter()
     try:
-        layout = dispatcher._layout_in(plan, x)
-        if channel.recorder is not None:
-            channel.recorder.check(x, layout)
-        x_TD = layout.flatten(x)
-        checks.check_call(channel, x, x_TD, routing, plan)
-        if isinstance(plan, Plan) and channel.config.debug:
-            layout.check(len(x_TD), values=True)
+        channel, has_sizes = dispatcher._lease.enter(), isinstance(plan, Plan)
+        try:
+            layout = dispatcher._layout_in(plan, x)
+            if channel.recorder is not None:
+                channel.recorder.check(x, layout)
+            x_TD = layout.flatten(x)
+            checks.check_call(channel, x, x_TD, routing, plan)
+            if isinstance(plan, Plan) and channel.config.debug:
+                layout.check(len(x_TD), values=True)
+            whole = plan if isinstance(plan, Plan) else checks.draft_plan(channel, layout, x)
+            real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, whole, x_TD)
+            ids, weights = routing.topk_ids, routing.topk_weights
+            if real_rows is not None:
+                x_TD, ids, weights = (each.index_select(0, real_rows) for each in (x_TD, ids, weights))
+            if not has_sizes and channel.agrees_on_rows and not channel.needs.exchanges_counts:
+                sent_ids = ids if valid_T is None else ids[valid_T]
+                if (problem := checks.problem_of_ids(sent_ids, channel.config.num_experts)) is not None:
+                    raise problem  # here, because the dispatch of a chunk has sizes and could not tell the peers
+        except Exception as error:
+            tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
+            raise
+        if not has_sizes:
+            whole = settle(channel, whole)
     except Exception as error:
-        tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=isinstance(plan, Plan))
         dispatcher._name_in(error)
         raise
-    whole = plan if isinstance(plan, Plan) else dispatcher.plan(layout, like=x)
-    real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, whole, x_TD)
-    ids, weights = routing.topk_ids, routing.topk_weights
-    if real_rows is not None:
-        x_TD, ids, weights = (each.index_select(0, real_rows) for each in (x_TD, ids, weights))
     cuts = [len(x_TD) * number // whole.num_chunks for number in range(whole.num_chunks + 1)]
     counts = [end - begin for begin, end in pairwise(cuts)]
     parts = zip(x_TD.split(counts), ids.split(counts), weights.split(counts), strict=True)

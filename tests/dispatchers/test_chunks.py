@@ -276,3 +276,65 @@ def test_operators_are_refused() -> None:
 def test_recomputation_needs_chunks() -> None:
     with pytest.raises(ConfigError, match="chunk_recompute needs chunk_tokens"):
         small_config(chunk_recompute=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_too_many_rows_without_an_agreement_are_told_to_the_peers(recompute: bool) -> None:
+    def body(group: Group) -> None:
+        fields: dict[str, Any] = {"row_counts": "static", "max_tokens_per_rank": 8}
+        layer = Layer(small_config(chunk_tokens=4, chunk_recompute=recompute, **fields), group)
+        count = 8 + group.rank()
+        layer(random_rows(count), random_routing(count))
+
+    peer, own = outcomes(body, 2)
+    raises_everywhere([own], InputError, "at most max_tokens_per_rank (8) rows per rank, got 9")
+    raises_everywhere([peer], PeerError, "at most max_tokens_per_rank (8) rows per rank, got 9")
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather"])
+def test_an_invalid_id_in_a_later_chunk_is_told_to_the_peers(backend: str) -> None:
+    def body(group: Group) -> None:
+        layer = Layer(small_config(backend, chunk_tokens=4), group)
+        routing = random_routing(8)
+        if group.rank():
+            routing.topk_ids[6, 0] = 99
+        with pytest.raises(
+            InputError if group.rank() else PeerError, match=r"topk_ids must lie in -1\.\.7, got 0\.\.99"
+        ):
+            layer(random_rows(8), routing)
+        identity_round(layer)
+
+    on_ranks(body, 2)
+
+
+def test_an_invalid_id_of_a_padding_row_is_ignored() -> None:
+    def body(group: Group) -> None:
+        layer = Layer(small_config("allgather", chunk_tokens=4), group)
+        x, routing = random_rows(8), random_routing(8)
+        routing.topk_ids[6, 0] = 99
+        layer(x, routing, Masked(torch.arange(8) < 6))
+
+    on_ranks(body, 2)
+
+
+def test_assumed_counts_run_in_chunks_if_they_are_equal() -> None:
+    def body(group: Group) -> None:
+        layer = Layer(small_config(chunk_tokens=4, row_counts="assume"), group)
+        x, routing = random_rows(9), random_routing(9)
+        torch.testing.assert_close(layer(x, routing), x * routing.topk_weights.sum(1, keepdim=True))
+        assert (layer.metrics().dispatches, layer.metrics().collectives.get("sizes", 0)) == (3, 0)
+
+    on_ranks(body, 2)
+
+
+def test_a_finite_capacity_is_that_of_a_chunk() -> None:
+    """All rows fit into one dispatch, but the first chunk names experts of rank 0 alone, and the second of rank 1."""
+
+    def body(group: Group, **fields: Any) -> int:
+        room: dict[str, Any] = {"max_tokens_per_rank": 8, "capacity_factor": 1.0, "on_overflow": "drop"}
+        layer = Layer(small_config(graph_safe=True, **room, **fields), group)
+        ids = torch.tensor([[0, 1]] * 4 + [[4, 5]] * 4)
+        return int((layer(torch.ones(8, 16), Routing(ids, torch.ones(8, 2))) == 0).all(1).sum())
+
+    assert on_ranks(body, 2) == [0, 0]
+    assert sum(on_ranks(lambda group: body(group, chunk_tokens=4), 2)) > 0
