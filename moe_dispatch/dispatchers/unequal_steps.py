@@ -70,16 +70,28 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
     session = _Session(given)
     try:
         yield
+        while session.answer():
+            pass
     except BaseException:
         session.close()
         if session.between_exchanges:
             session.agree(_FAILED)
         raise
-    try:
-        while session.answer():
-            pass
-    finally:
-        session.close()
+    session.close()
+
+
+class _FreshTensor(torch.autograd.Function):
+    """The memory of a leaf of autograd as a tensor that is none, so that experts may change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.new_empty(0).set_(
+            leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride()
+        )  # a view of a leaf may not be changed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 @final
@@ -91,7 +103,7 @@ class _Call:
         lease: Lease of the dispatcher.
         departed: The started dispatch.
         dtype: Dtype of the rows.
-        sent: The arrived rows as leaves of autograd; None before.
+        leaves: The arrived rows and weights as leaves of autograd; None before.
         route: Route of the dispatch.
         outputs: Outputs of the experts; None before.
         grad_R: Gradient of the weights from the backward of combine.
@@ -100,7 +112,7 @@ class _Call:
     lease: Lease
     departed: Departed
     dtype: torch.dtype
-    sent: Dispatched | None = None
+    leaves: tuple[Tensor, Tensor] | None = None
     route: Route | None = None
     outputs: Tensor | None = None
     grad_R: Tensor | None = None
@@ -125,7 +137,7 @@ class _Session:
         self.flying: set[int] = set()
         self._calls: dict[int, _Call] = {}
         self._leases = [dispatcher._lease for dispatcher in experts]
-        self._experts = list(experts.values())
+        self._given, self._experts = experts, list(experts.values())
         if not self._leases:
             raise ConfigError("join: there are no layers. Pass the dispatchers of the MoE layers.")
         self._channels = [lease.enter() for lease in self._leases]
@@ -141,11 +153,17 @@ class _Session:
         return {"the layers of join": [[lease.shared.config.digest, lease.number] for lease in self._leases]}
 
     def _problem(self) -> MoEDispatchError | None:
+        for dispatcher, experts in self._given.items():
+            if getattr(experts, "__func__", None) is Dispatcher.run_experts:
+                return ConfigError(
+                    f"join: {type(dispatcher).__name__} does not define run_experts. Define it, or pass "
+                    "join({dispatcher: function, ...})."
+                )
         for channel in self._channels:
             config, given = channel.config, sum(other is channel for other in self._channels)
             for broken, rule in (
                 (isinstance(channel.backend, _Backend), "the layers are in another join already."),
-                (channel.control.group is not self.control.group, "all layers must have one group. Use a join each."),
+                (channel.control.group is not self.control.group, "all layers must have one group."),
                 (config.graph_safe, "sizes must be exchanged, got graph_safe=True. Give each rank as many steps."),
                 (
                     config.balance is not None or any(lease.table is not None for lease in self._leases),
@@ -226,6 +244,7 @@ class _Session:
         if not message:
             return False
         what, *numbers = message
+        self.between_exchanges = False
         with torch.no_grad():
             if what == _MAX:
                 self._answer_max(*numbers[:2])
@@ -241,6 +260,7 @@ class _Session:
                 self._start(*numbers[:5], mark=mark)
             else:
                 self._go_on(what, *numbers[:2])
+        self.between_exchanges = True
         return True
 
     def _answer_max(self, num_values: int, num_sums: int) -> None:
@@ -284,37 +304,35 @@ class _Session:
         call = self._calls[serial]
         index = self._leases.index(call.lease)
         if what == _FINISH:
-            self._finish(call, self._channels[index])
+            sent = self._finish(call, self._channels[index])
+            self.between_exchanges = True  # the others learn of an error of the experts at their next message
+            with torch.enable_grad():
+                call.outputs = self._experts[index](sent)
             return
-        assert call.sent is not None
+        assert call.leaves is not None
         assert call.route is not None
-        config, leaf = call.lease.shared.config, call.sent
-        weights = leaf.weights.detach() if config.weights == "combine" else None
+        assert call.outputs is not None
+        config, leaves = call.lease.shared.config, call.leaves
+        weights = leaves[1].detach() if config.weights == "combine" else None
         if what == _COMBINE:
-            if call.outputs is None:
-                with torch.enable_grad():
-                    call.outputs = self._experts[index](leaf)
             call.route.combine(call.outputs.detach(), weights)
             return
         if what == _COMBINE_BACKWARD:
-            assert call.outputs is not None
             zeros = call.outputs.new_zeros(call.departed.padded, config.hidden_size)
             outputs = call.outputs.detach() if flag else None
             grad_RD, call.grad_R = call.route.combine_backward(zeros, outputs, weights)
+            self.between_exchanges = True
             if call.outputs.requires_grad:
                 torch.autograd.backward(call.outputs, grad_RD)
             return
-        grads = [leaf.edge.grad, leaf.weights.grad]
-        grad_RD, grad_R = (
-            torch.zeros_like(tensor) if grad is None else grad
-            for tensor, grad in zip((leaf.edge, leaf.weights), grads, strict=True)
-        )
+        grad_RD, grad_R = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
         if call.grad_R is not None:
             grad_R = grad_R + call.grad_R
         call.route.dispatch_backward(grad_RD, grad_R if flag else None)
         del self._calls[serial]
 
-    def _finish(self, call: _Call, channel: Channel) -> None:
+    def _finish(self, call: _Call, channel: Channel) -> Dispatched:
+        """Wait for the rows, and return what the experts get."""
         arrived = finish(channel, call.departed)
         state = State(
             lease=call.lease,
@@ -330,16 +348,18 @@ class _Session:
         edge, quantised = arrived.rows, None
         if arrived.scales is not None:
             edge = edge_of(arrived.delivered, call.dtype)
-        edge.requires_grad_()
+        call.leaves = edge.requires_grad_(), arrived.weights.requires_grad_()
+        with torch.enable_grad():
+            edge, weights = (_FreshTensor.apply(leaf) for leaf in call.leaves)  # type: ignore[no-untyped-call]
         if arrived.scales is not None:
             quantised = quantised_rows(channel, arrived.delivered, edge, arrived.tokens_per_expert)
-        call.sent = Dispatched(
+        return Dispatched(
             edge=edge,
             quantised=quantised,
             tokens_per_expert=arrived.tokens_per_expert,
             real_tokens_per_expert=arrived.real_tokens_per_expert,
             host_counts=arrived.tokens_per_expert_list,
-            weights=arrived.weights.requires_grad_(),
+            weights=weights,
             pad_multiple=channel.shape.pad_multiple,
             placement=None,
             state=state,
@@ -431,10 +451,11 @@ class _Backend(Backend):
 class _Route(Route):
     """Stands in for the route of a dispatch, also in a backward after the block."""
 
-    __slots__ = ("__weakref__", "_inner", "_is_differentiated", "_serial", "_session")
+    __slots__ = ("__weakref__", "_inner", "_serial", "_session", "_told")
 
     def __init__(self, session: _Session, inner: Route, serial: int) -> None:
-        self._session, self._inner, self._serial, self._is_differentiated = session, inner, serial, False
+        self._session, self._inner, self._serial = session, inner, serial
+        self._told: set[int] = set()  # the backwards of this route so far
 
     def send(self, rows_TD: Tensor) -> NoReturn:
         raise StateError("join: dispatch(again=...) is not answered. Dispatch with the routing instead.")
@@ -446,12 +467,16 @@ class _Route(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        if self._is_differentiated:
-            raise StateError("join: a dispatch was combined twice. Only one backward of combine is answered.")
-        self._is_differentiated = True
+        self._only_once(_COMBINE_BACKWARD, "combined twice. Only one backward of combine is answered.")
         with self._session.exchange(_COMBINE_BACKWARD, self._serial, int(rows_RD is not None)):
             return self._inner.combine_backward(grad_TD, rows_RD, weights_R)
 
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        self._only_once(_DISPATCH_BACKWARD, "differentiated twice. Only one backward of dispatch is answered.")
         with self._session.exchange(_DISPATCH_BACKWARD, self._serial, int(grad_R is not None)):
             return self._inner.dispatch_backward(grad_RD, grad_R)
+
+    def _only_once(self, what: int, rule: str) -> None:
+        if what in self._told:
+            raise StateError(f"join: a dispatch was {rule}")
+        self._told.add(what)

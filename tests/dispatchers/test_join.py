@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -242,6 +242,54 @@ def test_a_failure_between_calls_is_told() -> None:
     raises_everywhere(results, LostPeerError, "join: another rank has failed in the block")
 
 
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("in backward")
+
+
+@pytest.mark.parametrize("where", ["in forward", "in backward"])
+def test_a_failure_of_experts_that_answer_is_told(where: str) -> None:
+    def body(group: Group) -> None:
+        def experts(sent: Dispatched) -> Tensor:
+            if group.rank():
+                return sent.rows * 1
+            if where == "in forward":
+                raise ValueError(where)
+            return cast(Tensor, _Fails.apply(sent.rows))  # type: ignore[no-untyped-call]
+
+        dispatcher = build_dispatcher(small_config(), group)
+        with join({dispatcher: experts}):
+            for _ in range(group.rank()):
+                sent = dispatcher.dispatch(random_rows(4).requires_grad_(), random_routing(4))
+                dispatcher.combine(experts(sent), sent).sum().backward()
+
+    first, *others = outcomes(body, 4)
+    assert isinstance(first, ValueError)
+    raises_everywhere(others, LostPeerError, "join: another rank has failed in the block")
+
+
+def test_experts_may_change_rows_in_place() -> None:
+    def body(group: Group) -> Tensor:
+        dispatcher, scale = build_dispatcher(small_config(), group), torch.full((16,), 2.0, requires_grad=True)
+        x = random_rows(4).requires_grad_()
+        with join({dispatcher: lambda sent: sent.rows.mul_(scale)}):
+            for _ in range(group.rank()):
+                sent = dispatcher.dispatch(x, random_routing(4))
+                dispatcher.combine(sent.rows.mul_(scale), sent).sum().backward()
+        assert scale.grad is not None
+        return scale.grad if x.grad is None else x.grad
+
+    answered, grad = on_ranks(body, 2)
+    assert answered.abs().sum() > 0
+    weights = random_routing(4).topk_weights.sum(1, keepdim=True)
+    torch.testing.assert_close(grad, (2 * weights).expand_as(grad))
+
+
 def test_different_calls_are_refused_on_all_ranks() -> None:
     def body(group: Group) -> None:
         layers = [Layer(seed, group, hidden=16) for seed in range(2)]
@@ -277,8 +325,14 @@ def test_calls_that_cannot_be_answered() -> None:
     def by_operator(layer: Layer, x: Tensor, routing: Routing) -> None:
         by_operators(lambda x: layer.dispatch(x, routing).rows, x.requires_grad_())
 
+    def differentiated(layer: Layer, x: Tensor, routing: Routing) -> None:
+        sent = layer.dispatch(x.requires_grad_(), routing)
+        sent.rows.sum().backward(retain_graph=True)
+        sent.rows.sum().backward()
+
     refused(again, r"join: dispatch(again=...) is not answered")
     refused(twice, "join: a dispatch was combined twice")
+    refused(differentiated, "join: a dispatch was differentiated twice")
     refused(by_operator, "join: calls inside torch.compile and selective checkpointing are not answered")
 
 
@@ -297,6 +351,14 @@ def test_configs_and_layers_that_are_refused() -> None:
         ({}, 2, "the layers are in another join already"),
     ):
         raises_everywhere(outcomes(partial(body, fields=fields, given=given), 2), ConfigError, text)
+
+
+def test_layers_without_experts_are_refused() -> None:
+    def body(group: Group) -> None:
+        with join([build_dispatcher(small_config(), group)]):
+            raise AssertionError("entered")
+
+    raises_everywhere(outcomes(body, 2), ConfigError, "join: Dispatcher does not define run_experts")
 
 
 def test_one_rank_alone() -> None:
