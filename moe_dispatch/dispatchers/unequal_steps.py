@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from moe_dispatch.types import Dispatched, Sizes
 
 Experts = Callable[[Dispatched], Tensor]
 
+_of_thread = threading.local()
 _NOTHING = -(2**61)  # what a rank adds to a maximum that it does not take part in
 _DTYPES = sorted(ROW_DTYPES, key=str)
 # What comes next. A rank that fails says so in place of its next exchange, and the highest number wins.
@@ -54,7 +56,8 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
             function that runs the experts of this rank. It must contain no collectives.
 
     Raises:
-        ConfigError: The layers are incomplete, are of several groups, or differ between ranks; or a config has
+        ConfigError: The block is inside of another join; or the layers are incomplete, are of several groups, or differ
+            between ranks; or a config has
             ``graph_safe`` or expert slots. Raised on every rank.
         StateError: A call in the block is compiled, sends rows ``again``, or differentiates one dispatch twice.
         LostPeerError: Another rank has failed in the block.
@@ -66,6 +69,8 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
 
     Source: the manner of use is that of ``torch.distributed.algorithms.Join``.
     """
+    if getattr(_of_thread, "is_joined", False):  # other ranks may be done, so the outer join tells them
+        raise ConfigError("join: this block is inside of another join. Pass all layers to one join.")
     given = layers if isinstance(layers, Mapping) else {layer: layer.run_experts for layer in layers}
     session = _Session(given)
     try:
@@ -148,6 +153,7 @@ class _Session:
         self._named = [self._stand_in(channel, None) for channel in self._channels]
         for channel in self._named:  # operators look channels up by name
             channels._by_name[channel.name] = channel
+        _of_thread.is_joined = True
 
     def _facts(self) -> dict[str, Any]:
         return {"the layers of join": [[lease.shared.config.digest, lease.number] for lease in self._leases]}
@@ -162,7 +168,6 @@ class _Session:
         for channel in self._channels:
             config, given = channel.config, sum(other is channel for other in self._channels)
             for broken, rule in (
-                (isinstance(channel.backend, _Backend), "the layers are in another join already."),
                 (channel.control.group is not self.control.group, "all layers must have one group."),
                 (config.graph_safe, "sizes must be exchanged, got graph_safe=True. Give each rank as many steps."),
                 (
@@ -187,7 +192,7 @@ class _Session:
 
     def close(self) -> None:
         """Give the dispatchers their channels back."""
-        self.is_open = False
+        self.is_open = _of_thread.is_joined = False
         for lease, channel in zip(self._leases, self._channels, strict=True):
             lease.shared = channels._by_name[channel.name] = channel
         self._calls.clear()

@@ -348,7 +348,7 @@ def test_configs_and_layers_that_are_refused() -> None:
         ({"spare_experts_per_rank": 1}, 2, "experts must stay at home"),
         ({}, 1, "pass all 2 open dispatchers of a config and group, got 1"),
         ({}, 0, "join: there are no layers"),
-        ({}, 2, "the layers are in another join already"),
+        ({}, 2, "join: this block is inside of another join"),
     ):
         raises_everywhere(outcomes(partial(body, fields=fields, given=given), 2), ConfigError, text)
 
