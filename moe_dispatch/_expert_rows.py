@@ -13,7 +13,7 @@ from torch.library import get_ctx
 from moe_dispatch._custom_operators import operator
 
 # torch's grouped GEMM wants every row of both operands to start at a multiple of 16 bytes.
-_ALIGNED_BYTES = 16
+ALIGNED_BYTES = 16
 
 
 @operator
@@ -63,7 +63,7 @@ def grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
     """
     if rows.dtype == torch.float64:
         return _masked_mm(rows, weights, offs)
-    multiple, width = _ALIGNED_BYTES // rows.element_size(), weights.shape[2]
+    multiple, width = ALIGNED_BYTES // rows.element_size(), weights.shape[2]
     pad_D, pad_H = -weights.shape[1] % multiple, -width % multiple
     if pad_D or pad_H:  # zero columns add nothing to a product
         rows, weights = F.pad(rows, (0, pad_D)), F.pad(weights, (0, pad_H, 0, pad_D))

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_dispatch._expert_rows import ALIGNED_BYTES, grouped_mm
 from moe_dispatch._quantisation import RECIPES, Quantised, quantise, widen
-from moe_dispatch.errors import InputError
+from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation.index import round_up
 from moe_dispatch.types import Dispatched, QuantisedRows
 
@@ -118,7 +119,7 @@ def torch_arguments(sent: Dispatched, weights: Tensor) -> dict[str, Any]:
         weights: (L, D, H), a matrix for each expert. They are quantised here, along D.
 
     Raises:
-        InputError: The rows are not quantised as "mxfp8".
+        InputError: The rows are not quantised as "mxfp8", or the weights have another L or D than the rows.
 
     Cost: no host sync; the scales are copied once, and with padding to less than 128 rows once more.
 
@@ -126,6 +127,10 @@ def torch_arguments(sent: Dispatched, weights: Tensor) -> dict[str, Any]:
     """
     rows = _rows(sent, "torch_arguments", ("mxfp8",))
     num_experts, hidden, width = weights.shape
+    if (num_experts, hidden) != (expected := (rows.tokens_per_expert.shape[0], rows.values.shape[1])):
+        raise InputError(
+            f"torch_arguments: weights must be (L, D, H) with (L, D) {expected}, got {tuple(weights.shape)}."
+        )
     values, scales = quantise(weights.transpose(1, 2).reshape(-1, hidden), RECIPES["mxfp8"])
     by_expert = scales.view(num_experts, width, -1).view(torch.uint8)
     # The swizzle is the same for each expert, because its rows begin at a whole block.
@@ -254,11 +259,14 @@ def grouped_gemm(sent: Dispatched, weights: Tensor, forward: Callable[[Dispatche
         The products, (R, H).
 
     Raises:
-        InputError: The rows are not quantised.
+        InputError: The rows are not quantised, or the weights are float64.
+        StateError: The backward itself is differentiated.
 
     Cost: the backward widens the rows, and runs two grouped GEMMs of torch.
     """
     rows = _rows(sent, "grouped_gemm", tuple(RECIPES))
+    if weights.dtype == torch.float64:
+        raise InputError("grouped_gemm: weights must be bfloat16, float16 or float32, got float64.")
     outputs: Tensor = _Gemm.apply(rows.edge, weights, sent, forward)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -273,14 +281,18 @@ class _Gemm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise StateError("grouped_gemm: double backward is not supported. Use create_graph=False. [MD09]")
         values, scales, weights = ctx.saved_tensors
-        grad = grad.to(weights.dtype).contiguous()
+        grad = grad.to(weights.dtype)
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_rows = F.grouped_mm(grad, weights.transpose(1, 2), offs=ctx.offs).to(ctx.dtype)
+            grad_rows = grouped_mm(grad, weights.transpose(1, 2), ctx.offs).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             rows = widen(Quantised(values, scales), weights.dtype)
-            grad_weights = F.grouped_mm(rows.t(), grad, offs=ctx.offs)
+            width = grad.shape[1]
+            grad = F.pad(grad, (0, -width % (ALIGNED_BYTES // grad.element_size()))).contiguous()
+            grad_weights = F.grouped_mm(rows.t(), grad, offs=ctx.offs)[:, :, :width]
         return grad_rows, grad_weights, None, None
 
 

@@ -211,7 +211,12 @@ class QuantisedRows:
     @property
     def rows(self) -> Tensor:
         """The rows in the model's dtype, (R, D). They are widened on the first read and kept."""
-        if not self._widened or (torch.is_grad_enabled() and self.edge.requires_grad > self._widened[0].requires_grad):
+        kept = self._widened
+        if (
+            not kept
+            or (torch.is_grad_enabled() and self.edge.requires_grad > kept[0].requires_grad)
+            or (kept[0].is_inference() and not torch.is_inference_mode_enabled())
+        ):
             self._widened[:] = [Widen.apply(self.edge, self.values, self.scales)]  # type: ignore[no-untyped-call]
         return self._widened[0]
 

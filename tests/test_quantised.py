@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_dispatch import Dispatched, build_dispatcher, quantised
-from moe_dispatch.errors import InputError
+from moe_dispatch.errors import InputError, StateError
 from tests.dispatchers.layer import expert_weights, random_routing, random_rows, small_config
 from tests.pages import ROOT
 
@@ -199,15 +199,16 @@ def _by_hand(sent: Dispatched, weights: Tensor) -> Tensor:
     return sent.grouped_mm(blocks.view(rows.values.shape).to(weights.dtype), weights)
 
 
+@pytest.mark.parametrize("width", [64, 60])  # 60: rows of 120 bytes, which torch's grouped GEMM does not take
 @pytest.mark.parametrize("fields", [MXFP8, FLOAT8, {**MXFP8, **SAFE}], ids=["mxfp8", "float8", "graph-safe"])
-def test_a_gemm_without_a_backward_gets_the_gradients_of_the_widened_rows(fields: Fields) -> None:
+def test_a_gemm_without_a_backward_gets_the_gradients_of_the_widened_rows(fields: Fields, width: int) -> None:
     found = []
     for run in (
         lambda sent, w: quantised.grouped_gemm(sent, w, _by_hand),
         lambda sent, w: sent.grouped_mm(sent.rows, w),
     ):
         x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
-        weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16)[:, :, :64].contiguous().requires_grad_()
+        weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16)[:, :, :width].contiguous().requires_grad_()
         sent = _sent(x, **fields)
         y = run(sent, weights)
         y[: sent.offs[-1]].backward(torch.ones_like(y[: sent.offs[-1]]))
@@ -219,10 +220,41 @@ def test_a_gemm_without_a_backward_gets_the_gradients_of_the_widened_rows(fields
     assert found[0][1].abs().sum() > 0
 
 
+def test_double_backward_of_a_gemm_is_refused() -> None:
+    x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16).requires_grad_()
+    y = quantised.grouped_gemm(_sent(x, **MXFP8), weights, _by_hand)
+    with pytest.raises(StateError, match=r"grouped_gemm: double backward is not supported\. Use create_graph=False"):
+        torch.autograd.grad(y.square().sum(), weights, create_graph=True)
+
+
+def test_rows_that_were_first_read_in_inference_mode_still_train() -> None:
+    x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16).requires_grad_()
+    sent = _sent(x, **MXFP8)
+    with torch.inference_mode():
+        assert sent.rows.is_inference()
+    with torch.no_grad():
+        assert not sent.rows.is_inference()
+    sent.grouped_mm(sent.rows, weights)[: sent.offs[-1]].sum().backward()
+    assert weights.grad is not None
+
+
 REFUSED = {
     "rows": ({"pad_multiple": 32}, quantised.deep_gemm_pair, 'the rows are not quantised. Set deliver="quantised"'),
     "recipe": (FLOAT8, lambda sent: quantised.torch_arguments(sent, torch.ones(8, HIDDEN, 32)), "must be 'mxfp8', got"),
     "padding": (MXFP8, quantised.deep_gemm_pair, "pad_multiple must be a multiple of 128, got 32"),
+    "experts": (
+        MXFP8,
+        lambda sent: quantised.torch_arguments(sent, torch.ones(4, HIDDEN, 32)),
+        r"\(8, 256\), got \(4,",
+    ),
+    "hidden": (MXFP8, lambda sent: quantised.torch_arguments(sent, torch.ones(8, 64, 32)), r"\(8, 256\), got \(8, 64,"),
+    "float64": (
+        MXFP8,
+        lambda sent: quantised.grouped_gemm(sent, torch.ones(8, HIDDEN, 32, dtype=torch.float64), _by_hand),
+        "weights must be bfloat16, float16 or float32, got float64",
+    ),
     "psum": (MXFP8, lambda sent: quantised.deep_gemm_layout(sent, psum=True), "psum needs pad_multiple=128"),
 }
 

@@ -1,4 +1,4 @@
-"""What integrations refuse: frameworks that are missing or too old, and configs with spare expert slots."""
+"""What integrations refuse: frameworks that are missing or too old, spare expert slots, and quantised rows."""
 
 from __future__ import annotations
 
@@ -57,4 +57,17 @@ def refuse_spare_slots(where: str, config: DispatcherConfig) -> None:
             f"{where}: this integration runs the experts that a rank owns, so it has no spare expert slots, got "
             f"spare_experts_per_rank={config.spare_experts_per_rank} and balance={config.balance!r}. Leave them out, "
             "or call a Dispatcher with SlotWeights."
+        )
+
+
+def refuse_quantised_rows(where: str, config: DispatcherConfig) -> None:
+    """Refuse ``deliver="quantised"``. The experts of a framework compute in the dtype of the model.
+
+    Raises:
+        ConfigError: The config delivers quantised rows.
+    """
+    if config.deliver == "quantised":
+        raise ConfigError(
+            f"{where}: this integration hands rows to the framework's experts, which read no quantised rows, got "
+            'deliver="quantised". Leave deliver out.'
         )

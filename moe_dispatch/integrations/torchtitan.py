@@ -20,7 +20,7 @@ from torch.func import functional_call
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch.integrations.checks import check_version, refuse_spare_slots
+from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows, refuse_spare_slots
 from moe_dispatch.layouts import Rows
 from moe_dispatch.replay import Cut, replayed
 from moe_dispatch.replay.entries import UNKNOWN
@@ -88,6 +88,7 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             hidden_size=config.hidden_dim,
             **config.options,
         )
+        refuse_quantised_rows("MoEDispatchTokenDispatcher", self._config)
         self._name = config.name
         self._dispatcher: Dispatcher | None = None
         self.drift: Tensor | None = None  # of the routing of this micro-batch, if it is replayed

@@ -1,4 +1,4 @@
-"""What every integration refuses: versions of a framework that cannot work, and spare expert slots."""
+"""What integrations refuse: versions of a framework that cannot work, spare expert slots, and quantised rows."""
 
 from __future__ import annotations
 
@@ -69,10 +69,20 @@ def test_spare_slots_are_refused() -> None:
         checks.refuse_spare_slots("register", config.replace(spare_experts_per_rank=2))
 
 
+def test_quantised_rows_are_refused() -> None:
+    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=32, pad_multiple=32, wire_dtype="mxfp8")
+    checks.refuse_quantised_rows("register", config)
+    with pytest.raises(
+        ConfigError, match=r'register: .* which read no quantised rows, got deliver="quantised"\. Leave'
+    ):
+        checks.refuse_quantised_rows("register", config.replace(deliver="quantised"))
+
+
+@pytest.mark.parametrize("refusal", ["refuse_spare_slots", "refuse_quantised_rows"])
 @pytest.mark.parametrize("module", ["megatron/settings.py", "torchtitan.py"])
-def test_integrations_without_views_of_experts_refuse_them(module: str) -> None:
+def test_integrations_that_run_the_experts_of_a_framework_refuse_them(module: str, refusal: str) -> None:
     """The frameworks may not be installed here, so the source is read."""
     calls: list[Any] = [
         node for node in ast.walk(ast.parse((FOLDER / module).read_text())) if isinstance(node, ast.Call)
     ]
-    assert any(ast.unparse(call.func) == "refuse_spare_slots" for call in calls)
+    assert any(ast.unparse(call.func) == refusal for call in calls)
