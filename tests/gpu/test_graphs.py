@@ -124,12 +124,9 @@ def test_an_invalid_id_is_found_without_another_wait(backend: str, nccl: dist.Pr
     dispatcher.dispatch(x, Routing(ids, weights))
 
 
-@pytest.mark.parametrize("placed", [False, True])
-def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup, placed: bool) -> None:
-    """A placement makes one counter, and the first call all others."""
-    dispatcher = dispatcher_of("local", nccl, num_experts=16 if placed else 32)
-    if placed:
-        dispatcher.place(ExpertPlacement(16, (tuple(reversed(range(16))),)), device="cuda")
+def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup) -> None:
+    """It makes the counters."""
+    dispatcher = dispatcher_of("local", nccl, num_experts=32)
     x, ids, weights = inputs_of(0)
     with (
         pytest.raises(StateError, match="once before a CUDA graph captures it"),
@@ -138,12 +135,15 @@ def test_the_first_call_cannot_be_captured(nccl: dist.ProcessGroup, placed: bool
         dispatcher.dispatch(x, Routing(ids, weights))
 
 
-def test_replays_count_the_rows_of_a_placement_after_the_first_call(nccl: dist.ProcessGroup) -> None:
-    """The counter of its experts is on the device of the rows before the capture."""
-    dispatcher = dispatcher_of("local", nccl, num_experts=64)
+@pytest.mark.parametrize("called", [False, True])
+def test_replays_count_the_rows_of_a_placement(nccl: dist.ProcessGroup, called: bool) -> None:
+    """A placement makes the counters on its device, so that no call must come before the capture."""
+    num_experts = 64 if called else 16
+    dispatcher = dispatcher_of("local", nccl, num_experts=num_experts)
     x, ids, weights = inputs_of(0)
-    dispatcher.dispatch(x, Routing(ids, weights))
-    dispatcher.place(ExpertPlacement(64, (tuple(reversed(range(64))),)), device="cuda")
+    if called:
+        dispatcher.dispatch(x, Routing(ids, weights))
+    dispatcher.place(ExpertPlacement(num_experts, (tuple(reversed(range(num_experts))),)), device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         dispatcher.dispatch(x, Routing(ids, weights))
@@ -151,7 +151,7 @@ def test_replays_count_the_rows_of_a_placement_after_the_first_call(nccl: dist.P
     for _ in range(2):
         graph.replay()
     counted = dispatcher.metrics().real_tokens_per_expert - before
-    assert torch.equal(counted, 2 * torch.bincount(ids.flatten().cpu(), minlength=64))
+    assert torch.equal(counted, 2 * torch.bincount(ids.flatten().cpu(), minlength=num_experts))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
