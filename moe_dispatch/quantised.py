@@ -282,7 +282,7 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise StateError("grouped_gemm: double backward is not supported. Use create_graph=False. [MD09]")
+            raise StateError("grouped_gemm: double backward is not supported. Use create_graph=False.")
         values, scales, weights = ctx.saved_tensors
         grad = grad.to(weights.dtype)
         grad_rows = grad_weights = None
