@@ -151,6 +151,35 @@ def test_hand_made_plans() -> None:
     assert flows(plan)[0].tolist() == [3, 3, 3, 0]
 
 
+@pytest.mark.parametrize(
+    ("totals", "moved", "slots"),
+    [
+        # Two equally busy ranks and two without rows.
+        ([4, 4, 4, 4, 0, 0, 0, 0], {(0, 2): 4, (1, 3): 4}, [0, 0, 1, 1]),
+        # Three equally busy ranks and one without rows: each busy rank gives, and two of them also take.
+        ([4] * 9 + [0] * 3, {(0, 3): 9, (1, 0): 6, (2, 1): 3}, [2, 1, 0, 3]),
+    ],
+    ids=["rank_ties", "ties"],
+)
+def test_tables_of_megatron_agree_between_ranks(
+    totals: list[int], moved: dict[tuple[int, int], int], slots: list[int]
+) -> None:
+    """The two hand-computed tables in the tests of Megatron-LM #7450: rows between ranks, and slots in use.
+
+    Of experts with equally many rows it moves others than we do, so the experts are not compared.
+    """
+    per_rank = len(totals) // 4
+    counts = torch.zeros(4, len(totals), dtype=torch.int64)
+    counts[0] = torch.tensor(totals)
+    planner = ExactPlanner(len(totals), 4, 0, spare=per_rank)
+    copies = planner(counts).placement.copies_PS
+    by_rank = sum(flows(ExactPlanner(len(totals), 4, rank, spare=per_rank)(counts)) for rank in range(4))
+    assert isinstance(by_rank, Tensor)
+    between = by_rank.view(4, per_rank, 4).sum(1)
+    assert {(a, b): n for a, row in enumerate(between.tolist()) for b, n in enumerate(row) if n and a != b} == moved
+    assert (copies < len(totals)).sum(1).tolist() == slots
+
+
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 def test_rows_stay_on_their_node_if_they_can(per_node: int) -> None:
     generator = torch.Generator().manual_seed(per_node)
