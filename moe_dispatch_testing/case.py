@@ -16,7 +16,7 @@ from moe_dispatch.config import DispatcherConfig, RowCounts
 from moe_dispatch.dispatchers import build_dispatcher
 from moe_dispatch_testing.host_syncs import allow_host_syncs, refuse_host_syncs
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS
-from moe_dispatch_testing.rank_context import Call, RankContext, make_call
+from moe_dispatch_testing.rank_context import LayerCall, RankContext, make_call
 from moe_dispatch_testing.ranks import Ranks
 from moe_dispatch_testing.reference import Expected, expect_close, expect_equal, expect_zero
 from moe_dispatch_testing.scenario import Batch, Experts, Scenario
@@ -149,7 +149,7 @@ def run_rank(config: DispatcherConfig, group: dist.ProcessGroup | None, case: Ca
         return [(_gradient(call.experts.matrix_EWW), _gradient(call.experts.bias_ED)) for call in calls]
 
 
-def _differentiate(outputs: Sequence[Tensor], calls: Sequence[Call], *, one_by_one: bool) -> None:
+def _differentiate(outputs: Sequence[Tensor], calls: Sequence[LayerCall], *, one_by_one: bool) -> None:
     pairs = [(output, call.upstream) for output, call in zip(outputs, calls, strict=True)]
     if not one_by_one:
         torch.autograd.backward([output for output, _ in pairs], [upstream for _, upstream in pairs])
@@ -158,7 +158,7 @@ def _differentiate(outputs: Sequence[Tensor], calls: Sequence[Call], *, one_by_o
         output.backward(upstream)
 
 
-def _check_output(y: Tensor, call: Call, expected: Expected, scenario: Scenario) -> None:
+def _check_output(y: Tensor, call: LayerCall, expected: Expected, scenario: Scenario) -> None:
     expect_equal("shape of y", y.shape, call.x.shape)
     expect_equal("dtype of y", y.dtype, scenario.torch_dtype)
     tokens, others = call.input_layout.split(y.detach().cpu())
@@ -167,7 +167,7 @@ def _check_output(y: Tensor, call: Call, expected: Expected, scenario: Scenario)
     expect_zero("rows of y that went nowhere", tokens[(expected.y_TD == 0).all(1)])
 
 
-def _check_gradients(call: Call, expected: Expected, scenario: Scenario) -> None:
+def _check_gradients(call: LayerCall, expected: Expected, scenario: Scenario) -> None:
     for what, leaf, wanted in (
         ("x", call.x, expected.grad_x_TD),
         ("topk_weights", call.weights_TK, expected.grad_weights_TK),

@@ -21,7 +21,7 @@ from moe_dispatch_testing.scenario import Batch, Experts, Scenario
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Call:
+class LayerCall:
     """Tensors of one call of a layer on one rank, as a model would hold them. The T rows of x include padding.
 
     Attributes:
@@ -42,7 +42,7 @@ class Call:
     experts: Experts
     batches: tuple[Batch, ...]
 
-    def to(self, device: str) -> Call:
+    def to(self, device: str) -> LayerCall:
         """Return a copy on a device, with its own leaves."""
         experts = Experts(
             matrix_EWW=_moved(self.experts.matrix_EWW, device), bias_ED=_moved(self.experts.bias_ED, device)
@@ -75,14 +75,14 @@ class RankContext:
     scenario: Scenario
     dispatcher: Dispatcher
     rank: int
-    calls: tuple[Call, ...]
+    calls: tuple[LayerCall, ...]
 
     @allow_host_syncs()
-    def plan(self, call: Call) -> Plan:
+    def plan(self, call: LayerCall) -> Plan:
         """Make the plan of a call, on which all ranks agree."""
         return self.dispatcher.plan(call.layout, like=call.x)
 
-    def dispatch(self, call: Call, plan: Plan | Layout | None, *, x: Tensor | None = None) -> Dispatched:
+    def dispatch(self, call: LayerCall, plan: Plan | Layout | None, *, x: Tensor | None = None) -> Dispatched:
         """Dispatch, and compare the rows that this rank received with the tokens of all ranks."""
         sent = self.dispatcher.dispatch(call.x if x is None else x, call.routing, plan)
         self.check(sent, call.batches)
@@ -119,18 +119,18 @@ class RankContext:
         outputs = outputs.to(rows.dtype)
         return poison(outputs, padding_R) if self.scenario.poisons_padding else outputs
 
-    def combine(self, call: Call, sent: Dispatched) -> Tensor:
+    def combine(self, call: LayerCall, sent: Dispatched) -> Tensor:
         """Apply this rank's experts to the rows it received, and combine."""
         return self.dispatcher.combine(self.run_experts(sent, call.experts), sent)
 
-    def layer(self, call: Call, plan: Plan | Layout | None, x: Tensor | None = None) -> Tensor:
+    def layer(self, call: LayerCall, plan: Plan | Layout | None, x: Tensor | None = None) -> Tensor:
         """Run the whole layer: dispatch, experts, combine."""
         return self.combine(call, self.dispatch(call, plan, x=x))
 
 
 def make_call(
     scenario: Scenario, input_layout: InputLayout, batches: tuple[Batch, ...], rank: int, experts: Experts
-) -> Call:
+) -> LayerCall:
     """Make the tensors of one call on one rank. The scenario says which of ``x`` and the weights collect gradients."""
     batch, nan = batches[rank], float("nan")
     weight_dtype = torch.promote_types(scenario.torch_dtype, torch.float32)
@@ -138,7 +138,7 @@ def make_call(
     ids_TK = input_layout.place(batch.ids_TK, 0)
     others_T = torch.ones(input_layout.num_rows, 1, dtype=torch.bool).index_fill_(0, input_layout.real_T, False)
     noise_TK = torch.arange(ids_TK.numel()).view_as(ids_TK) % scenario.num_experts
-    return Call(
+    return LayerCall(
         input_layout=input_layout,
         x=input_layout.place(batch.x_TD.to(scenario.torch_dtype), nan)
         .view(shape)

@@ -145,11 +145,11 @@ def run_processes(
     forks = multiprocessing.get_start_method(allow_none=True) == "forkserver"
     context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    call = _Call(
+    job = _Job(
         body=body, args=args, size=size, timeout=timeout, backend=backend, port=store.port, sends=on_message is not None
     )
     processes = [
-        context.Process(target=_run_rank, args=(call, rank, dict(os.environ), writer), name=f"rank {rank}", daemon=True)
+        context.Process(target=_run_rank, args=(job, rank, dict(os.environ), writer), name=f"rank {rank}", daemon=True)
         for rank, (_, writer) in enumerate(pipes)
     ]
     try:
@@ -280,7 +280,7 @@ class _Listener:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
+class _Job:
     """Arguments of ``run_processes`` that each process needs, and the port of the store that they share."""
 
     body: Callable[..., Any]
@@ -292,7 +292,7 @@ class _Call:
     sends: bool
 
 
-def _run_rank(call: _Call, rank: int, environment: dict[str, str], writer: Connection) -> None:
+def _run_rank(job: _Job, rank: int, environment: dict[str, str], writer: Connection) -> None:
     """Run the body of one rank, in the process of this rank."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.clear()  # a forked process has the environment with which the fork server was started
@@ -302,19 +302,19 @@ def _run_rank(call: _Call, rank: int, environment: dict[str, str], writer: Conne
     def send(kind: str, value: Any) -> None:
         writer.send_bytes(pickle.dumps((kind, value)))  # torch's pickler would keep tensors in this process's memory
 
-    keywords = {"send": lambda message: send("message", message)} if call.sends else {}
+    keywords = {"send": lambda message: send("message", message)} if job.sends else {}
     try:
-        if call.backend == "nccl":
+        if job.backend == "nccl":
             torch.cuda.set_device(rank)
-        store = dist.TCPStore("127.0.0.1", call.port, is_master=False)
-        dist.init_process_group(call.backend, store=store, rank=rank, world_size=call.size, timeout=call.timeout)
+        store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+        dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.size, timeout=job.timeout)
         # Wait until all ranks have connected. A body that returns at once would disconnect peers that still connect.
         store.set(f"connected/{rank}", "")
-        store.wait([f"connected/{peer}" for peer in range(call.size)])
-        send("result", call.body(rank, *call.args, **keywords))
+        store.wait([f"connected/{peer}" for peer in range(job.size)])
+        send("result", job.body(rank, *job.args, **keywords))
         dist.destroy_process_group()
     except BaseException as error:
-        send("error", (failure_text(rank, call.size, error), "".join(traceback.format_exception(error))))
+        send("error", (failure_text(rank, job.size, error), "".join(traceback.format_exception(error))))
 
 
 def _end_with_parent() -> None:

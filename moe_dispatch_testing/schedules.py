@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch.dispatchers import run_in_chunks
 from moe_dispatch.types import Dispatched
-from moe_dispatch_testing.rank_context import Call, RankContext
+from moe_dispatch_testing.rank_context import LayerCall, RankContext
 from moe_dispatch_testing.reference import Expected, reference
 from moe_dispatch_testing.scenario import Batch, Experts, Scenario
 
@@ -149,7 +149,7 @@ def checkpointed(context: RankContext, *, reentrant: bool) -> Outputs:
 def in_chunks(context: RankContext) -> Outputs:
     """Run the layer in chunks of at most ``chunk_tokens`` rows."""
 
-    def run(call: Call) -> Tensor:
+    def run(call: LayerCall) -> Tensor:
         def experts(sent: Dispatched) -> Tensor:
             return context.run_experts(sent, call.experts)
 

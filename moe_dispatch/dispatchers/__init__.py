@@ -29,9 +29,10 @@ There are two kinds of padding:
 All calls use ``channel``, the objects that dispatchers with the same config and group open and share. They count in
 ``metrics``. ``slot_weights`` stands above the dispatcher: it brings the weights of copied experts to the ranks that
 hold them. ``chunks`` runs a layer call in parts, and ``unequal_steps`` lets ranks make different numbers of calls. In
-a call, ``balancing`` plans expert slots if the config asks for it, and ``recorder`` keeps ids for a trace. Outside of a
-call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what graph-safe calls
-needed), ``capture`` (graph-safe calls in a CUDA graph) and ``self_test`` (random rows through identity experts).
+a call, ``balancing`` plans expert slots if the config asks for it, and ``moe_dispatch._recorder`` keeps ids for a
+trace. Outside of a call: ``requirements`` (what config and backend need from a group), ``overflow`` (it reads what
+graph-safe calls needed), and ``self_test`` (random rows through identity experts). ``moe_dispatch._cuda_graphs``
+captures graph-safe calls.
 """
 
 from moe_dispatch.dispatchers.chunks import run_in_chunks

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_dispatch._recorder import Recorder
 from moe_dispatch.backends.base import BackendContext, BackendOptions, Constraints, MoEShape
 from moe_dispatch.backends.registry import known_backends, load_backend
 from moe_dispatch.balance.exact import ExactPlanner
@@ -32,7 +33,6 @@ from moe_dispatch.balance.slot_table import SlotTable
 from moe_dispatch.communication import Communicator, control_device, device_types, raise_alike
 from moe_dispatch.config import ENVIRONMENT_PREFIX, LONGEST_WATCHDOG, SHORTEST_WATCHDOG, DispatcherConfig
 from moe_dispatch.dispatchers.metrics import Meter
-from moe_dispatch.dispatchers.recorder import Recorder
 from moe_dispatch.dispatchers.requirements import check_buffers, check_group, check_usable, exact_planner, shape_of
 from moe_dispatch.errors import BackendUnavailableError, ConfigError, StateError, shown
 from moe_dispatch.permutation import choose_permutation

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from moe_dispatch._recorder import Note, Recorder
 from moe_dispatch.dispatchers import Dispatcher
-from moe_dispatch.dispatchers.recorder import Note, Recorder
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.replay.cut import SequenceId
 from moe_dispatch.replay.entries import stored

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights
 from moe_dispatch.types import Dispatched
-from moe_dispatch_testing.rank_context import Call, RankContext
+from moe_dispatch_testing.rank_context import LayerCall, RankContext
 from moe_dispatch_testing.scenario import Experts
 from moe_dispatch_tools.compare.workload import Step
 
@@ -37,19 +37,19 @@ class Contender(ABC):
     dispatcher: Dispatcher | None = None
     counts_L = torch.zeros(0)
 
-    def prepare(self, call: Call) -> None:  # noqa: B027 - optional
+    def prepare(self, call: LayerCall) -> None:  # noqa: B027 - optional
         """Learn what may be known of a call before the clock starts. Collective."""
 
-    def leaves(self, call: Call) -> tuple[Tensor, ...]:
+    def leaves(self, call: LayerCall) -> tuple[Tensor, ...]:
         """Return the tensors whose gradients a timed backward computes."""
         return call.x, call.weights_TK
 
     @abstractmethod
-    def checked(self, step: Step, call: Call, rank: int) -> Tensor:
+    def checked(self, step: Step, call: LayerCall, rank: int) -> Tensor:
         """Run the forward with the experts of the conformance kit."""
 
     @abstractmethod
-    def timed(self, call: Call, mark: Callable[[], None]) -> Tensor:
+    def timed(self, call: LayerCall, mark: Callable[[], None]) -> Tensor:
         """Run the forward. Call ``mark``, which notes the time, when rows have arrived and when experts are done."""
 
     def close(self) -> None:  # noqa: B027 - optional
@@ -80,10 +80,10 @@ class Ours(Contender):
             torch.randn(shape).div_(shape[1] ** 0.5).to(device, dtype).requires_grad_() for shape in shapes
         )
 
-    def leaves(self, call: Call) -> tuple[Tensor, ...]:
+    def leaves(self, call: LayerCall) -> tuple[Tensor, ...]:
         return call.x, call.weights_TK, *self._experts
 
-    def checked(self, step: Step, call: Call, rank: int) -> Tensor:
+    def checked(self, step: Step, call: LayerCall, rank: int) -> Tensor:
         dispatcher, experts, numbers = self.dispatcher, call.experts, None
         context = RankContext(scenario=step.scenario, dispatcher=dispatcher, rank=rank, calls=(call,))
         sent = dispatcher.dispatch(call.x, call.routing, context.plan(call))
@@ -95,7 +95,7 @@ class Ours(Contender):
             experts, numbers = Experts(matrix_EWW=matrix_SWW, bias_ED=bias_SD), range(len(bias_SD))
         return dispatcher.combine(context.run_experts(sent, experts, numbers), sent)
 
-    def timed(self, call: Call, mark: Callable[[], None]) -> Tensor:
+    def timed(self, call: LayerCall, mark: Callable[[], None]) -> Tensor:
         dispatcher = self.dispatcher
         sent = dispatcher.dispatch(call.x, call.routing, dispatcher.plan(call.layout, like=call.x))
         mark()
@@ -120,10 +120,10 @@ class Peer(Contender):
         self.local = config.num_experts // group.size()
 
     @abstractmethod
-    def layer(self, call: Call, experts: RowFunction) -> Tensor:
+    def layer(self, call: LayerCall, experts: RowFunction) -> Tensor:
         """Dispatch, run the experts and combine."""
 
-    def checked(self, step: Step, call: Call, rank: int) -> Tensor:
+    def checked(self, step: Step, call: LayerCall, rank: int) -> Tensor:
         def experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
             ids_R = local_ids()
             order_R = ids_R.argsort(stable=True)
@@ -134,7 +134,7 @@ class Peer(Contender):
 
         return self.layer(call, experts)
 
-    def timed(self, call: Call, mark: Callable[[], None]) -> Tensor:
+    def timed(self, call: LayerCall, mark: Callable[[], None]) -> Tensor:
         def experts(rows_RD: Tensor, local_ids: Callable[[], Tensor]) -> Tensor:
             mark()
             mark()
@@ -143,7 +143,7 @@ class Peer(Contender):
         return self.layer(call, experts)
 
 
-def run_layer(contender: Contender, call: Call, mark: Callable[[], Any]) -> None:
+def run_layer(contender: Contender, call: LayerCall, mark: Callable[[], Any]) -> None:
     """Run forward and backward. Call ``mark`` at the start and at the end of each phase in ``PHASES``."""
     mark()
     y = contender.timed(call, mark)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from moe_dispatch.backends.wire import packet_format, row_format
 from moe_dispatch.permutation import SlotIndex, group_slots
-from moe_dispatch_testing.rank_context import Call
+from moe_dispatch_testing.rank_context import LayerCall
 from moe_dispatch_tools.compare.contenders import Peer, RowFunction
 
 _BLOCK_BYTES = 2 << 20  # bytes of rows in a block on the CPU, so that the next operation finds them in the cache
@@ -45,11 +45,11 @@ _BLOCK_BYTES = 2 << 20  # bytes of rows in a block on the CPU, so that the next 
 class Floor(Peer):
     """A contender that learns the routing of a call, and makes memory for it, before the clock starts."""
 
-    def prepare(self, call: Call) -> None:
+    def prepare(self, call: LayerCall) -> None:
         with call.x.device:
             self._way = find_way(call.x.detach(), call.ids_TK, self.local, self.group)
 
-    def layer(self, call: Call, experts: RowFunction) -> Tensor:
+    def layer(self, call: LayerCall, experts: RowFunction) -> Tensor:
         way = self._way
         rows_RD, weights_R = _FloorDispatch.apply(call.x, call.weights_TK, way)  # type: ignore[no-untyped-call]
         y_TD: Tensor = _FloorCombine.apply(experts(rows_RD, lambda: way.local_ids_R), weights_R, way)  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from moe_dispatch.dispatchers import build_dispatcher
 from moe_dispatch.errors import ConfigError, MoEDispatchError
 from moe_dispatch_testing.counting import count_collectives
 from moe_dispatch_testing.host_syncs import count_host_syncs
-from moe_dispatch_testing.rank_context import Call
+from moe_dispatch_testing.rank_context import LayerCall
 from moe_dispatch_tools.compare.contenders import Contender, Ours, run_layer
 from moe_dispatch_tools.compare.peers import PEERS
 from moe_dispatch_tools.compare.workload import Material, Step, Workload, make_material
@@ -363,7 +363,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     return peak - left
 
 
-def _time(contender: Contender, call: Call, place: Place) -> list[float]:
+def _time(contender: Contender, call: LayerCall, place: Place) -> list[float]:
     """Return milliseconds of the phases on this rank, and processor milliseconds. All ranks start together."""
     marks: list[float] = []
 

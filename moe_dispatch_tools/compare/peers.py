@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch_testing.rank_context import Call
+from moe_dispatch_testing.rank_context import LayerCall
 from moe_dispatch_tools.compare.contenders import Peer, RowFunction
 from moe_dispatch_tools.compare.floor import Floor
 
@@ -38,10 +38,10 @@ class Torchtitan(Peer):
         self._dispatcher = AllToAllTokenDispatcher(fields)
         self._dispatcher.wire_meshes(ep_mesh=_meshes(*_size_and_device(group))["ep"])
 
-    def prepare(self, call: Call) -> None:  # routers of torchtitan count the rows of each expert
+    def prepare(self, call: LayerCall) -> None:  # routers of torchtitan count the rows of each expert
         self._counts_E = torch.bincount(call.ids_TK.flatten(), minlength=self.config.num_experts)
 
-    def layer(self, call: Call, experts: RowFunction) -> Tensor:
+    def layer(self, call: LayerCall, experts: RowFunction) -> Tensor:
         rows_RD, counts_L, metadata = self._dispatcher.dispatch(call.x, call.weights_TK, call.ids_TK, self._counts_E)
         ids_L = torch.arange(len(counts_L), device=counts_L.device)
         rows_RD = experts(rows_RD, lambda: ids_L.repeat_interleave(counts_L))
@@ -65,7 +65,7 @@ class Transformers(Peer):
         self._experts = _ExpertsOfTransformers(self.local)
         self._layer = AllToAllEP(self._experts, mesh["ep"], mesh["tp"])
 
-    def layer(self, call: Call, experts: RowFunction) -> Tensor:
+    def layer(self, call: LayerCall, experts: RowFunction) -> Tensor:
         self._experts.apply = experts
         y_TD: Tensor = self._layer(call.x, call.ids_TK, call.weights_TK.to(call.x.dtype))
         return y_TD

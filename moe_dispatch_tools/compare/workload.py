@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch_testing.input_layouts import INPUT_LAYOUTS, DeviceKnown, InputLayout
-from moe_dispatch_testing.rank_context import Call, make_call
+from moe_dispatch_testing.rank_context import LayerCall, make_call
 from moe_dispatch_testing.reference import reference
 from moe_dispatch_testing.scenario import Batch, DtypeName, Experts, Scenario
 from moe_dispatch_tools.traces import Call as RecordedCall
@@ -126,7 +126,7 @@ class Step:
     input_layout: InputLayout
     batch: Callable[[], Batch]
 
-    def call(self, device: torch.device) -> Call:
+    def call(self, device: torch.device) -> LayerCall:
         """Make the tensors of the batch. Its leaves have no gradient yet."""
         return make_call(self.scenario, self.input_layout, (self.batch(),), 0, self.experts).to(str(device))
 

@@ -27,11 +27,11 @@ from pydantic import BaseModel, Field, Json, ValidationError
 from torch import Tensor
 
 from moe_dispatch import __version__
+from moe_dispatch._recorder import Note, Recorder
 from moe_dispatch.backends.base import Constraints
 from moe_dispatch.communication import raise_alike
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers.channel import Channel
-from moe_dispatch.dispatchers.recorder import Note, Recorder
 from moe_dispatch.errors import ConfigError, InputError, MoEDispatchError, PeerError, StateError, TraceError
 from moe_dispatch.layouts import Layout
 from moe_dispatch.layouts.encoding import decode, encode

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch_testing.rank_context import Call
+from moe_dispatch_testing.rank_context import LayerCall
 from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare import measurement, peers
 from moe_dispatch_tools.compare.command import make_workloads
@@ -57,10 +57,10 @@ class Halving(Peer):
         super().__init__(config, group)
         self.floor = Floor(config, group)
 
-    def prepare(self, call: Call) -> None:
+    def prepare(self, call: LayerCall) -> None:
         self.floor.prepare(call)
 
-    def layer(self, call: Call, experts: RowFunction) -> Tensor:
+    def layer(self, call: LayerCall, experts: RowFunction) -> Tensor:
         return self.floor.layer(call, experts) / 2
 
 
