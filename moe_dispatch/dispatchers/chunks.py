@@ -137,6 +137,7 @@ def _cut(
             real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, whole, x_TD)
             ids, weights = routing.topk_ids, routing.topk_weights
             if real_rows is not None:
+                channel.meter.rows["cut"] += len(x_TD) - len(real_rows)
                 x_TD, ids, weights = (each.index_select(0, real_rows) for each in (x_TD, ids, weights))
             if not has_sizes and channel.agrees_on_rows and not channel.needs.exchanges_counts:
                 sent_ids = ids if valid_T is None else ids[valid_T]

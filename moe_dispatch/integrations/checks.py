@@ -1,4 +1,4 @@
-"""What integrations refuse: frameworks that are missing or too old, spare expert slots, and quantised rows."""
+"""What integrations refuse: frameworks that are missing or too old, spare expert slots, quantised rows, and chunks."""
 
 from __future__ import annotations
 
@@ -70,4 +70,17 @@ def refuse_quantised_rows(where: str, config: DispatcherConfig) -> None:
         raise ConfigError(
             f"{where}: this integration hands rows to the framework's experts, which read no quantised rows, got "
             'deliver="quantised". Leave deliver out.'
+        )
+
+
+def refuse_chunks(where: str, config: DispatcherConfig) -> None:
+    """Refuse ``chunk_tokens``. A framework that calls the verbs and the experts itself does so once for all rows.
+
+    Raises:
+        ConfigError: The config has ``chunk_tokens``.
+    """
+    if config.chunk_tokens is not None:
+        raise ConfigError(
+            f"{where}: the framework runs its experts once for all rows of a call, so there are no chunks, got "
+            f"chunk_tokens={config.chunk_tokens}. Leave chunk_tokens out, and use smaller micro-batches."
         )

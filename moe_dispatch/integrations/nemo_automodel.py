@@ -16,10 +16,10 @@ from torch import Tensor
 from moe_dispatch._quantisation import RECIPES
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, SlotWeights, build_dispatcher
+from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.integrations.checks import check_version
-from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, view_of
+from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
 
@@ -42,7 +42,7 @@ def use_moe_dispatch(*, backend: str | dict[str, Any] = "auto", **options: Any) 
     Args:
         backend: Backend, as in DispatcherConfig.
         **options: Other fields of DispatcherConfig. With ``balance`` or spare expert slots, experts also run with the
-            weights of other ranks. This needs ``experts: torch_mm``, without adapters.
+            weights of other ranks. These and ``chunk_tokens`` need ``experts: torch_mm``, and slots no adapters.
 
     Raises:
         ConfigError: An option is unknown or wrong, or must come from Automodel.
@@ -52,7 +52,7 @@ def use_moe_dispatch(*, backend: str | dict[str, Any] = "auto", **options: Any) 
             f"use_moe_dispatch: options must not set {', '.join(_NOT_OPTIONS)}, which come from Automodel's config, "
             f"got {', '.join(clash)}. Leave these out."
         )
-    if has_spare_slots(_config(backend=backend, **options)):
+    if _runs_experts(_config(backend=backend, **options)):
         experts.GroupedExpertsDeepEP.forward = _forward
     experts.MoEFlexTokenDispatcher = functools.partial(AutomodelDispatcher, backend=backend, **options)
 
@@ -63,18 +63,23 @@ def _config(*, num_experts: int = 1, top_k: int = 1, **options: Any) -> Dispatch
     return DispatcherConfig(num_experts=num_experts, top_k=top_k, hidden_size=fits_all, weights="experts", **options)
 
 
+def _runs_experts(config: DispatcherConfig) -> bool:
+    """Return whether ``_forward`` must call the experts, for some rows or with some weights at a time."""
+    return has_spare_slots(config) or config.chunk_tokens is not None
+
+
 _THEIR_FORWARD: Callable[..., Tensor] = experts.GroupedExpertsDeepEP.forward
 
 
 def _forward(layer: Any, x: Tensor, token_mask: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """Run Automodel's experts with the weights of expert slots, if the dispatcher of the layer has spare ones.
+    """Run Automodel's experts in chunks or with the weights of expert slots, if the dispatcher of the layer says so.
 
-    Each part of the rows goes through Automodel's own forward, on a view of the layer with these weights.
+    Each part of the rows goes through Automodel's own forward, on a view of the layer.
     """
     ours = layer.token_dispatcher
-    if not (isinstance(ours, AutomodelDispatcher) and has_spare_slots(ours._config)):
+    if not (isinstance(ours, AutomodelDispatcher) and _runs_experts(ours._config)):
         return _THEIR_FORWARD(layer, x, token_mask, weights, indices)
-    own: dict[str, Any] = dict(own_weights("use_moe_dispatch", layer))
+    own: dict[str, Any] = dict(own_weights("use_moe_dispatch", layer)) if has_spare_slots(ours._config) else {}
     shown = x if len(x) else x.new_zeros(1, x.shape[-1])  # Automodel reads a first row if its experts get none
 
     def run(part: Dispatched, *slots: Tensor) -> Tensor:
@@ -87,10 +92,8 @@ def _forward(layer: Any, x: Tensor, token_mask: Tensor, weights: Tensor, indices
 
     dispatcher = ours.dispatcher(x.shape[-1])
     routing = Routing(indices.masked_fill(~token_mask.unsqueeze(-1), -1), weights)
-    in_flight = dispatcher.dispatch(x, routing, Rows(), async_op=True)
     stacked = [weight.to_local().to(x.dtype) for weight in own.values()]
-    sent, rows_RD = SlotWeights(dispatcher).run(in_flight, run, *stacked)
-    return dispatcher.combine(rows_RD, sent)
+    return run_layer(dispatcher, run, stacked, x, routing, Rows())
 
 
 @final
@@ -145,12 +148,14 @@ class AutomodelDispatcher:
             Rows (R, D); number of rows of each local expert; and weights (R,).
 
         Raises:
-            ConfigError: The config has spare expert slots, but these experts run only with their own weights.
+            ConfigError: The config has spare expert slots or ``chunk_tokens``, but these experts run only once, with
+                their own weights.
         """
-        if has_spare_slots(self._config):
+        if _runs_experts(self._config):
             raise ConfigError(
-                "AutomodelDispatcher: balance and spare expert slots need Automodel's GroupedExpertsDeepEP, got other "
-                "experts. Set experts: torch_mm, without adapters, or leave balance and spare_experts_per_rank out."
+                "AutomodelDispatcher: balance, spare expert slots and chunk_tokens need Automodel's "
+                "GroupedExpertsDeepEP, got other experts. Set experts: torch_mm, without adapters, or leave balance, "
+                "spare_experts_per_rank and chunk_tokens out."
             )
         dispatcher = self.dispatcher(hidden_states.shape[-1])
         rows_TD = hidden_states.reshape(num_local_tokens, -1)

@@ -1,14 +1,17 @@
-"""Views of an experts module that hold the weights of expert slots, for frameworks whose experts are one module."""
+"""Layers whose experts are one module of a framework: in one dispatch, in chunks, or with weights of expert slots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from moe_dispatch.config import DispatcherConfig
+from moe_dispatch.dispatchers import Dispatcher, SlotWeights, run_in_chunks
 from moe_dispatch.errors import ConfigError
+from moe_dispatch.layouts import Layout
+from moe_dispatch.types import Plan, Routing
 
 
 def has_spare_slots(config: DispatcherConfig) -> bool:
@@ -43,3 +46,31 @@ def view_of(experts: nn.Module, weights: Mapping[str, Any], **attributes: Any) -
     view = object.__new__(type(experts))
     vars(view).update(vars(experts), _parameters={**experts._parameters, **weights}, **attributes)
     return view
+
+
+def run_layer(
+    dispatcher: Dispatcher,
+    experts: Callable[..., Tensor],
+    own: Sequence[Tensor],
+    x: Tensor,
+    routing: Routing,
+    plan: Plan | Layout | None,
+) -> Tensor:
+    """Dispatch rows, run experts on the rows that arrive, and combine: the shape of x. In chunks with ``chunk_tokens``.
+
+    Args:
+        dispatcher: Dispatcher of the layer.
+        experts: Called as ``experts(sent)``; with spare expert slots as in ``SlotWeights.run``.
+        own: Weights of this rank's experts for ``SlotWeights.run``. Unused without spare expert slots.
+        x: As in ``Dispatcher.dispatch``.
+        routing: As in ``Dispatcher.dispatch``.
+        plan: As in ``Dispatcher.dispatch``.
+    """
+    if not has_spare_slots(dispatcher.config):
+        return run_in_chunks(dispatcher, experts, x, routing, plan)
+    slots = SlotWeights(dispatcher)
+    if dispatcher.config.chunk_tokens is not None:
+        return run_in_chunks(dispatcher, lambda sent: slots.run(sent, experts, *own)[1], x, routing, plan)
+    in_flight = dispatcher.dispatch(x, routing, plan, async_op=True)  # so rows and weights travel at the same time
+    sent, rows_RD = slots.run(in_flight, experts, *own)
+    return dispatcher.combine(rows_RD, sent)

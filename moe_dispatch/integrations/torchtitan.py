@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, SlotWeights, build_dispatcher
+from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, InputError, StateError
-from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows, refuse_spare_slots
+from moe_dispatch.integrations.checks import check_version, refuse_chunks, refuse_quantised_rows, refuse_spare_slots
+from moe_dispatch.integrations.slot_experts import run_layer
 from moe_dispatch.layouts import Rows
 from moe_dispatch.replay import Cut, replayed
 from moe_dispatch.replay.entries import UNKNOWN
@@ -120,12 +121,13 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             Rows (R, D); number of rows of each local expert with padding, int64; and ``metadata`` for ``combine``.
 
         Raises:
-            ConfigError: The config has spare expert slots, which only ``SlotRoutedExperts`` fill.
+            ConfigError: The config has spare expert slots or ``chunk_tokens``, which need ``SlotRoutedExperts``.
             InputError: The router has another number of experts. Other errors are those of ``Dispatcher.dispatch``.
 
         Cost: that of ``Dispatcher.dispatch`` without a plan.
         """
-        refuse_spare_slots("MoEDispatchTokenDispatcher.dispatch in RoutedExperts", self._config)
+        refuse_spare_slots(where := "MoEDispatchTokenDispatcher.dispatch in RoutedExperts", self._config)
+        refuse_chunks(where, self._config)
         routing = self.routing(topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         sent = self.dispatcher.dispatch(x_TD, routing, Rows())
         return sent.rows, sent.tokens_per_expert, sent
@@ -147,10 +149,11 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
 @final
 class SlotRoutedExperts(RoutedExperts):  # type: ignore[misc]
-    """Routed experts that run on the expert slots of a placement, for ``balance`` and ``spare_experts_per_rank``.
+    """Routed experts that run in chunks, for ``chunk_tokens``, or on the expert slots of a placement.
 
-    ``inner_experts`` are called with the weights of slots in the place of their parameters, so a class with another
-    ``_grouped_mm`` keeps it. Their parameters must have one entry for each expert, and one dtype.
+    ``balance`` and ``spare_experts_per_rank`` need expert slots. Then ``inner_experts`` are called with the weights of
+    slots in the place of their parameters, so a class with another ``_grouped_mm`` keeps it. Their parameters must have
+    one entry for each expert, and one dtype.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -166,23 +169,21 @@ class SlotRoutedExperts(RoutedExperts):  # type: ignore[misc]
     ) -> Tensor:
         """Send rows and weights of experts, run the experts, and combine: (B, L, D). FSDP has unsharded the weights.
 
-        Cost: that of ``SlotWeights.run``.
+        Cost: that of ``SlotWeights.run`` or of ``run_in_chunks``.
         """
         ours, experts = self.token_dispatcher, self.inner_experts
         scores_TK, ids_TK = topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1)
         routing = ours.routing(scores_TK, ids_TK, num_local_tokens_per_expert_E)
-        in_flight = ours.dispatcher.dispatch(x_BLD.flatten(0, 1), routing, Rows(), async_op=True)
         names, weights = zip(*experts.named_parameters(), strict=True)
 
         def run(part: Dispatched, *slots: Tensor) -> Tensor:
-            held = dict(zip(names, slots, strict=True))
-            output_RD: Tensor = functional_call(experts, held, (part.rows, part.tokens_per_expert))
+            held = dict(zip(names, slots, strict=True)) if slots else {}
+            with maybe_set_sparse_mesh():
+                output_RD: Tensor = functional_call(experts, held, (part.rows, part.tokens_per_expert))
             return output_RD
 
-        with maybe_set_sparse_mesh():
-            sent, y_RD = SlotWeights(ours.dispatcher).run(in_flight, run, *map(_local, weights))
-        combined: Tensor = ours.dispatcher.combine(y_RD, sent)
-        return combined.view(x_BLD.shape)
+        local = [_local(weight) for weight in weights]
+        return run_layer(ours.dispatcher, run, local, x_BLD.flatten(0, 1), routing, Rows()).view(x_BLD.shape)
 
 
 @override(target=RoutedExperts.Config, description="moe-dispatch moves the tokens of routed experts.")  # type: ignore[untyped-decorator]
@@ -196,12 +197,12 @@ def moe_dispatch_override(
             its ``pad_multiple`` and ``num_max_tokens_per_rank`` if they are set.
         backend: Backend, as in ``DispatcherConfig``.
         name: Path of the layer in the model, which errors show.
-        **options: Other fields of ``DispatcherConfig``. With ``balance`` or ``spare_experts_per_rank``, the copy is a
-            ``SlotRoutedExperts.Config``.
+        **options: Other fields of ``DispatcherConfig``. With ``balance``, ``spare_experts_per_rank`` or
+            ``chunk_tokens``, the copy is a ``SlotRoutedExperts.Config``.
 
     Raises:
-        ConfigError: The replaced dispatcher and the experts disagree, that dispatcher asks for static shapes, or spare
-            expert slots are asked for with a subclass of ``RoutedExperts``.
+        ConfigError: The replaced dispatcher and the experts disagree, that dispatcher asks for static shapes, or chunks
+            or spare expert slots are asked for with a subclass of ``RoutedExperts``.
     """
     theirs, experts = cfg.token_dispatcher, cfg.inner_experts
     where = name or "moe_dispatch_override"
@@ -224,12 +225,12 @@ def moe_dispatch_override(
         options={**taken, **options},
         name=name,
     )
-    if not (options.get("balance") or options.get("spare_experts_per_rank")):
+    if not any(map(options.get, ("balance", "spare_experts_per_rank", "chunk_tokens"))):
         return dataclasses.replace(cfg, token_dispatcher=ours)
     if type(cfg) not in (RoutedExperts.Config, SlotRoutedExperts.Config):
         raise ConfigError(
-            f"{where}: experts with spare expert slots must be RoutedExperts, got {type(cfg).__qualname__}. Leave "
-            "balance and spare_experts_per_rank out."
+            f"{where}: experts in chunks or with spare expert slots must be RoutedExperts, got "
+            f"{type(cfg).__qualname__}. Leave chunk_tokens, balance and spare_experts_per_rank out."
         )
     return derive(cfg, SlotRoutedExperts.Config, token_dispatcher=ours)
 

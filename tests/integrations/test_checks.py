@@ -78,7 +78,14 @@ def test_quantised_rows_are_refused() -> None:
         checks.refuse_quantised_rows("register", config.replace(deliver="quantised"))
 
 
-@pytest.mark.parametrize("refusal", ["refuse_spare_slots", "refuse_quantised_rows"])
+def test_chunks_are_refused() -> None:
+    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=16)
+    checks.refuse_chunks("register", config)
+    with pytest.raises(ConfigError, match=r"register: .* so there are no chunks, got chunk_tokens=4\. Leave"):
+        checks.refuse_chunks("register", config.replace(chunk_tokens=4))
+
+
+@pytest.mark.parametrize("refusal", ["refuse_spare_slots", "refuse_quantised_rows", "refuse_chunks"])
 @pytest.mark.parametrize("module", ["megatron/settings.py", "torchtitan.py"])
 def test_integrations_that_run_the_experts_of_a_framework_refuse_them(module: str, refusal: str) -> None:
     """The frameworks may not be installed here, so the source is read."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.checks import refuse_quantised_rows, refuse_spare_slots
+from moe_dispatch.integrations.checks import refuse_chunks, refuse_quantised_rows, refuse_spare_slots
 
 # Fields of a DispatcherConfig that come from Megatron, and their source there.
 _DERIVED = {
@@ -78,6 +78,7 @@ def dispatcher_config(
     )
     _check_balance(config, derived)
     refuse_quantised_rows("MegatronDispatcher", derived)
+    refuse_chunks("MegatronDispatcher", derived)
     if derived.pad_multiple_rows % pad_multiple:
         raise ConfigError(
             f"MegatronDispatcher: pad_multiple must be a multiple of {pad_multiple}, which the precision of the "

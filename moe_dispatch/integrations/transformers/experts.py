@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
-from moe_dispatch.dispatchers import Dispatcher, SlotWeights
+from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError
-from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, view_of
+from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
 from moe_dispatch.integrations.transformers.batch_slice import BatchSlice
 from moe_dispatch.integrations.transformers.forwards import plan_in_force
 from moe_dispatch.integrations.transformers.model_config import check_agreement, shape_said
@@ -145,21 +145,20 @@ def _through(
 ) -> Tensor:
     """Dispatch rows, run this rank's experts on the rows that arrive, and combine their outputs: (T, D).
 
-    With spare expert slots, views of the experts run with the weights of the slots, which are fetched here.
+    With spare expert slots, views of the experts run with the weights of the slots.
     """
     config = dispatcher.config
-    if not has_spare_slots(config):
-        sent = dispatcher.dispatch(x_TD, routing, plan_in_force(config))
-        return dispatcher.combine(_run(forward, experts, config, sent), sent)
-    own = own_weights("moe_dispatch experts", experts)
+    own = own_weights("moe_dispatch experts", experts) if has_spare_slots(config) else {}
+    if config.chunk_recompute:  # transformers puts local tensors in the place of DTensors, but not in the backward
+        experts = view_of(experts, {})
 
     def run(part: Dispatched, *weights: Tensor) -> Tensor:
-        view = view_of(experts, dict(zip(own, weights, strict=True)), num_experts=len(weights[0]))
-        return _run(forward, view, config, part)
+        if weights:
+            view = view_of(experts, dict(zip(own, weights, strict=True)), num_experts=len(weights[0]))
+            return _run(forward, view, config, part)
+        return _run(forward, experts, config, part)
 
-    in_flight = dispatcher.dispatch(x_TD, routing, plan_in_force(config), async_op=True)
-    sent, y_RD = SlotWeights(dispatcher).run(in_flight, run, *own.values())
-    return dispatcher.combine(y_RD, sent)
+    return run_layer(dispatcher, run, list(own.values()), x_TD, routing, plan_in_force(config))
 
 
 def _run(forward: ExpertsForward, experts: Any, config: DispatcherConfig, sent: Dispatched) -> Tensor:

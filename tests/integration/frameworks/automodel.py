@@ -28,7 +28,13 @@ def trained(rank: int) -> dict[str, tuple[str, float, bool]]:
     return {
         f"{name}, {fields}": _trained(rank, experts, fields)
         for name, experts in {"all": EXPERTS, "those of rank 0": 2}.items()
-        for fields in ({}, BALANCED, {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 8})
+        for fields in (
+            {},
+            BALANCED,
+            {"balance": "exact", "graph_safe": True, "max_tokens_per_rank": 8},
+            {"chunk_tokens": 2},
+            {"chunk_tokens": 2, **BALANCED},
+        )
     }
 
 
@@ -44,9 +50,10 @@ def _refused() -> None:
     world = dist.group.WORLD
     assert world is not None
     dispatcher = AutomodelDispatcher(4, range(4), sizes, world, backend="local")
-    balanced = AutomodelDispatcher(4, range(4), sizes, world, backend="local", balance="exact")
-    with pytest.raises(ConfigError, match=r"need Automodel's GroupedExpertsDeepEP, got other experts\. Set experts"):
-        balanced.token_permutation2(torch.empty(0, HIDDEN), 0, torch.empty(0, 2), torch.empty(0, 2))
+    for fields in ({"balance": "exact"}, {"chunk_tokens": 2}):
+        driven = AutomodelDispatcher(4, range(4), sizes, world, backend="local", **fields)
+        with pytest.raises(ConfigError, match=r"need Automodel's GroupedExpertsDeepEP, got other experts\. Set exp"):
+            driven.token_permutation2(torch.empty(0, HIDDEN), 0, torch.empty(0, 2), torch.empty(0, 2))
     with pytest.raises(StateError, match="token_permutation2 must come before it, got nothing in flight"):
         dispatcher.token_unpermutation(torch.empty(0, HIDDEN))
 

@@ -57,7 +57,8 @@ def test_a_whole_model_of_automodel_trains_as_with_its_own_experts() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
     """Also with two micro-batches, a rank without tokens, experts without rows, and FSDP2 around the experts."""
-    kinds = {"plain": {}, "balanced": automodel.BALANCED}
+    in_chunks = {"chunk_tokens": 4, "chunk_recompute": True}
+    kinds: dict[str, dict[str, Any]] = {"plain": {}, "balanced": automodel.BALANCED, "in chunks": in_chunks}
     for found in run_processes(automodel_balance.compared, ranks, kinds, timeout=TIMEOUT):
         for kind in kinds:
             for together in (False, True):

@@ -197,6 +197,10 @@ def test_graphs_of_the_router_alone_need_nothing(field: str) -> None:
     [
         ({"num_experts": 4}, "num_experts must be left to Megatron, got 4. It comes from num_moe_experts"),
         ({"weights": "combine"}, "weights must be left to Megatron, got 'combine'. It comes from its experts"),
+        (
+            {"chunk_tokens": 4},
+            r"runs its experts once for all rows of a call.* got chunk_tokens=4\. Leave chunk_tokens out",
+        ),
         ({"pad_multiple": 24}, "pad_multiple must be a multiple of 16, which the precision of the experts needs, got"),
         ({"padmultiple": 16}, "padmultiple"),
     ],

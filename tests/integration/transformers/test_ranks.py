@@ -48,6 +48,16 @@ TRAIN = {
     "checkpoint, ep 2": Case(mesh=MESHES["fsdp 4, ep 2"], checkpoint=True),
 }
 # "gpt_oss" has a bias for each expert, "fsdp 4, ep 2" shards the weights of the experts.
+CHUNKS: dict[str, Case] = {
+    **{f"in chunks, {name}": Case(mesh=mesh, fields={"chunk_tokens": 4}) for name, mesh in MESHES.items()},
+    "in chunks, allgather": Case(mesh=PLAIN, backend="allgather", fields={"chunk_tokens": 4}),
+    "in chunks, graph-safe": Case(
+        mesh=PLAIN, fields={"chunk_tokens": 4, "graph_safe": True, "max_tokens_per_rank": 32}
+    ),
+    "in chunks, checkpoint": Case(mesh=BOTH, fields={"chunk_tokens": 4}, checkpoint=True),
+    "in chunks, balanced": Case(mesh=PLAIN, fields={"chunk_tokens": 4, **BALANCED}),
+    "chunks recomputed": Case(mesh=PLAIN, fields={"chunk_tokens": 4, "chunk_recompute": True}),
+}
 BALANCE = {
     **{f"balanced, {name}": Case(mesh=mesh, fields=BALANCED) for name, mesh in MESHES.items()},
     **{f"balanced, {family}": Case(family=family, mesh=PLAIN, fields=BALANCED) for family in ("gpt_oss", "mixtral")},
@@ -57,7 +67,7 @@ BALANCE = {
     ),
     "spare slots": Case(mesh=PLAIN, fields={"balance": "least_loaded", "spare_experts_per_rank": 1}),
 }
-TRAIN |= BALANCE
+TRAIN |= BALANCE | CHUNKS
 THEIR_TRAIN = {f"theirs, {family}": Case(family=family, mesh=PLAIN, implementation=THEIRS) for family in FAMILIES}
 GENERATE = {
     "generate": Case(mesh=PLAIN),
@@ -109,8 +119,9 @@ def test_loss_and_gradients_are_those_of_the_unsharded_model(ranks: list[dict[st
         assert result["gradients"] < (1e-4 if case.dtype == torch.float32 else 0.05)
     firsts = [seen[group * case.mesh.ep] for group in range(groups)]
     assert sum(result["skipped"] for result in firsts) == runs * padding
+    runs = 2 if "chunk_recompute" in case.fields else runs
     assert sum(result["slots"] for result in firsts) == runs * real * TOP_K
-    assert all(bool(result["fetches"]) == (name in BALANCE) for result in seen)
+    assert all(bool(result["fetches"]) == ("balance" in case.fields) for result in seen)
 
 
 @pytest.mark.parametrize("name", THEIR_TRAIN)
@@ -122,7 +133,8 @@ def test_their_all_to_all_gives_the_same(ranks: list[dict[str, Any]], name: str)
 
 
 def test_sizes_are_agreed_on_once_per_forward(ranks: list[dict[str, Any]]) -> None:
-    assert [result["agreements"] for result in results(ranks, "allgather")] == [RANKS] * RANKS
+    for name in ("allgather", "in chunks, fsdp 4, ep 4", "in chunks, allgather"):
+        assert [result["agreements"] for result in results(ranks, name)] == [RANKS] * RANKS
     assert [result["agreements"] for result in results(ranks, "qwen3_moe")] == [0] * RANKS
 
 
