@@ -28,7 +28,7 @@ import hashlib
 import json
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -61,6 +61,9 @@ class Alone:
 
 
 Work = dist.Work | WatchedCall | Alone  # a collective that can be waited for
+
+guards: dict[dist.ProcessGroup | None, Callable[[str], None]] = {}
+"""For each group with an open block of ``join``, a function that refuses a collective, by its label."""
 
 
 @final
@@ -104,8 +107,10 @@ class Communicator:
             options: Options of the method. They get the time limit of the watchdog if there is one.
 
         Raises:
-            StateError: The group was let go.
+            StateError: The group was let go, or a guard refuses the collective.
         """
+        if guards and (guard := guards.get(self.group)) is not None:
+            guard(label)
         if self.group is None and self.size > 1:
             raise StateError(
                 f"Dispatcher: the group must be in use, got a call ({label}) after close(). Close the dispatcher after "

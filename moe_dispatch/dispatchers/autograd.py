@@ -89,6 +89,7 @@ class Departed:
     """A dispatch that ``start`` has handed to the backend.
 
     Attributes:
+        channel: Channel of the dispatch.
         started: What ``Backend.start`` returned.
         padded: Tp, the number of rows that this rank sends, with padding.
         real_rows: int64, the indices of the rows that are sent; None if all are.
@@ -101,6 +102,7 @@ class Departed:
         experts_L: int64 (L,), the expert in each slot of this rank, or E for an empty slot; None without a placement.
     """
 
+    channel: Channel
     started: Any
     padded: int
     real_rows: Tensor | None
@@ -198,6 +200,7 @@ def start(
     channel.meter.rows["rank"] += padded - count
     channel.meter.rows["cut"] += num_cut
     return Departed(
+        channel=channel,
         started=started,
         padded=padded,
         real_rows=real_rows,
@@ -210,12 +213,13 @@ def start(
     )
 
 
-def finish(channel: Channel, departed: Departed) -> Arrived:
+def finish(departed: Departed) -> Arrived:
     """Wait until the rows of a dispatch have arrived, and count them.
 
     Raises:
         InputError: An id is invalid, and the ranks have not exchanged counts.
     """
+    channel = departed.channel
     arrived = channel.backend.finish(departed.started)
     if departed.unread is not None and departed.unread.read():
         problem = problem_of_ids(departed.given_TK, channel.config.num_experts)

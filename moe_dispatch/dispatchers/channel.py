@@ -198,8 +198,8 @@ class Lease:
     def release(self) -> None:
         """Give the share back. A second call does nothing."""
         self.tell_watchdog()
-        if self._collected.detach() is not None:
-            _release(self.shared, by_hand=True)
+        if (share := self._collected.detach()) is not None:
+            _release(share[2][0], by_hand=True)  # not ``shared``, which is a stand-in inside of a join
 
     def enter(self) -> Channel:
         """Return the channel for a call, and tell the watchdog, if there is one, who calls.

@@ -261,7 +261,7 @@ class Dispatcher(nn.Module):
                         channel.meter.record_drift(self.name, routing.drift)
                     if channel.recorder is not None:
                         channel.recorder.note(lease, self.name, x, routing, layout)
-                arrive = partial(_arrive, lease, departed, layout, x.shape, x_TD, weights_TK, routing.topk_weights)
+                arrive = partial(receive, lease, departed, layout, x.shape, x_TD, weights_TK, routing.topk_weights)
                 return (
                     InFlight(placement=departed.placement, finish=_once(lease, arrive, x.device))
                     if async_op
@@ -532,7 +532,7 @@ build_dispatcher = Dispatcher
 """Build a Dispatcher to call ``dispatch`` and ``combine`` on."""
 
 
-def _arrive(
+def receive(
     lease: Lease,
     departed: autograd.Departed,
     layout: Layout,
@@ -543,7 +543,7 @@ def _arrive(
 ) -> Dispatched:
     """Wait for the rows of a dispatch, and attach them to the rows and weights that were sent."""
     with torch.no_grad():
-        arrived = autograd.finish(lease.shared, departed)
+        arrived = autograd.finish(departed)
     state = autograd.State(
         lease=lease,
         layout=layout,
@@ -560,7 +560,7 @@ def _arrive(
     received = (edge, arrived.weights)
     edge, weights = autograd.Dispatch.apply(x_TD, weights_TK, state, received)  # type: ignore[no-untyped-call]
     if arrived.scales is not None:
-        quantised = autograd.quantised_rows(lease.shared, arrived.delivered, edge, arrived.tokens_per_expert)
+        quantised = autograd.quantised_rows(departed.channel, arrived.delivered, edge, arrived.tokens_per_expert)
     return Dispatched(
         edge=edge,
         quantised=quantised,
@@ -568,7 +568,7 @@ def _arrive(
         real_tokens_per_expert=arrived.real_tokens_per_expert,
         host_counts=arrived.tokens_per_expert_list,
         weights=weights,
-        pad_multiple=lease.shared.shape.pad_multiple,
+        pad_multiple=departed.channel.shape.pad_multiple,
         placement=departed.placement,
         state=state,
     )

@@ -114,7 +114,7 @@ def dispatch(
             table=SlotTable(copies_EC=table[0], experts_L=table[1]) if table else None,
             recorded=recorded,
         )
-        arrived = finish(link, departed)
+        arrived = finish(departed)
     edge, *quantised = _results(arrived.delivered, rows.dtype)
     others = _own(arrived.weights, arrived.real_tokens_per_expert, *arrived.route.tensors())
     return [edge, *others[:2], *quantised, *others[2:]]

@@ -13,20 +13,21 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NoReturn, cast, final
 
 import torch
 from torch import Tensor
 
 from moe_dispatch.backends.base import Arrived, Backend, Route
-from moe_dispatch.communication import Communicator, control_device, raise_alike, read_host
+from moe_dispatch.communication import Communicator, control_device, guards, raise_alike, read_host
 from moe_dispatch.dispatchers import channel as channels
-from moe_dispatch.dispatchers.autograd import Departed, State, edge_of, finish, quantised_rows
+from moe_dispatch.dispatchers.autograd import Departed
 from moe_dispatch.dispatchers.balancing import device_of_tables
 from moe_dispatch.dispatchers.channel import Channel, Lease
-from moe_dispatch.dispatchers.checks import ROW_DTYPES
-from moe_dispatch.dispatchers.dispatcher import Dispatcher
+from moe_dispatch.dispatchers.checks import ROW_DTYPES, check_combine
+from moe_dispatch.dispatchers.dispatcher import Dispatcher, receive
 from moe_dispatch.errors import ConfigError, InputError, LostPeerError, MoEDispatchError, PeerError, StateError
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Sizes
@@ -36,8 +37,10 @@ Experts = Callable[[Dispatched], Tensor]
 _of_thread = threading.local()
 _NOTHING = -(2**61)  # what a rank adds to a maximum that it does not take part in
 _DTYPES = sorted(ROW_DTYPES, key=str)
+_ANSWERED = ("sizes", "debug", "refusal")  # labels of what a dispatch exchanges on the control group
 # What comes next. A rank that fails says so in place of its next exchange, and the highest number wins.
 _REFUSE, _MAX, _RESERVE, _START, _FINISH, _COMBINE, _COMBINE_BACKWARD, _DISPATCH_BACKWARD, _TEXTS, _FAILED = range(10)
+_FOLLOWING = (_FINISH, _COMBINE, _COMBINE_BACKWARD, _DISPATCH_BACKWARD)  # the start of a dispatch
 
 
 @contextmanager
@@ -46,24 +49,27 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
 
     A rank that leaves the block waits until all ranks leave it. Meanwhile it answers each dispatch, combine and
     backward of the others without rows of its own, and runs its experts, whose gradients it collects. While they last,
-    the calls of all other ranks must be the same, as always. Each backward belongs into the block of its forward.
+    the calls of all other ranks must be the same, as always. What begins with a dispatch in the block must end in the
+    block: ``wait``, combine and backward.
 
     Only the exchanges of the dispatchers are answered. What averages gradients, as DDP does, or gathers parameters, as
     FSDP does, must be outside of the block, or in a context of its own such as ``torch.distributed.algorithms.Join``.
 
     Args:
-        layers: All open dispatchers of the group's configs. Each defines ``run_experts``; or they are given with the
-            function that runs the experts of this rank. It must contain no collectives.
+        layers: All open dispatchers of the group. Each defines ``run_experts``; or they are given with the function
+            that runs the experts of this rank. It must contain no collectives. It runs under the autocast that was on
+            at the dispatch.
 
     Raises:
         ConfigError: The block is inside of another join; or the layers are incomplete, are of several groups, or differ
-            between ranks; or a config has
-            ``graph_safe`` or expert slots. Raised on every rank.
-        StateError: A call in the block is compiled, sends rows ``again``, or differentiates one dispatch twice.
+            between ranks; or a config has ``graph_safe`` or expert slots. Raised on every rank that does not raise
+            another error.
+        StateError: A dispatcher is closed; or a call in the block is compiled, sends rows ``again``, differentiates one
+            dispatch twice, or is another collective of this library on the group, such as ``metrics(gather=True)``.
         LostPeerError: Another rank has failed in the block.
-        PeerError: Another rank refused its call.
+        PeerError: Another rank refused its call, or its layers.
 
-    Cost: one all-reduce of 18 integers on the control group before each exchange in the block, with a host sync on a
+    Cost: one all-reduce of 19 integers on the control group before each exchange in the block, with a host sync on a
     GPU-only group. Nothing outside of the block. A rank that is done does not recompute: it keeps what its experts
     need until the backward.
 
@@ -78,11 +84,12 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
         while session.answer():
             pass
     except BaseException:
-        session.close()
-        if session.between_exchanges:
-            session.agree(_FAILED)
+        if session.is_open and not session.in_exchange:
+            with suppress(Exception):  # the error of this rank matters more
+                session.agree(_FAILED)
         raise
-    session.close()
+    finally:
+        session.close()
 
 
 class _FreshTensor(torch.autograd.Function):
@@ -105,18 +112,20 @@ class _Call:
     """A dispatch of the others that this rank answers.
 
     Attributes:
-        lease: Lease of the dispatcher.
-        departed: The started dispatch.
-        dtype: Dtype of the rows.
+        number: Number of the layer.
+        rows: Tp, the rows of padding that this rank sends.
+        autocast: Context of the experts, with the autocast of the others.
+        arrive: Function that waits for the rows.
         leaves: The arrived rows and weights as leaves of autograd; None before.
         route: Route of the dispatch.
         outputs: Outputs of the experts; None before.
         grad_R: Gradient of the weights from the backward of combine.
     """
 
-    lease: Lease
-    departed: Departed
-    dtype: torch.dtype
+    number: int
+    rows: int
+    autocast: AbstractContextManager[Any]
+    arrive: Callable[[], Dispatched]
     leaves: tuple[Tensor, Tensor] | None = None
     route: Route | None = None
     outputs: Tensor | None = None
@@ -128,31 +137,33 @@ class _Session:
     """What the stand-ins of one context share.
 
     Attributes:
-        is_open: Whether the block still runs.
-        between_exchanges: Whether the peers wait for a message of this rank, or will.
+        is_open: Whether the block still runs, and no rank has failed.
+        in_exchange: Whether this rank is in a collective that all ranks make. Otherwise they wait for its next message.
         count: Number of dispatches so far, equal on all ranks.
-        routes: The routes of this rank's calls that a backward may still need, by number of the dispatch.
-        flying: Numbers of this rank's dispatches that have started and not arrived.
+        began: Number of dispatches up to the last one of this rank's own.
+        routes: The calls of this rank that are under way, or that a backward may still need, by number of the dispatch.
     """
 
     def __init__(self, experts: Mapping[Dispatcher, Experts]) -> None:
-        self.is_open, self.between_exchanges = True, True
-        self.count = 0
+        self.is_open, self.in_exchange = True, False
+        self.count = self.began = 0
         self.routes: weakref.WeakValueDictionary[int, _Route] = weakref.WeakValueDictionary()
-        self.flying: set[int] = set()
         self._calls: dict[int, _Call] = {}
         self._leases = [dispatcher._lease for dispatcher in experts]
         self._given, self._experts = experts, list(experts.values())
         if not self._leases:
             raise ConfigError("join: there are no layers. Pass the dispatchers of the MoE layers.")
-        self._channels = [lease.enter() for lease in self._leases]
-        self.control = self._channels[0].control
+        self._channels = [lease.shared for lease in self._leases]
+        self.control = max(self._channels, key=lambda channel: channel.users > 0).control
         raise_alike(self.control, self._problem(), facts=self._facts(), label="join")
+        self._shares = [Lease(channel, lease.name) for channel, lease in zip(self._channels, self._leases, strict=True)]
         for number, (lease, channel) in enumerate(zip(self._leases, self._channels, strict=True)):
             lease.shared = self._stand_in(channel, number)
         self._named = [self._stand_in(channel, None) for channel in self._channels]
         for channel in self._named:  # operators look channels up by name
             channels._by_name[channel.name] = channel
+        self._groups = {link.group for each in self._channels for link in (each.communicator, each.control)} - {None}
+        guards.update(dict.fromkeys(self._groups, self._refuse))
         _of_thread.is_joined = True
 
     def _facts(self) -> dict[str, Any]:
@@ -165,22 +176,29 @@ class _Session:
                     f"join: {type(dispatcher).__name__} does not define run_experts. Define it, or pass "
                     "join({dispatcher: function, ...})."
                 )
-        for channel in self._channels:
-            config, given = channel.config, sum(other is channel for other in self._channels)
-            for broken, rule in (
-                (channel.control.group is not self.control.group, "all layers must have one group."),
-                (config.graph_safe, "sizes must be exchanged, got graph_safe=True. Give each rank as many steps."),
-                (
-                    config.balance is not None or any(lease.table is not None for lease in self._leases),
-                    "experts must stay at home, got balance= or spare_experts_per_rank. Leave them out.",
-                ),
-                (
-                    channel.users != given,
-                    f"pass all {channel.users} open dispatchers of a config and group, got {given}.",
-                ),
-            ):
-                if broken:
-                    return ConfigError(f"join: {rule}")
+        try:
+            configs = [lease.enter().config for lease in self._leases]
+        except StateError as closed:
+            return closed
+        group = self.control.group
+        num_open = sum(each.users for each in [*channels._channels.values()] if each.control.group is group)
+        for broken, rule in (
+            (any(each.control.group is not group for each in self._channels), "all layers must have one group."),
+            (
+                any(config.graph_safe for config in configs),
+                "sizes must be exchanged, got graph_safe=True. Give each rank as many steps.",
+            ),
+            (
+                any(config.balance is not None for config in configs) or any(each.table for each in self._leases),
+                "experts must stay at home, got balance= or spare_experts_per_rank. Leave them out.",
+            ),
+            (
+                group is not None and num_open != len(configs),
+                f"pass all {num_open} open dispatchers of the group, got {len(configs)}. Close unused ones.",
+            ),
+        ):
+            if broken:
+                return ConfigError(f"join: {rule}")
         return None
 
     def _stand_in(self, channel: Channel, number: int | None) -> Channel:
@@ -191,11 +209,22 @@ class _Session:
         return joined
 
     def close(self) -> None:
-        """Give the dispatchers their channels back."""
+        """Give the dispatchers their channels back. A dispatcher that was closed in the block closes here."""
         self.is_open = _of_thread.is_joined = False
+        for group in self._groups:
+            del guards[group]
         for lease, channel in zip(self._leases, self._channels, strict=True):
             lease.shared = channels._by_name[channel.name] = channel
+        for share in self._shares:
+            share.release()
         self._calls.clear()
+
+    def _refuse(self, label: str) -> None:
+        """Refuse a collective that was not announced."""
+        if not self.in_exchange:
+            raise StateError(
+                f"join: a rank that is done does not answer {label!r}. Make this call outside of the block."
+            )
 
     def agree(self, *message: int, mark: int = _NOTHING) -> tuple[list[int], int, int]:
         """Tell the others what comes next, and learn it from them. Collective.
@@ -209,37 +238,45 @@ class _Session:
             rank may still differentiate. Without a message, all ranks are done.
 
         Raises:
-            LostPeerError: A rank has failed.
-            InputError: Two ranks go on with different exchanges. Raised on every rank.
+            LostPeerError: Another rank has failed.
+            InputError: Two ranks go on with different exchanges, or one goes on with a dispatch of a rank that is done.
+                Raised on every rank.
         """
         decides = bool(message) and message[0] != _REFUSE  # a rank that is done or refuses follows the others
         padded = [*message, *[0 if decides else _NOTHING] * (8 - len(message))]
         told = [*padded, *(-number if decides else _NOTHING for number in padded)]
-        oldest = min([*self.routes, *self.flying], default=self.count) if message else -_NOTHING
-        self.between_exchanges = False
-        *found, mark, oldest = self.control.max([*told, mark, -oldest], label="join")
-        self.between_exchanges = True
+        oldest = min(self.routes, default=self.count) if message else -_NOTHING
+        self.in_exchange = True
+        began = _NOTHING if message else self.began
+        *found, mark, oldest, began = self.control.max([*told, mark, -oldest, began], label="join")
+        self.in_exchange = False
         high, low = found[:8], [-number for number in found[8:]]
         if high[0] == _FAILED:
-            self.between_exchanges = False
-            if padded[:1] == [_FAILED]:
-                return high, mark, -oldest
-            raise LostPeerError("join: another rank has failed in the block. Its own error says why.")
-        if high[0] > _REFUSE and high != low:
-            self.between_exchanges = False
+            self.is_open = False
+            if message != (_FAILED,):
+                raise LostPeerError("join: another rank has failed in the block. Its own error says why.")
+        elif high[0] > _REFUSE and high != low:
             raise InputError(
                 "join: two ranks make different calls. Make the same calls on all ranks until one is done."
+            )
+        elif high[0] in _FOLLOWING and high[1] < began:
+            raise InputError(
+                "join: a rank has left the block before the wait(), combine or backward of its last dispatch. Make the "
+                "same calls on all ranks."
             )
         return high if high[0] != _NOTHING else [], mark, -oldest
 
     @contextmanager
     def exchange(self, *message: int, mark: int = _NOTHING) -> Iterator[None]:
         """Announce an exchange of this rank's call, which follows in the block."""
-        if self.is_open:
-            self.agree(*message, mark=mark)
-            self.between_exchanges = False
+        if not self.is_open:
+            raise StateError(
+                "join: the block of this dispatch has ended. Call wait(), combine and backward in the block."
+            )
+        self.agree(*message, mark=mark)
+        self.in_exchange = True
         yield
-        self.between_exchanges = True
+        self.in_exchange = False
 
     def answer(self) -> bool:
         """Take part in the next exchange of the others. Return whether there was one."""
@@ -249,23 +286,25 @@ class _Session:
         if not message:
             return False
         what, *numbers = message
-        self.between_exchanges = False
+        if what in _FOLLOWING:
+            self._go_on(what, self._calls[numbers[0]], numbers)
+            return True
+        self.in_exchange = True
         with torch.no_grad():
             if what == _MAX:
                 self._answer_max(*numbers[:2])
             elif what == _TEXTS:
                 texts = [value[1] for value in self.control.gather_json(None, label="join") if value and value[1]]
+                self.in_exchange = False
                 raise PeerError(f"join: {'; '.join(texts)}")
             elif what == _RESERVE:
                 self._channels[numbers[0]].backend.reserve(_sizes(numbers[1:3]))
             elif what == _REFUSE:
                 channel = self._channels[numbers[0]]
                 channel.backend.refuse(device_of_tables(channel, None))
-            elif what == _START:
-                self._start(*numbers[:5], mark=mark)
             else:
-                self._go_on(what, *numbers[:2])
-        self.between_exchanges = True
+                self._start(*numbers[:6], mark=mark)
+        self.in_exchange = False
         return True
 
     def _answer_max(self, num_values: int, num_sums: int) -> None:
@@ -277,21 +316,27 @@ class _Session:
         sums = torch.zeros(num_sums, dtype=torch.int64, device=control_device(self.control.group))
         self.control.max_and_sum(nothing, [sums], label="sizes")
 
-    def _start(self, number: int, dtype: int, weights_dtype: int, padded: int, largest: int, *, mark: int) -> None:
+    def _start(
+        self, number: int, dtype: int, weights_dtype: int, autocast: int, padded: int, largest: int, *, mark: int
+    ) -> None:
         """Start a dispatch without rows, or with padding where ranks bring equal numbers."""
-        self._leases[number].tell_watchdog()
-        channel, sizes, serial = self._channels[number], _sizes((padded, largest)), self.count
+        lease, channel = self._leases[number], self._channels[number]
+        lease.tell_watchdog()
+        sizes, device, serial = _sizes((padded, largest)), device_of_tables(channel, None), self.count
         self.count += 1
-        rows, device = channel.needs.brought(0, sizes), device_of_tables(channel, None)
+        rows = channel.needs.brought(0, sizes)
         ids = torch.full((rows, channel.config.top_k), -1, device=device)
         x = torch.zeros(rows, channel.config.hidden_size, dtype=_DTYPES[dtype], device=device)
         weights = torch.zeros(ids.shape, dtype=_DTYPES[weights_dtype], device=device)
         marks = [torch.tensor(mark, device=device)] if channel.needs.exchanges_counts else []
         try:
             started = channel.backend.start(x, ids, weights, sizes, *marks)
+        except LostPeerError:
+            raise
         except PeerError:  # the ranks that call exchange texts next
             return
         departed = Departed(
+            channel=channel,
             started=started,
             padded=rows,
             real_rows=None,
@@ -302,73 +347,62 @@ class _Session:
             placement=None,
             experts_L=None,
         )
-        self._calls[serial] = _Call(lease=self._leases[number], departed=departed, dtype=_DTYPES[dtype])
+        self._calls[serial] = _Call(
+            number=number,
+            rows=rows,
+            autocast=nullcontext() if autocast < 0 else torch.autocast(device.type, _DTYPES[autocast]),
+            arrive=partial(receive, lease, departed, Rows(), x.shape, x, weights, weights),
+        )
 
-    def _go_on(self, what: int, serial: int, flag: int) -> None:
-        """Take part in what follows on the start of a dispatch."""
-        call = self._calls[serial]
-        index = self._leases.index(call.lease)
+    def _go_on(self, what: int, call: _Call, numbers: Sequence[int]) -> None:
+        """Take part in what follows on the start of a dispatch. Experts run when the exchange is over.
+
+        So the others learn of an error of the experts at their next message.
+        """
         if what == _FINISH:
-            sent = self._finish(call, self._channels[index])
-            self.between_exchanges = True  # the others learn of an error of the experts at their next message
-            with torch.enable_grad():
-                call.outputs = self._experts[index](sent)
+            sent = self._finish(call)
+            with torch.enable_grad(), call.autocast:
+                outputs = self._experts[call.number](sent)
+                check_combine(outputs, sent.edge, self._channels[call.number])
+            call.outputs = outputs
             return
         assert call.leaves is not None
         assert call.route is not None
         assert call.outputs is not None
-        config, leaves = call.lease.shared.config, call.leaves
+        config, leaves = self._channels[call.number].config, call.leaves
         weights = leaves[1].detach() if config.weights == "combine" else None
         if what == _COMBINE:
-            call.route.combine(call.outputs.detach(), weights)
-            return
-        if what == _COMBINE_BACKWARD:
-            zeros = call.outputs.new_zeros(call.departed.padded, config.hidden_size)
-            outputs = call.outputs.detach() if flag else None
-            grad_RD, call.grad_R = call.route.combine_backward(zeros, outputs, weights)
-            self.between_exchanges = True
-            if call.outputs.requires_grad:
-                torch.autograd.backward(call.outputs, grad_RD)
-            return
-        grad_RD, grad_R = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
-        if call.grad_R is not None:
-            grad_R = grad_R + call.grad_R
-        call.route.dispatch_backward(grad_RD, grad_R if flag else None)
-        del self._calls[serial]
+            with torch.enable_grad():
+                call.outputs = call.outputs.to(_DTYPES[numbers[1]])
+        outputs = call.outputs.detach()
+        self.in_exchange = True
+        with torch.no_grad():
+            if what == _COMBINE:
+                call.route.combine(outputs, weights)
+            elif what == _COMBINE_BACKWARD:
+                zeros = outputs.new_zeros(call.rows, config.hidden_size)
+                kept = None if weights is None else outputs
+                grad_RD, call.grad_R = call.route.combine_backward(zeros, kept, weights)
+            else:
+                grad_RD, grad_R = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+                call.route.dispatch_backward(grad_RD, grad_R if call.grad_R is None else grad_R + call.grad_R)
+                del self._calls[numbers[0]]
+        self.in_exchange = False
+        if what == _COMBINE_BACKWARD and call.outputs.requires_grad:
+            torch.autograd.backward(call.outputs, grad_RD)
 
-    def _finish(self, call: _Call, channel: Channel) -> Dispatched:
+    def _finish(self, call: _Call) -> Dispatched:
         """Wait for the rows, and return what the experts get."""
-        arrived = finish(channel, call.departed)
-        state = State(
-            lease=call.lease,
-            layout=Rows(),
-            shape=torch.Size((0, channel.config.hidden_size)),
-            num_rows=0,
-            real_rows=None,
-            padded=call.departed.padded,
-            wants_weights=True,
-            route=arrived.route,
-        )
-        call.route = arrived.route
-        edge, quantised = arrived.rows, None
-        if arrived.scales is not None:
-            edge = edge_of(arrived.delivered, call.dtype)
-        call.leaves = edge.requires_grad_(), arrived.weights.requires_grad_()
+        self.in_exchange = True
+        with torch.no_grad():
+            sent = call.arrive()
+        self.in_exchange = False
+        call.route = sent.state.route
+        call.leaves = sent.edge.requires_grad_(), sent.weights.requires_grad_()
         with torch.enable_grad():
             edge, weights = (_FreshTensor.apply(leaf) for leaf in call.leaves)  # type: ignore[no-untyped-call]
-        if arrived.scales is not None:
-            quantised = quantised_rows(channel, arrived.delivered, edge, arrived.tokens_per_expert)
-        return Dispatched(
-            edge=edge,
-            quantised=quantised,
-            tokens_per_expert=arrived.tokens_per_expert,
-            real_tokens_per_expert=arrived.real_tokens_per_expert,
-            host_counts=arrived.tokens_per_expert_list,
-            weights=weights,
-            pad_multiple=channel.shape.pad_multiple,
-            placement=None,
-            state=state,
-        )
+        quantised = None if sent.quantised is None else dataclasses.replace(sent.quantised, edge=edge)
+        return dataclasses.replace(sent, edge=edge, weights=weights, quantised=quantised)
 
 
 def _flat(sizes: Sizes) -> list[int]:
@@ -390,19 +424,21 @@ class _Control:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def _announced(self, label: str, *message: int) -> AbstractContextManager[None]:
+        return self._session.exchange(*message) if label in _ANSWERED else nullcontext()  # which is refused
+
     def max(self, values: Sequence[int], *, label: str) -> list[int]:
-        with self._session.exchange(_MAX, len(values)):
+        with self._announced(label, _MAX, len(values)):
             return self._inner.max(values, label=label)
 
     def max_and_sum(self, values: Sequence[int], sums: Sequence[Tensor], *, label: str) -> list[int]:
-        with self._session.exchange(_MAX, len(values), sum(map(len, sums))):
+        with self._announced(label, _MAX, len(values), sum(map(len, sums))):
             return self._inner.max_and_sum(values, sums, label=label)
 
     def gather_json(self, value: Any, *, label: str) -> list[Any]:
         """Exchange texts of a refused call. A rank that is done agrees with this rank."""
-        with self._session.exchange(_TEXTS):
+        with self._announced(label, _TEXTS):
             everyone = self._inner.gather_json(value, label=label)
-        self._session.between_exchanges = False  # all ranks raise
         return [[value[0], None] if each is None else each for each in everyone]
 
 
@@ -425,26 +461,24 @@ class _Backend(Backend):
 
     def start(
         self, rows_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, sizes: Sizes, mark: Tensor | None = None
-    ) -> tuple[int, Any]:
-        session = self._session
+    ) -> _Route:
+        session, device = self._session, rows_TD.device.type
         if self._number is None:
             raise StateError("join: calls inside torch.compile and selective checkpointing are not answered.")
         dtypes = [_DTYPES.index(tensor.dtype) for tensor in (rows_TD, weights_TK)]
+        autocast = _DTYPES.index(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else -1
         told = _NOTHING if mark is None else read_host(mark.view(1))[0]
-        with session.exchange(_START, self._number, *dtypes, *_flat(sizes), mark=told):
+        with session.exchange(_START, self._number, *dtypes, autocast, *_flat(sizes), mark=told):
             serial = session.count
-            session.count += 1
-            session.flying.add(serial)
-            marks = [] if mark is None else [mark]
-            return serial, self._inner.start(rows_TD, ids_TK, weights_TK, sizes, *marks)
+            session.began = session.count = serial + 1
+            started = self._inner.start(rows_TD, ids_TK, weights_TK, sizes, *([] if mark is None else [mark]))
+        return _Route(session, started, serial)
 
-    def finish(self, started: tuple[int, Any]) -> Arrived:
-        serial, inner = started
-        with self._session.exchange(_FINISH, serial):
-            arrived = self._inner.finish(inner)
-        self._session.flying.discard(serial)
-        route = self._session.routes[serial] = _Route(self._session, arrived.route, serial)
-        return dataclasses.replace(arrived, route=route)
+    def finish(self, started: _Route) -> Arrived:
+        with self._session.exchange(_FINISH, started.serial):
+            arrived = self._inner.finish(started.inner)
+        started.inner = arrived.route
+        return dataclasses.replace(arrived, route=started)
 
     def refuse(self, device: torch.device) -> None:
         with self._session.exchange(_REFUSE, self._number or 0):  # while others may start a dispatch
@@ -454,32 +488,38 @@ class _Backend(Backend):
 
 @final
 class _Route(Route):
-    """Stands in for the route of a dispatch, also in a backward after the block."""
+    """Stands in for a dispatch that has started, and then for its route.
 
-    __slots__ = ("__weakref__", "_inner", "_serial", "_session", "_told")
+    Attributes:
+        inner: What the backend has started; then its route.
+        serial: Number of the dispatch.
+    """
 
-    def __init__(self, session: _Session, inner: Route, serial: int) -> None:
-        self._session, self._inner, self._serial = session, inner, serial
+    __slots__ = ("__weakref__", "_session", "_told", "inner", "serial")
+
+    def __init__(self, session: _Session, inner: Any, serial: int) -> None:
+        self._session, self.inner, self.serial = session, inner, serial
         self._told: set[int] = set()  # the backwards of this route so far
+        session.routes[serial] = self
 
     def send(self, rows_TD: Tensor) -> NoReturn:
         raise StateError("join: dispatch(again=...) is not answered. Dispatch with the routing instead.")
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
-        with self._session.exchange(_COMBINE, self._serial):
-            return self._inner.combine(rows_RD, weights_R)
+        with self._session.exchange(_COMBINE, self.serial, _DTYPES.index(rows_RD.dtype)):
+            return cast(Route, self.inner).combine(rows_RD, weights_R)
 
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         self._only_once(_COMBINE_BACKWARD, "combined twice. Only one backward of combine is answered.")
-        with self._session.exchange(_COMBINE_BACKWARD, self._serial, int(rows_RD is not None)):
-            return self._inner.combine_backward(grad_TD, rows_RD, weights_R)
+        with self._session.exchange(_COMBINE_BACKWARD, self.serial):
+            return cast(Route, self.inner).combine_backward(grad_TD, rows_RD, weights_R)
 
     def dispatch_backward(self, grad_RD: Tensor, grad_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         self._only_once(_DISPATCH_BACKWARD, "differentiated twice. Only one backward of dispatch is answered.")
-        with self._session.exchange(_DISPATCH_BACKWARD, self._serial, int(grad_R is not None)):
-            return self._inner.dispatch_backward(grad_RD, grad_R)
+        with self._session.exchange(_DISPATCH_BACKWARD, self.serial):
+            return cast(Route, self.inner).dispatch_backward(grad_RD, grad_R)
 
     def _only_once(self, what: int, rule: str) -> None:
         if what in self._told:

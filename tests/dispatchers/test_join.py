@@ -8,11 +8,16 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch import Dispatched, Dispatcher, Routing, build_dispatcher
+from moe_dispatch.balance import ExpertPlacement
+from moe_dispatch.dispatchers import channel as channels
 from moe_dispatch.dispatchers import join, unequal_steps
 from moe_dispatch.errors import ConfigError, InputError, LostPeerError, PeerError, StateError
+from moe_dispatch.replay import RoutingTable
+from moe_dispatch_testing.ranks import thread_group
 from tests.dispatchers.layer import (
     Group,
     apply_experts,
@@ -157,7 +162,7 @@ def test_experts_of_verbs_and_plans() -> None:
     torch.testing.assert_close(torch.cat(on_ranks(body, 2)), alone())
 
 
-@pytest.mark.parametrize("way", ["plain", "recomputed", "reentrant", "no_grad"])
+@pytest.mark.parametrize("way", ["plain", "recomputed", "reentrant", "no_grad", "dropped"])
 def test_a_rank_that_is_done_keeps_only_what_a_backward_needs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [0, 0]
     answer = unequal_steps._Session.answer
@@ -175,12 +180,15 @@ def test_a_rank_that_is_done_keeps_only_what_a_backward_needs(way: str, monkeypa
                     with torch.no_grad():
                         x, routings = micro_batch(1, step, 16)
                         layers[1](layers[0](x, routings[0]), routings[1])
-                else:
-                    train(layers, 1, step, 16, way)
+                    continue
+                if way == "dropped":
+                    x, routings = micro_batch(1, step, 16)
+                    layers[0].dispatch(x, routings[0], async_op=True)
+                train(layers, 1, step, 16, "plain" if way == "dropped" else way)
 
     monkeypatch.setattr(unequal_steps._Session, "answer", counting)
     on_ranks(body, 2)
-    assert 1 <= kept[0] <= 5  # two layers, twice with recomputation, and one that starts
+    assert 1 <= kept[0] <= 5  # two layers, twice with recomputation or a dropped dispatch, and one that starts
 
 
 def test_nothing_is_left_behind() -> None:
@@ -314,6 +322,171 @@ def refused(call: Any, *texts: str, **fields: Any) -> None:
     raises_everywhere([second], StateError, *texts)
 
 
+def test_other_collectives_are_refused() -> None:
+    def group_of(layer: Layer) -> Group:
+        return layer._channel.communicator.group
+
+    before = [Tensor()]
+
+    def dispatched_before(layer: Layer, x: Tensor, routing: Routing) -> None:
+        before[0].sum().backward()
+
+    for text, call in {
+        "'metrics'": lambda layer, *_: layer.metrics(gather=True),
+        "'self_test'": lambda layer, *_: layer.self_test(),
+        "'place'": lambda layer, *_: layer.place(ExpertPlacement.contiguous(8, 2)),
+        "'build'": lambda layer, *_: build_dispatcher(small_config(pad_multiple=2), group_of(layer)),
+        "'replay'": lambda layer, *_: RoutingTable.unknown({0: 4}, (0,), 2, 8).gathered(group_of(layer)),
+    }.items():
+        refused(call, f"join: a rank that is done does not answer {text}. Make this call outside of the block")
+
+
+def test_what_begins_in_the_block_ends_there() -> None:
+    """Also where no rank is done, so that the ranks could go on together."""
+
+    def body(group: Group, *, what: str) -> None:
+        layer, x = Layer(0, group, hidden=16), random_rows(4).requires_grad_()
+        if what == "begun before":
+            y = layer(x, random_routing(4))
+            with join([layer]):
+                y.sum().backward()
+        with join([layer]):
+            if what == "wait":
+                coming = layer.dispatch(x, random_routing(4), async_op=True)
+            else:
+                sent = layer.dispatch(x, random_routing(4))
+            if what == "backward":
+                y = layer.combine(layer.run_experts(sent), sent)
+        if what == "wait":
+            coming.wait()
+        elif what == "combine":
+            layer.combine(sent.rows, sent)
+        y.sum().backward()
+
+    for what in ("wait", "combine", "backward"):
+        text = "join: the block of this dispatch has ended. Call wait(), combine and backward in the block"
+        raises_everywhere(outcomes(partial(body, what=what), 2), StateError, text)
+    text = "join: a rank that is done does not answer 'combine.backward'"
+    raises_everywhere(outcomes(partial(body, what="begun before"), 2), StateError, text)
+
+
+@pytest.mark.parametrize("by", ["autocast", "conversion"])
+def test_experts_compute_in_the_dtype_of_the_others(by: str) -> None:
+    """Neither autocast around the call nor a conversion behind the experts is in the function that answers."""
+
+    def body(group: Group, *, joins: bool) -> list[Tensor]:
+        weights = local_part(expert_weights(), group)
+        dispatcher = build_dispatcher(small_config(), group)
+
+        def run_experts(sent: Dispatched) -> Tensor:
+            parts = sent.rows.split(sent.tokens_per_expert_list)
+            return torch.cat([part @ expert for part, expert in zip(parts, weights, strict=True)])
+
+        def step(rows: int) -> Tensor:
+            x = random_rows(rows).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=by == "autocast"):
+                sent = dispatcher.dispatch(x, random_routing(rows))
+                outputs = run_experts(sent)
+                y = dispatcher.combine(outputs.bfloat16() if by == "conversion" else outputs, sent)
+            assert y.dtype == torch.bfloat16
+            y.float().square().sum().backward()
+            assert x.grad is not None
+            return x.grad
+
+        if joins:
+            with join({dispatcher: run_experts}):
+                grads = [step(4) for _ in range(group.rank())]
+        else:
+            grads = [step(4 * group.rank())]
+        assert weights.grad is not None
+        return [weights.grad, *(grads if group.rank() else [])]
+
+    for got, expected in zip(
+        on_ranks(partial(body, joins=True), 2), on_ranks(partial(body, joins=False), 2), strict=True
+    ):
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_dispatcher_that_is_closed_in_the_block() -> None:
+    """It answers until the end of the block, and gives its share of the channel back."""
+
+    def body(group: Group) -> bool:
+        layers = [Layer(seed, group, hidden=16) for seed in range(2)]
+        channel = layers[0]._channel
+        with join(layers):
+            if group.rank():
+                train(layers, 1, 0, 16)
+            layers[0].close()
+        assert channel.users == 1
+        layers[1].close()
+        return any(each is channel for each in channels._channels.values())
+
+    assert on_ranks(body, 2) == [False, False]
+
+
+def test_ranks_whose_router_trains_and_ranks_whose_router_does_not() -> None:
+    def body(group: Group) -> Tensor | None:
+        layer, routing = Layer(0, group, hidden=16), random_routing(4)
+        routing.topk_weights.requires_grad_(group.rank() == 1)
+        with join([layer]):
+            if group.rank():
+                layer(random_rows(4), routing).sum().backward()
+        return routing.topk_weights.grad
+
+    _, trained, *others = on_ranks(body, 4)
+    assert others == [None, None]
+    assert trained is not None
+    assert trained.abs().sum() > 0
+
+
+def test_a_rank_that_leaves_before_its_combine() -> None:
+    def body(group: Group) -> None:
+        layer = Layer(0, group, hidden=16)
+        with join([layer]):
+            sent = layer.dispatch(random_rows(4), random_routing(4))
+            if group.rank():
+                layer.combine(sent.rows, sent)
+
+    text = "join: a rank has left the block before the wait(), combine or backward of its last dispatch"
+    raises_everywhere(outcomes(body, 4), InputError, text)
+
+
+@pytest.mark.parametrize("wrong", ["refused", "different"])
+def test_no_rank_waits_for_one_that_has_left_after_an_error(wrong: str) -> None:
+    """Ranks 1 to 3 catch the error of a call and go on, but rank 0, which answered the call, has left."""
+
+    def body(group: Group) -> None:
+        layers = [Layer(seed, group, hidden=16) for seed in range(2)]
+        with join(layers):
+            if group.rank():
+                with pytest.raises((InputError, PeerError)):
+                    layers[group.rank() % 2 if wrong == "different" else 0](
+                        random_rows(4), random_routing(2 + group.rank())
+                    )
+                train(layers, group.rank(), 0, 16)
+
+    first, *others = outcomes(body, 4)
+    assert isinstance(first, PeerError if wrong == "refused" else InputError)
+    raises_everywhere(others, LostPeerError, "join: another rank has failed in the block")
+
+
+def test_outputs_that_do_not_fit_are_told() -> None:
+    def body(group: Group) -> None:
+        def experts(sent: Dispatched) -> Tensor:
+            return sent.rows if group.rank() else sent.rows[:-1]
+
+        dispatcher = build_dispatcher(small_config(), group)
+        with join({dispatcher: experts}):
+            for _ in range(group.rank()):
+                sent = dispatcher.dispatch(random_rows(4), random_routing(4))
+                dispatcher.combine(experts(sent), sent)
+
+    first, second = outcomes(body, 2)
+    raises_everywhere([first], InputError, "Dispatcher.combine: rows must be floating")
+    raises_everywhere([second], LostPeerError, "join: another rank has failed in the block")
+
+
 def test_calls_that_cannot_be_answered() -> None:
     def again(layer: Layer, x: Tensor, routing: Routing) -> None:
         layer.dispatch(x, again=layer.dispatch(x, routing))
@@ -346,11 +519,65 @@ def test_configs_and_layers_that_are_refused() -> None:
         ({"graph_safe": True, "max_tokens_per_rank": 4}, 2, "sizes must be exchanged, got graph_safe=True"),
         ({"balance": "exact"}, 2, "experts must stay at home"),
         ({"spare_experts_per_rank": 1}, 2, "experts must stay at home"),
-        ({}, 1, "pass all 2 open dispatchers of a config and group, got 1"),
+        ({}, 1, "pass all 2 open dispatchers of the group, got 1"),
         ({}, 0, "join: there are no layers"),
         ({}, 2, "join: this block is inside of another join"),
     ):
         raises_everywhere(outcomes(partial(body, fields=fields, given=given), 2), ConfigError, text)
+
+
+def test_dispatchers_of_another_config_must_be_passed() -> None:
+    def body(group: Group) -> None:
+        layers = [Layer(0, group, hidden=16), Layer(1, group, hidden=16, pad_multiple=2)]
+        with join(layers):
+            train(layers, group.rank(), 0, 16)
+        with join(layers[:1]):
+            raise AssertionError("entered")
+
+    raises_everywhere(outcomes(body, 2), ConfigError, "pass all 2 open dispatchers of the group, got 1")
+
+
+def test_layers_of_two_groups_are_refused() -> None:
+    store = HashStore()
+
+    def body(group: Group) -> None:
+        layers = [
+            Layer(seed, each, hidden=16) for seed, each in enumerate([group, thread_group(store, group.rank(), 2)])
+        ]
+        with join(layers):
+            raise AssertionError("entered")
+
+    raises_everywhere(outcomes(body, 2), ConfigError, "join: all layers must have one group")
+
+
+def test_a_rank_with_a_closed_dispatcher() -> None:
+    def body(group: Group, *, closed: int) -> None:
+        layers = [Layer(seed, group, hidden=16, pad_multiple=1 + seed) for seed in range(2)]
+        if group.rank():
+            layers[closed].close()
+        with join(layers):
+            raise AssertionError("entered")
+
+    for closed in range(2):
+        first, second = outcomes(partial(body, closed=closed), 2)
+        raises_everywhere([first], PeerError, "rank 1 refused: Dispatcher: the dispatcher must be open")
+        raises_everywhere([second], StateError, "Dispatcher: the dispatcher must be open")
+
+
+@pytest.mark.parametrize("nesting", [0, 1])
+def test_a_join_inside_of_another_on_one_rank(nesting: int) -> None:
+    def body(group: Group) -> None:
+        layer = Layer(0, group, hidden=16)
+        with join([layer]):
+            if group.rank() == nesting:
+                with join([layer]):
+                    raise AssertionError("entered")
+            for _ in range(group.rank()):
+                layer(random_rows(4), random_routing(4))
+
+    results = outcomes(body, 4)
+    raises_everywhere([results.pop(nesting)], ConfigError, "join: this block is inside of another join")
+    raises_everywhere(results, LostPeerError, "join: another rank has failed in the block")
 
 
 def test_layers_without_experts_are_refused() -> None:
