@@ -129,6 +129,19 @@ def widen(rows: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
     return blocks.mul_(scales.float().unsqueeze(-1)).view(values.shape).to(dtype)
 
 
+def widened_gradient(rows: Quantised, dtype: torch.dtype) -> Tensor:
+    """Widen gradient rows that arrived, for autograd. ``quantised_form`` finds them again in the next backward."""
+    widened: Any = widen(rows, dtype)
+    widened.quantised_form = rows, widened._version
+    return widened  # type: ignore[no-any-return]
+
+
+def quantised_form(gradient: Tensor) -> Quantised | None:
+    """Return the rows that ``widened_gradient`` widened; None if this is another tensor, or was changed in place."""
+    rows, version = getattr(gradient, "quantised_form", (None, None))
+    return rows if version == gradient._version else None
+
+
 class Widen(torch.autograd.Function):
     """``widen`` as a function of the edge of the rows in the autograd graph, which gets the gradient unchanged."""
 

@@ -49,7 +49,7 @@ PUBLIC = {
     "moe_dispatch.config": _names(experimental="ConstraintOverrides"),
     "moe_dispatch.quantised": _names(
         experimental="mx_tensor te_grouped_tensor torch_arguments blocked_scales deep_gemm_pair deep_gemm_layout "
-        "grouped_gemm",
+        "grouped_gemm quantised_gradient gradient_as",
     ),
     "moe_dispatch.replay": _names(experimental="RoutingTable Cut Recording replayed SequenceId"),
     "moe_dispatch.balance": _names(
@@ -85,4 +85,12 @@ PUBLIC = {
 }
 """The public names by module. The fields of ``DispatcherConfig`` are stable, except ``EXPERIMENTAL_FIELDS``."""
 
-EXPERIMENTAL_FIELDS = ("balance", "balance_bound", "balance_min_rows", "chunk_tokens", "chunk_recompute", "deliver")
+EXPERIMENTAL_FIELDS = (
+    "balance",
+    "balance_bound",
+    "balance_min_rows",
+    "chunk_tokens",
+    "chunk_recompute",
+    "deliver",
+    "grad_wire_dtype",
+)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from moe_dispatch._probing import how_to_install
-from moe_dispatch._quantisation import RECIPES
+from moe_dispatch._quantisation import RECIPES, RecipeName
 from moe_dispatch._support import newer_format
 from moe_dispatch.backends.base import BackendOptions, PermutationName, WireDtype
 from moe_dispatch.backends.capacity import Factor
@@ -110,6 +110,9 @@ class DispatcherConfig(BaseModel):
             "mxfp8" quantise the rows of dispatch to float8_e4m3fn numbers, the first with one float32 scale for every
             128 columns, the second with one power of two (e8m0) for every 32. The rows of combine and all gradients
             then travel in bfloat16. The gradient of the quantisation is the identity (straight-through).
+        grad_wire_dtype: Dtype in which the gradient rows of combine travel: None for that of the rows of combine, or
+            the quantised ``wire_dtype``. With ``deliver="quantised"`` and ``weights="experts"``, ``quantised_gradient``
+            of ``moe_dispatch.quantised`` has them as they travelled.
         deliver: Form in which experts get rows. "rows" widens them to the model's dtype. "quantised" leaves them as
             they travelled, in ``sent.quantised``, for a grouped GEMM that takes such rows; ``sent.rows`` are widened
             when they are read. It needs one of the quantised ``wire_dtype``, and ``pad_multiple`` must be a multiple of
@@ -169,6 +172,7 @@ class DispatcherConfig(BaseModel):
     pad_multiple: _Count | Literal["bf16", "fp8", "mxfp8", "nvfp4"] = 1
     weights: Literal["combine", "experts"] = "combine"
     wire_dtype: WireDtype | None = None
+    grad_wire_dtype: RecipeName | None = None
     deliver: Literal["rows", "quantised"] = "rows"
     row_counts: RowCounts | None = None
     max_tokens_per_rank: _Count | None = None
@@ -232,6 +236,10 @@ class DispatcherConfig(BaseModel):
                 quantised and recipe is not None and self.pad_multiple_rows % recipe.row_multiple,
                 f'deliver="quantised": the grouped GEMMs for {self.wire_dtype} need pad_multiple to be a multiple of '
                 f"{recipe and recipe.row_multiple}, got {self.pad_multiple_rows}.",
+            ),
+            (
+                self.grad_wire_dtype not in (None, self.wire_dtype),
+                f"grad_wire_dtype must be None or wire_dtype ({self.wire_dtype!r}), got {self.grad_wire_dtype!r}.",
             ),
             (
                 static and self.max_tokens_per_rank is None,

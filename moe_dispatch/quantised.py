@@ -10,6 +10,7 @@ Legend: R rows, D columns, L experts, H outputs of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_dispatch._expert_rows import ALIGNED_BYTES, grouped_mm
-from moe_dispatch._quantisation import RECIPES, Quantised, quantise, widen
+from moe_dispatch._quantisation import RECIPES, Quantised, quantise, quantised_form, widen
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation.index import round_up
 from moe_dispatch.types import Dispatched, QuantisedRows
@@ -26,8 +27,10 @@ __all__ = [
     "blocked_scales",
     "deep_gemm_layout",
     "deep_gemm_pair",
+    "gradient_as",
     "grouped_gemm",
     "mx_tensor",
+    "quantised_gradient",
     "te_grouped_tensor",
     "torch_arguments",
 ]
@@ -277,7 +280,7 @@ class _Gemm(torch.autograd.Function):
         assert sent.quantised is not None
         ctx.dtype, ctx.offs = edge.dtype, sent.offs
         ctx.save_for_backward(sent.quantised.values, sent.quantised.scales, weights)
-        return forward(sent, weights)
+        return forward(_without_widened(sent), weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -294,6 +297,59 @@ class _Gemm(torch.autograd.Function):
             grad = F.pad(grad, (0, -width % (ALIGNED_BYTES // grad.element_size()))).contiguous()
             grad_weights = F.grouped_mm(rows.t(), grad, offs=ctx.offs)[:, :, :width]
         return grad_rows, grad_weights, None, None
+
+
+def quantised_gradient(sent: Dispatched, gradient: Tensor) -> Dispatched | None:
+    """Return the gradient of the experts' outputs as it travelled. Call this in the backward of their last GEMM.
+
+    Args:
+        sent: Result of a dispatch with a ``grad_wire_dtype``, ``deliver="quantised"`` and ``weights="experts"``.
+        gradient: The gradient that autograd hands to the backward: (R, D), widened.
+
+    Returns:
+        ``sent`` with the gradient in place of the rows, for the other functions of this module. None if ``gradient`` is
+        not what ``combine`` sent back: if the config does not ask for it, the dispatch was compiled, or there is
+        something between the GEMM and ``combine``, such as a multiplication by the weights or a second use.
+    """
+    found = quantised_form(gradient)
+    if sent.quantised is None or found is None:
+        return None
+    rows = QuantisedRows(
+        **found._asdict(), recipe=sent.quantised.recipe, tokens_per_expert=sent.tokens_per_expert, edge=gradient
+    )
+    return replace(sent, edge=gradient, quantised=rows)
+
+
+def gradient_as(sent: Dispatched, outputs: Tensor, adapter: Callable[[Dispatched], Tensor]) -> Tensor:
+    """Return the outputs of a GEMM whose backward takes a quantised gradient: ``adapter`` makes it from what travelled.
+
+    Args:
+        sent: As in ``quantised_gradient``.
+        outputs: (R, D), which nothing but ``combine`` may use.
+        adapter: Function such as ``mx_tensor``. It gets the result of ``quantised_gradient``.
+
+    Returns:
+        The outputs. If there is no quantised gradient, their gradient is that of ``combine`` in the model's dtype.
+    """
+    same: Tensor = _GradientAs.apply(outputs, sent, adapter)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _GradientAs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, sent: Dispatched, adapter: Callable[[Dispatched], Tensor]) -> Tensor:
+        ctx.sent, ctx.adapter = _without_widened(sent), adapter
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        found = quantised_gradient(ctx.sent, grad)
+        return grad if found is None else ctx.adapter(found), None, None
+
+
+def _without_widened(sent: Dispatched) -> Dispatched:
+    """Return a copy that does not share ``rows``, which may outlive their use: they take twice the memory of values."""
+    return sent if sent.quantised is None else replace(sent, quantised=replace(sent.quantised))
 
 
 class _Connected(torch.autograd.Function):

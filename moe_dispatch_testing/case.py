@@ -94,6 +94,7 @@ def case_config(backend: BackendSpec, case: Case) -> DispatcherConfig:
         pad_multiple=scenario.pad_multiple,
         weights=scenario.weights,
         wire_dtype=scenario.wire_dtype,
+        grad_wire_dtype=scenario.grad_wire_dtype,
         deliver=scenario.deliver,
         row_counts=None if scenario.graph_safe else case.row_counts,
         max_tokens_per_rank=max_tokens,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import final
 
+from moe_dispatch._quantisation import RECIPES
 from moe_dispatch.backends import BackendOptions, Constraints, MoEShape, Rejected, parse_backend
 from moe_dispatch.backends.base import listed_sizes
 from moe_dispatch_testing.case import BackendSpec, Case, run_case
@@ -196,6 +197,12 @@ def _broken_rule(needs: Constraints, scenario: Scenario, shape: MoEShape) -> str
         (needs.devices is None or "cpu" in needs.devices, f"devices {_listed(needs.devices)}"),
         (_is_carried(scenario, needs), f"dtypes {_listed(needs.dtypes)}"),
         (scenario.wire_dtype in (None, *needs.wire_dtypes), f"wire_dtypes {_listed(needs.wire_dtypes)}"),
+        (
+            needs.quantised_gradients == "can"
+            or scenario.wire_dtype not in RECIPES
+            or (needs.quantised_gradients == "must") == (scenario.grad_wire_dtype is not None),
+            f"quantised_gradients {needs.quantised_gradients}",
+        ),
         (needs.delivers_quantised or not shape.quantised, "delivers_quantised False"),
         (needs.max_hidden is None or shape.hidden_size <= needs.max_hidden, f"max_hidden {needs.max_hidden}"),
         (shape.num_local_experts % needs.local_experts_multiple == 0, "local_experts_multiple"),

@@ -35,13 +35,16 @@ class Expected:
     grad_bias_ED: Tensor
 
 
-def reference(batch: Batch, experts: Experts, wire: WireDtype | None = None) -> Expected:
+def reference(
+    batch: Batch, experts: Experts, wire: WireDtype | None = None, grad_wire: WireDtype | None = None
+) -> Expected:
     """Apply every expert to every row, weighted by the slots that name the expert.
 
     Args:
         batch: Tokens of one rank.
         experts: Experts of the whole group.
         wire: Dtype to which rows are rounded on their way to the experts. The gradient ignores the rounding.
+        grad_wire: Dtype to which the gradient of the result is rounded on this way.
     """
     x_TD = batch.x_TD.clone().requires_grad_()
     weights_TK = torch.where(batch.ids_TK < 0, 0, batch.weights_TK).requires_grad_()
@@ -52,7 +55,7 @@ def reference(batch: Batch, experts: Experts, wire: WireDtype | None = None) -> 
         share_T = torch.where(batch.ids_TK == expert, weights_TK, 0).sum(1, keepdim=True)
         y_TD = y_TD + share_T * leaves.apply(expert, seen_TD)
     inputs = (x_TD, weights_TK, leaves.matrix_EWW, leaves.bias_ED)
-    grads = torch.autograd.grad(y_TD, inputs, batch.upstream_TD)
+    grads = torch.autograd.grad(y_TD, inputs, round_to_wire(batch.upstream_TD, grad_wire))
     return Expected(
         y_TD=y_TD.detach(),
         grad_x_TD=grads[0],

@@ -16,6 +16,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import RecipeName
 from moe_dispatch.backends import Constraints, MoEShape
 from moe_dispatch.backends.base import WireDtype
 from moe_dispatch.balance import ExpertPlacement
@@ -148,6 +149,7 @@ class Scenario:
         pad_multiple: The rows of each expert are padded to a multiple of this number.
         weights: Whether combine or the experts multiply by the weights.
         wire_dtype: Dtype in which rows travel.
+        grad_wire_dtype: Dtype in which gradient rows of combine travel, as in the config.
         deliver: Form in which experts get rows, as in the config.
         schedule: Name in ``SCHEDULES``, which gives the order of the calls.
         row_counts: Policies of row counts. The scenario runs under each of them.
@@ -176,6 +178,7 @@ class Scenario:
     pad_multiple: int = 1
     weights: Literal["combine", "experts"] = "combine"
     wire_dtype: WireDtype | None = None
+    grad_wire_dtype: RecipeName | None = None
     deliver: Literal["rows", "quantised"] = "rows"
     schedule: str = "once"
     row_counts: tuple[RowCounts, ...] = ("agree",)
@@ -211,6 +214,7 @@ class Scenario:
             ep_size=ep_size,
             pad_multiple=self.pad_multiple,
             wire_dtype=self.wire_dtype,
+            grad_wire_dtype=self.grad_wire_dtype,
             quantised=self.deliver == "quantised",
             ranks_per_node=ep_size,
             graph_safe=self.graph_safe,
@@ -237,7 +241,8 @@ class Scenario:
 
         It is the key of the cache in which scenarios share their tensors and expected results.
         """
-        decides = ("tokens", "num_experts", "top_k", "hidden", "routing", "dtype", "wire_dtype", "schedule", "seed")
+        shapes, wires = ("tokens", "num_experts", "top_k", "hidden"), ("dtype", "wire_dtype", "grad_wire_dtype")
+        decides = (*shapes, *wires, "routing", "schedule", "seed")
         return Scenario(name="drawn", **{field: getattr(self, field) for field in decides})
 
     def fitted(self, needs: Constraints) -> Scenario:

@@ -58,6 +58,16 @@ _EAGER: tuple[Scenario, ...] = (
         schedule="sent_again",
     ),
     Scenario(name="quantised_float8", wire_dtype="float8_e4m3fn", deliver="quantised", hidden=128, pad_multiple=128),
+    Scenario(name="gradients_mxfp8", wire_dtype="mxfp8", grad_wire_dtype="mxfp8", hidden=64, dtype="bfloat16"),
+    Scenario(
+        name="gradients_float8",
+        wire_dtype="float8_e4m3fn",
+        grad_wire_dtype="float8_e4m3fn",
+        deliver="quantised",
+        weights="experts",
+        hidden=128,
+        pad_multiple=128,
+    ),
     # Padding of experts.
     Scenario(name="pad_16", pad_multiple=16),
     Scenario(name="pad_128", pad_multiple=128),

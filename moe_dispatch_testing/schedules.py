@@ -45,7 +45,8 @@ class Schedule:
 def separately(scenario: Scenario, batches: Sequence[Batch], experts: Sequence[Experts]) -> list[Expected]:
     """Expect each call to be independent of the others."""
     pairs = zip(batches, experts, strict=True)
-    return [reference(batch, its_experts, scenario.wire_dtype) for batch, its_experts in pairs]
+    wires = scenario.wire_dtype, scenario.grad_wire_dtype
+    return [reference(batch, its_experts, *wires) for batch, its_experts in pairs]
 
 
 def same_tokens(scenario: Scenario, batches: Sequence[Batch], experts: Sequence[Experts]) -> list[Expected]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -220,6 +222,29 @@ def test_a_gemm_without_a_backward_gets_the_gradients_of_the_widened_rows(fields
     assert found[0][1].abs().sum() > 0
 
 
+def _live_bytes(dtype: torch.dtype) -> int:
+    gc.collect()
+    with warnings.catch_warnings():  # some objects warn when they are asked for their class
+        warnings.simplefilter("ignore")
+        live = [each for each in gc.get_objects() if type(each) is Tensor and each.dtype == dtype]
+    return sum({each.data_ptr(): each.untyped_storage().nbytes() for each in live}.values())
+
+
+@pytest.mark.parametrize("reads", ["grouped_gemm", "gradient_as"])
+def test_widened_rows_do_not_wait_for_the_backward(reads: str) -> None:
+    weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16).requires_grad_()
+    x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    sent = _sent(x, **MXFP8)
+    before = _live_bytes(torch.bfloat16)
+    if reads == "grouped_gemm":  # ``sent`` lives on
+        y = quantised.grouped_gemm(sent, weights, lambda sent, w: sent.rows.new_empty(len(sent.edge), 0))
+    else:
+        y = quantised.gradient_as(sent, sent.rows.new_empty(len(sent.edge), 0, requires_grad=True), quantised.mx_tensor)
+        del sent
+    assert y.requires_grad
+    assert _live_bytes(torch.bfloat16) == before
+
+
 def test_double_backward_of_a_gemm_is_refused() -> None:
     x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
     weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16).requires_grad_()
@@ -269,7 +294,7 @@ def test_the_examples_of_the_page_call_what_there_is() -> None:
     """They need the libraries, so only torchao's run, in tests/integration."""
     page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
     examples = re.findall(r'^```python title="(.*?)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for title, code in examples:
         compile(code, title, "exec")
         assert code.count("\n") <= 10

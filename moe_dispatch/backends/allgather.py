@@ -40,6 +40,7 @@ class AllGatherOptions(BackendOptions):
         # narrow dtype would round at every hop.
         return Constraints(
             wire_dtypes=frozenset({"float8_e4m3fn", "mxfp8"}),
+            quantised_gradients="can",
             delivers_quantised=True,
             equal_rows=True,
             min_rows=int(shape.graph_safe),
@@ -51,11 +52,12 @@ class AllGatherOptions(BackendOptions):
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
         wide, hidden, copies = accumulation_dtype(dtype), shape.hidden_size, volume.rows * volume.others
+        gradient = row_format(dtype, hidden, shape.grad_wire_dtype or back_wire(shape.wire_dtype))
         return SentBytes(
             sent={
                 "dispatch": copies * dispatch_format(shape, dtype, wide).stride,
                 "combine": copies * hidden * wide.itemsize,
-                "combine.backward": copies * row_format(dtype, hidden, back_wire(shape.wire_dtype)).nbytes,
+                "combine.backward": copies * gradient.nbytes,
                 "dispatch.backward": copies * (hidden + shape.top_k) * wide.itemsize,
             },
             once_per_node=True,

@@ -63,6 +63,8 @@ class Constraints:
         counts_with_sizes: Whether the backend uses ``Sizes.tokens_per_expert``. If so, ranks that agree on the sizes of
             a dispatch sum the counts in the same exchange.
         wire_dtypes: Supported values of ``wire_dtype`` besides None.
+        quantised_gradients: Whether gradient rows of combine can travel quantised, as ``MoEShape.grad_wire_dtype``; or
+            must, if rows of dispatch do, because the route fixes the dtype of both.
         delivers_quantised: Whether the backend can deliver rows quantised as they travelled. If so, it does when
             ``MoEShape.quantised`` says so.
         graph_safe: Whether the backend can work without host syncs and data-dependent shapes.
@@ -94,6 +96,7 @@ class Constraints:
     exchanges_counts: bool = False
     counts_with_sizes: bool = False
     wire_dtypes: frozenset[WireDtype] = frozenset()
+    quantised_gradients: Literal["no", "can", "must"] = "no"
     delivers_quantised: bool = False
     graph_safe: bool = False
     graph_safe_reason: str = "it has no static path"
@@ -141,6 +144,8 @@ class MoEShape:
         ep_size: P.
         pad_multiple: The number of rows per expert is rounded up to a multiple of this.
         wire_dtype: Dtype in which rows travel; None for their own dtype.
+        grad_wire_dtype: ``wire_dtype`` if the gradient rows of combine travel in this 8-bit dtype; None for at least
+            bfloat16.
         quantised: Whether experts get the rows quantised, as ``wire_dtype`` says.
         max_tokens_per_rank: Most rows that a rank brings, if the config states it.
         ranks_per_node: Number of consecutive ranks that share a host. It is detected when the dispatcher is built, and
@@ -158,6 +163,7 @@ class MoEShape:
     ep_size: int
     pad_multiple: int
     wire_dtype: WireDtype | None = None
+    grad_wire_dtype: WireDtype | None = None
     quantised: bool = False
     max_tokens_per_rank: int | None = None
     ranks_per_node: int | None = None

@@ -47,6 +47,7 @@ class LocalOptions(BackendOptions):
             group_sizes=frozenset({1}),
             group_sizes_hint='Use "alltoall", or pass group=None.',
             wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+            quantised_gradients="can",
             delivers_quantised=True,
             min_rows=int(shape.graph_safe),  # the padding of a fixed-size buffer is copied from row 0
             graph_safe=True,

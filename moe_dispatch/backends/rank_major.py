@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import Quantised, widen
+from moe_dispatch._quantisation import Quantised, widen, widened_gradient
 from moe_dispatch.backends.base import Arrived, BackendContext, Route, WireDtype
 from moe_dispatch.permutation import Permutation, SlotIndex
 
@@ -79,15 +79,20 @@ class RankMajorRoute(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        grad_SD = self.spread(grad_TD, back_wire(self.context.shape.wire_dtype), label="combine.backward")
-        assert isinstance(grad_SD, Tensor)  # gradients are never quantised
+        shape = self.context.shape
+        wire = shape.grad_wire_dtype or back_wire(shape.wire_dtype)
+        grad_SD = self.spread(grad_TD, wire, label="combine.backward")
+        if isinstance(grad_SD, Quantised):
+            if weights_R is None and isinstance(grad_RD := expand(self, grad_SD, grad_TD.dtype), Quantised):
+                return widened_gradient(grad_RD, grad_TD.dtype), None
+            grad_SD = widen(grad_SD, grad_TD.dtype)
         permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
         return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)
 
 
 @cache
 def back_wire(wire: WireDtype | None) -> WireDtype | None:
-    """Return the wire dtype of combined rows and gradients if rows are sent as ``wire``: at least bfloat16."""
+    """Return the wire dtype of combined rows if rows are sent as ``wire``: at least bfloat16."""
     return None if wire is None else "bfloat16"
 
 

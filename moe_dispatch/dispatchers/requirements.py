@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_dispatch._probing import Rejected, import_whole
+from moe_dispatch._quantisation import RECIPES
 from moe_dispatch.backends.base import BackendOptions, Constraints, MoEShape, listed_sizes
 from moe_dispatch.backends.registry import known_backends, probe_backend
 from moe_dispatch.balance.exact import ExactPlanner, exact_rows
@@ -51,6 +52,7 @@ def shape_of(config: DispatcherConfig, ep_size: int, ranks_per_node: int | None 
         ep_size=ep_size,
         pad_multiple=config.pad_multiple_rows,
         wire_dtype=config.wire_dtype,
+        grad_wire_dtype=config.grad_wire_dtype,
         quantised=config.deliver == "quantised",
         max_tokens_per_rank=config.max_rows_per_dispatch,
         graph_safe=config.graph_safe,
@@ -125,6 +127,13 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
     if config.wire_dtype is not None and config.wire_dtype not in needs.wire_dtypes:
         offered = ", ".join(repr(dtype) for dtype in (None, *sorted(needs.wire_dtypes)))
         raise ConfigError(f"{where}: wire_dtype must be one of {offered}, got {config.wire_dtype!r}.")
+    if shape.grad_wire_dtype is not None and needs.quantised_gradients == "no":
+        raise ConfigError(f"{where}: it cannot send gradients in 8 bits. Set grad_wire_dtype=None.")
+    if config.wire_dtype in RECIPES and shape.grad_wire_dtype is None and needs.quantised_gradients == "must":
+        raise ConfigError(
+            f"{where}: its routes keep the dtype of the rows, so gradients of combine must have it too, got "
+            f'wire_dtype="{config.wire_dtype}" without grad_wire_dtype. Set grad_wire_dtype="{config.wire_dtype}".'
+        )
     if shape.quantised and not needs.delivers_quantised:
         raise ConfigError(f'{where}: it cannot deliver quantised rows. Set deliver="rows", or use another backend.')
     if config.device is not None and needs.devices is not None and config.device not in needs.devices:

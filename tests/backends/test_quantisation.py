@@ -54,6 +54,14 @@ def test_the_first_magnitude_above_a_power_of_two_doubles_the_scale() -> None:
         assert _bits(quantise(rows, MXFP8)[1]).flatten().tolist() == [127 + power, 128 + power]
 
 
+def test_the_largest_float16_numbers_widen_to_infinity() -> None:
+    """The nearest number of e4m3 is 256 times 2**8 from 63488 on, and float16 ends at 65504."""
+    rows = torch.tensor([63456.0, 63488.0, -65504.0], dtype=torch.float16).unsqueeze(1).expand(-1, 32).contiguous()
+    got = widen(quantise(rows, MXFP8), torch.float16)[:, 0].tolist()
+    assert got == [61440.0, math.inf, -math.inf]
+    assert widen(quantise(rows, MXFP8), torch.bfloat16)[:, 0].tolist() == [61440.0, 65536.0, -65536.0]
+
+
 def test_zeros_subnormals_infinities_and_nan_follow_the_rules() -> None:
     rows = torch.zeros(6, 64)
     rows[1, 3] = 2.0**-126 * 448  # its scale is the smallest but one

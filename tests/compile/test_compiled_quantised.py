@@ -10,25 +10,12 @@ from torch import Tensor
 
 from moe_dispatch import DispatcherConfig, Routing, build_dispatcher
 from tests.compile.layer import needs_compiler
-from tests.dispatchers.layer import Group, random_routing, random_rows, small_config
+from tests.dispatchers.layer import Group, doubled, random_routing, random_rows, small_config
 
 # Dynamo makes an instance of every autograd function that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
-
-
-class _Doubled(torch.autograd.Function):
-    """Experts that read quantised rows only: each output is twice its row."""
-
-    @staticmethod
-    def forward(ctx: Any, edge: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-        blocks = values.float().view(*scales.shape, -1) * scales.float().unsqueeze(-1)
-        return (2 * blocks).view(values.shape).to(edge.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return 2 * grad, None, None
 
 
 def _config(backend: str, **fields: Any) -> DispatcherConfig:
@@ -46,12 +33,9 @@ def _run(
     def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         sent = dispatcher.dispatch(x, Routing(ids, weights))
         again = dispatcher.dispatch(4 * x, again=sent)
-        assert sent.quantised is not None
         if breaks:
             torch._dynamo.graph_break()
-        edge, values, scales = sent.quantised.edge, sent.quantised.values, sent.quantised.scales
-        doubled = _Doubled.apply(edge, values, scales)  # type: ignore[no-untyped-call]
-        return dispatcher.combine(doubled, sent) + dispatcher.combine(again.rows, again)
+        return dispatcher.combine(doubled(sent.quantised), sent) + dispatcher.combine(again.rows, again)
 
     if compiler is not None:
         layer = torch.compile(layer, fullgraph=not breaks, backend=compiler)

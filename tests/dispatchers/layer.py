@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
+from moe_dispatch.types import QuantisedRows
 from moe_dispatch_testing.ranks import TIMEOUT, run_ranks
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 2, 16
@@ -84,6 +85,25 @@ def cut_layer(
 
     results = on_ranks(body, len(cut))
     return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+
+
+class _Doubled(torch.autograd.Function):
+    """Stand for experts that read quantised rows only: each output is twice its row."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        blocks = values.float().view(*scales.shape, -1) * scales.float().unsqueeze(-1)
+        return (2 * blocks).view(values.shape).to(edge.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 2 * grad, None, None
+
+
+def doubled(quantised: QuantisedRows | None) -> Tensor:
+    assert quantised is not None
+    outputs: Tensor = _Doubled.apply(quantised.edge, quantised.values, quantised.scales)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 def by_operators(call: Callable[[Tensor], Result], x: Tensor) -> Result:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher
-from moe_dispatch._quantisation import RECIPES, RecipeName, quantise
+from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher, quantised
+from moe_dispatch._quantisation import RECIPES, Quantised, RecipeName, quantise, widen
 from moe_dispatch.backends.local import LocalOptions
 from moe_dispatch.backends.rank_major import expand
 from moe_dispatch.dispatchers import SlotWeights
@@ -21,6 +21,7 @@ from tests.dispatchers.layer import (
     Group,
     by_operators,
     cut_layer,
+    doubled,
     expert_weights,
     on_ranks,
     random_routing,
@@ -28,7 +29,7 @@ from tests.dispatchers.layer import (
     small_config,
 )
 
-HIDDEN, TOKENS = 256, 20
+HIDDEN, TOKENS = 512, 20
 CUTS = {1: [20], 2: [13, 7], 4: [9, 0, 8, 3]}
 FORMS: list[tuple[Any, int]] = [
     ("local", 1),
@@ -37,12 +38,21 @@ FORMS: list[tuple[Any, int]] = [
     ({"name": "alltoall", "levels": 2, "ranks_per_node": 2}, 4),
     ({"name": "alltoall", "levels": 2, "ranks_per_node": 2, "reduction": "exact"}, 4),
     *(({"name": "deepep", "emulate": release}, 2) for release in ("v1.2.1", "v2-2.1.0", "v2.5.0")),
+    ({"name": "deepep", "emulate": "v2.5.0", "expand": True, "deterministic": False}, 2),
+    ({"name": "deepep", "emulate": "v2.5.0", "ranks_per_node": 1, "deterministic": False}, 2),
+    *(({"name": "hybridep", "emulate": release}, 2) for release in ("hybridep-34152ae", "hybridep-746")),
 ]
 SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
 
 
 def _config(backend: Any, recipe: RecipeName | None, **fields: Any) -> DispatcherConfig:
     quantised = {} if recipe is None else {"wire_dtype": recipe, "deliver": "quantised"}
+    if (
+        recipe is not None
+        and isinstance(backend, dict)
+        and ("ranks_per_node" in backend or backend["name"] == "hybridep")
+    ):
+        quantised["grad_wire_dtype"] = recipe  # without it, some of them refuse
     padded = 32 if recipe is None else RECIPES[recipe].row_multiple
     return small_config(backend, **{"hidden_size": HIDDEN, "pad_multiple": padded, **quantised, **fields})
 
@@ -118,25 +128,6 @@ def test_rows_that_are_widened_on_reading_give_the_bits_of_delivered_rows(
     assert all(torch.equal(delivered[name], expected[name]) for name in expected)
 
 
-class _Doubled(torch.autograd.Function):
-    """Experts that read quantised rows only: each output is twice its row."""
-
-    @staticmethod
-    def forward(ctx: Any, edge: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-        blocks = values.float().view(*scales.shape, -1) * scales.float().unsqueeze(-1)
-        return (2 * blocks).view(values.shape).to(edge.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return 2 * grad, None, None
-
-
-def _doubled(quantised: QuantisedRows | None) -> Tensor:
-    assert quantised is not None
-    outputs: Tensor = _Doubled.apply(quantised.edge, quantised.values, quantised.scales)  # type: ignore[no-untyped-call]
-    return outputs
-
-
 @pytest.mark.parametrize("way_in", ["eager", "asynchronous", "operators"])
 @pytest.mark.parametrize("backend", ["local", "alltoall", "allgather"])
 def test_gradients_flow_through_the_edge(backend: str, way_in: str) -> None:
@@ -150,8 +141,8 @@ def test_gradients_flow_through_the_edge(backend: str, way_in: str) -> None:
         def layer(x: Tensor) -> Tensor:
             sent = dispatcher.dispatch(x, way, async_op=way_in == "asynchronous").wait()
             again = dispatcher.dispatch(3 * x, again=sent)
-            return dispatcher.combine(_doubled(sent.quantised), sent) + dispatcher.combine(
-                _doubled(again.quantised), again
+            return dispatcher.combine(doubled(sent.quantised), sent) + dispatcher.combine(
+                doubled(again.quantised), again
             )
 
         y = by_operators(layer, x) if way_in == "operators" else layer(x)
@@ -162,6 +153,102 @@ def test_gradients_flow_through_the_edge(backend: str, way_in: str) -> None:
         torch.testing.assert_close(y.float(), 8 * share * x.float(), rtol=0.1, atol=0.5)
 
     on_ranks(body, size)
+
+
+class _Last(torch.autograd.Function):
+    """Stands for the last GEMM of the experts, whose backward keeps the gradient that it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, sent: Dispatched, seen: list[Any]) -> Tensor:
+        ctx.sent, ctx.seen = sent, seen
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        found = quantised.quantised_gradient(ctx.sent, grad)
+        ctx.seen.append((grad, found and found.quantised))
+        return grad, None, None
+
+
+def _last(outputs: Tensor, sent: Dispatched, seen: list[Any]) -> Tensor:
+    result: Tensor = _Last.apply(outputs, sent, seen)  # type: ignore[no-untyped-call]
+    return result
+
+
+@pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("backend", "size"), FORMS)
+def test_gradients_of_combine_have_the_bits_of_gradients_that_are_quantised_after_they_travelled(
+    backend: Any, size: int, recipe: RecipeName, fields: dict[str, Any]
+) -> None:
+    if fields and isinstance(backend, dict) and backend["name"] == "alltoall":
+        pytest.skip("this form is not graph-safe")
+    multiple = RECIPES[recipe].row_multiple
+
+    def body(group: Group) -> None:
+        x, way = _inputs(group, size)
+        upstream = random_rows(len(x), HIDDEN, seed=5, dtype=torch.bfloat16)
+        found = []
+        for narrow in (None, recipe):
+            config = _config(backend, narrow, weights="experts", **{**fields, "pad_multiple": multiple})
+            dispatcher, seen = build_dispatcher(config.replace(grad_wire_dtype=narrow), group), list[Any]()
+            sent = dispatcher.dispatch(x.clone().requires_grad_(), way)
+            dispatcher.combine(_last(sent.rows, sent, seen), sent).backward(upstream)
+            found.append((sent, *seen[0]))
+        (sent, plain, nothing), (_, grad, arrived) = found
+        assert nothing is None
+        _expect(arrived, plain, sent.tokens_per_expert, sent.real_tokens_per_expert, recipe)
+        assert arrived.edge is grad
+        some = slice(int(sent.offs[-1]))
+        assert torch.equal(grad[some], widen(Quantised(arrived.values, arrived.scales), grad.dtype)[some])
+
+    on_ranks(body, size)
+
+
+def test_only_the_gradient_that_combine_sent_back_is_quantised() -> None:
+    """None where something lies between the GEMM and combine, or where the gradient was not asked for."""
+
+    def found(config: DispatcherConfig, between: Any = lambda rows, sent: rows, way_in: str = "eager") -> bool:
+        dispatcher, seen = build_dispatcher(config), list[Any]()
+        x, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_(), random_routing(TOKENS)
+
+        def layer(x: Tensor) -> Tensor:
+            sent = dispatcher.dispatch(x, way)
+            rows = sent.rows if sent.quantised is None else doubled(sent.quantised)
+            return dispatcher.combine(between(_last(rows, sent, seen), sent), sent)
+
+        (by_operators(layer, x) if way_in == "operators" else layer(x)).sum().backward()
+        assert not seen[0][0][0].isnan().any()
+        return seen[0][1] is not None
+
+    def added_in_place(rows: Tensor, sent: Dispatched) -> Tensor:
+        rows.register_hook(lambda grad: grad.add_(1))
+        return rows
+
+    config = _config("local", "mxfp8", weights="experts", grad_wire_dtype="mxfp8")
+    assert found(config)
+    assert not found(config.replace(weights="combine"))
+    assert not found(config.replace(grad_wire_dtype=None))
+    assert not found(config.replace(deliver="rows"))
+    assert not found(config, lambda rows, sent: rows * sent.weights.unsqueeze(1).to(rows.dtype))
+    assert not found(config, added_in_place)
+    assert found(config, way_in="operators")
+
+
+@pytest.mark.parametrize("weights", ["combine", "experts"])
+def test_a_gradient_row_takes_half_the_bytes(weights: Any) -> None:
+    def body(group: Group) -> None:
+        x, way = _inputs(group, 2)
+        sent_bytes = []
+        for narrow in (None, "mxfp8"):
+            config = _config("alltoall", "mxfp8", weights=weights).replace(grad_wire_dtype=narrow)
+            dispatcher = build_dispatcher(config, group)
+            sent = dispatcher.dispatch(x.clone().requires_grad_(), way)
+            dispatcher.combine(sent.rows, sent).sum().backward()
+            sent_bytes.append(dispatcher.metrics().bytes_sent["combine.backward"])
+        assert sent_bytes[1] / sent_bytes[0] == (HIDDEN + HIDDEN // 32) / (2 * HIDDEN)
+
+    on_ranks(body, 2)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -180,10 +267,20 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"wire_dtype": "float8_e4m3fn", "pad_multiple": 32},
         "need pad_multiple to be a multiple of 128, got 32",
     ),
-    "a backend that widens": (
-        {"name": "deepep", "emulate": True, "expand": True},
-        {"wire_dtype": "mxfp8", "pad_multiple": 32},
-        "Backend 'deepep': wire_dtype must be one of None, 'bfloat16', got 'mxfp8'",
+    "another gradient": (
+        "local",
+        {"wire_dtype": "mxfp8", "pad_multiple": 32, "grad_wire_dtype": "float8_e4m3fn"},
+        r"grad_wire_dtype must be None or wire_dtype \('mxfp8'\), got 'float8_e4m3fn'",
+    ),
+    "a route of one dtype": (
+        {"name": "hybridep", "emulate": True},
+        {"wire_dtype": "mxfp8", "pad_multiple": 32, "hidden_size": 512},
+        "Backend 'hybridep': its routes keep the dtype of the rows, .* Set grad_wire_dtype=\"mxfp8\"",
+    ),
+    "rows of 256 bytes": (
+        {"name": "hybridep", "emulate": True},
+        {"wire_dtype": "mxfp8", "pad_multiple": 32, "grad_wire_dtype": "mxfp8", "hidden_size": 256},
+        "Backend 'hybridep': hidden_size must be a multiple of 512, got 256",
     ),
 }
 
@@ -191,19 +288,30 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize(("backend", "fields", "told"), REFUSED.values(), ids=REFUSED)
 def test_configs_that_cannot_deliver_are_refused(backend: Any, fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        build_dispatcher(small_config(backend, hidden_size=HIDDEN, deliver="quantised", **fields))
+        build_dispatcher(small_config(backend, **{"hidden_size": HIDDEN, "deliver": "quantised", **fields}))
 
 
-def test_a_backend_that_delivers_no_quantised_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No backend of this package takes a quantised wire without delivering it; one of another package may."""
+@pytest.mark.parametrize(
+    ("needs", "fields", "told"),
+    [
+        ({"delivers_quantised": False}, {"deliver": "rows"}, 'it cannot deliver quantised rows. Set deliver="rows"'),
+        (
+            {"quantised_gradients": "no"},
+            {"grad_wire_dtype": None},
+            "it cannot send gradients in 8 bits. Set grad_wire_dtype=",
+        ),
+    ],
+)
+def test_a_backend_that_only_widens_is_refused(
+    needs: dict[str, Any], fields: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No backend of this package takes a quantised wire without the rest; one of another package may."""
     given = LocalOptions.constraints
-    monkeypatch.setattr(
-        LocalOptions, "constraints", lambda self, shape: replace(given(self, shape), delivers_quantised=False)
-    )
-    told = r'Backend \'local\': it cannot deliver quantised rows. Set deliver="rows"'
-    with pytest.raises(ConfigError, match=told):
-        build_dispatcher(_config("local", "mxfp8"))
-    build_dispatcher(_config("local", "mxfp8", deliver="rows"))
+    monkeypatch.setattr(LocalOptions, "constraints", lambda self, shape: replace(given(self, shape), **needs))
+    config = _config("local", "mxfp8", grad_wire_dtype="mxfp8")
+    with pytest.raises(ConfigError, match=f"Backend 'local': {told}"):
+        build_dispatcher(config)
+    build_dispatcher(config.replace(**fields))
 
 
 class _Passes(TorchDispatchMode):

@@ -122,6 +122,56 @@ def test_dispatch_then_emulated_gemm_equals_quantising_after_dispatch(
     on_ranks(body, size)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_last_gemm_gets_the_gradient_as_it_travelled(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what it computes if it quantises the gradient of a plain dispatch itself."""
+    monkeypatch.setattr(mxfp8_grouped_mm, "triton_mxfp8_dequant_dim0", _dequantised)
+    given = list[type]()
+    computed = mxfp8_grouped_mm._compute_dgrad
+
+    def dgrad(grad: Tensor, *others: Any) -> Any:
+        given.append(type(grad))
+        return computed(grad, *others)
+
+    monkeypatch.setattr(mxfp8_grouped_mm, "_compute_dgrad", dgrad)
+    x_TD, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16), random_routing(TOKENS)
+    weights_EHD = expert_weights(EXPERTS, HIDDEN, torch.bfloat16)
+    narrow = {"wire_dtype": "mxfp8", "deliver": "quantised", "grad_wire_dtype": "mxfp8"}
+
+    def body(group: Group) -> None:
+        rank = 0 if group is None else group.rank()
+        routing = Routing(*(part.split(CUTS[size])[rank] for part in (way.topk_ids, way.topk_weights)))
+        found = []
+        for fields in ({}, narrow):
+            config = small_config("alltoall", hidden_size=HIDDEN, pad_multiple="mxfp8", weights="experts", **{**fields})
+            dispatcher, weights = (
+                build_dispatcher(config, group),
+                weights_EHD.chunk(size)[rank].clone().requires_grad_(),
+            )
+            x = x_TD.split(CUTS[size])[rank].clone().requires_grad_()
+            sent = dispatcher.dispatch(x, routing)
+            hidden = random_rows(len(sent.edge), HIDDEN, seed=3, dtype=torch.bfloat16).requires_grad_()
+            y = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm(hidden, weights.mT, sent.offs, **EMULATED)
+            if fields:
+                y = quantised.gradient_as(
+                    sent, y, lambda sent: quantised.mx_tensor(sent, kernel_preference=KernelPreference.EMULATED)
+                )
+            dispatcher.combine(y, sent).backward(random_rows(len(x), HIDDEN, seed=5, dtype=torch.bfloat16))
+            found.append((hidden.grad, weights.grad))
+        (grad, grad_weights), (other, other_weights) = found
+        assert grad is not None
+        assert other is not None
+        assert torch.equal(grad, other)
+        assert grad.abs().sum() > 0
+        # torchao multiplies the hidden rows by the widened gradient here, and by one that was not rounded there.
+        assert grad_weights is not None
+        assert other_weights is not None
+        assert (grad_weights - other_weights).norm() < 0.04 * other_weights.norm()
+
+    on_ranks(body, size)
+    assert given.count(MXTensor) == given.count(Tensor) == size
+
+
 def test_the_example_of_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mxfp8_grouped_mm, "triton_mxfp8_dequant_dim0", _dequantised)
     page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")

@@ -76,6 +76,7 @@ class AllToAllOptions(BackendOptions):
             exchanges_counts=not shape.graph_safe,
             min_rows=int(shape.graph_safe),
             wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+            quantised_gradients="can",
             delivers_quantised=True,
             graph_safe=self.reduction == "fast" and self.levels == 1,
             graph_safe_reason=reason,
@@ -93,6 +94,9 @@ class AllToAllOptions(BackendOptions):
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes | None:
         wide, back = accumulation_dtype(dtype), row_format(dtype, shape.hidden_size, back_wire(shape.wire_dtype))
         there = dispatch_format(shape, dtype, wide, note=shape.graph_safe)
+        gradient = (
+            back if shape.grad_wire_dtype is None else row_format(dtype, shape.hidden_size, shape.grad_wire_dtype)
+        )
         exact, nodes = self.reduction == "exact", self._nodes(shape, rank=0)
         legs, width = {"": volume}, 1 + shape.num_local_experts
         if nodes is not None:
@@ -109,7 +113,7 @@ class AllToAllOptions(BackendOptions):
             sent |= {
                 f"dispatch{suffix}": out * there.stride,
                 f"combine{suffix}": returned * back.nbytes,
-                f"combine.backward{suffix}": out * back.nbytes,
+                f"combine.backward{suffix}": out * gradient.nbytes,
                 f"dispatch.backward{suffix}": returned * packet_format(back, slots, wide).stride,
             }
         return SentBytes(sent=sent, row_dtypes=(there.wire_dtype, back.wire_dtype))

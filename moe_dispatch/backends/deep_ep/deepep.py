@@ -97,10 +97,15 @@ class DeepEPOptions(LibraryOptions):
         return replace(capacity, buffer_rows=deepep_v2.expanded_rows(shape)) if self.expand else capacity
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
-        wire: WireDtype = shape.wire_dtype or "bfloat16"
-        there, back = (row_format(dtype, shape.hidden_size, name) for name in (wire, "bfloat16"))
-        dtypes = (there.wire_dtype, back.wire_dtype)
-        return payload(volume, out_bytes=there.nbytes, back_bytes=back.nbytes, row_dtypes=dtypes)
+        wires: list[WireDtype] = [shape.wire_dtype or "bfloat16", "bfloat16", shape.grad_wire_dtype or "bfloat16"]
+        there, back, gradient = (row_format(dtype, shape.hidden_size, wire) for wire in wires)
+        return payload(
+            volume,
+            out_bytes=there.nbytes,
+            back_bytes=back.nbytes,
+            gradient_bytes=gradient.nbytes,
+            row_dtypes=(there.wire_dtype, back.wire_dtype),
+        )
 
     def open_with(self, library: Library, context: BackendContext) -> DeepEP:
         cls = NormalDeepEP if deepep_v2.variant_of(library) is None else ElasticDeepEP

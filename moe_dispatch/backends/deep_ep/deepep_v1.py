@@ -60,6 +60,7 @@ def constraints(device: str, shape: MoEShape, ranks_per_node: int) -> Constraint
         group_sizes=_IN_NODE | _ACROSS_NODES,
         max_local_experts=128,
         wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+        quantised_gradients="can",
         delivers_quantised=True,
         graph_safe=shape.ep_size <= _RANKS_PER_NODE,
         graph_safe_reason=(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_dispatch._probing import loaded_nccl
-from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape, WireDtype
+from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.capacity import worst_rows
 from moe_dispatch.backends.deep_ep.buffers import Handle, environment_switch, unfilled
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
@@ -81,9 +81,6 @@ def constraints(device: str, variant: str, shape: MoEShape, ranks_per_node: int,
     Its kernels are compiled for the largest number of rows of any rank, so the ranks agree on this number.
     """
     expand, within_node = options.expand, ranks_per_node >= shape.ep_size
-    # No float8 across nodes: gradients are sent in bfloat16 with the handle of the dispatch, and across nodes they need
-    # not be laid out as the float8 rows were.
-    float8: set[WireDtype] = {"float8_e4m3fn", "mxfp8"} if within_node and not expand else set()
     # The deterministic sort of the library selects by boolean masks, so the host reads from the device how many entries
     # are True. It does so for the slots of expanded rows, and for the lists of rows that are forwarded between nodes.
     sorts_by_masks = options.deterministic and (expand or not within_node)
@@ -96,8 +93,11 @@ def constraints(device: str, variant: str, shape: MoEShape, ranks_per_node: int,
         group_sizes=frozenset(range(1, _MOST_RANKS + 1)),
         max_local_experts=min(_MOST_LOCAL_EXPERTS[variant], _MOST_EXPERTS // shape.ep_size),
         pads_experts=expand,
-        wire_dtypes=frozenset({"bfloat16", *float8}),
-        delivers_quantised=bool(float8),
+        wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+        # Gradients are sent with the handle of the dispatch. Across nodes, rows of another dtype need not be laid out
+        # as those of the dispatch.
+        quantised_gradients="can" if within_node else "must",
+        delivers_quantised=True,
         graph_safe=not sorts_by_masks,
         graph_safe_reason=(
             f"the library reads the device while it sorts {'expanded rows' if expand else 'rows across nodes'}; the "
@@ -235,7 +235,7 @@ class ElasticDeepEP(DeepEP):
             deferred.append(epilogue)
         return arrived
 
-    def _expanded(self, rows_RD: Tensor, weights_R: Tensor, handle: Handle) -> Arrived:
+    def _expanded(self, payload: Payload, weights_R: Tensor, handle: Handle) -> Arrived:
         """Return rows that the library sent to every expert that they name. It calls such rows expanded.
 
         Zero rows follow the rows of each expert up to the alignment. In graph-safe mode ``expanded_rows`` rows are
@@ -244,17 +244,22 @@ class ElasticDeepEP(DeepEP):
         shape, raw = self.context.shape, handle.raw
         real_L = raw.num_unaligned_recv_tokens_per_expert.long()
         padded_L = real_L + -real_L % shape.pad_multiple
+        route = ExpertMajorRoute(
+            shape=shape,
+            spread=partial(self.send_again, handle=handle),
+            collect=partial(self.combine, handle=handle),
+            is_real=partial(_real_rows, padded_L, real_L, len(weights_R)),
+        )
+        arrived = route.arrived(payload)
+        rows_RD, scales = (arrived, None) if isinstance(arrived, Tensor) else arrived
         return Arrived(
             rows=rows_RD,
+            scales=scales,
             weights=weights_R,
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,
             tokens_per_expert_list=None if shape.graph_safe else tuple(raw.num_recv_tokens_per_expert_list),
-            route=ExpertMajorRoute(
-                spread=partial(self.send_again, handle=handle),
-                collect=partial(self.combine, handle=handle),
-                is_real=partial(_real_rows, padded_L, real_L, len(rows_RD)),
-            ),
+            route=route,
             demand=torch.stack([real_L.sum(), real_L.new_zeros(())]) if shape.graph_safe else None,
         )
 

@@ -1,7 +1,8 @@
 """The route of dispatches whose library itself delivers expert-major rows and adds expert rows up.
 
-The library moves rows in bfloat16. This module does the rest: it applies weights, and makes the gradients from the two
-moves of the library. Gradients of dispatch travel as in combine, and gradients of combine travel as in dispatch.
+The library moves rows in bfloat16, or quantised to experts. This module does the rest: it applies weights, and makes
+the gradients from the two moves of the library. Gradients of dispatch travel as in combine, and gradients of combine
+travel as in dispatch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from moe_dispatch.backends.base import Route
+from moe_dispatch._quantisation import Quantised, widen, widened_gradient
+from moe_dispatch.backends.base import MoEShape, Route
+from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack, unpack
 from moe_dispatch.permutation import accumulation_dtype
 
 
@@ -23,7 +26,8 @@ class ExpertMajorRoute(Route):
     """The two moves of the library, with the handle of one dispatch.
 
     Attributes:
-        spread: Function that sends bfloat16 rows (T, D) the way of the dispatch: bfloat16 (R, D).
+        shape: Shape of the dispatch.
+        spread: Function that sends rows (T, D) the way of the dispatch: (R, D) in the same form.
         collect: Function that brings bfloat16 expert rows (R, D) back, and adds the rows of each token: (T, D). With
             values, float32 (R,), it also brings one value per expert row back to its slot: (T, K), 0 for slots that go
             nowhere. Without values the second result is None.
@@ -31,12 +35,28 @@ class ExpertMajorRoute(Route):
             rows they may be anything.
     """
 
-    spread: Callable[[Tensor], Tensor]
+    shape: MoEShape
+    spread: Callable[[Payload], Payload]
     collect: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
     is_real: Callable[[], Tensor]
 
-    def send(self, rows_TD: Tensor) -> Tensor:
-        return self.spread(rows_TD.bfloat16().contiguous()).to(rows_TD.dtype)
+    def arrived(self, payload: Payload) -> Tensor | Quantised:
+        """Return the rows that the library delivered. Scales become 1 on padding."""
+        rows_RD = unpack(payload)
+        if isinstance(rows_RD, Quantised):
+            scales, one = rows_RD.scales, 1
+            if scales.dtype == torch.float8_e8m0fnu:
+                scales, one = scales.view(torch.uint8), 127
+            scales.masked_fill_(~self.is_real().unsqueeze(1), one)
+        return rows_RD
+
+    def delivered(self, payload: Payload, dtype: torch.dtype) -> Tensor | Quantised:
+        """Return the rows of a dispatch as experts get them."""
+        rows_RD = self.arrived(payload)
+        return rows_RD if isinstance(rows_RD, Quantised) and self.shape.quantised else widen(rows_RD, dtype).to(dtype)
+
+    def send(self, rows_TD: Tensor) -> Tensor | Quantised:
+        return self.delivered(self.spread(pack(rows_TD, self.shape.wire_dtype)), rows_TD.dtype)
 
     def combine(self, rows_RD: Tensor, weights_R: Tensor | None) -> Tensor:
         weighted_RD = rows_RD
@@ -55,11 +75,13 @@ class ExpertMajorRoute(Route):
     def combine_backward(
         self, grad_TD: Tensor, rows_RD: Tensor | None, weights_R: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        grad_RD = self.spread(grad_TD.bfloat16().contiguous())
+        arrived = self.arrived(self.spread(pack(grad_TD, self.shape.grad_wire_dtype)))
         if weights_R is None:
-            return grad_RD.to(grad_TD.dtype), None
+            if isinstance(arrived, Quantised):
+                return widened_gradient(arrived, grad_TD.dtype), None
+            return arrived.to(grad_TD.dtype), None
         wide, dots_R = accumulation_dtype(grad_TD.dtype), None
-        grad_RD = grad_RD.to(wide)
+        grad_RD = widen(arrived, wide).to(wide)
         if rows_RD is not None:
             # Padding of the outputs may hold NaN, so its products are replaced by 0, not multiplied by 0.
             dots_R = torch.where(self.is_real(), torch.linalg.vecdot(grad_RD, rows_RD.to(wide)), 0).to(weights_R.dtype)

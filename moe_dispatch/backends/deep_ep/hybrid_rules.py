@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from moe_dispatch._quantisation import RECIPES
 from moe_dispatch.backends.base import Constraints, MoEShape
 from moe_dispatch.backends.deep_ep.library import parameters
 from moe_dispatch.errors import ConfigError
@@ -124,7 +125,8 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
         equal_rows=not found.ragged,
         group_max=True,
         max_rows=found.most_rows if several else None,
-        hidden_multiple=found.hidden_multiple,
+        # The library moves 8-bit rows in pieces of 512 bytes.
+        hidden_multiple=512 if shape.wire_dtype in RECIPES else found.hidden_multiple,
         # Beyond max_hidden or max_local_experts a kernel needs more shared memory than there is, and does not run.
         max_hidden=None if found.fuses else 8192,
         max_local_experts=768 if found.pads_capacity else 224,
@@ -134,7 +136,9 @@ def constraints(found: Rules, device: str, shape: MoEShape, domain: int, *, fuse
         local_experts_multiple=4 // gcd(4, domain),
         idle_ranks=found.fuses,
         pads_experts=True,
-        wire_dtypes=frozenset({"bfloat16"}),
+        wire_dtypes=frozenset({"bfloat16", "float8_e4m3fn", "mxfp8"}),
+        quantised_gradients="must",  # a handle keeps the dtype of its dispatch
+        delivers_quantised=True,
         graph_safe=found.fuses,
         graph_safe_reason=(
             "the installed version reads its counts on the host; versions of 2026-04 (34152ae) or later need not"

@@ -18,13 +18,16 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
+from moe_dispatch._quantisation import RECIPES
+from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape, WireDtype
 from moe_dispatch.backends.deep_ep import hybrid_rules
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend, environment_switch, unfilled
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.hybrid_rules import CHUNK, CHUNK_VARIABLES, DOMAIN_VARIABLE
 from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions, lacking_nvcc, parameters
+from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack
 from moe_dispatch.backends.volume import SentBytes, Volume, payload
+from moe_dispatch.backends.wire import row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation.index import round_up, running_total
@@ -109,8 +112,15 @@ class HybridEPOptions(LibraryOptions):
         return hybrid_rules.constraints(found, device, shape, domain, fuse_permute=self.fuse_permute)
 
     def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
-        row_bytes = shape.hidden_size * torch.bfloat16.itemsize
-        return payload(volume, out_bytes=row_bytes, back_bytes=row_bytes, row_dtypes=(torch.bfloat16,))
+        wires: list[WireDtype] = [shape.wire_dtype or "bfloat16", "bfloat16", shape.grad_wire_dtype or "bfloat16"]
+        there, back, gradient = (row_format(dtype, shape.hidden_size, wire) for wire in wires)
+        return payload(
+            volume,
+            out_bytes=there.nbytes,
+            back_bytes=back.nbytes,
+            gradient_bytes=gradient.nbytes,
+            row_dtypes=(there.wire_dtype, back.wire_dtype),
+        )
 
     def open_with(self, library: Library, context: BackendContext) -> HybridEP:
         return HybridEP(library, context, self)
@@ -120,8 +130,9 @@ class HybridEPOptions(LibraryOptions):
 class HybridEP(LibraryBackend):
     """HybridEP (``HybridEPBuffer``). It groups rows by expert and pads them on the device.
 
-    Rows travel in bfloat16, and weights as dense float32 probabilities. The library's combine only adds, so this class
-    multiplies the outputs by their weights before, in float32.
+    Rows travel in bfloat16, or in 8 bits to experts and in the backward of combine, and weights as dense float32
+    probabilities. The library's combine only adds, so this class multiplies the outputs by their weights before, in
+    float32.
 
     In graph-safe mode the capacity sets the size of the library's buffer, padding included. Rows are dropped only if
     the padded rows do not fit. So with little padding, a few more rows than ``capacity.rows`` may arrive. The library
@@ -150,6 +161,8 @@ class HybridEP(LibraryBackend):
         self._sets_domain = is_configured or not found.fuses or DOMAIN_VARIABLE in os.environ
         _refuse_unknown(cls, knobs.keys() - known)
         self._arguments = {"hidden_dim": shape.hidden_size, "num_local_experts": shape.num_local_experts, **knobs}
+        if shape.wire_dtype in RECIPES:
+            self._arguments["use_fp8"] = True
         if "load_cached_kernels" in known:  # otherwise each buffer compiles all of its kernels again
             self._arguments["load_cached_kernels"] = True
         # Always given: the default of early versions is 0, and their kernel divides by it.
@@ -208,10 +221,10 @@ class HybridEP(LibraryBackend):
         if capacity is not None:
             given["num_permuted_tokens"] = capacity.buffer_rows
         with unfilled():
-            rows_RD, probs_R, _, padded_L, raw = self.buffer().dispatch_with_permute(
-                hidden=rows_TD.bfloat16().contiguous(), routing_map=map_TE, probs=probs_TE, **given
+            hidden, probs_R, scales, padded_L, raw = self.buffer().dispatch_with_permute(
+                **_given(pack(rows_TD, self.context.shape.wire_dtype)), routing_map=map_TE, probs=probs_TE, **given
             )
-        if rows_RD is None:
+        if hidden is None:
             raise StateError(
                 "Backend 'hybridep': every rank must receive a row, got none on rank "
                 f"{self.context.communicator.rank}. The installed version cannot combine without rows. Install a "
@@ -223,30 +236,41 @@ class HybridEP(LibraryBackend):
         is_real_R = (probs_R != 0) | torch.signbit(probs_R)
         # The real rows of each expert, counted without a host sync.
         real_L = running_total(is_real_R).index_select(0, running_total(padded_L)).diff()
+        route = ExpertMajorRoute(
+            shape=self.context.shape,
+            spread=partial(self.send_again, num_grouped=len(is_real_R), handle=handle),
+            collect=partial(self.combine, ids_TK=ids_TK, handle=handle),
+            is_real=lambda: is_real_R,
+        )
+        rows_RD = route.delivered(self._payload(hidden, scales), rows_TD.dtype)
         return Arrived(
-            rows=rows_RD.to(rows_TD.dtype),
+            rows=rows_RD if isinstance(rows_RD, Tensor) else rows_RD.values,
+            scales=None if isinstance(rows_RD, Tensor) else rows_RD.scales,
             weights=(probs_R + 0.0).to(weights_TK.dtype),  # -0.0 becomes 0.0 again
             tokens_per_expert=padded_L,
             real_tokens_per_expert=real_L,
             tokens_per_expert_list=on_host,
-            route=ExpertMajorRoute(
-                spread=partial(self.send_again, num_grouped=len(is_real_R), handle=handle),
-                collect=partial(self.combine, ids_TK=ids_TK, handle=handle),
-                is_real=lambda: is_real_R,
-            ),
+            route=route,
             demand=None if capacity is None else _demand(real_L, _overflowed(raw), capacity),
         )
 
-    def send_again(self, rows_TD: Tensor, *, num_grouped: int, handle: Handle) -> Tensor:
+    def send_again(self, rows: Payload, *, num_grouped: int, handle: Handle) -> Payload:
         """Send other rows the way of an earlier dispatch: (R, D), with the R of that dispatch. No host sync.
 
         The backward of combine runs it too.
         """
         with unfilled():
-            rows_RD: Tensor = self.buffer(handle.place).dispatch_with_permute(
-                hidden=rows_TD, handle=handle.raw, num_permuted_tokens=num_grouped, **self._dispatch_arguments
-            )[0]
-        return rows_RD
+            hidden, _, scales, *_ = self.buffer(handle.place).dispatch_with_permute(
+                **_given(rows), handle=handle.raw, num_permuted_tokens=num_grouped, **self._dispatch_arguments
+            )
+        return self._payload(hidden, scales)
+
+    def _payload(self, hidden: Tensor, scales: Tensor | None) -> Payload:
+        """Return what arrived with the dtypes that ``pack`` gives."""
+        if scales is None:
+            return hidden
+        is_float32 = self.context.shape.wire_dtype == "float8_e4m3fn"
+        return hidden.view(torch.float8_e4m3fn), scales if is_float32 else scales.view(torch.int32)
 
     def combine(
         self, rows_RD: Tensor, values_R: Tensor | None, *, ids_TK: Tensor, handle: Handle
@@ -269,6 +293,13 @@ class HybridEP(LibraryBackend):
         if values_TE is None:
             return rows_TD, None
         return rows_TD, torch.where(ids_TK < 0, 0, values_TE.gather(1, ids_TK.clamp(min=0)))
+
+
+def _given(rows: Payload) -> dict[str, Tensor]:
+    """Return the arguments for rows. The library takes 8-bit rows as uint8, and scales of any kind as float32."""
+    if isinstance(rows, Tensor):
+        return {"hidden": rows}
+    return {"hidden": rows[0].view(torch.uint8), "scaling_factor": rows[1].view(torch.float32)}
 
 
 def _overflowed(raw: Any) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from moe_dispatch._quantisation import RECIPES, Quantised, quantise
+from moe_dispatch._quantisation import RECIPES, Quantised, quantise, widen
 from moe_dispatch.backends.base import Arrived, WireDtype
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend
 from moe_dispatch.backends.rank_major import RankMajorRoute, arrive
@@ -123,7 +123,9 @@ class DeepEP(LibraryBackend):
         arriving, dtype, weights_dtype, capacity = started
         arrived = arriving()
         if isinstance(arrived, Arrived):
-            return replace(arrived, rows=arrived.rows.to(dtype), weights=arrived.weights.to(weights_dtype))
+            if not self.context.shape.quantised:
+                arrived = replace(arrived, rows=widen(arrived.delivered, dtype).to(dtype), scales=None)
+            return replace(arrived, weights=arrived.weights.to(weights_dtype))
         payload, ids_SK, weights_SK, counts, handle = arrived
         index = self.context.group(ids_SK, weights_SK, capacity, counts=counts)
         route = DeepEPRoute(context=self.context, backend=self, handle=handle, index=index)

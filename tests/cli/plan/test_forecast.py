@@ -26,6 +26,10 @@ VARIANTS: list[tuple[str, torch.dtype, dict[str, Any], int]] = [
     ("alltoall", torch.float32, {"wire_dtype": "bfloat16"}, 4),
     ("alltoall", torch.bfloat16, {"wire_dtype": "float8_e4m3fn", "weights": "experts"}, 4),
     ("alltoall", torch.bfloat16, {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}, 4),
+    *(
+        (name, torch.bfloat16, {"wire_dtype": "mxfp8", "grad_wire_dtype": "mxfp8", "pad_multiple": 32}, 4)
+        for name in ("alltoall", "allgather")
+    ),
     ("alltoall", torch.bfloat16, {**STATIC, "wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}, 4),
     ("alltoall+reduction=exact", torch.bfloat16, {"pad_multiple": 16}, 4),
     ("alltoall+reduction=exact", torch.float32, {"wire_dtype": "bfloat16"}, 2),
