@@ -18,7 +18,7 @@ from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, build_dispatcher
 from moe_dispatch.errors import ConfigError, StateError
-from moe_dispatch.integrations.checks import check_version
+from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows
 from moe_dispatch.integrations.slot_experts import has_spare_slots, own_weights, run_layer, view_of
 from moe_dispatch.layouts import Rows
 from moe_dispatch.types import Dispatched, Routing
@@ -45,14 +45,16 @@ def use_moe_dispatch(*, backend: str | dict[str, Any] = "auto", **options: Any) 
             weights of other ranks. These and ``chunk_tokens`` need ``experts: torch_mm``, and slots no adapters.
 
     Raises:
-        ConfigError: An option is unknown or wrong, or must come from Automodel.
+        ConfigError: An option is unknown or wrong, must come from Automodel, or delivers quantised rows.
     """
     if clash := sorted(set(_NOT_OPTIONS) & set(options)):
         raise ConfigError(
             f"use_moe_dispatch: options must not set {', '.join(_NOT_OPTIONS)}, which come from Automodel's config, "
             f"got {', '.join(clash)}. Leave these out."
         )
-    if _runs_experts(_config(backend=backend, **options)):
+    config = _config(backend=backend, **options)
+    refuse_quantised_rows("use_moe_dispatch", config)
+    if _runs_experts(config):
         experts.GroupedExpertsDeepEP.forward = _forward
     experts.MoEFlexTokenDispatcher = functools.partial(AutomodelDispatcher, backend=backend, **options)
 

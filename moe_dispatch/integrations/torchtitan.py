@@ -56,7 +56,7 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
     it adds no state-dict keys.
 
     Raises:
-        ConfigError: An option is unknown, wrong, or must come from torchtitan.
+        ConfigError: An option is unknown, wrong, or must come from torchtitan; or it delivers quantised rows.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from moe_dispatch._support import SUPPORT
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher
 from moe_dispatch.errors import ConfigError, IntegrationError
-from moe_dispatch.integrations.checks import check_version
+from moe_dispatch.integrations.checks import check_version, refuse_quantised_rows
 from moe_dispatch.integrations.transformers.experts import WIRED, ExpertParallel, ExpertsFunction
 from moe_dispatch.integrations.transformers.forwards import PlanBeforeForward, end_plan
 
@@ -48,11 +48,13 @@ def register(
         name: Name of the entry. A second config needs another name.
 
     Raises:
-        ConfigError: Another config or transformers itself uses the name.
+        ConfigError: Another config or transformers itself uses the name; or the config delivers quantised rows, which
+            experts of transformers do not read.
         IntegrationError: transformers is missing or too old; or it has no registry of expert-parallel implementations,
             and no group is given.
     """
     found = check_version("transformers")
+    refuse_quantised_rows("register", config)
     if group is not None:
         functions = _experts_functions()
         if not _is_registered(functions.get(name), config, group, name):

@@ -46,6 +46,8 @@ def _refused() -> None:
         use_moe_dispatch(backend="alltoall", top_k=2)
     with pytest.raises(ConfigError, match="Unknown backend 'altoall'"):
         use_moe_dispatch(backend="altoall")
+    with pytest.raises(ConfigError, match=r"use_moe_dispatch: .* read no quantised rows"):
+        use_moe_dispatch(backend="alltoall", wire_dtype="mxfp8", deliver="quantised", pad_multiple=32)
     sizes = SimpleNamespace(num_moe_experts=EXPERTS, moe_router_topk=TOP_K)
     world = dist.group.WORLD
     assert world is not None

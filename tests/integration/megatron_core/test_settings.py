@@ -201,6 +201,10 @@ def test_graphs_of_the_router_alone_need_nothing(field: str) -> None:
             {"chunk_tokens": 4},
             r"runs its experts once for all rows of a call.* got chunk_tokens=4\. Leave chunk_tokens out",
         ),
+        (
+            {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32},
+            r'which read no quantised rows, got deliver="quantised"\. Leave deliver out',
+        ),
         ({"pad_multiple": 24}, "pad_multiple must be a multiple of 16, which the precision of the experts needs, got"),
         ({"padmultiple": 16}, "padmultiple"),
     ],

@@ -165,6 +165,13 @@ def test_an_unknown_option_is_refused_by_name() -> None:
         config.build()
 
 
+def test_quantised_rows_are_refused() -> None:
+    config = moe_config()
+    use(config, wire_dtype="mxfp8", deliver="quantised", pad_multiple=32)
+    with pytest.raises(ConfigError, match=r'read no quantised rows, got deliver="quantised"\. Leave deliver out'):
+        config.build()
+
+
 def test_a_model_without_experts_is_refused() -> None:
     from torchtitan.models.qwen3 import qwen3_configs
 

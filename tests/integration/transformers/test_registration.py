@@ -64,6 +64,11 @@ def test_config_of_a_model_without_experts() -> None:
     assert given == config()
 
 
+def test_quantised_rows_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"register: .* read no quantised rows"):
+        register(config(wire_dtype="mxfp8", deliver="quantised", pad_multiple=32), name="quantised")
+
+
 def test_a_name_stands_for_one_config() -> None:
     register(config(), name="twice")
     register(config(), name="twice")
