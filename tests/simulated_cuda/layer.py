@@ -23,7 +23,7 @@ Records = dict[str, list[Record]]
 
 def dispatcher_of(backend: Any, group: dist.ProcessGroup | None, **fields: Any) -> Dispatcher:
     config = DispatcherConfig(
-        backend=backend, num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, pad_multiple=16, **fields
+        backend=backend, num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, **{"pad_multiple": 16, **fields}
     )
     return build_dispatcher(config, None if backend == "local" else group)
 

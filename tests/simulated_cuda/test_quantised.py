@@ -1,0 +1,50 @@
+"""Passes over rows between the wire and a quantised grouped GEMM, counted as launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_dispatch import Routing
+from moe_dispatch._quantisation import RECIPES, quantise, widen
+from moe_dispatch.backends.rank_major import expand
+from tests.simulated_cuda.device import recorded
+from tests.simulated_cuda.layer import EXPERTS, HIDDEN, TOP_K, dispatcher_of
+
+TOKENS, MXFP8 = 4096, RECIPES["mxfp8"]
+
+
+def _launches(action: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """Return the result, and the number of blocks of each launch: at least 1024 if it reads or writes all rows."""
+    with recorded() as records:
+        result = action()
+    return result, [record.amount for record in records if record.kind == "kernel"]
+
+
+def test_one_launch_reads_quantised_rows_before_the_gemm() -> None:
+    """By hand they are widened, copied to their experts and quantised again: nine launches read or write all rows."""
+    torch.use_deterministic_algorithms(False)  # which fills memory by launches; conftest.py restores it
+    device = torch.device("cuda", 0)
+    x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
+    weights, ids = torch.rand(TOKENS, EXPERTS, device=device).topk(TOP_K)
+    arrived, routes = quantise(x, MXFP8), list[Any]()
+    for deliver in ("quantised", "rows"):
+        dispatcher = dispatcher_of("local", None, wire_dtype="mxfp8", deliver=deliver, pad_multiple=32)
+        routes.append(dispatcher.dispatch(x, Routing(ids, weights)).state.route)
+    found, launches = _launches(lambda: expand(routes[0], arrived, x.dtype))
+    assert len(launches) == 3, "values, scales, and scales of padding"
+    assert launches[0] == launches[1] > 1024 > launches[2], "the kernel that copies has a block for each row"
+    rows, widening = _launches(lambda: widen(arrived, x.dtype))
+    rows, copying = _launches(lambda: expand(routes[1], rows, x.dtype))
+    again, quantising = _launches(lambda: quantise(rows, MXFP8))
+    assert [sum(blocks >= 1024 for blocks in step) for step in (widening, copying, quantising)] == [3, 1, 5]
+    assert len([*widening, *copying, *quantising]) > 20
+    real = rows.abs().sum(1) > 0
+
+    def widened(quantised: Any) -> Tensor:
+        return widen(quantised, x.dtype)[real]
+
+    assert torch.equal(widened(found), widened(again))
