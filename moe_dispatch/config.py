@@ -108,8 +108,9 @@ class DispatcherConfig(BaseModel):
             ``sent.weights``.
         wire_dtype: Dtype in which rows travel between ranks. None sends rows in their own dtype. "float8_e4m3fn" and
             "mxfp8" quantise the rows of dispatch to float8_e4m3fn numbers, the first with one float32 scale for every
-            128 columns, the second with one power of two (e8m0) for every 32. The rows of combine and all gradients
-            then travel in bfloat16. The gradient of the quantisation is the identity (straight-through).
+            128 columns, the second with one power of two (e8m0) for every 32. The rows of combine, and gradients
+            without ``grad_wire_dtype``, then travel in bfloat16. The gradient of the quantisation is the identity
+            (straight-through).
         grad_wire_dtype: Dtype in which the gradient rows of combine travel: None for that of the rows of combine, or
             the quantised ``wire_dtype``. With ``deliver="quantised"`` and ``weights="experts"``, ``quantised_gradient``
             of ``moe_dispatch.quantised`` has them as they travelled.
