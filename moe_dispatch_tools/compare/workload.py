@@ -113,6 +113,7 @@ class Workload:
             pad_multiple=config.pad_multiple_rows,
             weights=config.weights,
             wire_dtype=config.wire_dtype,
+            grad_wire_dtype=config.grad_wire_dtype,
         )
 
 
@@ -139,8 +140,9 @@ class Step:
         rows, batch = max(1, _REFERENCE_NUMBERS // self.experts.bias_ED.numel()), self.batch()
         tables = (table.split(rows) for table in (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream_TD))
         names = ("x_TD", "ids_TK", "weights_TK", "upstream_TD")
+        wires = self.scenario.wire_dtype, self.scenario.grad_wire_dtype
         parts = [
-            reference(Batch(**dict(zip(names, part, strict=True))), self.experts, self.scenario.wire_dtype)
+            reference(Batch(**dict(zip(names, part, strict=True))), self.experts, *wires)
             for part in zip(*tables, strict=True)
         ]
         gradients = (torch.cat([one.grad_matrix_EWW.flatten(), one.grad_bias_ED.flatten()]) for one in parts)

@@ -15,7 +15,7 @@ from tests.dispatchers.layer import Group, doubled, random_routing, random_rows,
 # Dynamo makes an instance of every autograd function that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12}
+SAFE: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12, "grad_wire_dtype": "mxfp8"}
 
 
 def _config(backend: str, **fields: Any) -> DispatcherConfig:

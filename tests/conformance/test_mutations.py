@@ -155,6 +155,13 @@ def weights_of_empty_slots_read(patch: Patch) -> None:
     around(patch, "arrive", touching, alltoall)
 
 
+def gradients_sent_in_bfloat16(patch: Patch) -> None:
+    def wide(spread: Any, route: Any, rows_TD: Tensor, wire: Any, *, label: str) -> Any:
+        return spread(route, rows_TD, "bfloat16" if label == "combine.backward" else wire, label=label)
+
+    around(patch, "spread", wide, AllToAllRoute)
+
+
 def weights_rounded_to_bfloat16(patch: Patch) -> None:
     def rounded(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool, **_: object) -> tuple[Tensor, Tensor]:
         ids_TK, weights_TK = merge_slots(ids_TK, weights_TK, asks=asks)
@@ -284,6 +291,8 @@ MUTATIONS: list[tuple[Callable[[Patch], None], BackendSpec, str]] = [
     (weights_not_applied, "alltoall", "balanced"),
     (weights_not_applied_in_the_backward, "alltoall", "balanced"),
     (weights_rounded_to_bfloat16, "alltoall", "float32"),
+    (gradients_sent_in_bfloat16, "alltoall", "gradients_mxfp8"),
+    (gradients_sent_in_bfloat16, "alltoall", "gradients_float8"),
     (gradient_of_weights_dropped, "alltoall", "balanced"),
     (gradient_of_weights_dropped, "alltoall", "float32_experts"),
     (duplicates_not_merged, "alltoall", "duplicates"),

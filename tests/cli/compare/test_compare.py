@@ -187,11 +187,13 @@ def test_wrong_requests_are_refused(
     assert re.match(f"Error: .*{told}", answer.error), answer.error
 
 
-def test_reference_in_parts_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Workload(tokens=9, dtype="float64").scenario(DispatcherConfig(num_experts=8, top_k=2, hidden_size=64), 2)
+@pytest.mark.parametrize("wire", [None, "mxfp8"])
+def test_reference_in_parts_is_the_reference(wire: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DispatcherConfig(num_experts=8, top_k=2, hidden_size=64, wire_dtype=wire, grad_wire_dtype=wire)
+    scenario = Workload(tokens=9, dtype="float64").scenario(config, 2)
     batch, experts = scenario.batches(2)[0], scenario.experts()
     monkeypatch.setattr(workload, "_REFERENCE_NUMBERS", 3 * experts.bias_ED.numel())
-    whole, layout = reference(batch, experts), INPUT_LAYOUTS["rows"](len(batch.x_TD))
+    whole, layout = reference(batch, experts, wire, wire), INPUT_LAYOUTS["rows"](len(batch.x_TD))
     parts = workload.Step(scenario, experts, layout, lambda: batch).expected()
     for name, expected in {"y": whole.y_TD, "x": whole.grad_x_TD, "weights": whole.grad_weights_TK}.items():
         torch.testing.assert_close(parts[name], expected, rtol=1e-12, atol=1e-13)
