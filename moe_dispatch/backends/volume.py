@@ -58,33 +58,3 @@ class SentBytes:
     payload_only: bool = False
     once_per_node: bool = False
     row_dtypes: tuple[torch.dtype, ...] = ()
-
-
-def payload(
-    volume: Volume,
-    *,
-    out_bytes: int,
-    back_bytes: int,
-    gradient_bytes: int,
-    row_dtypes: tuple[torch.dtype, ...] = (),
-) -> SentBytes:
-    """Compute the bytes of a backend that sends each row once to each rank that needs it.
-
-    Args:
-        volume: The rows that ranks exchange.
-        out_bytes: Number of bytes of a row in dispatch.
-        back_bytes: Number of bytes of a row in combine and in the backward of dispatch.
-        gradient_bytes: Number of bytes of a row in the backward of combine.
-        row_dtypes: As in ``SentBytes``.
-    """
-    return SentBytes(
-        sent={
-            "dispatch": volume.pairs_out * out_bytes,
-            "combine": volume.pairs_in * back_bytes,
-            "combine.backward": volume.pairs_out * gradient_bytes,
-            "dispatch.backward": volume.pairs_in * back_bytes,
-        },
-        payload_only=True,
-        once_per_node=True,
-        row_dtypes=row_dtypes,
-    )

@@ -191,7 +191,16 @@ def test_the_newest_rules_are_those_of_its_class() -> None:
         (HYBRID, {"num_experts": 6}, 2, "experts per rank must be a multiple of 2, got 3 (6 experts over 2 ranks)"),
         (HYBRID, {"hidden_size": 24}, 2, "'hybridep': hidden_size must be a multiple of 16, got 24"),
         ({**HYBRID, "ranks_per_domain": 1}, {"max_tokens_per_rank": 30000}, 2, "at most 21824 rows per rank fit"),
-        (HYBRID, {"wire_dtype": "float8_e4m3fn"}, 2, "wire_dtype must be one of None, 'bfloat16', got 'float8_e4m3fn'"),
+        (HYBRID, {"wire_dtype": "mxfp8"}, 2, "'hybridep': hidden_size must be a multiple of 512, got 256"),
+        *(
+            (
+                backend,
+                {"wire_dtype": "mxfp8", "hidden_size": 512},
+                2,
+                'without grad_wire_dtype. Set grad_wire_dtype="mxfp8"',
+            )
+            for backend in (HYBRID, {**V2, "ranks_per_node": 1})
+        ),
     ],
 )
 def test_refused_at_build_on_all_ranks_alike(
@@ -212,11 +221,6 @@ def test_fusion_needs_equal_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     text = r"fuse_permute needs equal chunks in all kernels, got 64 \(dispatch\), 64 \(combine\) and 128"
     with pytest.raises(ConfigError, match=text):
         build_dispatcher(config({**HYBRID, "fuse_permute": True}))
-
-
-def test_float8_of_v2_is_for_groups_within_a_node() -> None:
-    assert "float8_e4m3fn" in deepep(shape(ranks_per_node=8), emulate="v2-2.1.0").wire_dtypes
-    assert "float8_e4m3fn" not in deepep(shape(ranks_per_node=4), emulate="v2-2.1.0").wire_dtypes
 
 
 def test_numbers_can_be_overridden() -> None:

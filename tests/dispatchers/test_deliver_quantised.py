@@ -272,16 +272,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"wire_dtype": "mxfp8", "pad_multiple": 32, "grad_wire_dtype": "float8_e4m3fn"},
         r"grad_wire_dtype must be None or wire_dtype \('mxfp8'\), got 'float8_e4m3fn'",
     ),
-    "a route of one dtype": (
-        {"name": "hybridep", "emulate": True},
-        {"wire_dtype": "mxfp8", "pad_multiple": 32, "hidden_size": 512},
-        "Backend 'hybridep': its routes keep the dtype of the rows, .* Set grad_wire_dtype=\"mxfp8\"",
-    ),
-    "rows of 256 bytes": (
-        {"name": "hybridep", "emulate": True},
-        {"wire_dtype": "mxfp8", "pad_multiple": 32, "grad_wire_dtype": "mxfp8", "hidden_size": 256},
-        "Backend 'hybridep': hidden_size must be a multiple of 512, got 256",
-    ),
 }
 
 

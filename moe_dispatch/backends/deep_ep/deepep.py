@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal, final
 
-import torch
 from pydantic import Field
 
-from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape, WireDtype
+from moe_dispatch.backends.base import BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.capacity import capacity_of
 from moe_dispatch.backends.deep_ep import deepep_v1, deepep_v2
 from moe_dispatch.backends.deep_ep.deepep_v1 import NormalDeepEP
 from moe_dispatch.backends.deep_ep.deepep_v2 import ElasticDeepEP
 from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions
 from moe_dispatch.backends.deep_ep.rank_rows import DeepEP
-from moe_dispatch.backends.volume import SentBytes, Volume, payload
-from moe_dispatch.backends.wire import row_format
 from moe_dispatch.errors import ConfigError
 from moe_dispatch.types import Capacity
 
@@ -95,17 +92,6 @@ class DeepEPOptions(LibraryOptions):
     def capacity(self, shape: MoEShape) -> Capacity:
         capacity = capacity_of(shape)
         return replace(capacity, buffer_rows=deepep_v2.expanded_rows(shape)) if self.expand else capacity
-
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
-        wires: list[WireDtype] = [shape.wire_dtype or "bfloat16", "bfloat16", shape.grad_wire_dtype or "bfloat16"]
-        there, back, gradient = (row_format(dtype, shape.hidden_size, wire) for wire in wires)
-        return payload(
-            volume,
-            out_bytes=there.nbytes,
-            back_bytes=back.nbytes,
-            gradient_bytes=gradient.nbytes,
-            row_dtypes=(there.wire_dtype, back.wire_dtype),
-        )
 
     def open_with(self, library: Library, context: BackendContext) -> DeepEP:
         cls = NormalDeepEP if deepep_v2.variant_of(library) is None else ElasticDeepEP

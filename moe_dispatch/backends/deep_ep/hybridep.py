@@ -19,15 +19,13 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from moe_dispatch._quantisation import RECIPES
-from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape, WireDtype
+from moe_dispatch.backends.base import Arrived, BackendContext, Constraints, MoEShape
 from moe_dispatch.backends.deep_ep import hybrid_rules
 from moe_dispatch.backends.deep_ep.buffers import Handle, LibraryBackend, environment_switch, unfilled
 from moe_dispatch.backends.deep_ep.expert_major import ExpertMajorRoute
 from moe_dispatch.backends.deep_ep.hybrid_rules import CHUNK, CHUNK_VARIABLES, DOMAIN_VARIABLE
 from moe_dispatch.backends.deep_ep.library import Library, LibraryOptions, lacking_nvcc, parameters
 from moe_dispatch.backends.deep_ep.rank_rows import Payload, pack
-from moe_dispatch.backends.volume import SentBytes, Volume, payload
-from moe_dispatch.backends.wire import row_format
 from moe_dispatch.communication import read_host
 from moe_dispatch.errors import ConfigError, StateError
 from moe_dispatch.permutation.index import round_up, running_total
@@ -110,17 +108,6 @@ class HybridEPOptions(LibraryOptions):
             found, device = hybrid_rules.rules(library.module.HybridEPBuffer), library.device
         domain = hybrid_rules.domain_of(shape, self.ranks_per_domain)
         return hybrid_rules.constraints(found, device, shape, domain, fuse_permute=self.fuse_permute)
-
-    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
-        wires: list[WireDtype] = [shape.wire_dtype or "bfloat16", "bfloat16", shape.grad_wire_dtype or "bfloat16"]
-        there, back, gradient = (row_format(dtype, shape.hidden_size, wire) for wire in wires)
-        return payload(
-            volume,
-            out_bytes=there.nbytes,
-            back_bytes=back.nbytes,
-            gradient_bytes=gradient.nbytes,
-            row_dtypes=(there.wire_dtype, back.wire_dtype),
-        )
 
     def open_with(self, library: Library, context: BackendContext) -> HybridEP:
         return HybridEP(library, context, self)

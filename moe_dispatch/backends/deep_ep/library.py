@@ -24,8 +24,10 @@ from typing import Any, final
 import torch
 
 from moe_dispatch._probing import Rejected, Usable, import_whole
-from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions
+from moe_dispatch.backends.base import Backend, BackendContext, BackendOptions, MoEShape, WireDtype
 from moe_dispatch.backends.deep_ep.buffers import LibraryBackend
+from moe_dispatch.backends.volume import SentBytes, Volume
+from moe_dispatch.backends.wire import row_format
 from moe_dispatch.errors import ConfigError
 
 logger = logging.getLogger("moe_dispatch")
@@ -133,6 +135,23 @@ class LibraryOptions(BackendOptions):
     @abstractmethod
     def open_with(self, library: Library, context: BackendContext) -> LibraryBackend:
         """Open the backend with the library that ``probe`` found usable."""
+
+    @final
+    def wire_bytes(self, shape: MoEShape, volume: Volume, dtype: torch.dtype) -> SentBytes:
+        """Count the rows only, each sent once to each rank that needs it. The library may send other data too."""
+        wires: list[WireDtype] = [shape.wire_dtype or "bfloat16", "bfloat16", shape.grad_wire_dtype or "bfloat16"]
+        there, back, gradient = (row_format(dtype, shape.hidden_size, wire) for wire in wires)
+        return SentBytes(
+            sent={
+                "dispatch": volume.pairs_out * there.nbytes,
+                "combine": volume.pairs_in * back.nbytes,
+                "combine.backward": volume.pairs_out * gradient.nbytes,
+                "dispatch.backward": volume.pairs_in * back.nbytes,
+            },
+            payload_only=True,
+            once_per_node=True,
+            row_dtypes=(there.wire_dtype, back.wire_dtype),
+        )
 
     @final
     def library(self) -> Library | Rejected:
