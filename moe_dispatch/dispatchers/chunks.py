@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
-from moe_dispatch.errors import StateError
+from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.layouts import Layout, Masked, Rows
 from moe_dispatch.types import Dispatched, Plan, Routing
 
@@ -75,7 +75,7 @@ def run_in_chunks(
         sent = dispatcher.dispatch(x, routing, plan)
         return dispatcher.combine(run_experts(sent), sent)
     if torch.compiler.is_compiling():
-        raise StateError(
+        refuse_compiled(
             "Dispatcher.forward: chunk_tokens does not work in a compiled region. Compile the experts alone, or set "
             "chunk_tokens=None."
         )

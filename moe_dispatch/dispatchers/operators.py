@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -433,12 +433,12 @@ def _check_traced(channel: Channel, routing: Routing | None) -> Routing:
     if not isinstance(routing, Routing):
         raise checks.no_routing(routing)
     if channel.config.balance is not None:
-        raise StateError(
+        refuse_compiled(
             "Dispatcher.dispatch: operators carry no plan of balance, so keep both verbs out of torch.compile and "
             "selective checkpointing. Or use dispatcher.place(placement)."
         )
     if channel.config.chunk_tokens is not None:
-        raise StateError(
+        refuse_compiled(
             "Dispatcher.dispatch: chunk_tokens does not work in torch.compile and selective checkpointing. Keep both "
             "verbs out of them, or set chunk_tokens=None."
         )
@@ -502,4 +502,18 @@ def refuse_tracing(verb: str) -> None:
         StateError: The call is being traced.
     """
     if torch.compiler.is_compiling():
-        raise StateError(f"Dispatcher.{verb}: compile both verbs of a layer or none, and pass the plan in.")
+        refuse_compiled(f"Dispatcher.{verb}: compile both verbs of a layer or none, and pass the plan in.")
+
+
+def refuse_compiled(message: str) -> NoReturn:
+    """Refuse a call that cannot be compiled, or recorded for selective checkpointing.
+
+    Without ``fullgraph``, Dynamo gives up a frame that raises while it is traced, and traces the functions that the
+    frame calls one by one. After a break of the graph, the error is raised when the call runs.
+
+    Raises:
+        StateError: Always. While torch.compile traces with ``fullgraph``, it is ``Unsupported`` with the same message.
+    """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=message)
+    raise StateError(message)

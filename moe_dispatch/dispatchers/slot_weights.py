@@ -31,6 +31,7 @@ from moe_dispatch.balance.movement import (
 from moe_dispatch.dispatchers.autograd import double_backward, tie
 from moe_dispatch.dispatchers.channel import Channel, Lease
 from moe_dispatch.dispatchers.dispatcher import Dispatcher
+from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import Dispatched, InFlight
 
@@ -130,7 +131,7 @@ class SlotWeights:
 
     def _enter(self, stacked: Sequence[Tensor]) -> tuple[Lease, Channel]:
         if torch.compiler.is_compiling():
-            raise StateError(
+            refuse_compiled(
                 "SlotWeights: weights must be fetched outside of compiled regions, got a call that is being traced. "
                 "Compile the experts alone."
             )

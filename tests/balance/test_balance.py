@@ -259,6 +259,8 @@ def test_place_and_compiled_calls_are_refused() -> None:
         torch.compile(call, fullgraph=True, backend="eager")(random_rows(3), routing.topk_ids, routing.topk_weights)
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.moe_dispatch.dispatch.default])
     given = random_rows(3), routing.topk_ids, routing.topk_weights
+    with pytest.raises(StateError, match="operators carry no plan of balance"):  # also where the graph may break
+        torch.compile(call, backend="eager")(*given)
     with pytest.raises(StateError, match="operators carry no plan of balance"):
         checkpoint(call, *given, use_reentrant=False, context_fn=contexts)
 

@@ -273,6 +273,8 @@ def test_operators_are_refused() -> None:
         by_operators(lambda x: layer.dispatch(x, routing).rows, random_rows(4).requires_grad_())
     with pytest.raises(Unsupported, match="chunk_tokens does not work in a compiled region"):
         torch.compile(layer, backend="eager", fullgraph=True)(x, routing)
+    with pytest.raises(StateError, match="chunk_tokens does not work in a compiled region"):
+        torch.compile(layer, backend="eager")(x, routing)
 
 
 def test_recomputation_needs_chunks() -> None:
