@@ -89,7 +89,7 @@ _EAGER: tuple[Scenario, ...] = (
     Scenario(name="checkpointed", schedule="checkpointed", pad_multiple=16),
     Scenario(name="checkpointed_reentrant", schedule="checkpointed_reentrant", pad_multiple=16),
     Scenario(
-        name="in_chunks", tokens=(5, 0, 70, 9), schedule="in_chunks", chunk_tokens=16, row_counts=("agree", "static")
+        name="in_chunks", tokens=(5, 0, 20, 9), schedule="in_chunks", chunk_tokens=8, row_counts=("agree", "static")
     ),
     Scenario(name="chunks_recomputed", schedule="in_chunks", chunk_tokens=4, chunk_recompute=True, pad_multiple=16),
     Scenario(name="x_without_grad", requires_grad=frozenset({"weights"}), pad_multiple=16),

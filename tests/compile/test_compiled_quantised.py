@@ -46,7 +46,7 @@ def _run(
 
 
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 @pytest.mark.parametrize("backend", ["local", "alltoall", "allgather"])
 def test_compiled_equals_eager(backend: str, compiler: str, fields: dict[str, Any]) -> None:
     config = _config(backend, **fields)

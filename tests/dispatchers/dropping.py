@@ -71,10 +71,6 @@ class Load:
         sent = {pair: set(sorted(by, key=lambda t: -by[t])[:pair_rows]) for pair, by in heaviest.items()}
         return {slot: weight for slot, weight in slots.items() if slot[1] in sent[slot[0], self.owner(slot)]}
 
-    def on_one_rank(self) -> Load:
-        """The tokens of all ranks on one."""
-        return Load((torch.cat(self.ids),), (torch.cat(self.weights),))
-
 
 def load(tokens: Sequence[int], kind: str = "skewed", *, seed: int = 0, top_k: int = TOP_K) -> Load:
     """Random loads, skewed; weights also "ties" of two, "close", or of both "signs"; "holes" are -1 and duplicates."""

@@ -33,7 +33,6 @@ from tests.emulation.hybrid_case import (
 from tests.emulation.tokens import run_ranks
 
 DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
-POISON = torch.iinfo(torch.int32).min
 
 
 @SIZES
