@@ -58,9 +58,7 @@ def expect_success(results: Sequence[Result]) -> str:
 
 
 @pytest.mark.slow
-def test_the_line_of_the_pages_trains_the_demo(tmp_path: Path) -> None:
-    line = C10D.replace("host0", "HOST")
-    assert line in (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+def test_the_first_line_of_the_page_trains_the_demo(tmp_path: Path) -> None:
     with make_hosts(2) as hosts:
         results = start(hosts, C10D, tmp_path).results(400)
     expect_success(results)
