@@ -30,26 +30,49 @@ def draw(generator: torch.Generator, ranks: int, per_rank: int, rows: int, skew:
     return torch.bincount(drawn, minlength=len(odds)).view(ranks, -1)
 
 
-def by_turns(totals: list[int], ranks: int) -> tuple[list[int], list[int]]:
-    """The alias method in turns: rows of each rank, and how many foreign experts each rank computes.
+def in_turns(totals: list[int], ranks: int) -> list[list[int]]:
+    """Return the rows of each expert on each rank, (E, P), by the alias method in turns, as MoonEP plans.
 
-    The rank with the fewest rows is filled up by the rank with the most, and is then done.
+    The rank with the fewest rows is filled up by the rank with the most, and is then done. Of the ranks that a rank
+    fills up, the one that takes most is served first, always from the expert with most rows left.
     """
     per_rank, whole = len(totals) // ranks, sum(totals)
-    caps = [whole // ranks + (rank < whole % ranks) for rank in range(ranks)]
-    left = [totals[rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)]
-    balance = [sum(of_rank) - cap for of_rank, cap in zip(left, caps, strict=True)]
-    foreign: list[set[tuple[int, int]]] = [set() for _ in range(ranks)]
+    balance = [
+        sum(totals[rank * per_rank : (rank + 1) * per_rank]) - whole // ranks - (rank < whole % ranks)
+        for rank in range(ranks)
+    ]
+    quotas = [[0] * ranks for _ in range(ranks)]
     while max(balance) > 0:
         donor, taker = balance.index(max(balance)), balance.index(min(balance))
-        missing = -balance[taker]
-        balance[donor], balance[taker] = balance[donor] - missing, 0
-        while missing:
-            busiest = left[donor].index(max(left[donor]))
-            taken = min(missing, left[donor][busiest])
-            left[donor][busiest], missing = left[donor][busiest] - taken, missing - taken
-            foreign[taker].add((donor, busiest))
-    return caps, [len(found) for found in foreign]
+        quotas[donor][taker] = -balance[taker]
+        balance[donor], balance[taker] = balance[donor] + balance[taker], 0
+    found = [[total * (rank == expert // per_rank) for rank in range(ranks)] for expert, total in enumerate(totals)]
+    for donor, of_donor in enumerate(quotas):
+        experts = range(donor * per_rank, (donor + 1) * per_rank)
+        while max(of_donor):
+            taker = of_donor.index(max(of_donor))
+            busiest = max(experts, key=lambda expert: found[expert][donor])  # noqa: B023 - called at once
+            moved = min(of_donor[taker], found[busiest][donor])
+            found[busiest][donor] -= moved
+            found[busiest][taker] += moved
+            of_donor[taker] -= moved
+    return found
+
+
+def split_in_turns(sources: list[int], takers: list[int], per_node: int) -> list[list[int]]:
+    """Split the rows of one expert, rank by rank: to the rank itself, then inside of its node, then to the others."""
+    ranks = range(len(sources))
+    found, sources, takers = [[0] * len(sources) for _ in ranks], [*sources], [*takers]
+    for near in (lambda a, b: a == b, lambda a, b: a // per_node == b // per_node, lambda a, b: True):
+        for source in filter(sources.__getitem__, ranks):
+            for taker in filter(takers.__getitem__, ranks):
+                if near(source, taker):
+                    moved = min(sources[source], takers[taker])
+                    found[source][taker] += moved
+                    sources[source] -= moved
+                    takers[taker] -= moved
+    assert not any(sources + takers)
+    return found
 
 
 def flows(plan: ExactPlan) -> Tensor:
@@ -65,6 +88,25 @@ def holds(placement: ExactPlacement, ranks: int) -> Tensor:
             if expert >= 0:
                 held[expert, rank] = True
     return held
+
+
+def shares(rows_EP: Tensor) -> dict[tuple[int, int], list[int]]:
+    """Return the rows of the copies on each rank, by home and rank, largest first."""
+    experts, ranks = rows_EP.shape
+    found: dict[tuple[int, int], list[int]] = {}
+    for expert, rank in rows_EP.nonzero().tolist():
+        if expert * ranks // experts != rank:
+            found.setdefault((expert * ranks // experts, rank), []).append(int(rows_EP[expert, rank]))
+    return {pair: sorted(of_pair, reverse=True) for pair, of_pair in found.items()}
+
+
+def expect_loads_in_turns(got_EP: Tensor, ranks: int) -> None:
+    """The loads are those of the alias method in turns, and neither needs more slots than a rank has experts."""
+    wanted_EP = torch.tensor(in_turns(got_EP.sum(1).tolist(), ranks))
+    assert torch.equal(got_EP.sum(0), wanted_EP.sum(0))
+    for rows_EP in (got_EP, wanted_EP):
+        takers = [taker for (_, taker), of_pair in shares(rows_EP).items() for _ in of_pair]
+        assert max(map(takers.count, takers), default=0) <= len(rows_EP) // ranks
 
 
 CASES = [(ranks, per_rank) for ranks in (1, 2, 3, 4, 8) for per_rank in (1, 2, 5, 32) if ranks * per_rank <= 64]
@@ -96,9 +138,42 @@ def test_loads_and_rows_are_exact(ranks: int, per_rank: int) -> None:
                 if bound == 1:
                     assert padded.max() - padded.min() <= pad_multiple
                 if bound == 1 and pad_multiple == 1:
-                    caps, slots = by_turns(counts.sum(0).tolist(), ranks)
-                    assert padded.tolist() == caps
-                    assert max(slots) <= per_rank
+                    expect_loads_in_turns(got, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_loads_slots_and_flows_of_random_counts_are_exact(part: int) -> None:
+    """100,000 counts: 1 to 64 ranks, 1 to 32 experts of a rank, no row, one expert, one source."""
+    draws, generator = random.Random(part), torch.Generator().manual_seed(part)
+    seen = set()
+    for _ in range(12_500):
+        ranks, per_rank = (int(2 ** draws.uniform(0, largest + 0.04)) for largest in (6, 5))
+        per_node = draws.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
+        rank, rows, kind = draws.randrange(ranks), draws.choice((0, 1, 7, 60, 500)), draws.randrange(4)
+        counts_PE = draw(generator, ranks, per_rank, rows, draws.choice((0.1, 1.0, 30.0)))
+        if kind == 0:  # one expert
+            only = torch.zeros_like(counts_PE)
+            only[:, draws.randrange(ranks * per_rank)] = counts_PE.sum(1)
+            counts_PE = only
+        elif kind == 1:  # one source
+            only = torch.zeros_like(counts_PE)
+            only[rank] = counts_PE.sum(0)
+            counts_PE = only
+        planner = ExactPlanner(ranks * per_rank, ranks, rank, spare=per_rank, ranks_per_node=per_node)
+        alone = torch.zeros_like(counts_PE)
+        alone[rank] = counts_PE.sum(0)  # its rows are those of all sources, and the plan depends on their sum only
+        got_EP, plan = flows(planner(alone)), planner(counts_PE)
+        assert torch.equal(got_EP > 0, (got_EP > 0) & holds(plan.placement, ranks))
+        expect_loads_in_turns(got_EP, ranks)
+        mine_EP, both = flows(plan), zip(counts_PE.t().tolist(), got_EP.tolist(), strict=True)
+        for expert, (sources, takers) in enumerate(both):
+            if sources[rank]:
+                assert mine_EP[expert].tolist() == split_in_turns(sources, takers, per_node)[rank]
+            else:
+                assert not mine_EP[expert].any()
+        seen |= {("ranks", ranks), ("experts", per_rank), ("rows", rows), ("kind", kind)}
+    assert {("ranks", 1), ("ranks", 64), ("experts", 1), ("experts", 32), ("rows", 0), ("kind", 0), ("kind", 1)} <= seen
 
 
 def test_few_slots_keep_the_largest_shares_and_lose_no_row() -> None:
@@ -178,6 +253,7 @@ def test_tables_of_megatron_agree_between_ranks(
     between = by_rank.view(4, per_rank, 4).sum(1)
     assert {(a, b): n for a, row in enumerate(between.tolist()) for b, n in enumerate(row) if n and a != b} == moved
     assert (copies < len(totals)).sum(1).tolist() == slots
+    assert shares(by_rank) == shares(torch.tensor(in_turns(totals, 4)))
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 4])
