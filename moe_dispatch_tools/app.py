@@ -256,13 +256,14 @@ def compare_command(
 ) -> int:
     """Compare backends, and peers, on the same tokens.
 
-    Each backend runs forward and backward. The tables show how far it is from a dense float64 reference and from the
-    first backend, and what a step costs: time by phase, bytes, padding, host syncs, memory. All take turns in one
-    process group. --peers adds the dispatchers of torchtitan and transformers, and a floor: bare collectives and
-    passes over rows. Without --backends the backend of CONFIG runs, or all known backends if that is "auto", or
-    alltoall without CONFIG. A name may also set balance, spare_experts_per_rank and capacity_factor. --tokens, --dtype
-    and --routing take several values with commas. The exit status is 1 if a backend differs by more than the
-    tolerance, or if a named backend cannot run. Otherwise it is 0.
+    Each backend runs forward and backward. The tables show how far it is from a dense float64 reference and from
+    the first backend, and what a step costs: time by phase, bytes, padding, host syncs, memory. All take turns in
+    one process group. --peers adds the dispatchers of torchtitan and transformers, and a floor: bare collectives
+    and passes over rows. Without --backends the backend of CONFIG runs, or all known backends if that is "auto", or
+    alltoall without CONFIG. A name may also set balance, balance_bound, balance_min_rows, spare_experts_per_rank,
+    capacity_factor, and place=PLANNER, which places experts for the first batch. --tokens, --dtype and --routing
+    take several values with commas. The exit status is 1 if a backend differs by more than the tolerance, or if a
+    named backend cannot run. Otherwise it is 0.
 
     \b
     moe-dispatch compare experiment.yaml

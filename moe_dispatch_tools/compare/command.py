@@ -19,7 +19,7 @@ from moe_dispatch_tools import console
 from moe_dispatch_tools.compare.display import draw, show_case
 from moe_dispatch_tools.compare.measurement import Task, Variant, measure
 from moe_dispatch_tools.compare.peers import PEERS, missing_packages
-from moe_dispatch_tools.compare.workload import MOST_STEPS, Workload, replayed
+from moe_dispatch_tools.compare.workload import MOST_STEPS, WORKLOADS, Workload, replayed
 from moe_dispatch_tools.machine import this_machine
 from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, own_backend, parse_backend, parse_numbers
 from moe_dispatch_tools.ranks import num_ranks, on_ranks, this_rank
@@ -28,7 +28,7 @@ from moe_dispatch_tools.traces import Trace
 DEFAULT_RANKS = 4
 MODES = ("eager", "graph-safe")
 PICTURES = (".png", ".svg")
-_FIELDS = (*PLACEMENT_FIELDS, "capacity_factor")
+_FIELDS = (*PLACEMENT_FIELDS, "balance_bound", "balance_min_rows", "capacity_factor", "place")
 _SIZES = {"num_experts": 64, "top_k": 8, "hidden_size": 1024}  # of a comparison without a config
 
 
@@ -60,7 +60,7 @@ def make_workloads(
         base = Workload(trace=trace, recorded=recorded, steps=min(recorded, steps or MOST_STEPS))
         return tuple(dataclasses.replace(base, dtype=cast(DtypeName, name)) for name in dtypes), found.ep_size
     numbers = parse_numbers("--tokens", tokens or str(base.tokens), "64,4096", least=0)
-    cases = product(dtypes, _choices("routing", routing or base.routing, ROUTINGS), numbers)
+    cases = product(dtypes, _choices("routing", routing or base.routing, (*ROUTINGS, *WORKLOADS)), numbers)
     return tuple(
         dataclasses.replace(base, dtype=cast(DtypeName, name), routing=draw_ids, tokens=count)
         for name, draw_ids, count in cases

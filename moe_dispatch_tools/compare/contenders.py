@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_dispatch.balance import ExpertPlacement, run_planner
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import Dispatcher, SlotWeights
 from moe_dispatch.types import Dispatched
 from moe_dispatch_testing.rank_context import LayerCall, RankContext
 from moe_dispatch_testing.scenario import Experts
 from moe_dispatch_tools.compare.workload import Step
+from moe_dispatch_tools.place import Place
 
 # A function from rows (R, D) to rows (R, D). Its second argument is a function that returns the expert of each row,
 # int64 (R,), counted from the first expert of this rank.
@@ -61,24 +63,28 @@ def _gated(part: Dispatched, up_gate: Tensor, down: Tensor) -> Tensor:
     return part.grouped_mm(up * torch.sigmoid(gate), down)
 
 
+def make_experts(config: DispatcherConfig, width: int, place: Place, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Make this rank's gated experts, an up matrix (D, 2W) and a down matrix (W, D) each; none if the width is 0."""
+    local, hidden = config.num_experts // place.size, config.hidden_size
+    shapes = ((local, hidden, 2 * width), (local, width, hidden)) if width else ()
+    return tuple(torch.randn(shape).div_(shape[1] ** 0.5).to(place.device, dtype).requires_grad_() for shape in shapes)
+
+
 @final
 class Ours(Contender):
-    """A dispatcher of moe-dispatch, and the plan that each call makes."""
+    """A dispatcher of moe-dispatch, and the plan that each call makes. Without ``experts``, they cost nothing."""
 
     dispatcher: Dispatcher
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.dispatcher = dispatcher
-        self._experts: tuple[Tensor, ...] = ()
+    def __init__(self, dispatcher: Dispatcher, experts: tuple[Tensor, ...]) -> None:
+        self.dispatcher, self._experts, self._slot_weights = dispatcher, experts, SlotWeights(dispatcher)
 
-    def make_experts(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make gated experts that take time, each with an up matrix (D, 2W) and a down matrix (W, D)."""
-        config, self._slot_weights = self.dispatcher.config, SlotWeights(self.dispatcher)
-        local, hidden = config.num_experts // self.dispatcher._channel.shape.ep_size, config.hidden_size
-        shapes = ((local, hidden, 2 * width), (local, width, hidden))
-        self._experts = tuple(
-            torch.randn(shape).div_(shape[1] ** 0.5).to(device, dtype).requires_grad_() for shape in shapes
-        )
+    def place(self, planner: str, counts_E: Tensor) -> None:
+        """Place experts once, for the rows of all ranks. Collective."""
+        config, shape = self.dispatcher.config, self.dispatcher._channel.shape
+        home = ExpertPlacement.contiguous(config.num_experts, shape.ep_size, spare=config.spare_experts_per_rank)
+        per_node = shape.ranks_per_node or shape.ep_size
+        self.dispatcher.place(run_planner(planner, counts_E, home, ranks_per_node=per_node))
 
     def leaves(self, call: LayerCall) -> tuple[Tensor, ...]:
         return call.x, call.weights_TK, *self._experts
@@ -91,7 +97,7 @@ class Ours(Contender):
             local = dispatcher.config.num_experts // dispatcher._channel.shape.ep_size
             own = slice(rank * local, (rank + 1) * local)
             stacked = (experts.matrix_EWW[own], experts.bias_ED[own])
-            sent, (matrix_SWW, bias_SD) = SlotWeights(dispatcher).fetch(sent, *stacked)
+            sent, (matrix_SWW, bias_SD) = self._slot_weights.fetch(sent, *stacked)
             experts, numbers = Experts(matrix_EWW=matrix_SWW, bias_ED=bias_SD), range(len(bias_SD))
         return dispatcher.combine(context.run_experts(sent, experts, numbers), sent)
 

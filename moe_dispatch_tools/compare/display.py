@@ -71,18 +71,18 @@ def _show_tables(case: dict[str, Any], ran: Sequence[dict[str, Any]], task: Task
             *_cells("{:.3f}", [nbytes / 1e6 for nbytes in (one["bytes_sent"] or {}).values()] or [None] * len(PHASES)),
             *_cells("{:.4g}", [(one["rows_padded"] or {}).get(cause) for cause in ("rank", "expert")]),
             *_cells("{:.2f}", [one["imbalance"]]),
-            *_cells("{}", [one["host_syncs"]]),
+            *_cells("{}", [one["peak_rows"], one["host_syncs"]]),
             *_cells("{:.1f}", [one["peak_bytes"] and one["peak_bytes"] / 1e6]),
         ]
         for one in ran
     ]
     _table(
-        [*phases, "padded:\nranks", "padded:\nexperts", "busiest\n/ mean", "syncs", "MB\npeak"],
+        [*phases, "padded:\nranks", "padded:\nexperts", "busiest\n/ mean", "most\nrows", "syncs", "MB\npeak"],
         names,
         costs,
         "MB (1e6 bytes) sent and padded rows: sum of all ranks, mean of all steps. busiest / mean: rows of the rank "
-        "with most rows. syncs: host syncs of rank 0. peak: memory of the rank with the highest peak. -: not counted, "
-        "because another library sends the rows, or emulates one.",
+        "with most rows, mean of all steps. most rows: of a rank in a step. syncs: host syncs of rank 0. peak: memory "
+        "of the rank with the highest peak. -: not counted, because another library sends the rows, or emulates one.",
     )
 
 

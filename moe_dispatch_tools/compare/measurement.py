@@ -25,10 +25,11 @@ from moe_dispatch.communication import Communicator
 from moe_dispatch.config import DispatcherConfig
 from moe_dispatch.dispatchers import build_dispatcher
 from moe_dispatch.errors import ConfigError, MoEDispatchError
+from moe_dispatch.permutation import count_experts
 from moe_dispatch_testing.counting import count_collectives
 from moe_dispatch_testing.host_syncs import count_host_syncs
 from moe_dispatch_testing.rank_context import LayerCall
-from moe_dispatch_tools.compare.contenders import Contender, Ours, run_layer
+from moe_dispatch_tools.compare.contenders import Contender, Ours, make_experts, run_layer
 from moe_dispatch_tools.compare.peers import PEERS
 from moe_dispatch_tools.compare.workload import Material, Step, Workload, make_material
 from moe_dispatch_tools.names import PLACEMENT_FIELDS, NamedBackend, noting
@@ -68,6 +69,7 @@ class Variant:
         """
         assert self.backend is not None
         graph_safe, given = self.mode == "graph-safe", {"capacity_factor": "worst", **self.backend.fields}
+        given.pop("place", None)
         return base.replace(
             backend=self.backend.spec(),
             graph_safe=graph_safe,
@@ -148,14 +150,14 @@ def measure(task: Task, place: Place, send: Send) -> None:
 
 def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> dict[str, Any]:
     material = make_material(workload, task.config, rank=place.rank, ranks=place.size)
-    steps, dtype = material.steps, material.scenario.torch_dtype
-    tolerance = material.scenario.tolerance
+    steps, tolerance = material.steps, material.scenario.tolerance
+    experts = make_experts(task.config, task.width or 0, place, material.scenario.torch_dtype)
     outcomes = [_empty(variant) for variant in task.variants]
     opened: dict[int, Contender] = {}
     for index, variant in enumerate(task.variants):
         with noting(variant.name):
             try:
-                opened[index] = _open(variant, task, place, material)
+                opened[index] = _open(variant, task, place, material, experts)
             except MoEDispatchError as refusal:
                 outcomes[index]["refused"] = str(refusal)
     for step in steps:
@@ -163,10 +165,8 @@ def _measure_case(task: Task, workload: Workload, place: Place, send: Send) -> d
         send(1)
     for index, contender in opened.items():
         variant = task.variants[index]
-        if isinstance(contender, Ours) and task.width is not None:
-            contender.make_experts(task.width, dtype, place.device)
         with noting(variant.name):
-            reopen = partial(_open, variant, task, place, material)
+            reopen = partial(_open, variant, task, place, material, experts)
             outcomes[index] |= _count(contender, steps, place, reopen, emulated=outcomes[index]["emulated"])
     for number in range(max(task.rounds, len(steps))):
         call = steps[number % len(steps)].call(place.device)
@@ -216,8 +216,8 @@ def _empty(variant: Variant) -> Outcome:
     }
 
 
-def _open(variant: Variant, task: Task, place: Place, material: Material) -> Contender:
-    """Open a new contender. Collective.
+def _open(variant: Variant, task: Task, place: Place, material: Material, experts: tuple[Tensor, ...]) -> Contender:
+    """Open a new contender, and place its experts by the planner in its field "place", for the first batch. Collective.
 
     Raises:
         MoEDispatchError: It cannot run on this group, or for this task.
@@ -238,7 +238,11 @@ def _open(variant: Variant, task: Task, place: Place, material: Material) -> Con
         )
     config = variant.config(task.config, material.room)
     group = None if place.size == 1 and config.backend_name == "local" else place.group
-    return Ours(build_dispatcher(config, group, control_group=place.control if group else None))
+    ours = Ours(build_dispatcher(config, group, control_group=place.control if group else None), experts)
+    if planner := variant.backend.fields.get("place"):
+        ids_TK = material.steps[0].call(place.device).ids_TK
+        ours.place(planner, place.sum(count_experts(ids_TK, config.num_experts)).cpu())
+    return ours
 
 
 def hold_against_reference(

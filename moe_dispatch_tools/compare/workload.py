@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import final
 
@@ -21,7 +22,36 @@ from moe_dispatch_tools.traces import Part, Trace
 
 # Default number of dispatches from a trace: every backend computes each of them in float64, in every mode.
 MOST_STEPS = 16
-PLAIN_ROUTINGS = ("balanced", "uniform", "skewed", "first_half")  # each token names top_k different experts
+# Which experts the tokens of all ranks prefer, bool (T, E), of experts e (E,) and tokens t (T, 1), with k = top_k and w
+# hot experts. "Most tokens" are three of four.
+WORKLOADS: dict[str, Callable[[Tensor, Tensor, int, int, int], Tensor]] = {
+    "W0_balanced": lambda e, t, k, w, step: (e - t * k) % len(e) < k,  # each expert gets equally many rows
+    "W1_hot_expert_set": lambda e, t, k, w, step: (_shuffled(e) < w) & (t % 4 > 0),  # most tokens, to drawn places
+    "W2_hot_rank": lambda e, t, k, w, step: (e < w) & (t % 4 > 0),  # most tokens, to the first experts
+    "W3_spread_hot_experts": lambda e, t, k, w, step: (e % 2 == 0) & (t % 4 > 0),  # most tokens, to every other expert
+    "W4_source_ragged": lambda e, t, k, w, step: (e < 0) & (t < 0),  # none; ranks have 1, 3, 5, ... parts of the tokens
+    "W5_zero_expert_rank": lambda e, t, k, w, step: (e >= len(e) // 2) & (t >= 0),  # all tokens, to the last half
+    "W6_rotating_hotspot": lambda e, t, k, w, step: ((e - step // 3 * w) % len(e) < w) & (t % 4 > 0),  # W2, which moves
+    "W7_burst": lambda e, t, k, w, step: (e < w) & (t % 2 == 0) & (step % 4 == 3),  # half of them, in one step of four
+}
+# Each token names top_k different experts.
+PLAIN_ROUTINGS = ("balanced", "uniform", "skewed", "first_half", *WORKLOADS)
+
+
+def workload_ids(name: str, tokens: int, top_k: int, num_experts: int, step: int) -> Tensor:
+    """Draw the experts of the tokens of all ranks, (tokens, top_k). They do not depend on the number of ranks.
+
+    Source: the workloads of the benchmark in Megatron-LM pull request 7488. There, W1 has the hot experts of W2.
+    """
+    generator, hot = torch.Generator().manual_seed(step), max(top_k, num_experts // 4)
+    experts_E, tokens_T1 = torch.arange(num_experts), torch.arange(tokens).unsqueeze(1)
+    preferred_TE = WORKLOADS[name](experts_E, tokens_T1, top_k, hot, step)
+    scores_TE = torch.rand(tokens, num_experts, generator=generator) + preferred_TE
+    return scores_TE.argsort(1, descending=True)[:, :top_k]
+
+
+def _shuffled(experts_E: Tensor) -> Tensor:
+    return experts_E[torch.randperm(len(experts_E), generator=torch.Generator().manual_seed(0))]
 
 
 def replayed(path: Path, config: DispatcherConfig, *, ranks: int, steps: int) -> tuple[RecordedCall, ...]:
@@ -77,7 +107,8 @@ class Workload:
             3/8 fewer. Not used with a trace.
         steps: Number of batches, each with its own tokens and routing. With a trace: number of dispatches.
         dtype: Dtype of the rows.
-        routing: Name in ``moe_dispatch_testing.scenario.ROUTINGS``; not used with a trace.
+        routing: Name in ``moe_dispatch_testing.scenario.ROUTINGS`` or in ``WORKLOADS``; not used with a trace. In a
+            workload, ranks have ``tokens`` tokens on average.
         trace: File that ``Trace.record`` wrote. Its dispatches decide ids, weights and layouts.
         recorded: Number of dispatches in the trace.
         equal: Whether all ranks have ``tokens`` tokens.
@@ -102,19 +133,31 @@ class Workload:
         """Make the scenario of the conformance kit. Row counts are equal if the config promises equal row counts."""
         equal = self.equal or config.row_counts in ("assume", "check")
         counts = [self.tokens - (0 if equal else rank % 4 * (self.tokens // 8)) for rank in range(ranks)]
+        if self.routing in WORKLOADS and not equal:
+            power = 2 if self.routing == "W4_source_ragged" else 1
+            ends = (self.tokens * ranks * rank**power // ranks**power for rank in range(ranks + 1))
+            counts = [end - begin for begin, end in pairwise(ends)]
         return Scenario(
             name="compare",
             tokens=tuple(counts),
             num_experts=config.num_experts,
             top_k=config.top_k,
             hidden=config.hidden_size,
-            routing=self.routing,
+            routing="uniform" if self.routing in WORKLOADS else self.routing,
             dtype=self.dtype,
             pad_multiple=config.pad_multiple_rows,
             weights=config.weights,
             wire_dtype=config.wire_dtype,
             grad_wire_dtype=config.grad_wire_dtype,
         )
+
+    def batch(self, scenario: Scenario, ranks: int, step: int, rank: int) -> Batch:
+        """Draw the tokens of a rank in one step."""
+        batch, tokens = scenario.batches(ranks, step)[rank], scenario.tokens_of(ranks)
+        if self.routing not in WORKLOADS:
+            return batch
+        ids_TK = workload_ids(self.routing, sum(tokens), scenario.top_k, scenario.num_experts, step)
+        return batch.replace(ids_TK=ids_TK.split(tokens)[rank])
 
 
 @final
@@ -185,7 +228,7 @@ def make_material(workload: Workload, config: DispatcherConfig, *, rank: int, ra
     if workload.trace is None:
         layout = INPUT_LAYOUTS["rows"](tokens[rank])
         for step in range(workload.steps):
-            steps.append(Step(scenario, experts, layout, lambda step=step: scenario.batches(ranks, step)[rank]))  # type: ignore[misc]
+            steps.append(Step(scenario, experts, layout, partial(workload.batch, scenario, ranks, step, rank)))
         room, plain = max(1, *tokens), min(tokens) > 0 and workload.routing in PLAIN_ROUTINGS
     else:
         calls = replayed(workload.trace, config, ranks=ranks, steps=workload.steps)

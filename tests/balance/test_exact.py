@@ -51,7 +51,7 @@ def in_turns(totals: list[int], ranks: int) -> list[list[int]]:
         experts = range(donor * per_rank, (donor + 1) * per_rank)
         while max(of_donor):
             taker = of_donor.index(max(of_donor))
-            busiest = max(experts, key=lambda expert: found[expert][donor])  # noqa: B023 - called at once
+            busiest = max(experts, key=lambda expert: found[expert][donor])
             moved = min(of_donor[taker], found[busiest][donor])
             found[busiest][donor] -= moved
             found[busiest][taker] += moved
@@ -142,13 +142,13 @@ def test_loads_and_rows_are_exact(ranks: int, per_rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(4))
 def test_loads_slots_and_flows_of_random_counts_are_exact(part: int) -> None:
     """100,000 counts: 1 to 64 ranks, 1 to 32 experts of a rank, no row, one expert, one source."""
     draws, generator = random.Random(part), torch.Generator().manual_seed(part)
     seen = set()
-    for _ in range(12_500):
-        ranks, per_rank = (int(2 ** draws.uniform(0, largest + 0.04)) for largest in (6, 5))
+    for _ in range(25_000):
+        ranks, per_rank = (int(2 ** (largest * draws.random() ** 2)) for largest in (6.05, 5.05))
         per_node = draws.choice([size for size in range(1, ranks + 1) if ranks % size == 0])
         rank, rows, kind = draws.randrange(ranks), draws.choice((0, 1, 7, 60, 500)), draws.randrange(4)
         counts_PE = draw(generator, ranks, per_rank, rows, draws.choice((0.1, 1.0, 30.0)))

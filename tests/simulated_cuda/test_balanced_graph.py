@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,50 +11,13 @@ from torch import Tensor
 
 from moe_dispatch import Dispatched, DispatcherConfig, Routing, build_dispatcher, capture
 from moe_dispatch.dispatchers import SlotWeights
+from tests.balance.any_routing import EXPERTS, HIDDEN, RANKS, TOKENS, TOP_K, all_weights, dense, inputs_of
 from tests.simulated_cuda.device import recorded
 from tests.simulated_cuda.ranks import NcclRanks
 from tests.simulated_cuda.test_capture import with_the_host
 
 # torch warns of the run before the capture, in which a leaf is used on two streams.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-RANKS, EXPERTS, TOP_K, HIDDEN, INNER, TOKENS = 4, 8, 2, 16, 8, 12
-
-
-def all_weights() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    up = torch.randn(EXPERTS, HIDDEN, INNER, generator=generator, dtype=torch.float64)
-    return up / 4, torch.randn(EXPERTS, INNER, HIDDEN, generator=generator, dtype=torch.float64) / 4
-
-
-def inputs_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, ids and weights of all ranks, one rank after the other, on the CPU."""
-    generator = torch.Generator().manual_seed(step)
-    draw, kind = random.Random(step), step % 5
-    x = torch.randn(RANKS * TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
-    weights = torch.rand(RANKS * TOKENS, TOP_K, generator=generator, dtype=torch.float64)
-    scores = torch.rand(RANKS * TOKENS, EXPERTS, generator=generator)
-    if kind == 1:  # a hot expert
-        scores[:, draw.randrange(EXPERTS)] += 0.9
-    ids = scores.argsort(1, descending=True)[:, :TOP_K]
-    if kind == 2:  # all rows on one expert
-        ids = torch.tensor([draw.randrange(EXPERTS), -1]).repeat(len(x), 1)
-    if kind == 3:  # zero rows on some ranks, and a few of the others' slots go nowhere
-        ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -1)
-        for rank in draw.sample(range(RANKS), draw.randrange(1, RANKS + 1)):
-            ids[rank * TOKENS : (rank + 1) * TOKENS] = -1
-    if kind == 4:  # all rows on the experts of one rank
-        ids = draw.randrange(RANKS) * 2 + torch.arange(TOP_K).repeat(len(x), 1)
-    return x, ids.contiguous(), weights
-
-
-@lru_cache(maxsize=RANKS)
-def dense(step: int) -> list[Tensor]:
-    """Outputs of all ranks, and the gradients of rows, routing weights and parameters, without a dispatcher."""
-    x, ids, weights = inputs_of(step)
-    leaves = [each.clone().requires_grad_() for each in (x, weights, *all_weights())]
-    shares = x.new_zeros(len(x), EXPERTS + 1).scatter(1, ids % (EXPERTS + 1), leaves[1])[:, :EXPERTS]
-    y = torch.einsum("te,etd->td", shares, torch.tanh(leaves[0] @ leaves[2]) @ leaves[3])
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
 
 
 def experts(part: Dispatched, up: Tensor, down: Tensor) -> Tensor:

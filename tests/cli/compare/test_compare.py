@@ -158,7 +158,7 @@ def test_emulation_is_refused_where_ranks_have_gpus() -> None:
         r"hide the GPUs: CUDA_VISIBLE_DEVICES=\.$"
     )
     with pytest.raises(ConfigError, match=told):
-        measurement._open(variant, task, Place(device=torch.device("cuda"), group=cast(Any, None)), material)
+        measurement._open(variant, task, Place(device=torch.device("cuda"), group=cast(Any, None)), material, ())
 
 
 @pytest.mark.parametrize(

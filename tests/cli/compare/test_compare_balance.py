@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing.ranks import run_ranks
 from moe_dispatch_tools.compare import contenders
+from moe_dispatch_tools.compare.workload import WORKLOADS, Workload, make_material, workload_ids
 from tests.cli.compare.test_compare import asked, outcome, written
 from tests.cli.conftest import Command
+from tests.cli.test_command import start
 from tests.dispatchers.layer import small_config
 from tests.traces.recorded import record_batches
 
@@ -43,6 +48,84 @@ def test_exact_balance_needs_no_other_field(command: Command, tmp_path: Path) ->
     assert report["cases"][0]["agree"]
     assert (plain["imbalance"], balanced["imbalance"]) == (2, 1)
     assert plain["bytes_sent"]["experts"] == 0 < balanced["bytes_sent"]["experts"], "weights travel"
+
+
+BOUNDS = (1.0, 1.05, 1.25)
+SIDES = (
+    "alltoall",
+    "alltoall+spare_experts_per_rank=4+place=eplb",
+    *(f"alltoall+balance=exact+balance_bound={bound}+balance_min_rows=0" for bound in BOUNDS),
+)
+
+
+def test_workloads_of_megatron(command: Command, tmp_path: Path) -> None:
+    """Exact plans keep their bound, and a placement of ``eplb`` is good for steps like the first one only."""
+    shape = ["--ranks", "2", "--tokens", "64", "--steps", "4", "--rounds", "1", "--routing", ",".join(WORKLOADS)]
+    file = written(tmp_path, hidden_size=16, pad_multiple=1)
+    report = asked(command, "-b", ",".join(SIDES), file, *shape, "--expert-width", "8", *EXACTLY)
+    assert [case["routing"] for case in report["cases"]] == list(WORKLOADS)
+    for case in report["cases"]:
+        assert case["agree"]
+        assert case["tokens"] == ([32, 96] if case["routing"] == "W4_source_ragged" else [64, 64])
+        plain, placed, *exact = case["outcomes"]
+        moved = [one["bytes_sent"]["experts"] for one in case["outcomes"]]
+        assert moved[0] == 0
+        assert moved[2] >= moved[4]
+        for one, bound in zip(exact, BOUNDS, strict=True):
+            assert one["peak_rows"] <= math.ceil(bound * 2 * 64 * 2 / 2)
+        uneven = case["routing"] in ("W2_hot_rank", "W5_zero_expert_rank", "W6_rotating_hotspot", "W7_burst")
+        assert (plain["peak_rows"] > 1.2 * 2 * 64) == uneven, case["routing"]
+        assert exact[0]["imbalance"] == 1
+        if case["routing"] in ("W2_hot_rank", "W5_zero_expert_rank"):
+            assert placed["imbalance"] < 1.2 < plain["imbalance"]
+
+
+@pytest.mark.slow
+def test_memory_has_the_weights_of_slots(config: str) -> None:
+    """Four spare slots of each rank are filled, and their weights and gradients live beside few rows."""
+    placed, width = "alltoall+spare_experts_per_rank=4+place=eplb", 2048
+    shape = ["--ranks", "2", "--tokens", "4", "--steps", "1", "--rounds", "1", "--expert-width", str(width)]
+    process = start("compare", "-b", f"alltoall+spare_experts_per_rank=0,{placed}", config, *shape, *EXACTLY, "--json")
+    out, error = process.communicate(timeout=300)
+    assert (process.returncode, error) == (0, "")
+    plain, with_copies = (one["peak_bytes"] for one in json.loads(out)["cases"][0]["outcomes"])
+    assert with_copies - plain > 2 * 4 * 3 * 16 * width * 4
+
+
+def test_workloads_do_not_depend_on_the_ranks() -> None:
+    """Ranks share the same tokens, each token names different experts, and each workload is what its name says."""
+    config = small_config()
+    of_ranks = [
+        [
+            make_material(Workload(tokens=192 // size, routing=name), config, rank=rank, ranks=size)
+            for rank in range(size)
+        ]
+        for name in ("W2_hot_rank", "W4_source_ragged")
+        for size in (2, 4)
+    ]
+    shared = [torch.cat([rank.steps[1].batch().ids_TK for rank in ranks]) for ranks in of_ranks]
+    assert torch.equal(shared[0], shared[1])
+    assert torch.equal(shared[2], shared[3])
+    for name in WORKLOADS:
+        for step in range(4):
+            ids = workload_ids(name, 960, 2, 8, step)
+            assert all(len(set(row)) == 2 for row in ids.tolist())
+            rows = torch.bincount(ids.flatten(), minlength=8).float()
+            hot = rows > 1.2 * rows.mean()
+            wanted = {
+                "W1_hot_expert_set": 2,
+                "W2_hot_rank": 2,
+                "W3_spread_hot_experts": 4,
+                "W5_zero_expert_rank": 4,
+                "W6_rotating_hotspot": 2,
+                "W7_burst": 2 * (step == 3),
+            }
+            assert hot.sum() == wanted.get(name, 0), (name, step, rows)
+            if name == "W6_rotating_hotspot":
+                assert hot.nonzero()[0] == 2 * (step // 3)
+            if name in ("W2_hot_rank", "W3_spread_hot_experts"):
+                assert hot[0]
+            assert (rows[:4].sum() == 0) == (name == "W5_zero_expert_rank")
 
 
 def test_a_trace_is_balanced_as_it_was_routed(command: Command, tmp_path: Path) -> None:
