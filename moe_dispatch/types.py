@@ -334,6 +334,7 @@ class Dispatched:
             raise InputError(
                 f"Dispatched.grouped_mm: rows must be floating (R={num_rows}, D) and weights (L={num_experts}, D, H) "
                 f"in the same dtype, got {rows.dtype} {tuple(rows.shape)} and {weights.dtype} {tuple(weights.shape)}."
+                f"{self._slots_advice}"
             )
         return grouped_mm(rows, weights, self.offs)
 
@@ -356,7 +357,9 @@ class Dispatched:
         """
         applied, num_experts = list(functions), self.tokens_per_expert.shape[0]
         if len(applied) != num_experts:
-            raise InputError(f"Dispatched.per_expert: got {len(applied)} functions for {num_experts} experts.")
+            raise InputError(
+                f"Dispatched.per_expert: got {len(applied)} functions for {num_experts} experts.{self._slots_advice}"
+            )
         if self._graph_safe:
             raise StateError("Dispatched.per_expert: with graph_safe only the device has the counts. Use grouped_mm.")
         if torch.compiler.is_compiling():
@@ -364,6 +367,10 @@ class Dispatched:
         else:
             parts = self.rows.split(self.tokens_per_expert_list)
         return torch.cat([function(rows) for function, rows in zip(applied, parts, strict=True)])
+
+    @property
+    def _slots_advice(self) -> str:
+        return "" if self.placement is None else " Rows are grouped by expert slots: run experts with SlotWeights."
 
     def wait(self) -> Dispatched:
         """Return this value, so that code for ``async_op=True`` also runs with ``async_op=False``."""

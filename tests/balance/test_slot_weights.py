@@ -382,6 +382,21 @@ def test_the_dispatch_of_another_dispatcher_is_refused() -> None:
     on_ranks(body, RANKS)
 
 
+def test_experts_that_know_nothing_of_slots_are_told_of_slot_weights() -> None:
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(balance="exact", balance_min_rows=0), group)
+        sent = dispatcher.dispatch(random_rows(4), Routing(torch.tensor([[0, 1]] * 4), torch.ones(4, 2)))
+        assert isinstance(sent, Dispatched)
+        own = own_part(group, torch.float32)[0]
+        with pytest.raises(InputError, match=r"got torch.float32 .* run experts with SlotWeights"):
+            sent.grouped_mm(sent.rows, own)
+        with pytest.raises(InputError, match=r"got 2 functions for 4 experts.* run experts with SlotWeights"):
+            sent.per_expert([torch.nn.Identity()] * 2)
+        dispatcher.combine(sent.rows, sent)
+
+    on_ranks(body, RANKS)
+
+
 def test_a_compiled_call_is_refused() -> None:
     dispatcher = build_dispatcher(small_config("local"))
     weights = SlotWeights(dispatcher)
