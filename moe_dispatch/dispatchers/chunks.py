@@ -1,10 +1,18 @@
-"""A layer call in chunks: parts of the rows go through dispatch, experts and combine one after the other."""
+"""A layer call in chunks: parts of the rows go through dispatch, experts and combine one after the other.
+
+Let N be ``chunk_tokens``, P the number of ranks, and L the experts of a rank. At most ``N * P * min(K, L)`` rows of a
+chunk arrive at a rank, or ``N * K`` with ``balance="exact"`` and bound 1.0, before experts are padded. Each chunk
+writes its output into that of the call, and with ``chunk_recompute`` its gradient into that of x. So beside these two
+tensors, a call with recomputation needs the memory of one dispatch of N rows, forward and backward, and some integers
+for each row. If padding is cut out of x, it also keeps a copy of the rows that are left. Without recomputation, two
+chunks exist at a time in the forward, and gradients keep them all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,12 +22,14 @@ from moe_dispatch.dispatchers import checks
 from moe_dispatch.dispatchers.agreement import settle, tell_peers
 from moe_dispatch.dispatchers.operators import refuse_compiled
 from moe_dispatch.layouts import Layout, Masked, Rows
-from moe_dispatch.types import Dispatched, Plan, Routing
+from moe_dispatch.types import Dispatched, InFlight, Plan, Routing
 
 if TYPE_CHECKING:
+    from moe_dispatch.dispatchers.channel import Channel
     from moe_dispatch.dispatchers.dispatcher import Dispatcher
 
 Chunk = tuple[Tensor, Routing, Plan]
+Parts = Sequence[slice | Tensor]  # the rows of x in each chunk: int64 indices if padding is cut out
 
 
 def run_in_chunks(
@@ -33,21 +43,13 @@ def run_in_chunks(
 
     Every rank runs ``C = ceil(largest / chunk_tokens)`` chunks, where ``largest`` is the largest number of real rows of
     any rank. The ranks agree on C with the plan, so one plan serves all layers of a micro-batch. Each rank divides its
-    own real rows evenly. A rank with fewer rows than chunks, or without any, takes part in every chunk.
+    own real rows evenly. A rank with fewer rows than chunks, or without any, takes part in every chunk. With
+    ``row_counts="assume"``, every rank must bring the same number of real rows, on every backend.
 
     With ``alltoall``, the output and the gradients of x and of the routing weights have the bits of the call without
-    chunks if an expert computes a row without looking at the others. A GEMM may not: its kernel can depend on the
-    number of rows. Gradients of experts are added chunk by chunk, so their last bits differ.
-    All this holds if nothing is dropped: a finite capacity is per chunk, of ``chunk_tokens`` rows, so chunks can drop
-    rows that one dispatch keeps.
-
-    With ``row_counts="assume"``, every rank must bring the same number of real rows, on every backend. Otherwise ranks
-    run different numbers of chunks, and wait for each other or fail.
-
-    Let N be ``chunk_tokens``, P the number of ranks, and L the experts of a rank. At most ``N * P * min(K, L)`` rows of
-    a chunk arrive at a rank, or ``N * K`` with ``balance="exact"`` and bound 1.0, before experts are padded. With
-    ``chunk_recompute``, one chunk's rows and the activations of its experts exist at a time, in forward and backward.
-    Otherwise up to two chunks exist in the forward, and gradients keep them all.
+    chunks if nothing is dropped, and an expert computes a row without looking at the others. A GEMM may not: its kernel
+    can depend on the number of rows. A finite capacity is per chunk, of ``chunk_tokens`` rows. Gradients of experts are
+    added chunk by chunk, so their last bits differ.
 
     Args:
         dispatcher: Dispatcher of the layer. Without ``chunk_tokens`` in its config, the call is a single dispatch.
@@ -61,67 +63,80 @@ def run_in_chunks(
         The output in the shape of x.
 
     Raises:
-        InputError: As ``Dispatcher.dispatch``. An invalid id is told to the peers where the call agrees on sizes, and
-            on ``alltoall``.
-        LayoutError: As ``Dispatcher.dispatch``.
-        StateError: As ``Dispatcher.dispatch``; also in a compiled region.
-        PeerError: Another rank refused its call.
+        StateError: The call is in a compiled region. Other errors are those of ``Dispatcher.dispatch``; an invalid id
+            is told to the peers where the call agrees on sizes, and on ``alltoall``.
 
     Cost: C dispatches and combines, and without a plan that of ``plan``, with two more host syncs to check ids if the
-    ranks agree on sizes but exchange no counts. With ``chunk_recompute``, C more of both in
-    the backward. Metrics count each dispatch.
+    ranks agree on sizes but exchange no counts. With ``chunk_recompute``, C more of both in the backward. Metrics count
+    each dispatch. ``moe_dispatch/dispatchers/chunks.py`` states the memory.
     """
-    if dispatcher.config.chunk_tokens is None:
-        sent = dispatcher.dispatch(x, routing, plan)
-        return dispatcher.combine(run_experts(sent), sent)
+    if dispatcher.config.chunk_tokens is not None:
+        return _run_chunks(dispatcher, run_experts, x, routing, plan)
+    sent = dispatcher.dispatch(x, routing, plan)
+    return dispatcher.combine(run_experts(sent), sent)
+
+
+def _run_chunks(
+    dispatcher: Dispatcher,
+    run_experts: Callable[[Dispatched], Tensor],
+    x: Tensor,
+    routing: Routing,
+    plan: Plan | Layout | None,
+) -> Tensor:
     if torch.compiler.is_compiling():
         refuse_compiled(
             "Dispatcher.forward: chunk_tokens does not work in a compiled region. Compile the experts alone, or set "
             "chunk_tokens=None."
         )
-    chunks, layout, real_rows = _cut(dispatcher, x, routing, plan)
+    x_TD, whole, real_rows, valid_T = _settle(dispatcher, x, routing, plan)
+    count = len(x_TD) if real_rows is None else len(real_rows)
+    cuts = pairwise(count * number // whole.num_chunks for number in range(whole.num_chunks + 1))
+    parts = [slice(*cut) if real_rows is None else real_rows[slice(*cut)] for cut in cuts]
     channel = dispatcher._lease.shared
     recorder, channel.recorder = channel.recorder, None  # a trace holds the whole call
     try:
-        y = torch.cat(_run(dispatcher, run_experts, chunks))
+        outputs = _outputs(dispatcher, run_experts, _chunks(channel, x_TD, routing, whole, parts, valid_T))
+        y_TD = None
+        for part in parts:
+            y_TD = _Put.apply(y_TD, next(outputs), part, x_TD.shape)  # type: ignore[no-untyped-call]
     finally:
         channel.recorder = recorder
     if recorder is not None:
-        recorder.note(dispatcher._lease, dispatcher.name, x, routing, layout)
-    if real_rows is not None:
-        y = y.new_zeros(layout.rows_of(x.shape), y.shape[1]).index_copy(0, real_rows, y)
-    return layout.unflatten(y, x)
+        recorder.note(dispatcher._lease, dispatcher.name, x, routing, whole.layout)
+    assert isinstance(y_TD, Tensor)
+    return whole.layout.unflatten(y_TD, x)
 
 
-def _run(dispatcher: Dispatcher, run_experts: Callable[[Dispatched], Tensor], chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Return the output of each chunk."""
+def _outputs(
+    dispatcher: Dispatcher, run_experts: Callable[[Dispatched], Tensor], chunks: Iterator[Chunk]
+) -> Iterator[Tensor]:
+    """Yield the output of each chunk, and keep none of them."""
+
+    def run(x_ND: Tensor, routing: Routing, plan: Plan) -> Tensor:
+        sent = dispatcher.dispatch(x_ND, routing, plan)
+        return dispatcher.combine(run_experts(sent), sent)
+
     if dispatcher.config.chunk_recompute:
-
-        def run(x_ND: Tensor, routing: Routing, plan: Plan) -> Tensor:
-            sent = dispatcher.dispatch(x_ND, routing, plan)
-            return dispatcher.combine(run_experts(sent), sent)
-
-        return [checkpoint(run, *chunk, use_reentrant=False) for chunk in chunks]
-    outputs, coming = [], dispatcher.dispatch(*chunks[0], async_op=True)
-    for following in [*chunks[1:], None]:
-        sent = coming.wait()
-        if following is not None:  # its rows travel while the experts work
-            coming = dispatcher.dispatch(*following, async_op=True)
-        outputs.append(dispatcher.combine(run_experts(sent), sent))
+        for chunk in chunks:
+            yield checkpoint(run, *chunk, use_reentrant=False)
+        return
+    coming: InFlight | None = dispatcher.dispatch(*next(chunks), async_op=True)
+    while coming is not None:
+        sent, following = coming.wait(), next(chunks, None)
+        # The rows of the next chunk travel while the experts work.
+        coming = None if following is None else dispatcher.dispatch(*following, async_op=True)
+        yield dispatcher.combine(run_experts(sent), sent)
         del sent
-    return outputs
 
 
-def _cut(
+def _settle(
     dispatcher: Dispatcher, x: Tensor, routing: Routing, plan: Plan | Layout | None
-) -> tuple[list[Chunk], Layout, Tensor | None]:
-    """Settle the number of chunks, and divide the rows. Collective without a plan, if the ranks agree on sizes.
-
-    The divided tensors come from ``split``, whose backward puts the gradients of all chunks together at once.
+) -> tuple[Tensor, Plan, Tensor | None, Tensor | None]:
+    """Check the call and settle the number of chunks. Collective without a plan, if the ranks agree on sizes.
 
     Returns:
-        The arguments of each dispatch; the layout of x; and the indices of the rows that are divided, int64, or None
-        for all.
+        The rows of x; the plan; the indices of the rows to divide, int64, or None for all; and whether each row is a
+        token, bool, or None if all rows to divide are.
     """
     try:
         channel, has_sizes = dispatcher._lease.enter(), isinstance(plan, Plan)
@@ -131,43 +146,102 @@ def _cut(
                 channel.recorder.check(x, layout)
             x_TD = layout.flatten(x)
             checks.check_call(channel, x, x_TD, routing, plan)
-            if isinstance(plan, Plan) and channel.config.debug:
+            if has_sizes and channel.config.debug:
                 layout.check(len(x_TD), values=True)
             whole = plan if isinstance(plan, Plan) else checks.draft_plan(channel, layout, x)
             real_rows, valid_T = (None, None) if layout.all_real else checks.rows_to_send(channel, whole, x_TD)
-            ids, weights = routing.topk_ids, routing.topk_weights
             if real_rows is not None:
                 channel.meter.rows["cut"] += len(x_TD) - len(real_rows)
-                x_TD, ids, weights = (each.index_select(0, real_rows) for each in (x_TD, ids, weights))
             if not has_sizes and channel.agrees_on_rows and not channel.needs.exchanges_counts:
-                sent_ids = ids if valid_T is None else ids[valid_T]
-                if (problem := checks.problem_of_ids(sent_ids, channel.config.num_experts)) is not None:
+                sent = real_rows if valid_T is None else valid_T
+                ids = routing.topk_ids if sent is None else routing.topk_ids[sent]
+                if (problem := checks.problem_of_ids(ids, channel.config.num_experts)) is not None:
                     raise problem  # here, because the dispatch of a chunk has sizes and could not tell the peers
         except Exception as error:
             tell_peers(channel, error, in_dispatch=True, x=x, has_sizes=has_sizes)
             raise
-        if not has_sizes:
-            whole = settle(channel, whole)
+        return x_TD, whole if has_sizes else settle(channel, whole), real_rows, valid_T
     except Exception as error:
         dispatcher._name_in(error)
         raise
-    cuts = [len(x_TD) * number // whole.num_chunks for number in range(whole.num_chunks + 1)]
-    counts = [end - begin for begin, end in pairwise(cuts)]
-    parts = zip(x_TD.split(counts), ids.split(counts), weights.split(counts), strict=True)
-    masks = [None] * len(counts) if valid_T is None else valid_T.split(counts)
-    chunks: list[Chunk] = []
-    for (x_ND, ids_NK, weights_NK), valid_N in zip(parts, masks, strict=True):
-        its_layout = Rows() if valid_N is None else Masked(valid_N)
-        its_plan = Plan(
-            layout=its_layout,
+
+
+def _chunks(
+    channel: Channel, x_TD: Tensor, routing: Routing, whole: Plan, parts: Parts, valid_T: Tensor | None
+) -> Iterator[Chunk]:
+    """Yield the arguments of each dispatch."""
+    rows, drift = _rows_of(x_TD, parts, in_chain=channel.config.chunk_recompute), routing.drift
+    slots = (_rows_of(each_TK, parts, in_chain=False) for each_TK in (routing.topk_ids, routing.topk_weights))
+    for part, x_ND, ids_NK, weights_NK in zip(parts, rows, *slots, strict=True):
+        valid_N = None if valid_T is None else valid_T[part]
+        layout = Rows() if valid_N is None else Masked(valid_N)
+        plan = Plan(
+            layout=layout,
             num_rows=len(x_ND),
             # The lengths were on another device than x, where the mask is.
-            real_rows=its_layout.real_rows(len(x_ND)) if checks.cuts_rows(channel, its_layout) else None,
+            real_rows=layout.real_rows(len(x_ND)) if checks.cuts_rows(channel, layout) else None,
             valid_T=valid_N,
             num_sent=len(x_ND),
             sizes=whole.sizes,
             owner=whole.owner,
         )
         # The first chunk brings the drift of the whole routing into the metrics.
-        chunks.append((x_ND, Routing(ids_NK, weights_NK, None if chunks else routing.drift), its_plan))
-    return chunks, layout, real_rows
+        yield x_ND, Routing(ids_NK, weights_NK, drift), plan
+        drift = None
+
+
+def _rows_of(x_TD: Tensor, parts: Parts, *, in_chain: bool) -> Iterator[Tensor]:
+    """Yield the rows of each chunk.
+
+    In a chain, the gradient of x is one tensor from the first gradient of a chunk on. Otherwise it is made at the end,
+    when the activations of all chunks are gone.
+    """
+    if in_chain:
+        for part in parts:  # one after the other, because the backward runs what was made last first
+            x_ND, x_TD = _Take.apply(x_TD, part)  # type: ignore[no-untyped-call]
+            yield x_ND
+        return
+    indices = [part for part in parts if isinstance(part, Tensor)]
+    if indices:
+        x_TD = x_TD.index_select(0, torch.cat(indices))
+    yield from x_TD.split([len(part) if isinstance(part, Tensor) else part.stop - part.start for part in parts])
+
+
+class _Take(torch.autograd.Function):
+    """Take the rows of a chunk. The second result stands for x in the next call, so gradients form a chain.
+
+    In the backward of the chain, each chunk writes its gradient into the tensor that the chunk after it passes on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, part: slice | Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.part, ctx.shape = part, x_TD.shape
+        return x_TD[part].detach(), x_TD.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor | None, grad_TD: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad_ND is None:
+            return grad_TD, None
+        if grad_TD is None:
+            grad_TD = grad_ND.new_zeros(ctx.shape)
+        grad_TD[ctx.part] = grad_ND
+        return grad_TD, None
+
+
+class _Put(torch.autograd.Function):
+    """Write the output of a chunk into the output of the call, in place. The first chunk makes that tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TD: Tensor | None, y_ND: Tensor, part: slice | Tensor, shape: torch.Size) -> Tensor:
+        ctx.part = part
+        if y_TD is None:
+            y_TD = y_ND.new_zeros(shape)
+        else:
+            ctx.mark_dirty(y_TD)
+        y_TD[part] = y_ND
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        return grad_TD if ctx.needs_input_grad[0] else None, grad_TD[ctx.part], None, None

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_dispatch import THD, Dispatched, Dispatcher, Masked, Routing, Rows, build_dispatcher
 from moe_dispatch.dispatchers import SlotWeights, agreement, run_in_chunks
@@ -158,37 +160,48 @@ def test_one_plan_serves_several_layers_and_drift_counts_once() -> None:
 
 
 @final
-class Watched:
-    """Experts that count the rows of dispatches that exist at the same time."""
+class Memory(TorchDispatchMode):
+    """Counts the bytes of all tensors that exist, except those that are given."""
 
-    def __init__(self, experts: Experts) -> None:
-        self._experts, self._now, self.most = experts, 0, 0
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in given}
+        self._now, self.most = 0, 0
 
-    def __call__(self, sent: Dispatched) -> Tensor:
-        rows = len(sent.rows)
-        self._now += rows
-        self.most = max(self.most, self._now)
-        weakref.finalize(sent.rows.untyped_storage(), self._let_go, rows)
-        return self._experts(sent)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (made.untyped_storage() for made in tree_leaves(out) if isinstance(made, Tensor)):
+            if storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                self._now += storage.nbytes()
+                self.most = max(self.most, self._now)
+                weakref.finalize(storage, self._let_go, storage._cdata)
+        return out
 
-    def _let_go(self, rows: int) -> None:
-        self._now -= rows
+    def _let_go(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)
 
 
-@pytest.mark.parametrize(("recompute", "most"), [(True, 1), (False, CHUNKS)])
-def test_rows_have_a_bound_with_recomputation(recompute: bool, most: int) -> None:
-    """All rows go to rank 3, so it gets as many as a rank can: ``N * P * min(K, L)`` a chunk."""
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "without gradients"])
+def test_memory_is_that_of_a_chunk_beside_the_output_and_the_gradient_of_x(recompute: bool) -> None:
+    """All rows go to rank 2, which gets as many of a chunk as a rank can, ``N * P * min(K, L)``, and sends most."""
 
-    def body(group: Group) -> int:
-        config = small_config(chunk_tokens=CHUNK, chunk_recompute=recompute)
-        experts, dispatcher = Watched(experts_of(scales_of(group.rank()))), build_dispatcher(config, group)
-        x = random_rows(1000).requires_grad_()
-        routing = Routing(torch.tensor([[6, 7]]).expand(1000, 2), torch.ones(1000, 2))
-        run_in_chunks(dispatcher, experts, x, routing).sum().backward()
-        return experts.most
+    def body(group: Group, rows: tuple[int, ...] = ROWS) -> tuple[int, int]:
+        config = small_config(chunk_tokens=CHUNK, chunk_recompute=recompute, hidden_size=HIDDEN)
+        dispatcher, count = build_dispatcher(config, group), rows[group.rank()]
+        x, upstream = random_rows(count, HIDDEN).requires_grad_(recompute), random_rows(count, HIDDEN)
+        routing = Routing(torch.tensor([[4, 5]]).expand(count, 2), torch.ones(count, 2))
+        with Memory(x, upstream) as memory, torch.set_grad_enabled(recompute):
+            y = run_in_chunks(dispatcher, lambda sent: sent.rows.tanh(), x, routing)
+            forward = memory.most
+            if recompute:
+                y.backward(upstream)
+        return forward, memory.most
 
-    bound = CHUNK * 4 * 2
-    assert (most - 1) * bound < on_ranks(body, 4)[3] <= most * bound
+    one, (forward, whole) = on_ranks(lambda group: body(group, (CHUNK,) * 4), 4)[2], on_ranks(body, 4)[2]
+    size = 1.1 * ROWS[2] * HIDDEN * 4  # of y or the gradient of x, and of tables of integers
+    assert size < forward < size + (1 if recompute else 2) * one[0]
+    assert whole < 2 * size + one[1]
 
 
 def test_experts_placed_anew_for_each_chunk() -> None:

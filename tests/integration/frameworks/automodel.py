@@ -89,7 +89,7 @@ def _trained(rank: int, routed: int, fields: dict[str, Any]) -> tuple[str, float
     errors = [error(y, want), error(x.grad, want_x.grad), error(weights.grad, want_weights.grad)]
     name = layer.token_dispatcher.dispatcher(HIDDEN).backend_name
     # Alone, Automodel gives a rank without rows no gradients of biases.
-    weighed = [weight for name, weight in layer.named_parameters() if fields or "bias" not in name]
+    weighed = [weight for name, weight in layer.named_parameters() if "balance" in fields or "bias" not in name]
     assert all(weight.grad is not None for weight in weighed)
     return name, max(errors), bool((y[~mask] == 0).all())
 
