@@ -89,7 +89,7 @@ def layer_steps(rank: int, backend: str, chunks: int = 1) -> dict[str, Callable[
     }
 
 
-def time_chunks(rank: int, backend: str, chunks: int, rounds: int = 15) -> dict[str, tuple[float, float]]:
+def time_chunks(rank: int, backend: str, chunks: int, rounds: int = 9) -> dict[str, tuple[float, float]]:
     """Return the median of the milliseconds of each step, and of its time divided by that of one dispatch."""
     steps = layer_steps(rank, backend, chunks)
     found: dict[str, list[float]] = {name: [] for name in steps}
