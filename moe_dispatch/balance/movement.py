@@ -25,12 +25,11 @@ from moe_dispatch.permutation import accumulation_dtype
 @final
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Movement:
-    """The moves of one rank, planned on the host. All tensors are int64 on the device of the weights.
+    """The moves of one rank, planned on the host.
 
     Experts are numbers in 0..M-1 among the experts whose home is this rank.
 
     Attributes:
-        rank: This rank.
         num_own: M.
         num_slots: B.
         apart: Whether the buffer has only weights of other ranks, in the order of their arrival. Experts then run on
@@ -39,33 +38,33 @@ class Movement:
         rows_in: Number of weights to receive from each rank.
         rows_out: Number of weights to send to each rank.
         moves: Whether any rank sends anything.
-        received: The slots of the weights that arrive, in the order of their arrival.
+        received: The slots of the weights that arrive, in the order of their arrival. This tensor and the following
+            are int64 on the device of the weights, and empty if ``apart``.
         own: Slots of this rank that hold own experts, and these experts.
         empty: Slots that hold no expert.
-        shared: The experts of this rank that other ranks hold.
-        kept: Of ``shared``, the indices of those that this rank holds too.
-        holders: For each rank, the indices in ``shared`` of the experts that it was sent.
     """
 
-    rank: int
     num_own: int
     num_slots: int
     apart: bool
-    sent: Tensor
+    sent: tuple[int, ...]
     rows_in: tuple[int, ...]
     rows_out: tuple[int, ...]
     moves: bool
     received: Tensor
     own: tuple[Tensor, Tensor]
     empty: Tensor
-    shared: Tensor
-    kept: Tensor
-    holders: tuple[Tensor, ...]
+
+    def departing(self, own: Sequence[Tensor]) -> Tensor:
+        """Return the weights to send, (N, W). ``own`` are the parameters of this rank."""
+        if not self.sent:
+            return side_by_side([weight[:0] for weight in own])
+        return torch.cat([weight[expert].flatten() for expert in self.sent for weight in own]).view(len(self.sent), -1)
 
     def fill(self, buffer_BW: Tensor, own: Sequence[Tensor], received_NW: Tensor) -> None:
         """Write the weights of all slots. ``own`` are the parameters of this rank; not called if ``apart``."""
         slots, experts = self.own
-        buffer_BW[slots] = side_by_side(own, experts)
+        buffer_BW[slots] = side_by_side([weight.index_select(0, experts) for weight in own])
         buffer_BW[self.received] = received_NW
         buffer_BW[self.empty] = 0
 
@@ -82,7 +81,7 @@ class Movement:
         ]
 
     def collect(self, own: Sequence[Tensor], home_NW: Tensor) -> Sequence[Tensor]:
-        """Add the gradients of the copies of each expert, rank by rank, and round once.
+        """Add the gradients of the copies of each expert to that of the expert, rank by rank, and round once.
 
         Args:
             own: Gradients of this rank's own experts, (M, ...); zero for experts that it does not hold.
@@ -91,16 +90,17 @@ class Movement:
         Returns:
             The gradients of this rank's experts, (M, ...).
         """
-        if not len(self.shared):
+        if not self.sent:
             return own
-        sums = home_NW.new_zeros(len(self.shared), home_NW.shape[1], dtype=accumulation_dtype(home_NW.dtype))
-        for rank, (numbers, part) in enumerate(zip(self.holders, home_NW.split(self.rows_out), strict=True)):
-            if rank == self.rank:
-                sums[self.kept] += side_by_side(own, self.shared[self.kept])
-            elif len(part):
-                sums[numbers] += part  # a rank holds an expert once, so no number occurs twice
-        parts = zip(own, apart(sums.to(home_NW.dtype), own), strict=True)
-        return [grad.index_copy(0, self.shared, part) for grad, part in parts]
+        sums = [grad.clone() for grad in own]
+        for sum_, copies in zip(sums, apart(home_NW, own), strict=True):
+            for expert in set(self.sent):
+                wide = sum_[expert].to(accumulation_dtype(sum_.dtype))  # a view, if it is as wide already
+                for copy, copied in zip(copies, self.sent, strict=True):
+                    if copied == expert:
+                        wide += copy
+                sum_[expert] = wide
+        return sums
 
 
 @final
@@ -138,6 +138,10 @@ class StaticMovement:
 
     moves: ClassVar[bool] = True
     apart: ClassVar[bool] = False
+
+    def departing(self, own: Sequence[Tensor]) -> Tensor:
+        """Return the weights to send, (P * S, W)."""
+        return side_by_side([weight.index_select(0, self.sent) for weight in own])
 
     def fill(self, buffer_BW: Tensor, own: Sequence[Tensor], received_NW: Tensor) -> None:
         """Write the weights of all slots. Empty slots get any weights."""
@@ -213,24 +217,20 @@ def _movement(
     """Return the moves of one rank, from the experts that every rank holds, and those in the slots of the buffer."""
 
     def index(numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=device)
+        return torch.tensor([] if apart else list(numbers), dtype=torch.int64, device=device)
 
     homes = [EMPTY if expert == EMPTY else expert // own for expert in mine]
     sent = [
         [] if holder == rank else [expert - rank * own for expert in experts if expert // own == rank and expert >= 0]
         for holder, experts in enumerate(held)
     ]
-    shared = sorted(set().union(*sent))
-    number_of = {expert: number for number, expert in enumerate(shared)}
     kept = [slot for slot, home in enumerate(homes) if home == rank]
-    staying = range(own) if apart else [mine[slot] - rank * own for slot in kept]
     received = [slot for home in range(len(held)) if home != rank for slot in range(len(mine)) if homes[slot] == home]
     return Movement(
-        rank=rank,
         num_own=own,
         num_slots=len(mine),
         apart=apart,
-        sent=index(expert for experts in sent for expert in experts),
+        sent=tuple(expert for experts in sent for expert in experts),
         rows_in=tuple(0 if home == rank else homes.count(home) for home in range(len(held))),
         rows_out=tuple(map(len, sent)),
         moves=any(
@@ -239,15 +239,12 @@ def _movement(
         received=index(received),
         own=(index(kept), index(mine[slot] - rank * own for slot in kept)),
         empty=index(slot for slot, home in enumerate(homes) if home == EMPTY),
-        shared=index(shared),
-        kept=index(number_of[expert] for expert in staying if expert in number_of),
-        holders=tuple(index(number_of[expert] for expert in experts) for experts in sent),
     )
 
 
-def side_by_side(tensors: Sequence[Tensor], rows_N: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Return entries of all tensors side by side, (N, W); all entries if ``rows_N`` is None."""
-    parts = [(tensor if rows_N is None else tensor.index_select(0, rows_N)).flatten(1) for tensor in tensors]
+def side_by_side(tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+    """Return the entries of all tensors side by side, (N, W)."""
+    parts = [tensor.flatten(1) for tensor in tensors]
     return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, 1, out=out)
 
 

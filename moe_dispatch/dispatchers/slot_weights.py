@@ -271,7 +271,7 @@ def _exchange(
         received = buffer.new_empty(sum(moves.rows_in), buffer.shape[1])
     work = None
     if moves.moves:
-        outgoing = side_by_side(stacked, moves.sent)
+        outgoing = moves.departing(stacked)
         work = channel.communicator.all_to_all(received, outgoing, moves.rows_in, moves.rows_out, label="weights")
 
     @torch.no_grad()
