@@ -9,6 +9,7 @@ grouped GEMMs. Ranks that share cores disturb each other, so the table also has 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -45,7 +46,12 @@ def main() -> None:
     )
     parser.add_argument("--min-rows", type=int, help="fewest rows for which an expert is copied")
     parser.add_argument("--steps", type=int, default=7, help="steps of each side")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="keep freed memory in the process, as the allocator of a GPU does"
+    )
     given = parser.parse_args()
+    if given.keep_memory:  # otherwise glibc returns it, and each tensor above 32 MB pays for its pages again
+        os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(1 << 40))
     print(
         "tokens per expert | balance | step ms (quartiles) | busiest rank: cpu ms, rows, saved MB | max/mean | moved MB"
     )

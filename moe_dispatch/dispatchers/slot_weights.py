@@ -90,10 +90,12 @@ class SlotWeights:
         if sent.placement is None:
             landed = sent.wait()
             return landed, experts(landed, *stacked)
-        moves, finish = self._start(channel, sent, stacked, whole=False)
-        landed = self._landed(sent, lease)
+        moves = _moves_of(channel, sent, stacked[0].device, whole=False)
         if not moves.moves and moves.apart:
+            landed = self._landed(sent, lease)
             return landed, experts(_part(landed, slice(moves.num_own), landed.edge, landed.weights), *stacked)
+        finish = _exchange(channel, moves, stacked)
+        landed = self._landed(sent, lease)
         buffer_BW = finish()
         del finish  # and with it what arrived and what was sent, before the experts need memory
         own, slots = _fetched(lease, moves, buffer_BW, stacked)
@@ -122,7 +124,8 @@ class SlotWeights:
         lease, channel = self._enter(stacked)
         if sent.placement is None:
             return sent.wait(), stacked
-        moves, finish = self._start(channel, sent, stacked, whole=True)
+        moves = _moves_of(channel, sent, stacked[0].device, whole=True)
+        finish = _exchange(channel, moves, stacked)
         landed = self._landed(sent, lease)
         _, slots = _fetched(lease, moves, finish(), stacked)
         if slots[0].requires_grad:
@@ -149,22 +152,16 @@ class SlotWeights:
             )
         return landed
 
-    def _start(
-        self, channel: Channel, sent: Dispatched | InFlight, stacked: Sequence[Tensor], *, whole: bool
-    ) -> tuple[Moves, Callable[[], Tensor]]:
-        """Return the moves, and a function that waits for the weights and returns the buffer. Starts the exchange."""
-        placement, rank, device = sent.placement, channel.communicator.rank, stacked[0].device
-        moves: Moves
-        if not isinstance(placement, ExactPlacement):
-            assert placement is not None
-            moves = movement_of(placement, rank, device)
-        elif channel.config.graph_safe:
-            moves = static_movement(placement, rank)
-        elif whole:
-            moves = movement_of(placement.read(), rank, device)
-        else:
-            moves = movement_apart(placement, rank, device)
-        return moves, _exchange(channel, moves, stacked)
+
+def _moves_of(channel: Channel, sent: Dispatched | InFlight, device: torch.device, *, whole: bool) -> Moves:
+    """Return what travels for a dispatch. With ``whole``, own weights have slots too."""
+    placement, rank = sent.placement, channel.communicator.rank
+    if not isinstance(placement, ExactPlacement):
+        assert placement is not None
+        return movement_of(placement, rank, device)
+    if channel.config.graph_safe:
+        return static_movement(placement, rank)
+    return movement_of(placement.read(), rank, device) if whole else movement_apart(placement, rank, device)
 
 
 def _fetched(
