@@ -1,0 +1,132 @@
+"""Megatron's hybrid context-parallel schedule, whose ranks have different numbers of micro-batches, inside of ``join``.
+
+A block of MoE layers without attention runs, because attention over dynamic context-parallel groups needs
+transformer-engine, which needs a GPU. Megatron's scheduler, groups, schedule and steps are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_dispatch import Dispatched
+from moe_dispatch.dispatchers import join
+from tests.integration.megatron_core.jobs import require, run_checks
+from tests.integration.megatron_core.layer import HIDDEN, Case, Parallel
+from tests.integration.megatron_core.model import moe_block
+from tests.integration.needs import needs
+
+pytestmark = needs("megatron")
+
+LENGTHS = (16, 3, 12, 8, 4, 12, 4, 3, 7, 3)  # sequences of more than 8 tokens are cut between two ranks
+STEPS = [[1, 1, 2, 2], [1, 1, 3, 2]]  # of each rank, between two barriers
+
+
+def sample(index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn((LENGTHS[index], 1, HIDDEN), generator=generator)
+
+
+def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Run this rank's part of a sequence. Losses of parts add up to the loss of the sequence."""
+    from megatron.core import parallel_state
+
+    given = next(data)
+    size = int(given["local_cp_size"])
+    rank = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size).rank() if size > 1 else 0
+    output = model(given["hidden"].chunk(size)[rank].clone().requires_grad_(), None)
+    return output.square().sum(), lambda loss: (loss, torch.tensor(1, dtype=torch.int), {"loss": loss.detach()})
+
+
+def run_experts(layer: Any) -> Callable[[Dispatched], Tensor]:
+    def run(sent: Dispatched) -> Tensor:
+        output: Tensor = layer.experts(sent.rows, torch.tensor(sent.tokens_per_expert_list), sent.weights)[0]
+        return output
+
+    return run
+
+
+@contextmanager
+def joined_between_barriers(model: nn.Module) -> Iterator[None]:
+    """Join the MoE layers until the next barrier of the schedule, where a rank must not wait without answering."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "token_dispatcher")]
+    layers = {layer.token_dispatcher.dispatcher: run_experts(layer) for layer in modules}
+    wait = dist.barrier
+
+    def barrier(*args: Any, **kwargs: Any) -> None:
+        block.close()
+        wait(*args, **kwargs)
+        block.enter_context(join(layers))
+
+    with patch.object(dist, "barrier", barrier), ExitStack() as block:
+        block.enter_context(join(layers))
+        yield
+
+
+def compared(rank: int) -> dict[str, Any]:
+    """Train on all sequences with the schedule, and with Megatron's dispatcher, where each rank runs all sequences."""
+    from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import get_forward_backward_func, hybrid_cp_schedule, schedules
+
+    from moe_dispatch.integrations.megatron import convert
+
+    with patch.object(torch.cuda, "synchronize"), patch.object(parallel_state, "_GLOBAL_MEMORY_BUFFER", None):
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=4, hybrid_context_parallel=True)
+    fields = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    block = moe_block(Case(parallel=Parallel(ep=4), config=fields, unchecked={"hybrid_context_parallel": True}))
+    block.model_type = ModelType.encoder_or_decoder
+    for index in range(len(LENGTHS)):
+        block(sample(index).requires_grad_(), None).square().sum().backward()
+    want = {name: parameter.grad.clone() for name, parameter in block.named_parameters()}
+    block.zero_grad()
+
+    dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    scheduler = hybrid_cp_schedule.BalancedCPScheduler(8, dp_cp)
+    _, groups = scheduler.get_groups_and_subsamples(list(enumerate(LENGTHS)), block.config)
+    steps = [[len(samples) for samples in group] for group in groups]
+
+    def finalize(models: list[Any], *others: Any, **named: Any) -> None:
+        """Reduce gradients as Megatron does, while no rank makes calls any more."""
+        for name, parameter in models[0].named_parameters():
+            if "experts" not in name:
+                dist.all_reduce(parameter.grad)
+
+    def in_blocks(*args: Any, **kwargs: Any) -> Any:
+        with joined_between_barriers(block):
+            return hybrid_cp_schedule.hybrid_context_parallel_forward_backward(*args, **kwargs)
+
+    block.config.finalize_model_grads_func = finalize
+    convert(block, watchdog=60)
+    batch = [{"hidden": sample(index)} for index in range(len(LENGTHS))]
+    with patch.object(schedules, "hybrid_context_parallel_forward_backward", in_blocks):
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([(batch, groups)]),
+            model=block,
+            num_microbatches=1,
+            seq_length=max(LENGTHS),
+            micro_batch_size=1,
+        )
+    parallel_state.destroy_model_parallel()
+    errors = {}
+    for name, parameter in block.named_parameters():
+        # Each rank has sent all sequences to the experts of Megatron's dispatcher.
+        expected = want[name] / 4 if "experts" in name else want[name]
+        errors[name] = float((parameter.grad - expected).abs().max() / expected.abs().max())
+    return {"errors": errors, "steps": steps, "losses": len(losses)}
+
+
+def test_gradients_are_those_of_megatrons_own_dispatcher() -> None:
+    found = require(run_checks({"compared": compared})["compared"])
+    for rank, outcome in enumerate(found):
+        assert outcome["steps"] == STEPS
+        assert outcome["losses"] == sum(group[rank] for group in STEPS)
+        assert max(outcome["errors"].values()) < 1e-5, outcome["errors"]
+        assert any("experts" in name for name in outcome["errors"])
