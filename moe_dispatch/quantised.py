@@ -329,8 +329,18 @@ def gradient_as(sent: Dispatched, outputs: Tensor, adapter: Callable[[Dispatched
         adapter: Function such as ``mx_tensor``. It gets the result of ``quantised_gradient``.
 
     Returns:
-        The outputs. If there is no quantised gradient, their gradient is that of ``combine`` in the model's dtype.
+        The outputs.
+
+    Raises:
+        InputError: The config does not ask for such gradients.
+        StateError: In the backward, ``quantised_gradient`` returns None.
     """
+    rows, config = _rows(sent, "gradient_as", tuple(RECIPES)), sent.state.lease.enter().config
+    if config.grad_wire_dtype is None or config.weights != "experts":
+        raise InputError(
+            f'gradient_as: gradients arrive quantised with grad_wire_dtype="{rows.recipe}" and weights="experts", got '
+            f"{config.grad_wire_dtype!r} and {config.weights!r}."
+        )
     same: Tensor = _GradientAs.apply(outputs, sent, adapter)  # type: ignore[no-untyped-call]
     return same
 
@@ -343,8 +353,12 @@ class _GradientAs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        found = quantised_gradient(ctx.sent, grad)
-        return grad if found is None else ctx.adapter(found), None, None
+        if (found := quantised_gradient(ctx.sent, grad)) is None:
+            raise StateError(
+                "gradient_as: the gradient is not what combine sent back. Pass the result to combine, to nothing else, "
+                "and outside of torch.compile."
+            )
+        return ctx.adapter(found), None, None
 
 
 def _without_widened(sent: Dispatched) -> Dispatched:

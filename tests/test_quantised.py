@@ -23,6 +23,7 @@ from tests.pages import ROOT
 EXPERTS, HIDDEN, TOKENS = 8, 256, 90
 Fields = dict[str, Any]
 MXFP8: Fields = {"wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}
+GRADIENTS: Fields = {**MXFP8, "grad_wire_dtype": "mxfp8", "weights": "experts"}
 FLOAT8: Fields = {"wire_dtype": "float8_e4m3fn", "deliver": "quantised", "pad_multiple": 128}
 SAFE: Fields = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
 
@@ -234,7 +235,7 @@ def _live_bytes(dtype: torch.dtype) -> int:
 def test_widened_rows_do_not_wait_for_the_backward(reads: str) -> None:
     weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16).requires_grad_()
     x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
-    sent = _sent(x, **MXFP8)
+    sent = _sent(x, **GRADIENTS)
     before = _live_bytes(torch.bfloat16)
     if reads == "grouped_gemm":  # ``sent`` lives on
         y = quantised.grouped_gemm(sent, weights, lambda sent, w: sent.rows.new_empty(len(sent.edge), 0))
@@ -251,6 +252,13 @@ def test_double_backward_of_a_gemm_is_refused() -> None:
     y = quantised.grouped_gemm(_sent(x, **MXFP8), weights, _by_hand)
     with pytest.raises(StateError, match=r"grouped_gemm: double backward is not supported\. Use create_graph=False"):
         torch.autograd.grad(y.square().sum(), weights, create_graph=True)
+
+
+def test_a_gradient_that_combine_did_not_send_is_refused() -> None:
+    sent = _sent(random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_(), **GRADIENTS)
+    outputs = quantised.gradient_as(sent, sent.rows, quantised.mx_tensor)
+    with pytest.raises(StateError, match="gradient_as: the gradient is not what combine sent back"):
+        outputs.sum().backward()
 
 
 def test_rows_that_were_first_read_in_inference_mode_still_train() -> None:
@@ -280,6 +288,14 @@ REFUSED = {
         lambda sent: quantised.grouped_gemm(sent, torch.ones(8, HIDDEN, 32, dtype=torch.float64), _by_hand),
         "weights must be bfloat16, float16 or float32, got float64",
     ),
+    **{
+        f"gradients, {name}": (
+            {**GRADIENTS, name: value},
+            lambda sent: quantised.gradient_as(sent, sent.rows, quantised.mx_tensor),
+            rf'with grad_wire_dtype="mxfp8" and weights="experts", got .*{value}',
+        )
+        for name, value in {"grad_wire_dtype": None, "weights": "combine"}.items()
+    },
     "psum": (MXFP8, lambda sent: quantised.deep_gemm_layout(sent, psum=True), "psum needs pad_multiple=128"),
 }
 
