@@ -222,6 +222,17 @@ def test_results_may_be_written_to(backend: str, size: int, graph_safe: bool, hi
     on_ranks(body, size)
 
 
+def test_a_residual_may_be_added_to_a_view_that_a_library_returns() -> None:
+    backend = {"name": "hybridep", "emulate": True}  # its combine returns the first rows of a larger tensor
+    dispatcher = build_dispatcher(small_config(backend))
+    x = torch.ones(ROWS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    sent = dispatcher.dispatch(x, Routing(torch.arange(2).expand(ROWS, 2), torch.full((ROWS, 2), 0.5)))
+    y = dispatcher.combine(sent.rows, sent)
+    y += x
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
 def test_rows_of_experts_are_kept_only_for_a_gradient_of_the_weights() -> None:
     """A frozen router needs no dot products; on several ranks they were made, and the rows kept, all the same."""
 
