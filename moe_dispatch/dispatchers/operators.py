@@ -132,7 +132,8 @@ def _(rows: Tensor, ids: Tensor, weights: Tensor, real_rows: Tensor | None, *oth
     counts = ids.new_empty(link.shape.num_local_experts)
     if not link.needs.compilable:  # the operator raises when it runs
         size = new_size()
-        return [rows.new_empty(size, link.shape.hidden_size), weights.new_empty(size), counts]
+        edge, *quantised = _unfilled(link, rows, size)
+        return [edge, weights.new_empty(size), counts, *quantised]
     route = link.backend.route_from(Tables(new_size, weights), padded, given.capacity)
     grouped = route.num_grouped
     edge, *quantised = _unfilled(link, rows, grouped)
