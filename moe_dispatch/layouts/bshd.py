@@ -111,7 +111,10 @@ class PaddedBatch(Layout):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class BSHD(PaddedBatch):
-    """``x`` is [B, S, D]. Row ``b * S + s`` is position s of sequence b."""
+    """``x`` is [B, S, D]. Row ``b * S + s`` is position s of sequence b; the first ``lengths[b]`` of them are real.
+
+    ``lengths`` are int32 or int64 (B,), each from 0 to S, in a tensor or a list. With None, every position is real.
+    """
 
     dims: ClassVar[str] = "[B, S, D]"
     batch_dim: ClassVar[int] = 0
@@ -120,7 +123,10 @@ class BSHD(PaddedBatch):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class SBHD(PaddedBatch):
-    """``x`` is [S, B, D], the order of Megatron-LM. Row ``s * B + b`` is position s of sequence b."""
+    """``x`` is [S, B, D], the order of Megatron-LM. Row ``s * B + b`` is position s of sequence b.
+
+    ``lengths`` are those of ``BSHD``.
+    """
 
     dims: ClassVar[str] = "[S, B, D]"
     batch_dim: ClassVar[int] = 1
