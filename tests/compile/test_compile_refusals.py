@@ -66,7 +66,7 @@ def test_backend_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's, of its own tracing
 def test_quantised_rows_of_a_backend_that_cannot_be_compiled() -> None:
-    fields = {"hidden_size": 256, "wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}
+    fields: dict[str, Any] = {"hidden_size": 256, "wire_dtype": "mxfp8", "deliver": "quantised", "pad_multiple": 32}
     run = _through(dispatcher_for({"name": "deepep", "emulate": True}, **fields))
     x, ids, weights = tensors(10, 0, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"torch\.compile needs a backend whose state is tensors, got 'deepep'"):
