@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, final
@@ -183,6 +184,9 @@ def replace_dispatcher(layer: Any, **given: Any) -> None:
         old.close()
     else:
         layer.router.register_forward_hook(_route_no_padding, with_kwargs=True)
+        if layer.router.enable_expert_bias:
+            count = layer.router._apply_expert_bias
+            layer.router._apply_expert_bias = functools.partial(_count_real_rows, count)
     experts_config = getattr(layer.experts, "config", None)
     if new.dispatcher.config.pad_multiple_rows > 1 and experts_config is not None:
         # Experts of megatron-core 0.19 look in their config to see whether a router has padded their rows. The other
@@ -200,6 +204,14 @@ def _route_no_padding(
         return routed
     probs_TE, routing_map_TE = routed
     return probs_TE, routing_map_TE & ~mask_SB.reshape(-1, 1)
+
+
+def _count_real_rows(count: Callable[[Tensor], None], routing_map_TE: Tensor, padding_mask: Tensor | None) -> None:
+    """Count the rows of each expert, which decide on its bias, without padding.
+
+    Megatron's own routers, up to 0.19.2, apply the mask as if it had the shape of the map, which raises.
+    """
+    count(routing_map_TE if padding_mask is None else routing_map_TE & ~padding_mask.reshape(-1, 1))
 
 
 def _check_experts(experts: Any, dispatcher: MegatronDispatcher) -> None:
@@ -226,12 +238,14 @@ def follow_packed_sequences(model: nn.Module) -> None:
     Cost: with gaps, a few small kernels per layer, and no host sync.
     """
     for module in model.modules():
+        if overlaps(getattr(module, "config", None)):
+            _follow_masks(module)
         if isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
             hooks = (*module._forward_pre_hooks.values(), *module.mlp.router._forward_pre_hooks.values())
-            if any(hook is _mark_gaps or isinstance(getattr(hook, "__self__", None), _SeenGaps) for hook in hooks):
+            if any(hook is _mark_gaps or isinstance(getattr(hook, "__self__", None), _SeenPadding) for hook in hooks):
                 continue
             if overlaps(module.config):
-                seen = _SeenGaps(module)
+                seen = _SeenPadding(module)
                 module.self_attention.register_forward_pre_hook(seen.see, with_kwargs=True)
                 module.mlp.router.register_forward_pre_hook(seen.mark, with_kwargs=True)
             else:
@@ -264,11 +278,11 @@ def _gaps(layer: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor | None:
 
 
 @final
-class _SeenGaps:
-    """Marks gaps under ``overlap_moe_expert_parallel_comm``: its schedule calls parts of a layer, but not the layer.
+class _SeenPadding:
+    """Marks padding under ``overlap_moe_expert_parallel_comm``: its schedule calls parts of a layer, but not the layer.
 
-    The attention gets ``packed_seq_params``, and after it the router of the same micro-batch gets the mask. Megatron
-    recomputes neither alone in this schedule.
+    ``_hand_on_mask`` gives the layer the padding mask of the model, and its attention gets ``packed_seq_params``. After
+    both, the router of the same micro-batch gets the mask. Megatron recomputes none of them alone in this schedule.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -276,18 +290,43 @@ class _SeenGaps:
         self._padding: Tensor | None = None
 
     def see(self, attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find the gaps, as a forward pre-hook of the attention."""
-        self._padding = _gaps(self._layer, kwargs, args[0])
+        """Find the padding, as a forward pre-hook of the attention."""
+        mask, gaps = self._layer.__dict__.pop("moe_dispatch_mask", None), _gaps(self._layer, kwargs, args[0])
+        self._padding = gaps if mask is None else mask.bool() if gaps is None else mask.bool() | gaps
 
     def mark(
         self, router: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Add them to the padding mask, [T, 1], as a forward pre-hook of the router."""
+        """Add it to the padding mask, [S, B], as a forward pre-hook of the router."""
         padding, self._padding = self._padding, None
         if padding is None:
             return args, kwargs
         given, padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None), padding.transpose(0, 1)
-        return args[:1], {"padding_mask": padding if given is None else given | padding}
+        padding = padding if given is None else given | padding
+        if len(args) > 1:
+            return (args[0], padding, *args[2:]), kwargs
+        return args, {**kwargs, "padding_mask": padding}
+
+
+def _follow_masks(owner: Any) -> None:
+    """Let the layers of a model, or of a part for multi-token prediction, see the padding masks of its forwards.
+
+    The overlapped schedule calls these methods of an owner, and keeps the mask that they return to itself.
+    """
+    for name, position in {"_preprocess": 5, "_get_embeddings": 2}.items():
+        method = getattr(owner, name, None)
+        if isinstance(method, functools.partial) or method is None:
+            continue
+        if "padding_mask" in inspect.signature(method).parameters:  # multi-token prediction of 0.16 has no masks
+            setattr(owner, name, functools.partial(_hand_on_mask, owner, method, position))
+
+
+def _hand_on_mask(owner: Any, method: Callable[..., Any], position: int, *args: Any, **kwargs: Any) -> Any:
+    returned = method(*args, **kwargs)
+    for layer in getattr(owner, "decoder", owner).modules():
+        if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoELayer):
+            layer.moe_dispatch_mask = returned[position]
+    return returned
 
 
 def packed_layout(layer: Any, params: Any, hidden: Tensor, *, host: bool = False) -> Layout:
@@ -327,23 +366,24 @@ def _share_plans(block: Any) -> None:
     A recomputation runs outside the forward. Then each layer agrees on sizes on its own, because the plans of another
     micro-batch may not fit.
     """
-    # Megatron's overlapped schedule calls no block, but the attention of its first layer begins each forward there.
-    first = block.layers[0].self_attention if overlaps(block.config) and len(block.layers) else block
+    chunks = [getattr(block.config, f"mlp_chunks_for_{phase}", 1) for phase in ("training", "prefill")]
+    layers = [module for module in block.modules() if isinstance(module, MoELayer)]
+    if max(chunks) > 1 or not layers:
+        return  # with chunks, Megatron calls an MoE layer with pieces of the micro-batch, which differ in length
+    first, last = block, block
+    if overlaps(block.config):  # its schedule calls the first attention and the last experts, but no block
+        first, last = block.layers[0].self_attention, layers[-1].experts
     if any(getattr(hook, "func", None) is _open_plans for hook in first._forward_pre_hooks.values()):
         return
-    chunks = [getattr(block.config, f"mlp_chunks_for_{phase}", 1) for phase in ("training", "prefill")]
-    if max(chunks) > 1:
-        return  # Megatron calls an MoE layer with pieces of the micro-batch, which differ in length
-    layers = [module for module in block.modules() if isinstance(module, MoELayer)]
     first.register_forward_pre_hook(functools.partial(_open_plans, layers))
-    block.register_forward_hook(functools.partial(_close_plans, layers), always_call=True)
+    last.register_forward_hook(functools.partial(_close_plans, layers), always_call=True)
 
 
 def _open_plans(layers: list[Any], first: Any, args: Any) -> None:
     _set_plans(layers, {})
 
 
-def _close_plans(layers: list[Any], block: Any, args: Any, output: Any) -> None:
+def _close_plans(layers: list[Any], last: Any, args: Any, output: Any) -> None:
     _set_plans(layers, None)
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.integration.deep_ep_users.cpu import cpu_for_cuda
 
@@ -37,6 +37,7 @@ def megatron_on_cpu() -> Iterator[None]:
     """Inside, megatron-core's MoE layers run on CPU tensors, with its own dispatchers too."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.utils import GlobalMemoryBuffer
 
@@ -63,9 +64,15 @@ def megatron_on_cpu() -> Iterator[None]:
         for name in ("activation_recompute_forward", "fp8_autocast"):
             stack.enter_context(patch.object(random, name, lambda **_: nullcontext(), create=True))
         stack.enter_context(patch.object(random, "_get_share_storage", lambda: _fill_again, create=True))
+        # torch's norms are refused with sequence parallelism, as nobody would reduce the gradients of their weights.
+        stack.enter_context(patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm))
         # 0.16 forgets to define it where transformer-engine is missing.
         stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
         yield
+
+
+def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> nn.Module:
+    return nn.LayerNorm(hidden_size, eps)
 
 
 def _all_gather(tensors: list[Tensor], tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -263,6 +263,8 @@ def plain_steps(model: Any, batches: list[Batch]) -> dict[str, Tensor]:
     for batch in batches:
         losses.append(model(**batch))
         (losses[-1] * upstream(losses[-1])).sum().backward()
+        for layer in model.decoder.layers if model.config.delay_wgrad_compute else ():
+            layer.mlp.experts.backward_dw()
     return {f"loss {number}": loss.detach() for number, loss in enumerate(losses)} | gradients(model)
 
 

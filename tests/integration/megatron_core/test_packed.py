@@ -136,6 +136,18 @@ def without_padded_offsets(rank: int, lengths: tuple[int, ...]) -> float:
     return difference(called(block, hidden, real_T, packed_seq_params=params(lengths, None)), want)
 
 
+def experts_biased(rank: int) -> bool:
+    """Whether routers count, for the bias of their experts, real rows alone: those that are sent."""
+    from moe_dispatch.integrations.megatron import convert
+
+    fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    block = moe_block(case_of(ALONE, **fields))
+    convert(block)
+    hidden, real_T = drawn(rank, ALONE)
+    called(block, hidden, real_T, packed_seq_params=params())
+    return all(layer.mlp.router.local_tokens_per_expert.sum() == sum(REAL) * TOP_K for layer in block.layers)
+
+
 def agreements(rank: int, how: str) -> int:
     """How often ranks settled sizes in a forward of two MoE layers that need it."""
     from moe_dispatch.dispatchers import agreement
@@ -196,6 +208,7 @@ def results() -> dict[str, list[Any]]:
         "without gaps": functools.partial(without_padded_offsets, lengths=PADDED),
         "tail": functools.partial(without_padded_offsets, lengths=PADDED[:-1]),
         "wrong length": wrong_length,
+        "biased": experts_biased,
     }
     return run_checks(CHECKS | counts | rest)
 
@@ -210,6 +223,10 @@ def test_gaps_between_sequences_go_nowhere(name: str) -> None:
 @pytest.mark.parametrize("name", ["without gaps", "tail"])
 def test_packed_rows_without_gaps_are_all_sent(name: str) -> None:
     assert max(require(results()[name])) < 1e-5
+
+
+def test_biases_of_experts_count_real_rows() -> None:
+    assert all(require(results()["biased"]))
 
 
 @pytest.mark.parametrize("how", AGREEMENTS)
