@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -94,7 +94,7 @@ def refuse_host_syncs() -> Iterator[list[HostRead]]:
     watch = _Watch()
     with _intercept_reads(lambda method, _: watch.refuse(method)):
         try:
-            with _in_new_threads(watch), _RefusingMode(watch):
+            with in_new_threads(lambda: _RefusingMode(watch)), _RefusingMode(watch):
                 yield watch.found
         except HostSyncError:
             raise
@@ -157,15 +157,15 @@ def _error_text(found: list[HostRead]) -> str:
 
 
 @contextmanager
-def _in_new_threads(watch: _Watch) -> Iterator[None]:
-    """Make every thread that is started inside enter its own dispatch mode, because a mode belongs to one thread."""
+def in_new_threads(enter: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Run every thread that is started inside under a context of its own, because a mode belongs to one thread."""
     original = threading.Thread.start
 
     def start(self: threading.Thread) -> None:
         run = self.run
 
         def watched() -> None:
-            with _RefusingMode(watch):
+            with enter():
                 run()
 
         self.run = watched  # type: ignore[method-assign]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -172,25 +171,3 @@ def note_access(tensor: torch.Tensor, what: str, *, writes: bool) -> None:
         torch._C._cuda_getCurrentRawStream(tensor.device.index),
         what.encode(),
     )
-
-
-@contextmanager
-def in_new_threads(enter: Any) -> Iterator[None]:
-    """Run every thread that is started inside under the context ``enter()``, because a mode belongs to one thread."""
-    original = threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        run = self.run
-
-        def inside() -> None:
-            with enter():
-                run()
-
-        self.run = inside  # type: ignore[method-assign]
-        original(self)
-
-    threading.Thread.start = start  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        threading.Thread.start = original  # type: ignore[method-assign]

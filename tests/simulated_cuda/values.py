@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from moe_dispatch_testing.host_syncs import in_new_threads
 from tests.simulated_cuda import triton_values
-from tests.simulated_cuda.device import in_new_threads, note_access, note_sync, placed
+from tests.simulated_cuda.device import note_access, note_sync, placed
 
 _CPU = torch.device("cpu")
 _FRESH = {
