@@ -46,6 +46,11 @@ def _dequantised(values: Tensor, scales: Tensor, *, out_dtype: torch.dtype, scal
     return (blocks * scales.view(torch.float8_e8m0fnu).float().unsqueeze(-1)).view(values.shape).to(out_dtype)
 
 
+def _examples() -> dict[str, str]:
+    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    return dict(re.findall(r'^```python title="(.*?)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL))
+
+
 def _special(dtype: torch.dtype) -> Tensor:
     rows = torch.randn(12, 64).to(dtype)
     values = [0.0, -0.0, 1e-40, -1e-40, 2.0**-127, 448 * 2.0**-127, 2.0**-118, torch.finfo(dtype).max]
@@ -136,6 +141,8 @@ def test_the_last_gemm_gets_the_gradient_as_it_travelled(size: int, monkeypatch:
     monkeypatch.setattr(mxfp8_grouped_mm, "_compute_dgrad", dgrad)
     x_TD, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16), random_routing(TOKENS)
     weights_EHD = expert_weights(EXPERTS, HIDDEN, torch.bfloat16)
+    names: dict[str, Any] = {"quantised": quantised, "KernelPreference": KernelPreference}
+    exec(_examples()["torchao, last GEMM"], names)
     narrow = {"wire_dtype": "mxfp8", "deliver": "quantised", "grad_wire_dtype": "mxfp8"}
 
     def body(group: Group) -> None:
@@ -153,9 +160,7 @@ def test_the_last_gemm_gets_the_gradient_as_it_travelled(size: int, monkeypatch:
             hidden = random_rows(len(sent.edge), HIDDEN, seed=3, dtype=torch.bfloat16).requires_grad_()
             y = mxfp8_grouped_mm._to_mxfp8_then_scaled_grouped_mm(hidden, weights.mT, sent.offs, **EMULATED)
             if fields:
-                y = quantised.gradient_as(
-                    sent, y, lambda sent: quantised.mx_tensor(sent, kernel_preference=KernelPreference.EMULATED)
-                )
+                y = names["with_quantised_gradient"](sent, y)
             dispatcher.combine(y, sent).backward(random_rows(len(x), HIDDEN, seed=5, dtype=torch.bfloat16))
             found.append((hidden.grad, weights.grad))
         (grad, grad_weights), (other, other_weights) = found
@@ -174,8 +179,7 @@ def test_the_last_gemm_gets_the_gradient_as_it_travelled(size: int, monkeypatch:
 
 def test_the_example_of_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mxfp8_grouped_mm, "triton_mxfp8_dequant_dim0", _dequantised)
-    page = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-    code = dict(re.findall(r'^```python title="(.*?)"\n(.*?)^```$', page, re.MULTILINE | re.DOTALL))
+    code = _examples()
     x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
     names: dict[str, Any] = {"group": None, "x": x, "routing": random_routing(TOKENS), "quantised": quantised}
     names["w"] = expert_weights(EXPERTS, HIDDEN, torch.bfloat16)
