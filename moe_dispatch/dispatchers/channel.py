@@ -171,7 +171,8 @@ class Lease:
 
     Attributes:
         name: Name of the dispatcher.
-        shared: The channel, also after the share was given back. ``enter`` returns it for a call.
+        opened: The channel, also after the share was given back.
+        shared: What ``enter`` returns for a call: the channel, or in a block of ``join`` what stands in for it.
         number: Number of the dispatcher on its channel, in the order of building, so it is equal on all ranks. A copy
             has the number of its original.
         placement: Placement in force. None if every rank holds its own experts and has no spare expert slots. Only
@@ -186,7 +187,7 @@ class Lease:
         self.number = 0
         self.placement: ExpertPlacement | None = None
         self.table: SlotTable | None = None
-        self.shared = channel
+        self.opened = self.shared = channel
         self._collected = weakref.finalize(self, _release, channel, by_hand=False)
         self._collected.atexit = False  # at exit the process group is gone, and the process frees everything
 
@@ -198,8 +199,8 @@ class Lease:
     def release(self) -> None:
         """Give the share back. A second call does nothing."""
         self.tell_watchdog()
-        if (share := self._collected.detach()) is not None:
-            _release(share[2][0], by_hand=True)  # not ``shared``, which is a stand-in inside of a join
+        if self._collected.detach() is not None:
+            _release(self.opened, by_hand=True)
 
     def enter(self) -> Channel:
         """Return the channel for a call, and tell the watchdog, if there is one, who calls.
@@ -246,7 +247,8 @@ class Lease:
 
         Models are copied to average their weights, for example.
         """
-        lease = Lease(self.enter(), self.name)
+        self.enter()  # raises if closed
+        lease = Lease(self.opened, self.name)
         lease.number = self.number
         if self.placement is not None and self.table is not None:
             lease.place(self.placement, self.table.copies_EC.device)

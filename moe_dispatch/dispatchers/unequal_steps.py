@@ -153,7 +153,7 @@ class _Session:
         self._given, self._experts = experts, list(experts.values())
         if not self._leases:
             raise ConfigError("join: there are no layers. Pass the dispatchers of the MoE layers.")
-        self._channels = [lease.shared for lease in self._leases]
+        self._channels = [lease.opened for lease in self._leases]
         self.control = max(self._channels, key=lambda channel: channel.users > 0).control
         raise_alike(self.control, self._problem(), facts=self._facts(), label="join")
         self._shares = [Lease(channel, lease.name) for channel, lease in zip(self._channels, self._leases, strict=True)]

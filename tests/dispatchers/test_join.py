@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any, cast
 
@@ -408,8 +409,8 @@ def test_experts_compute_in_the_dtype_of_the_others(by: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_a_dispatcher_that_is_closed_in_the_block() -> None:
-    """It answers until the end of the block, and gives its share of the channel back."""
+def test_dispatchers_that_are_closed_or_copied_in_the_block() -> None:
+    """A closed one answers until the end of the block, and a copy can be used behind it. Both count as users."""
 
     def body(group: Group) -> bool:
         layers = [Layer(seed, group, hidden=16) for seed in range(2)]
@@ -418,8 +419,11 @@ def test_a_dispatcher_that_is_closed_in_the_block() -> None:
             if group.rank():
                 train(layers, 1, 0, 16)
             layers[0].close()
-        assert channel.users == 1
+            copied = copy.deepcopy(layers[1])
+        assert channel.users == 2
+        train([layers[1], copied], group.rank(), 0, 16)
         layers[1].close()
+        copied.close()
         return any(each is channel for each in channels._channels.values())
 
     assert on_ranks(body, 2) == [False, False]
