@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_dispatch import BSHD, THD, Dispatched, Masked, Routing, build_dispatcher
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.layouts import Layout
+from moe_dispatch.replay import RoutingTable, replayed
 from moe_dispatch_tools.traces import Trace
 from tests.balance.test_slot_weights import BOTH, RANKS, expect_dense, experts, gradients, inputs, own_part
 from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, Group, on_ranks, random_rows, small_config
@@ -171,6 +172,39 @@ def test_a_trace_has_the_experts_and_not_the_slots(tmp_path: Path) -> None:
     (call,) = Trace.load_whole(path, "test").calls
     for rank, part in enumerate(call.parts):
         assert torch.equal(part.routing.topk_ids, changing_routing(0, rank).topk_ids)
+
+
+@pytest.mark.parametrize("plan", ["exact", "static", "least_loaded"])
+def test_a_replay_has_the_experts_and_is_balanced_anew(plan: str) -> None:
+    """Recorded with balance, and replayed with it and without: the outputs agree, whichever rank computes a row."""
+
+    def body(group: Group) -> list[Tensor]:
+        mode: dict[str, Any] = {"graph_safe": True, "max_tokens_per_rank": 12} if plan == "static" else {}
+        stacked, found = own_part(group, torch.float64), []
+        x, layout = random_rows(12, seed=group.rank(), dtype=torch.float64), THD([0, 5, 12])
+        sequences = [2 * group.rank(), 2 * group.rank() + 1]
+        scores = torch.rand(12, NUM_EXPERTS, generator=torch.Generator().manual_seed(group.rank()))
+        table = None
+        for fields in (PLANS[plan], PLANS[plan], mode):
+            dispatcher = build_dispatcher(small_config(**fields), group)
+            routing = changing_routing(0, group.rank())
+            with RoutingTable.record([dispatcher]) as recording:
+                recording.micro_batch(sequences)
+                if table is not None:
+                    cut = table.cut(layout, sequences, like=x, step=0)
+                    routing = replayed(cut.routing_for(0), scores, normalize=False)
+                weights = scores.gather(1, routing.topk_ids)
+                sent = dispatcher.dispatch(x, Routing(routing.topk_ids, weights), layout)
+                assert (sent.placement is not None) == ("balance" in fields)
+                sent, rows = SlotWeights(dispatcher).run(sent, experts, *stacked)
+                found.append(dispatcher.combine(rows, sent).detach())
+            table = recording.table()
+            assert torch.equal(routing.topk_ids, changing_routing(0, group.rank()).topk_ids)
+        return found
+
+    for recorded, again, plain in on_ranks(body, RANKS):
+        assert torch.equal(again, recorded)
+        torch.testing.assert_close(plain, recorded, rtol=1e-12, atol=1e-12)
 
 
 def gathered(rows: Tensor, up: Tensor, down: Tensor, counts: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.types import InFlight
 from moe_dispatch_testing import Scenario
+from tests.deep_ep_backends.vendors import HYBRID, V2
 from tests.dispatchers.layer import HIDDEN, NUM_EXPERTS, Group, on_ranks, random_routing, random_rows, small_config
 
 RANKS = 4
@@ -154,6 +155,35 @@ def test_weights_are_in_their_slots_and_only_those_of_other_homes_travel() -> No
     sent, back = zip(*on_ranks(body, RANKS), strict=True)
     assert sent == (3 * expert, 0, expert, expert)
     assert back == (2 * expert, 0, 2 * expert, expert)
+
+
+@pytest.mark.parametrize("backend", ["alltoall", "allgather", V2, HYBRID], ids=str)
+@BOTH
+def test_bytes_of_weights_follow_the_plan(fields: dict[str, Any], backend: Any) -> None:
+    """Eager, two fetches send each copy from its home, and a gradient comes home. Static, S weights go to each rank."""
+    hidden, static = 256, "graph_safe" in fields
+
+    def body(group: Group) -> tuple[list[list[int]], list[int]]:
+        dispatcher = build_dispatcher(small_config(backend, hidden_size=hidden, **fields), group)
+        up = torch.ones(2, hidden, 3, requires_grad=True)
+        x, routing = random_rows(24, hidden, dtype=torch.bfloat16), random_routing(24, seed=group.rank())
+        sent = dispatcher.dispatch(x, Routing(routing.topk_ids.clamp(max=2), routing.topk_weights))
+        assert isinstance(sent.placement, ExactPlacement)
+        copies = sent.placement.copies_PS.tolist()
+        sent, rows = SlotWeights(dispatcher).run(
+            sent, lambda part, up: part.rows * part.grouped_mm(part.rows.float(), up).sum(1, keepdim=True), up
+        )
+        dispatcher.combine(rows.to(x.dtype), sent).sum().backward()
+        nbytes = dispatcher.metrics().bytes_sent
+        dispatcher.close()
+        return copies, [nbytes.get(label, 0) for label in ("weights", "weights.backward")]
+
+    expert = hidden * 3 * 4
+    for rank, (copies, nbytes) in enumerate(on_ranks(body, RANKS)):
+        sent = sum(copy // 2 == rank for of_rank in copies for copy in of_rank)
+        held = sum(copy < NUM_EXPERTS for copy in copies[rank])
+        every = (RANKS - 1) * 2
+        assert nbytes == ([2 * every * expert, every * expert] if static else [2 * sent * expert, held * expert])
 
 
 def test_nothing_travels_where_every_rank_holds_its_own() -> None:

@@ -85,6 +85,24 @@ def test_bytes_are_those_allocated(
     assert bool(wires) == (backend != "local")
 
 
+@pytest.mark.parametrize("pad_multiple", [1, 16])
+def test_bytes_of_an_exact_plan(pad_multiple: int) -> None:
+    """Room for Tmax * K rows and padding on two ranks, where the worst routing would need twice as many."""
+
+    def body(group: dist.ProcessGroup) -> None:
+        dispatcher = build_dispatcher(config("alltoall", pad_multiple=pad_multiple, balance="exact"), group)
+        x = torch.randn(17, HIDDEN)
+        plan = dispatcher.plan(like=x)
+        sent = dispatcher.dispatch(x, Routing(torch.zeros(17, TOP_K).long(), torch.rand(17, TOP_K)), plan)
+        told = plan.bytes(x.dtype)
+        assert told["rows"] == allocated(sent.rows)
+        assert told["weights"] == allocated(sent.weights)
+        blocks = (2 * MAXIMUM * TOP_K + EXPERTS * (pad_multiple - 1)) // pad_multiple
+        assert len(sent.rows) == -(-blocks // 2) * pad_multiple
+
+    run_ranks(body, 2)
+
+
 def test_bytes_grow_with_the_factor() -> None:
     totals = []
     for factor in (0.5, 1.0, 2.0):
