@@ -63,7 +63,8 @@ def test_balanced_experts_of_automodel_train_as_on_one_rank(ranks: int) -> None:
         for kind in kinds:
             for together in (False, True):
                 result = found[f"{kind}, {together}"]
-                assert result["error"] < 1e-5
+                # In chunks a GEMM has other sizes, so it rounds otherwise. This shows in small gradients of attention.
+                assert result["error"] < (3e-4 if kind == "in chunks" else 1e-5)
                 assert result["fired"] == {1 if together else 2}
                 assert result["hooked"]
                 assert result["keys"]
