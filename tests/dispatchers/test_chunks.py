@@ -133,10 +133,43 @@ def test_padding_takes_no_chunk(kind: int, fields: dict[str, Any]) -> None:
     def run(**more: Any) -> list[dict[str, Any]]:
         return on_ranks(lambda group: step(group, "alltoall", layouts(group.rank())[kind], **fields, **more), 4)
 
-    parts = run(chunk_tokens=CHUNK)
-    compare(run(), parts)
+    whole, parts = run(), run(chunk_tokens=CHUNK)
+    compare(whole, parts)
+    compare(whole, run(chunk_tokens=CHUNK, chunk_recompute=True))
     # 40 real rows; with graph_safe rows are masked, not cut, so the number of chunks is that of 200.
     assert parts[0]["calls"]["dispatch"] == (13 if fields else 3)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_result_is_changed_in_place_and_has_two_backwards(recompute: bool) -> None:
+    def body(group: Group, **fields: Any) -> list[Any]:
+        x, routing = random_rows(11).requires_grad_(), random_routing(11)
+        weights, scales = routing.topk_weights.clone().requires_grad_(), scales_of(group.rank(), 2)
+        dispatcher = build_dispatcher(small_config(**fields), group)
+        y = x + run_in_chunks(dispatcher, experts_of(scales), x, Routing(routing.topk_ids, weights)).add_(1).mul_(2)
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, weights.grad, scales.grad]
+
+    whole = on_ranks(body, 2)
+    torch.testing.assert_close(on_ranks(lambda group: body(group, chunk_tokens=4, chunk_recompute=recompute), 2), whole)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_experts_that_fail_on_all_ranks_leave_a_usable_dispatcher(recompute: bool) -> None:
+    """Also if the next chunk is on its way."""
+
+    def body(group: Group) -> None:
+        dispatcher = build_dispatcher(small_config(chunk_tokens=4, chunk_recompute=recompute), group)
+
+        def fail(sent: Dispatched) -> Tensor:
+            raise ValueError("no experts today")
+
+        with pytest.raises(ValueError, match="no experts today"):
+            run_in_chunks(dispatcher, fail, random_rows(9).requires_grad_(), random_routing(9))
+        identity_round(dispatcher)
+
+    on_ranks(body, 2)
 
 
 def test_one_plan_serves_several_layers_and_drift_counts_once() -> None:
