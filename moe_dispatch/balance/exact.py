@@ -118,7 +118,7 @@ class ExactPlanner:
         num_ranks: P.
         rank: This rank.
         spare: S. With ``S >= E / P`` the bound holds for every routing. With fewer slots, each rank keeps the copies
-            that take most rows over, and the rows of the others stay at home.
+            that can take most rows over, and the rows of the others stay at home.
         bound: Rows of the busiest rank divided by the mean at which copying stops; 1.0 is exact.
         pad_multiple: Rows of a block. Loads are balanced after the padding of experts.
         ranks_per_node: Number of consecutive ranks that share a node. A rank's rows go to itself first, then to its
@@ -181,11 +181,14 @@ class ExactPlanner:
         copied_EP = self._copied(blocks_E.view(self._size, self._own))
         if self._min_rows:
             copied_EP = copied_EP * (copied_EP * self._block >= self._min_rows)
-        # Keep the S largest shares of each rank. Equal shares are told apart by their expert.
-        key_PE = torch.add(self._tie_E, copied_EP.t(), alpha=self._experts)
-        key_PS, kept_PS = key_PE.topk(self._spare, dim=1)
+        reach_EP = copied_EP
+        if self._spare < self._own:  # a rank whose other shares have no slot may take what is left at home instead
+            at_home_E1 = (blocks_E - copied_EP.sum(1)).unsqueeze(1)
+            reach_EP = torch.minimum(copied_EP + at_home_E1, copied_EP.sum(0)) * (copied_EP > 0)
+        # Keep the S experts of which each rank can take most. Equal ones are told apart by their expert.
+        kept_PS = torch.add(self._tie_E, reach_EP.t(), alpha=self._experts).topk(self._spare, dim=1).indices
         if self._spare < self._own:
-            copied_EP = self._refilled(blocks_E, copied_EP.sum(0), key_PS // self._experts, kept_PS)
+            copied_EP = self._refilled(blocks_E, copied_EP.t(), kept_PS)
         if self._spare < self._own or self._min_rows:
             copied_EP = self._relieving(blocks_E, copied_EP)
         kept_PS = torch.where(copied_EP.t().gather(1, kept_PS) > 0, kept_PS, self._experts)
@@ -272,13 +275,15 @@ class ExactPlanner:
         result[experts_E1, order] = overlap_EP.clamp_(min=0)
         return result
 
-    def _refilled(self, blocks_E: Tensor, planned_P: Tensor, rows_PS: Tensor, kept_PS: Tensor) -> Tensor:
+    def _refilled(self, blocks_E: Tensor, copied_PE: Tensor, kept_PS: Tensor) -> Tensor:
         """Return the blocks of the copies that were kept, (E, P). Some shares may have had no slot.
 
-        A rank then takes more of the expert of its largest share instead, as far as blocks of it are still at home.
+        A rank then takes more of the first expert that it kept instead, as far as blocks of it are still at home.
         """
-        kept_PE = rows_PS.new_zeros(self._size, self._experts).scatter_(1, kept_PS, rows_PS)
-        wanted_PE = torch.zeros_like(kept_PE).scatter_(1, kept_PS[:, :1], (planned_P - rows_PS.sum(1)).unsqueeze(1))
+        rows_PS = copied_PE.gather(1, kept_PS)
+        kept_PE = torch.zeros_like(copied_PE).scatter_(1, kept_PS, rows_PS)
+        lost_P1 = (copied_PE - kept_PE).sum(1, keepdim=True)
+        wanted_PE = torch.zeros_like(kept_PE).scatter_(1, kept_PS[:, :1], lost_P1)
         at_home_E = blocks_E - kept_PE.sum(0)
         return kept_PE.t() + _differences(torch.minimum(wanted_PE.t().cumsum(1), at_home_E.unsqueeze(1)))
 

@@ -84,8 +84,8 @@ def loads_kernel(counts, totals, blocks, inner, loads, size, own, multiple, bloc
 
 
 @triton.jit
-def ranks_kernel(loads, bound, starts, begins, amounts, size, is_exact: tl.constexpr, block: tl.constexpr):
-    """Write where the line of blocks of each rank starts, and which blocks of the line the rank takes over.
+def ranks_kernel(loads, bound, starts, keeps, begins, amounts, size, is_exact: tl.constexpr, block: tl.constexpr):
+    """Write where the blocks of each rank start on the line, which of them it keeps, and which others it takes over.
 
     Names are those of ``ExactPlanner._copied``. Ranks keep their places here, and ``place`` is their place in the order
     there. Ranks behind the last are at the end of the order, with nothing.
@@ -119,6 +119,7 @@ def ranks_kernel(loads, bound, starts, begins, amounts, size, is_exact: tl.const
     kept = sums - lack - gone
     begin = start + tl.sum(tl.where(place[None, :] == donor[:, None], kept[None, :], 0), 1)
     tl.store(starts + rank, sums - load, mask=inside)
+    tl.store(keeps + rank, sums - excess - lack, mask=inside)
     tl.store(begins + rank, begin, mask=inside)
     tl.store(amounts + rank, tl.where(has_room, taken - before, lack), mask=inside)
 
@@ -128,6 +129,7 @@ def copies_kernel(
     blocks,
     inner,
     starts,
+    keeps,
     begins,
     amounts,
     copied,
@@ -144,8 +146,8 @@ def copies_kernel(
 ):
     """Write the copies on one rank, the blocks that they take over, and the slot of each expert.
 
-    With ``few`` slots some shares have none. ``wanted`` then says how many blocks more of its largest share the rank
-    would take. ``held`` are the experts in the slots of rank ``mine``.
+    With ``few`` slots some shares have none. ``wanted`` then says how many blocks more of its first copy the rank would
+    take. ``held`` are the experts in the slots of rank ``mine``.
     """
     rank, expert = tl.program_id(0), tl.arange(0, block)
     num_experts = size * own
@@ -157,7 +159,11 @@ def copies_kernel(
     begin = tl.load(begins + rank)
     overlap = tl.minimum(high, begin + tl.load(amounts + rank)) - tl.maximum(low, begin)
     overlap = tl.where(inside, tl.maximum(overlap, 0), 0)
-    key = tl.where(overlap > 0, overlap * num_experts + num_experts - 1 - expert, -1)
+    planned, reach = tl.sum(overlap, 0), overlap
+    if few:
+        at_home = tl.minimum(high, tl.load(keeps + home, mask=inside, other=0)) - low
+        reach = tl.where(overlap > 0, tl.minimum(overlap + tl.maximum(at_home, 0), planned), 0)
+    key = tl.where(reach > 0, reach * num_experts + num_experts - 1 - expert, -1)
     slot = tl.where(is_home, expert + rank * spare, 0).to(tl.int64)
     tl.store(held + expert - rank * own, expert.to(tl.int64), mask=is_home & (rank == mine))
     largest = tl.max(key, 0)
@@ -171,9 +177,8 @@ def copies_kernel(
         key = tl.where(chosen, -1, key)
     tl.store(slots + expert * size + rank, slot, mask=inside)
     if few:
-        planned = tl.sum(overlap, 0)
         overlap = tl.where(key >= 0, 0, overlap)
-        is_largest = (overlap > 0) & (overlap * num_experts + num_experts - 1 - expert == largest)
+        is_largest = (overlap > 0) & (reach * num_experts + num_experts - 1 - expert == largest)
         more = tl.where(is_largest, planned - tl.sum(overlap, 0), 0)
         tl.store(wanted + rank * num_experts + expert, more, mask=inside)
     tl.store(copied + rank * num_experts + expert, overlap, mask=inside)
@@ -295,7 +300,7 @@ def plan(
     size, num_experts = counts_PE.shape
     own, few = num_experts // size, spare < num_experts // size
     totals_E, blocks_E, inner_E = counts_PE.new_empty(3, num_experts).unbind()
-    loads_P, starts_P, begins_P, amounts_P = counts_PE.new_empty(4, size).unbind()
+    loads_P, starts_P, keeps_P, begins_P, amounts_P = counts_PE.new_empty(5, size).unbind()
     copied_PE, wanted_PE = torch.empty_like(counts_PE), torch.empty_like(counts_PE) if few else None
     copies_PS, experts_L = counts_PE.new_empty(size, spare), counts_PE.new_empty(own + spare)
     ends_EP, slots_EP = counts_PE.new_empty(2, num_experts, size).unbind()
@@ -306,13 +311,14 @@ def plan(
             **_OPTIONS,
         )
         ranks_kernel[(1,)](
-            *(loads_P, bound, starts_P, begins_P, amounts_P, size),
+            *(loads_P, bound, starts_P, keeps_P, begins_P, amounts_P, size),
             is_exact=bound is None,
             block=triton.next_power_of_2(size),
             **_OPTIONS,
         )
         copies_kernel[(size,)](
-            *(blocks_E, inner_E, starts_P, begins_P, amounts_P, copied_PE, wanted_PE, copies_PS, slots_EP, experts_L),
+            *(blocks_E, inner_E, starts_P, keeps_P, begins_P, amounts_P),
+            *(copied_PE, wanted_PE, copies_PS, slots_EP, experts_L),
             *(size, own, spare, rank),
             few=few,
             block=triton.next_power_of_2(num_experts),

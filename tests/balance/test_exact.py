@@ -191,6 +191,14 @@ def test_few_slots_keep_the_largest_shares_and_lose_no_row() -> None:
     assert better >= 45
 
 
+def test_with_few_slots_a_rank_takes_an_expert_that_has_rows_left() -> None:
+    """Rank 1 would take 10 rows of expert 0 and 30 of expert 1, of which nothing is left. It has one slot."""
+    counts = torch.tensor([[50, 70, 0, 0, 0, 0], [0] * 6, [0] * 6])
+    plan = ExactPlanner(6, 3, 0, spare=1)(counts)
+    assert plan.placement.copies_PS.tolist() == [[6], [0], [1]]
+    assert flows(plan).sum(0).tolist() == [40, 40, 40]
+
+
 @pytest.mark.parametrize(("spare", "min_rows"), [(1, 0), (8, 13), (1, 13)])
 def test_a_busy_rank_takes_no_rows_in_return_for_copies_that_are_not_made(spare: int, min_rows: int) -> None:
     """Rank 0 has many small experts to give, and rank 1 one large expert that would fill the gap."""
