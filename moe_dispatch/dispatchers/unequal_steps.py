@@ -84,7 +84,7 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
         while session.answer():
             pass
     except BaseException:
-        if session.is_open and not session.in_exchange:
+        if not session.in_exchange:
             with suppress(Exception):  # the error of this rank matters more
                 session.agree(_FAILED)
         raise
@@ -137,7 +137,8 @@ class _Session:
     """What the stand-ins of one context share.
 
     Attributes:
-        is_open: Whether the block still runs, and no rank has failed.
+        is_open: Whether the block still runs.
+        has_failed: Whether a rank has failed, so that no rank waits for another.
         in_exchange: Whether this rank is in a collective that all ranks make. Otherwise they wait for its next message.
         count: Number of dispatches so far, equal on all ranks.
         began: Number of dispatches up to the last one of this rank's own.
@@ -145,7 +146,7 @@ class _Session:
     """
 
     def __init__(self, experts: Mapping[Dispatcher, Experts]) -> None:
-        self.is_open, self.in_exchange = True, False
+        self.is_open, self.has_failed, self.in_exchange = True, False, False
         self.count = self.began = 0
         self.routes: weakref.WeakValueDictionary[int, _Route] = weakref.WeakValueDictionary()
         self._calls: dict[int, _Call] = {}
@@ -238,7 +239,7 @@ class _Session:
             rank may still differentiate. Without a message, all ranks are done.
 
         Raises:
-            LostPeerError: Another rank has failed.
+            LostPeerError: Another rank has failed, in this exchange or before.
             InputError: Two ranks go on with different exchanges, or one goes on with a dispatch of a rank that is done.
                 Raised on every rank.
         """
@@ -246,15 +247,18 @@ class _Session:
         padded = [*message, *[0 if decides else _NOTHING] * (8 - len(message))]
         told = [*padded, *(-number if decides else _NOTHING for number in padded)]
         oldest = min(self.routes, default=self.count) if message else -_NOTHING
+        lost = LostPeerError("join: another rank has failed in the block. Its own error says why.")
+        if self.has_failed:
+            raise lost
         self.in_exchange = True
         began = _NOTHING if message else self.began
         *found, mark, oldest, began = self.control.max([*told, mark, -oldest, began], label="join")
         self.in_exchange = False
         high, low = found[:8], [-number for number in found[8:]]
         if high[0] == _FAILED:
-            self.is_open = False
+            self.has_failed = True
             if message != (_FAILED,):
-                raise LostPeerError("join: another rank has failed in the block. Its own error says why.")
+                raise lost
         elif high[0] > _REFUSE and high != low:
             raise InputError(
                 "join: two ranks make different calls. Make the same calls on all ranks until one is done."
@@ -296,7 +300,9 @@ class _Session:
             elif what == _TEXTS:
                 texts = [value[1] for value in self.control.gather_json(None, label="join") if value and value[1]]
                 self.in_exchange = False
-                raise PeerError(f"join: {'; '.join(texts)}")
+                raise PeerError(
+                    f"join: {'; '.join(texts) or 'two ranks make different calls. Their errors say which.'}"
+                )
             elif what == _RESERVE:
                 self._channels[numbers[0]].backend.reserve(_sizes(numbers[1:3]))
             elif what == _REFUSE:
@@ -464,7 +470,7 @@ class _Backend(Backend):
     ) -> _Route:
         session, device = self._session, rows_TD.device.type
         if self._number is None:
-            raise StateError("join: calls inside torch.compile and selective checkpointing are not answered.")
+            self.route_from()
         dtypes = [_DTYPES.index(tensor.dtype) for tensor in (rows_TD, weights_TK)]
         autocast = _DTYPES.index(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else -1
         told = _NOTHING if mark is None else read_host(mark.view(1))[0]
@@ -479,6 +485,9 @@ class _Backend(Backend):
             arrived = self._inner.finish(started.inner)
         started.inner = arrived.route
         return dataclasses.replace(arrived, route=started)
+
+    def route_from(self, *arguments: Any) -> NoReturn:
+        raise StateError("join: calls inside torch.compile and selective checkpointing are not answered.")
 
     def refuse(self, device: torch.device) -> None:
         with self._session.exchange(_REFUSE, self._number or 0):  # while others may start a dispatch

@@ -347,8 +347,9 @@ def test_what_begins_in_the_block_ends_there() -> None:
 
     def body(group: Group, *, what: str) -> None:
         layer, x = Layer(0, group, hidden=16), random_rows(4).requires_grad_()
-        if what == "begun before":
-            y = layer(x, random_routing(4))
+        if what in ("begun before", "by an operator"):
+            way = random_routing(4)
+            y = layer(x, way) if what == "begun before" else by_operators(lambda x: layer(x, way), x)
             with join([layer]):
                 y.sum().backward()
         with join([layer]):
@@ -369,6 +370,8 @@ def test_what_begins_in_the_block_ends_there() -> None:
         raises_everywhere(outcomes(partial(body, what=what), 2), StateError, text)
     text = "join: a rank that is done does not answer 'combine.backward'"
     raises_everywhere(outcomes(partial(body, what="begun before"), 2), StateError, text)
+    text = "join: calls inside torch.compile and selective checkpointing are not answered"
+    raises_everywhere(outcomes(partial(body, what="by an operator"), 2), StateError, text)
 
 
 @pytest.mark.parametrize("by", ["autocast", "conversion"])
@@ -473,6 +476,36 @@ def test_no_rank_waits_for_one_that_has_left_after_an_error(wrong: str) -> None:
     first, *others = outcomes(body, 4)
     assert isinstance(first, PeerError if wrong == "refused" else InputError)
     raises_everywhere(others, LostPeerError, "join: another rank has failed in the block")
+
+
+def test_a_rank_that_catches_the_failure_of_another_waits_for_nobody() -> None:
+    def body(group: Group, *, steps: int) -> None:
+        layer = Layer(0, group, hidden=16)
+        with join([layer]):
+            layer(random_rows(4), random_routing(4))
+            if group.rank() == 2:
+                raise ValueError("no data")
+            for _ in range(steps * group.rank()):
+                with pytest.raises(LostPeerError):
+                    layer(random_rows(4), random_routing(4))
+
+    for steps in (1, 2):
+        results = outcomes(partial(body, steps=steps), 4)
+        assert isinstance(results.pop(2), ValueError)
+        raises_everywhere(results, LostPeerError, "join: another rank has failed in the block")
+
+
+def test_ranks_that_differ_in_grad_mode() -> None:
+    def body(group: Group, *, backend: str) -> None:
+        layer = Layer(0, group, hidden=16, backend=backend)
+        with join([layer]), torch.set_grad_enabled(group.rank() == 1):
+            if group.rank():
+                layer(random_rows(4), random_routing(4))
+
+    for backend in ("alltoall", "allgather"):
+        done, *others = outcomes(partial(body, backend=backend), 4)
+        raises_everywhere([done], PeerError, "join: two ranks make different calls. Their errors say which")
+        raises_everywhere(others, InputError, "Ranks disagree on grad mode")
 
 
 def test_outputs_that_do_not_fit_are_told() -> None:
