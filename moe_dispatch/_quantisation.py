@@ -131,9 +131,12 @@ def widen(rows: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
 
 def widened_gradient(rows: Quantised, dtype: torch.dtype) -> Tensor:
     """Widen gradient rows that arrived, for autograd. ``quantised_form`` finds them again in the next backward."""
-    widened: Any = widen(rows, dtype)
-    widened.quantised_form = rows, widened._version
-    return widened  # type: ignore[no-any-return]
+    return _with_form(widen(rows, dtype), rows)
+
+
+def _with_form(gradient: Any, rows: Quantised) -> Tensor:
+    gradient.quantised_form = rows, gradient._version
+    return gradient  # type: ignore[no-any-return]
 
 
 def quantised_form(gradient: Tensor) -> Quantised | None:
@@ -142,12 +145,28 @@ def quantised_form(gradient: Tensor) -> Quantised | None:
     return rows if version == gradient._version else None
 
 
+class Joined(torch.autograd.Function):
+    """Concatenate the outputs of parts of the experts. The backward splits a gradient with its ``quantised_form``."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.sizes = [len(part) for part in parts]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grads, rows = grad.split(ctx.sizes), quantised_form(grad)
+        if rows is None:
+            return grads
+        return tuple(map(_with_form, grads, map(Quantised, *(each.split(ctx.sizes) for each in rows))))
+
+
 class Widen(torch.autograd.Function):
     """``widen`` as a function of the edge of the rows in the autograd graph, which gets the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, edge_RD: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-        return widen(Quantised(values, scales), edge_RD.dtype)
+        return widen(Quantised(values, scales), edge_RD.dtype).data  # no view, so experts may change it in place
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> Any:

@@ -83,8 +83,9 @@ class RankMajorRoute(Route):
         wire = shape.grad_wire_dtype or back_wire(shape.wire_dtype)
         grad_SD = self.spread(grad_TD, wire, label="combine.backward")
         if isinstance(grad_SD, Quantised):
-            if weights_R is None and isinstance(grad_RD := expand(self, grad_SD, grad_TD.dtype), Quantised):
-                return widened_gradient(grad_RD, grad_TD.dtype), None
+            if weights_R is None:
+                grad_RD = expand(self, grad_SD, grad_TD.dtype)
+                return grad_RD if isinstance(grad_RD, Tensor) else widened_gradient(grad_RD, grad_TD.dtype), None
             grad_SD = widen(grad_SD, grad_TD.dtype)
         permutation = self.context.permutations[type(grad_SD), grad_SD.device.type]
         return permutation.expand_weighted(grad_SD, self.index, weights_R, rows_RD, grad_TD.dtype)

@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from moe_dispatch._quantisation import Joined
 from moe_dispatch.balance.exact import ExactPlacement
 from moe_dispatch.balance.movement import (
     Movement,
@@ -185,12 +186,13 @@ def _run_parts(
     of_own = sum(landed.host_counts[: moves.num_own])
     sizes = [of_own, len(landed.edge) - of_own]
     parts = zip((own, slots), _split(moves), landed.edge.split(sizes), landed.weights.split(sizes), strict=True)
-    return torch.cat(
-        [
+    outputs: Tensor = Joined.apply(  # type: ignore[no-untyped-call]
+        *(
             experts(_part(landed, some, edge, shares, begin), *weights)
             for (weights, some, edge, shares), begin in zip(parts, (0, of_own), strict=True)
-        ]
+        )
     )
+    return outputs
 
 
 def _split(moves: Moves) -> tuple[slice, slice]:

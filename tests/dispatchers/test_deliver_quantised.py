@@ -339,6 +339,15 @@ def test_one_pass_over_rows_lies_between_the_wire_and_the_experts() -> None:
     assert len(passes.seen) >= 5
 
 
+def test_gradient_rows_that_arrive_quantised_are_copied_once() -> None:
+    config = _config("local", "mxfp8", deliver="rows", weights="experts", grad_wire_dtype="mxfp8")
+    x, way = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16), random_routing(TOKENS)
+    route = build_dispatcher(config).dispatch(x, way).state.route
+    with _Passes(TOKENS * HIDDEN) as passes:
+        route.combine_backward(x, None, None)
+    assert passes.seen.count("index_select") == 1
+
+
 @pytest.mark.parametrize("fields", [{}, SAFE], ids=["eager", "graph-safe"])
 def test_copies_of_balanced_experts_get_their_part_of_the_quantised_rows(fields: dict[str, Any]) -> None:
     """In eager mode own experts and copies run apart, each on a part."""
@@ -369,3 +378,31 @@ def test_copies_of_balanced_experts_get_their_part_of_the_quantised_rows(fields:
         return found[0]
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("fields", [{"balance_min_rows": 0}, SAFE], ids=["eager", "graph-safe"])
+def test_copies_of_balanced_experts_get_their_part_of_the_quantised_gradient(fields: dict[str, Any]) -> None:
+    def body(group: Group) -> int:
+        config = _config("alltoall", "mxfp8", weights="experts", grad_wire_dtype="mxfp8", balance="exact", **fields)
+        dispatcher, (x, way), seen = build_dispatcher(config, group), _inputs(group, 2), list[int]()
+        way.topk_ids.clamp_(max=2)  # only the first rank's experts are named
+
+        def experts(part: Dispatched, _weights: Tensor) -> Tensor:
+            return quantised.gradient_as(part, 2 * part.rows, lambda found: taken(part, found))
+
+        def taken(part: Dispatched, found: Dispatched) -> Tensor:
+            assert found.quantised is not None
+            assert found.edge.shape == part.edge.shape
+            assert torch.equal(
+                widen(Quantised(found.quantised.values, found.quantised.scales), found.edge.dtype), found.edge
+            )
+            seen.append(len(found.edge))
+            return found.edge
+
+        weights = expert_weights(8, HIDDEN, torch.bfloat16).chunk(2)[group.rank()].clone().requires_grad_()
+        sent, outputs = SlotWeights(dispatcher).run(dispatcher.dispatch(x.requires_grad_(), way), experts, weights)
+        dispatcher.combine(outputs, sent).backward(random_rows(len(x), HIDDEN, seed=5, dtype=x.dtype))
+        assert sum(seen) == len(sent.edge)
+        return len(seen)
+
+    assert on_ranks(body, 2)[1] == (1 if fields is SAFE else 2)
