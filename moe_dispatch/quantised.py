@@ -280,7 +280,8 @@ class _Gemm(torch.autograd.Function):
         assert sent.quantised is not None
         ctx.dtype, ctx.offs = edge.dtype, sent.offs
         ctx.save_for_backward(sent.quantised.values, sent.quantised.scales, weights)
-        return forward(_without_widened(sent), weights)
+        # This copy does not share ``rows``, which may outlive their use: they take twice the memory of values.
+        return forward(replace(sent, quantised=replace(sent.quantised)), weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -348,7 +349,9 @@ def gradient_as(sent: Dispatched, outputs: Tensor, adapter: Callable[[Dispatched
 class _GradientAs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, sent: Dispatched, adapter: Callable[[Dispatched], Tensor]) -> Tensor:
-        ctx.sent, ctx.adapter = _without_widened(sent), adapter
+        rows, edge = sent.quantised, sent.edge  # the edge has no memory, and the backward does not need the rows
+        assert rows is not None
+        ctx.sent, ctx.adapter = replace(sent, quantised=replace(rows, values=edge, scales=edge)), adapter
         return outputs.view_as(outputs)
 
     @staticmethod
@@ -359,11 +362,6 @@ class _GradientAs(torch.autograd.Function):
                 "and outside of torch.compile."
             )
         return ctx.adapter(found), None, None
-
-
-def _without_widened(sent: Dispatched) -> Dispatched:
-    """Return a copy that does not share ``rows``, which may outlive their use: they take twice the memory of values."""
-    return sent if sent.quantised is None else replace(sent, quantised=replace(sent.quantised))
 
 
 class _Connected(torch.autograd.Function):

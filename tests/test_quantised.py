@@ -223,6 +223,16 @@ def test_a_gemm_without_a_backward_gets_the_gradients_of_the_widened_rows(fields
     assert found[0][1].abs().sum() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_may_change_widened_rows_in_place(dtype: torch.dtype) -> None:
+    x = random_rows(TOKENS, HIDDEN, dtype=dtype).requires_grad_()
+    sent = _sent(x, **MXFP8)
+    expected = sent.rows.detach() > 0
+    sent.rows.relu_()[: sent.offs[-1]].sum().backward()
+    assert x.grad is not None
+    assert x.grad.sum() == expected.sum()
+
+
 def _live_bytes(dtype: torch.dtype) -> int:
     gc.collect()
     with warnings.catch_warnings():  # some objects warn when they are asked for their class
@@ -242,6 +252,7 @@ def test_widened_rows_do_not_wait_for_the_backward(reads: str) -> None:
     else:
         y = quantised.gradient_as(sent, sent.rows.new_empty(len(sent.edge), 0, requires_grad=True), quantised.mx_tensor)
         del sent
+        assert _live_bytes(torch.float8_e4m3fn) == 0  # the backward does not need them
     assert y.requires_grad
     assert _live_bytes(torch.bfloat16) == before
 
