@@ -9,6 +9,7 @@ grouped GEMMs. Ranks that share cores disturb each other, so the table also has 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--inner", type=int, default=512)
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the load of experts")
+    parser.add_argument("--zipf", type=float, nargs="+", default=[1.0], help="exponents of the load of experts")
     parser.add_argument("--sorted", action="store_true", help="the first experts are the busiest; else a drawn order")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="tokens of a rank")
     parser.add_argument(
@@ -49,21 +50,47 @@ def main() -> None:
     parser.add_argument(
         "--keep-memory", action="store_true", help="keep freed memory in the process, as the allocator of a GPU does"
     )
+    parser.add_argument("--picture", help="file for a picture of the ratios")
     given = parser.parse_args()
     if given.keep_memory:  # otherwise glibc returns it, and each tensor above 32 MB pays for its pages again
         os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(1 << 40))
     print(
-        "tokens per expert | balance | step ms (quartiles) | busiest rank: cpu ms, rows, saved MB | max/mean | moved MB"
+        "zipf, tokens per expert | balance | step ms (quartiles) | busiest rank: cpu ms, rows, saved MB | max/mean | "
+        "moved MB"
     )
-    for tokens in given.tokens:
-        of_ranks = run_processes(compare, given.ranks, tokens, given)
+    ratios: dict[tuple[float, str], list[float]] = {}
+    for zipf, tokens in itertools.product(given.zipf, given.tokens):
+        of_ranks = run_processes(compare, given.ranks, zipf, tokens, given)
+        case = f"{zipf:.1f}, {tokens * given.top_k * given.ranks / given.experts:7.0f}"
         for side in SIDES:
-            print(
-                line([of_rank[side] for of_rank in of_ranks], side, tokens * given.top_k * given.ranks / given.experts)
+            print(line([of_rank[side] for of_rank in of_ranks], side, case))
+        for clock in ("wall", "cpu"):
+            without, with_balance = (
+                statistics.median(slowest([of_rank[side] for of_rank in of_ranks], clock)) for side in SIDES
             )
+            ratios.setdefault((zipf, clock), []).append(without / with_balance)
+    if given.picture:
+        save_picture(given.picture, given.tokens, ratios)
 
 
-def compare(rank: int, tokens: int, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def save_picture(path: str, tokens: list[int], ratios: dict[tuple[float, str], list[float]]) -> None:
+    """Draw how many times as fast a balanced step is, by tokens of a rank."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  (only the picture needs matplotlib)
+
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for (zipf, clock), values in ratios.items():
+        label = f"Zipf({zipf:g}), {'wall time' if clock == 'wall' else 'processor time'}"
+        axes.plot(tokens, values, "o-" if clock == "wall" else "s--", label=label)
+    axes.axhline(1, color="gray", linewidth=0.8)
+    axes.set(xscale="log", xlabel="tokens of a rank", ylabel="time without / with balance")
+    axes.set_xticks(tokens, [str(number) for number in tokens])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def compare(rank: int, zipf: float, tokens: int, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the measurements of one rank, by side."""
     balanced = {
         "balance": "exact",
@@ -74,7 +101,7 @@ def compare(rank: int, tokens: int, given: argparse.Namespace) -> dict[str, dict
     world = dist.group.WORLD
     assert world is not None
     layers = {side: Layer(given, world, **(balanced if side == "with" else {})) for side in SIDES}
-    x, routing = draw(rank, tokens, given)
+    x, routing = draw(rank, zipf, tokens, given)
     found: dict[str, dict[str, Any]] = {side: {"wall": [], "cpu": []} for side in SIDES}
     for step in range(given.steps + 1):
         for side in list(SIDES)[:: 1 if step % 2 else -1]:
@@ -125,12 +152,12 @@ def experts(part: Dispatched, up: Tensor, down: Tensor) -> Tensor:
     return part.grouped_mm(torch.relu(part.grouped_mm(part.rows, up)), down)
 
 
-def draw(rank: int, tokens: int, given: argparse.Namespace) -> tuple[Tensor, Routing]:
+def draw(rank: int, zipf: float, tokens: int, given: argparse.Namespace) -> tuple[Tensor, Routing]:
     """Return x and a routing. Which experts are busy is drawn too, the same on all ranks."""
     order = torch.randperm(given.experts, generator=torch.Generator().manual_seed(0))
     if given.sorted:
         order = torch.arange(given.experts)
-    odds = (torch.arange(given.experts) + 1.0).pow(-given.zipf)[order].expand(tokens, -1)
+    odds = (torch.arange(given.experts) + 1.0).pow(-zipf)[order].expand(tokens, -1)
     generator = torch.Generator().manual_seed(100 + rank)
     ids = torch.multinomial(odds, given.top_k, generator=generator)
     x = torch.randn(tokens, given.hidden, generator=generator, requires_grad=True)
@@ -154,17 +181,21 @@ def with_saved_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
     return result, sum(storage.nbytes() for storage in storages.values())
 
 
-def line(of_ranks: list[dict[str, Any]], side: str, tokens_per_expert: float) -> str:
-    """Return a line of the table. A step takes as long as its slowest rank."""
-    walls = [1e3 * max(walls) for walls in zip(*(of_rank["wall"] for of_rank in of_ranks), strict=True)]
-    cpus = [1e3 * max(cpus) for cpus in zip(*(of_rank["cpu"] for of_rank in of_ranks), strict=True)]
-    low, middle, high = statistics.quantiles(walls, n=4, method="inclusive")
+def slowest(of_ranks: list[dict[str, Any]], clock: str) -> list[float]:
+    """Return the milliseconds of each step. A step takes as long as its slowest rank."""
+    return [1e3 * max(times) for times in zip(*(of_rank[clock] for of_rank in of_ranks), strict=True)]
+
+
+def line(of_ranks: list[dict[str, Any]], side: str, case: str) -> str:
+    """Return a line of the table."""
+    low, middle, high = statistics.quantiles(slowest(of_ranks, "wall"), n=4, method="inclusive")
+    cpu = statistics.median(slowest(of_ranks, "cpu"))
     rows = [of_rank["rows"] for of_rank in of_ranks]
     saved = max(of_rank["saved"] for of_rank in of_ranks) / 1e6
     moved = sum(of_rank["moved"] for of_rank in of_ranks) / 1e6
     return (
-        f"{tokens_per_expert:7.0f} | {side:7} | {middle:7.1f} ({low:.1f}-{high:.1f}) | {statistics.median(cpus):7.1f}, "
-        f"{max(rows):6d}, {saved:6.1f} | {max(rows) * len(rows) / sum(rows):5.2f} | {moved:5.1f}"
+        f"{case} | {side:7} | {middle:7.1f} ({low:.1f}-{high:.1f}) | {cpu:7.1f}, {max(rows):6d}, {saved:6.1f} | "
+        f"{max(rows) * len(rows) / sum(rows):5.2f} | {moved:5.1f}"
     )
 
 
