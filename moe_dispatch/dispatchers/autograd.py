@@ -297,7 +297,7 @@ class Combine(torch.autograd.Function):
         ctx.save_for_backward(
             weights_R, rows_RD if applied and state.wants_weights and ctx.needs_input_grad[1] else None
         )
-        # ``data`` of a view, which a library may return, is none, so models may add a residual to it in place.
+        # A library may return a view. ``data`` is no view, so models may add a residual to it in place.
         y_TD = state.route.combine(rows_RD, weights_R if applied else None).data
         return trim(y_TD, state.real_rows, state.num_rows)
 

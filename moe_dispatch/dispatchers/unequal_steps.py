@@ -61,9 +61,10 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
             at the dispatch.
 
     Raises:
-        ConfigError: The block is inside of another join; or the layers are incomplete, are of several groups, or differ
-            between ranks; or a config has ``graph_safe`` or expert slots. Raised on every rank that does not raise
-            another error.
+        ConfigError: The block is inside of another join; or the layers are incomplete or of several groups; or a config
+            has ``graph_safe`` or expert slots. Raised on every rank that does not raise another error.
+        InputError: The layers or their order differ between ranks, or two ranks make different calls in the block.
+            Raised on every rank.
         StateError: A dispatcher is closed; or a call in the block is compiled, sends rows ``again``, differentiates one
             dispatch twice, or is another collective of this library on the group, such as ``metrics(gather=True)``.
         LostPeerError: Another rank has failed in the block.
@@ -93,7 +94,7 @@ def join(layers: Iterable[Dispatcher] | Mapping[Dispatcher, Experts]) -> Iterato
 
 
 class _FreshTensor(torch.autograd.Function):
-    """The memory of a leaf of autograd as a tensor that is none, so that experts may change it in place."""
+    """Return the memory of a leaf as a tensor that is not a leaf, so that experts may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ class _Session:
             raise ConfigError("join: there are no layers. Pass the dispatchers of the MoE layers.")
         self._channels = [lease.opened for lease in self._leases]
         self.control = max(self._channels, key=lambda channel: channel.users > 0).control
-        raise_alike(self.control, self._problem(), facts=self._facts(), label="join")
+        raise_alike(self.control, self._problem(), facts=self._facts(), of_call=True, label="join")
         self._shares = [Lease(channel, lease.name) for channel, lease in zip(self._channels, self._leases, strict=True)]
         for number, (lease, channel) in enumerate(zip(self._leases, self._channels, strict=True)):
             lease.shared = self._stand_in(channel, number)
@@ -168,7 +169,8 @@ class _Session:
         _of_thread.is_joined = True
 
     def _facts(self) -> dict[str, Any]:
-        return {"the layers of join": [[lease.shared.config.digest, lease.number] for lease in self._leases]}
+        told = [f"{lease.opened.config.digest[:12]} {lease.number}" for lease in self._leases]
+        return {"the layers of join, each as config and number": ", ".join(told)}
 
     def _problem(self) -> MoEDispatchError | None:
         for dispatcher, experts in self._given.items():

@@ -574,6 +574,17 @@ def test_dispatchers_of_another_config_must_be_passed() -> None:
     raises_everywhere(outcomes(body, 2), ConfigError, "pass all 2 open dispatchers of the group, got 1")
 
 
+def test_layers_in_another_order_are_refused() -> None:
+    def body(group: Group) -> None:
+        layers = [Layer(seed, group, hidden=16) for seed in range(2)]
+        with join(reversed(layers) if group.rank() else layers):
+            raise AssertionError("entered")
+
+    digest = small_config(hidden_size=16).digest[:12]
+    text = f"rank 0 has '{digest} 0, {digest} 1', rank 1 has '{digest} 1, {digest} 0'. Make the same call on every rank"
+    raises_everywhere(outcomes(body, 2), InputError, "Ranks disagree on the layers of join, each as config", text)
+
+
 def test_layers_of_two_groups_are_refused() -> None:
     store = HashStore()
 

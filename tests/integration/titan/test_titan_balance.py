@@ -58,7 +58,7 @@ CASES = {
     "ep 2 x fsdp 2": Case(ranks=4, ep=2),
     "ep 2 x fsdp 2, not balanced": Case(ranks=4, ep=2, options=()),
     "ep 2 x replicas 2": Case(ranks=4, ep=2, replicate=2),
-    "ep 2 x fsdp 2, in chunks": Case(ranks=4, ep=2, options=(("chunk_tokens", 8),)),
+    "ep 2 x fsdp 2, chunks recomputed": Case(ranks=4, ep=2, options=(("chunk_tokens", 8), ("chunk_recompute", True))),
     "ep 4, in chunks, recomputed": Case(ranks=4, ep=4, options=(*BALANCE.items(), ("chunk_tokens", 8)), recompute=True),
 }
 PLANTED = ("2 ranks", "ep 2 x fsdp 2")
