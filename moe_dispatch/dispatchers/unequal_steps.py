@@ -300,11 +300,11 @@ class _Session:
             if what == _MAX:
                 self._answer_max(*numbers[:2])
             elif what == _TEXTS:
-                texts = [value[1] for value in self.control.gather_json(None, label="join") if value and value[1]]
+                told = self.control.gather_json(None, label="join")
                 self.in_exchange = False
-                raise PeerError(
-                    f"join: {'; '.join(texts) or 'two ranks make different calls. Their errors say which.'}"
-                )
+                texts = [f"rank {rank} refused: {value[1]}" for rank, value in enumerate(told) if value and value[1]]
+                why = "; ".join(texts) or "two ranks make different calls. Their errors say which."
+                raise PeerError(f"join: {why}")
             elif what == _RESERVE:
                 self._channels[numbers[0]].backend.reserve(_sizes(numbers[1:3]))
             elif what == _REFUSE:

@@ -233,7 +233,9 @@ def test_a_call_that_all_ranks_refuse() -> None:
                 layer(random_rows(4), random_routing(3))
 
     done, calling = outcomes(body, 2)
-    raises_everywhere([done], PeerError, "has 4 tokens but routing has 3")
+    raises_everywhere(
+        [done], PeerError, "join: rank 1 refused: Dispatcher.dispatch: ", "has 4 tokens but routing has 3"
+    )
     raises_everywhere([calling], InputError, "has 4 tokens but routing has 3")
 
 
