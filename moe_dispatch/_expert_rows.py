@@ -136,4 +136,9 @@ class _ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.contiguous()
+        return contiguous_gradient(grad)
+
+
+def contiguous_gradient(grad: Tensor) -> Tensor:
+    """Return a contiguous gradient. ``contiguous`` leaves an empty one as it is, also if it is expanded."""
+    return grad.contiguous() if grad.numel() else grad.clone(memory_format=torch.contiguous_format)

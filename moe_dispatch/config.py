@@ -240,7 +240,8 @@ class DispatcherConfig(BaseModel):
             ),
             (
                 self.grad_wire_dtype not in (None, self.wire_dtype),
-                f"grad_wire_dtype must be None or wire_dtype ({self.wire_dtype!r}), got {self.grad_wire_dtype!r}.",
+                f"grad_wire_dtype must be None or the quantised wire_dtype, got {self.grad_wire_dtype!r} beside "
+                f"wire_dtype={self.wire_dtype!r}.",
             ),
             (
                 static and self.max_tokens_per_rank is None,

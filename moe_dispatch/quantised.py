@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_dispatch._expert_rows import ALIGNED_BYTES, grouped_mm
+from moe_dispatch._expert_rows import ALIGNED_BYTES, contiguous_gradient, grouped_mm
 from moe_dispatch._quantisation import RECIPES, Quantised, quantise, quantised_form, widen
 from moe_dispatch.errors import InputError, StateError
 from moe_dispatch.permutation.index import round_up
@@ -288,7 +288,7 @@ class _Gemm(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise StateError("grouped_gemm: double backward is not supported. Use create_graph=False.")
         values, scales, weights = ctx.saved_tensors
-        grad = grad.to(weights.dtype)
+        grad = contiguous_gradient(grad.to(weights.dtype))
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_rows = grouped_mm(grad, weights.transpose(1, 2), ctx.offs).to(ctx.dtype)

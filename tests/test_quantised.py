@@ -29,9 +29,9 @@ SAFE: Fields = {"graph_safe": True, "max_tokens_per_rank": TOKENS}
 
 
 def _sent(x: Tensor | None = None, **fields: Any) -> Dispatched:
-    way = random_routing(TOKENS)
-    way.topk_ids[way.topk_ids == 3] = 4  # expert 3 gets no row
     x = random_rows(TOKENS, HIDDEN, dtype=torch.bfloat16) if x is None else x
+    way = random_routing(len(x))
+    way.topk_ids[way.topk_ids == 3] = 4  # expert 3 gets no row
     sent: Dispatched = build_dispatcher(small_config("local", hidden_size=HIDDEN, **fields)).dispatch(x, way)
     return sent
 
@@ -221,6 +221,14 @@ def test_a_gemm_without_a_backward_gets_the_gradients_of_the_widened_rows(fields
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got, expected)
     assert found[0][1].abs().sum() > 0
+
+
+def test_a_gemm_without_rows_has_gradients() -> None:
+    x = random_rows(0, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    weights = expert_weights(EXPERTS, HIDDEN, torch.bfloat16).requires_grad_()
+    quantised.grouped_gemm(_sent(x, **MXFP8), weights, lambda sent, w: sent.grouped_mm(sent.rows, w)).sum().backward()
+    assert weights.grad is not None
+    assert not weights.grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -270,7 +270,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another gradient": (
         "local",
         {"wire_dtype": "mxfp8", "pad_multiple": 32, "grad_wire_dtype": "float8_e4m3fn"},
-        r"grad_wire_dtype must be None or wire_dtype \('mxfp8'\), got 'float8_e4m3fn'",
+        r"must be None or the quantised wire_dtype, got 'float8_e4m3fn' beside wire_dtype='mxfp8'",
     ),
 }
 

@@ -168,6 +168,16 @@ def test_a_plain_sum_may_follow(inner: int) -> None:
     torch.testing.assert_close(matrices.grad.sum(0)[:, 0], sent.rows.sum(0))
 
 
+def test_a_plain_sum_may_follow_without_rows() -> None:
+    """An empty gradient that is expanded counts as contiguous, and torch's operator refuses it all the same."""
+    dispatcher = build_dispatcher(small_config("local"))
+    sent = dispatcher.dispatch(random_rows(0), Routing(torch.zeros(0, 2).long(), torch.zeros(0, 2)))
+    matrices = torch.ones(NUM_EXPERTS, 16, 8, requires_grad=True)
+    sent.grouped_mm(sent.rows, matrices).sum().backward()
+    assert matrices.grad is not None
+    assert not matrices.grad.any()
+
+
 def test_matrices_and_rows_that_are_views() -> None:
     sent = sent_in()
     wide = torch.cat((sent.rows, sent.rows), dim=1)
