@@ -77,6 +77,29 @@ def test_memory_that_goes_back_while_another_stream_reads_it_is_reported(side: t
     assert "race" in [each.kind for each in found]
 
 
+@pytest.mark.expects_races
+def test_a_product_of_matrices_is_no_part_of_the_operation_before_it(side: torch.cuda.Stream) -> None:
+    """The stub of cuBLAS launches nothing."""
+    with recorded() as found:
+        x = torch.ones(8, 8, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        y = x @ x
+        with torch.cuda.stream(side):
+            y + 1
+    assert [each.kind for each in found].count("race") == 1
+
+
+def test_a_product_of_matrices_in_memory_that_another_stream_gave_back(side: torch.cuda.Stream) -> None:
+    x, y = torch.ones(8, 8, device="cuda"), torch.ones(8, 8, device="cuda")
+    address = y.data_ptr()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y + 1
+    y.record_stream(side)
+    del y  # the allocator asks for the event of the side stream when it gives the memory to the product
+    assert (x @ x).data_ptr() == address
+
+
 def test_streams_that_wait_are_not_reported(side: torch.cuda.Stream) -> None:
     x = torch.ones(SIZE, device="cuda")
     side.wait_stream(torch.cuda.current_stream())

@@ -36,6 +36,7 @@ std::vector<Record> records;
 std::atomic<bool> recording{false};
 std::atomic<bool> watching{false};
 thread_local std::string place;  // the operator and the lines of Python that run in this thread
+thread_local Stream* in_use = nullptr;  // the stream of the last operation that this operator has asked for
 thread_local Clock seen_by_thread;
 std::map<int, Clock> known_to_host;  // by device
 std::map<uintptr_t, Range> ranges;
@@ -81,6 +82,7 @@ void advance(Stream* stream) {
   merge(stream->known, known_to_host[stream->device]);
   merge(stream->known, seen_by_thread);
   stream->known[stream->id] = ++stream->operations;
+  in_use = stream;
 }
 
 void host_knows(int device, const Clock& known) {
@@ -137,7 +139,10 @@ void forget_accesses(const void* address, size_t bytes) {
 using namespace simulated;
 
 // Name the operator and the lines of Python that run in this thread from now on.
-EXPORT void simulated_set_place(const char* text) { place = text; }
+EXPORT void simulated_set_place(const char* text) {
+  place = text;
+  in_use = nullptr;
+}
 
 EXPORT void simulated_record(int on) { recording = on != 0; }
 
@@ -168,5 +173,7 @@ EXPORT void simulated_operation(const char* kind, const char* detail, long long 
 }
 
 EXPORT void simulated_access(const void* address, size_t bytes, int writes, void* stream, const char* what) {
-  access(address, bytes, writes != 0, find_stream((cudaStream_t)stream), what);
+  Stream* queue = find_stream((cudaStream_t)stream);
+  if (in_use != queue) advance(queue);  // the operator ran in a stub such as cuBLAS, which asks for nothing
+  access(address, bytes, writes != 0, queue, what);
 }
