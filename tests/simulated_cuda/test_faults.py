@@ -16,6 +16,7 @@ from tests.simulated_cuda.device import recorded
 from tests.simulated_cuda.layer import BATCH, EXPERTS, HIDDEN, LENGTH, TOP_K, dispatcher_of
 
 SIZE = 1 << 10
+SIDE = 1 << 12  # of a matrix for which the allocator has no other free memory, whatever has run before
 
 
 def inputs() -> tuple[Tensor, Routing]:
@@ -68,12 +69,12 @@ def test_a_read_that_does_not_wait_for_the_write_is_reported(side: torch.cuda.St
 @pytest.mark.expects_races
 def test_memory_that_goes_back_while_another_stream_reads_it_is_reported(side: torch.cuda.Stream) -> None:
     with recorded() as found:
-        x = torch.ones(SIZE, device="cuda")
+        x = torch.ones(SIDE, SIDE, device="cuda")
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             x + 1
         del x  # without record_stream, the next tensor of this size gets its memory
-        torch.ones(SIZE, device="cuda")
+        torch.ones(SIDE, SIDE, device="cuda")
     assert "race" in [each.kind for each in found]
 
 
@@ -90,14 +91,14 @@ def test_a_product_of_matrices_is_no_part_of_the_operation_before_it(side: torch
 
 
 def test_a_product_of_matrices_in_memory_that_another_stream_gave_back(side: torch.cuda.Stream) -> None:
-    x, y = torch.ones(8, 8, device="cuda"), torch.ones(8, 8, device="cuda")
+    x, y = torch.ones(SIDE, 1, device="cuda"), torch.ones(SIDE, SIDE, device="cuda")
     address = y.data_ptr()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         y + 1
     y.record_stream(side)
     del y  # the allocator asks for the event of the side stream when it gives the memory to the product
-    assert (x @ x).data_ptr() == address
+    assert (x @ x.t()).data_ptr() == address
 
 
 def test_streams_that_wait_are_not_reported(side: torch.cuda.Stream) -> None:

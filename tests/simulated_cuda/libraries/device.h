@@ -64,7 +64,8 @@ void record(const char* kind, const char* detail, long long bytes, Stream* strea
 // Number an operation of a stream: whatever the stream or the host has waited for is done before it.
 void advance(Stream* stream);
 void merge(Clock& into, const Clock& other);
-// The host has waited, so that all threads may use what is done; or this thread has seen that it is done.
+// The host has waited, so that all threads may use what is done; or this thread has seen that it is done. Then threads
+// that run operators on its device may use it, such as those of autograd, but not all: NCCL's sees the end of everything.
 void host_knows(int device, const Clock& known);
 void thread_knows(const Clock& known);
 // Whether the host has waited for all of this, or for later work.

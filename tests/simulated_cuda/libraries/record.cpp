@@ -37,8 +37,9 @@ std::atomic<bool> recording{false};
 std::atomic<bool> watching{false};
 thread_local std::string place;  // the operator and the lines of Python that run in this thread
 thread_local Stream* in_use = nullptr;  // the stream of the last operation that this operator has asked for
-thread_local Clock seen_by_thread;
-std::map<int, Clock> known_to_host;  // by device
+thread_local bool runs_operators = false;
+std::map<int, Clock> known_to_host;      // by device
+std::map<int, Clock> seen_by_operators;  // by device
 std::map<uintptr_t, Range> ranges;
 
 // Make `at` a border between two ranges.
@@ -80,7 +81,7 @@ void merge(Clock& into, const Clock& other) {
 void advance(Stream* stream) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   merge(stream->known, known_to_host[stream->device]);
-  merge(stream->known, seen_by_thread);
+  merge(stream->known, seen_by_operators[stream->device]);
   stream->known[stream->id] = ++stream->operations;
   in_use = stream;
 }
@@ -90,7 +91,10 @@ void host_knows(int device, const Clock& known) {
   merge(known_to_host[device], known);
 }
 
-void thread_knows(const Clock& known) { merge(seen_by_thread, known); }
+void thread_knows(const Clock& known) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (runs_operators) merge(seen_by_operators[current_device], known);
+}
 
 bool host_has_seen(int device, const Clock& known) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
@@ -142,6 +146,7 @@ using namespace simulated;
 EXPORT void simulated_set_place(const char* text) {
   place = text;
   in_use = nullptr;
+  runs_operators = true;
 }
 
 EXPORT void simulated_record(int on) { recording = on != 0; }
