@@ -57,6 +57,7 @@ $(SIMGPU): Makefile constraints.txt
 	PIP_EXTRA_INDEX_URL= $(SIMGPU_INSTALL) --no-deps torch==$(SIMGPU_TORCH) 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'
 	$(SIMGPU_INSTALL) --constraint constraints.txt filelock fsspec jinja2 networkx numpy pydantic pytest pytest-xdist setuptools \
 	    sympy triton
+	$(SIMGPU_INSTALL) --no-deps --ignore-requires-python --constraint constraints.txt megatron-core
 	@touch $@
 
 $(SIMGPU_LIBRARIES): $(SIMGPU) $(wildcard tests/simulated_cuda/libraries/*)
