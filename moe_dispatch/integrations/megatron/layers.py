@@ -184,7 +184,7 @@ def replace_dispatcher(layer: Any, **given: Any) -> None:
         old.close()
     else:
         layer.router.register_forward_hook(_route_no_padding, with_kwargs=True)
-        if layer.router.enable_expert_bias:
+        if getattr(layer.router, "enable_expert_bias", False):  # a router of the model may have none
             count = layer.router._apply_expert_bias
             layer.router._apply_expert_bias = functools.partial(_count_real_rows, count)
     experts_config = getattr(layer.experts, "config", None)
