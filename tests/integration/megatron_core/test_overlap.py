@@ -206,9 +206,12 @@ def case_of(job: Job, **unchecked: Any) -> Case:
 
 
 def converted(job: Job, *, plant: str = "", **unchecked: Any) -> Any:
+    from megatron.core import parallel_state
+
     from moe_dispatch.integrations.megatron import convert
 
     case = case_of(job, **unchecked)
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups(case.parallel).tp  # 0.16 looks here
     model = packed_model(case) if job.packed else gpt_model(case)
     model.to(case.dtype)  # norms without transformer-engine are float32
     with planted(plant):
@@ -218,12 +221,9 @@ def converted(job: Job, *, plant: str = "", **unchecked: Any) -> Any:
 
 def compared(rank: int, job: Job, plant: str = "") -> Outcome:
     """Overlapped steps beside plain ones."""
-    from megatron.core import parallel_state
-
     from moe_dispatch.dispatchers import agreement
     from moe_dispatch.integrations.megatron import RoutingReplay
 
-    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups(case_of(job).parallel).tp  # 0.16 looks here
     plain, overlapped = converted(job), converted(job, plant=plant, **OVERLAP)
     overlapped.load_state_dict(plain.state_dict())
     if job.delayed:
