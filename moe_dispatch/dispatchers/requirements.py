@@ -14,7 +14,6 @@ from moe_dispatch.errors import BackendUnavailableError, ConfigError, InputError
 from moe_dispatch.permutation import choose_permutation
 from moe_dispatch.types import Capacity
 
-_OTHER_EXPERTS = "Use another ep_size or number of experts."
 _OTHER_HIDDEN = "Use another hidden size or another backend. [MD05]"
 
 
@@ -107,9 +106,13 @@ def check_group(config: DispatcherConfig, name: str, shape: MoEShape, needs: Con
         ConfigError: A constraint is broken. The error has both values.
     """
     where = f"Backend {name!r}"
-    spread = f"{shape.num_local_experts} ({shape.num_experts} experts over {shape.ep_size} ranks)"
+    spread = f"{shape.num_local_experts} ({config.num_experts} experts over {shape.ep_size} ranks)"
+    other_experts = "Use another ep_size or number of experts."
+    if spare := config.spare_slots(shape.ep_size):
+        spread = f"{spread[:-1]}, spare slots per rank: {spare})"
+        other_experts = "Change spare_experts_per_rank, ep_size or the number of experts."
     for what, value, multiple, got, way_out in (
-        ("experts per rank", shape.num_local_experts, needs.local_experts_multiple, spread, _OTHER_EXPERTS),
+        ("experts per rank", shape.num_local_experts, needs.local_experts_multiple, spread, other_experts),
         ("hidden_size", shape.hidden_size, needs.hidden_multiple, shape.hidden_size, _OTHER_HIDDEN),
     ):
         if value % multiple:

@@ -189,6 +189,12 @@ def test_the_newest_rules_are_those_of_its_class() -> None:
         (V1, {"num_experts": 258}, 2, "experts per rank must be at most 128, got 129 (258 experts over 2 ranks)"),
         (V2, {"num_experts": 64, "top_k": 33}, 2, "'deepep': top_k must be at most 32, got 33"),
         (HYBRID, {"num_experts": 6}, 2, "experts per rank must be a multiple of 2, got 3 (6 experts over 2 ranks)"),
+        (
+            HYBRID,
+            {"num_experts": 8, "spare_experts_per_rank": 1},
+            2,
+            "got 5 (8 experts over 2 ranks, spare slots per rank: 1). Change spare_experts_per_rank, ep_size or",
+        ),
         (HYBRID, {"hidden_size": 24}, 2, "'hybridep': hidden_size must be a multiple of 16, got 24"),
         ({**HYBRID, "ranks_per_domain": 1}, {"max_tokens_per_rank": 30000}, 2, "at most 21824 rows per rank fit"),
         (HYBRID, {"wire_dtype": "mxfp8"}, 2, "'hybridep': hidden_size must be a multiple of 512, got 256"),
