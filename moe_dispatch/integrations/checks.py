@@ -73,8 +73,13 @@ def refuse_quantised_rows(where: str, config: DispatcherConfig) -> None:
         )
 
 
-def refuse_chunks(where: str, config: DispatcherConfig) -> None:
+def refuse_chunks(where: str, config: DispatcherConfig, instead: str = "use smaller micro-batches") -> None:
     """Refuse ``chunk_tokens``. A framework that calls the verbs and the experts itself does so once for all rows.
+
+    Args:
+        where: Name of the caller, which the error shows.
+        config: Config of the dispatcher.
+        instead: The other way that the error recommends.
 
     Raises:
         ConfigError: The config has ``chunk_tokens``.
@@ -82,5 +87,5 @@ def refuse_chunks(where: str, config: DispatcherConfig) -> None:
     if config.chunk_tokens is not None:
         raise ConfigError(
             f"{where}: the framework runs its experts once for all rows of a call, so there are no chunks, got "
-            f"chunk_tokens={config.chunk_tokens}. Leave chunk_tokens out, and use smaller micro-batches."
+            f"chunk_tokens={config.chunk_tokens}. Leave chunk_tokens out, and {instead}."
         )

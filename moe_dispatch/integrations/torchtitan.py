@@ -127,7 +127,7 @@ class MoEDispatchTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         Cost: that of ``Dispatcher.dispatch`` without a plan.
         """
         refuse_spare_slots(where := "MoEDispatchTokenDispatcher.dispatch in RoutedExperts", self._config)
-        refuse_chunks(where, self._config)
+        refuse_chunks(where, self._config, "give it to use_moe_dispatch or moe_dispatch_override")
         routing = self.routing(topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         sent = self.dispatcher.dispatch(x_TD, routing, Rows())
         return sent.rows, sent.tokens_per_expert, sent

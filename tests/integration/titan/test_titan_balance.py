@@ -331,6 +331,10 @@ def test_other_routed_experts_are_refused_with_spare_slots() -> None:
     dispatcher = MoEDispatchTokenDispatcher(balanced.token_dispatcher)
     with pytest.raises(ConfigError, match=r"RoutedExperts: this integration runs the experts that a rank owns"):
         dispatcher.dispatch(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(8))
+    use_moe_dispatch(config, backend="local", chunk_tokens=8)
+    dispatcher = MoEDispatchTokenDispatcher(config.routed_experts.token_dispatcher)
+    with pytest.raises(ConfigError, match=r"got chunk_tokens=8\. .* give it to use_moe_dispatch or moe_dispatch_over"):
+        dispatcher.dispatch(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(8))
 
 
 def test_selective_checkpointing_is_refused() -> None:
