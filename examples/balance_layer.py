@@ -1,8 +1,11 @@
 """Compare a layer with and without balancing, on Zipf loads: time, busiest rank, and bytes of weights.
 
+The third side, "even", needs no copies: it has the same experts, but on ranks where they make nearly equal loads. A
+balanced layer cannot be faster than this one.
+
     python examples/balance_layer.py --ranks 4 --tokens 256 1024 4096
 
-Steps with and without ``balance`` take turns in one run. A step is the forward and the backward of one MoE layer with
+Steps of the sides take turns in one run. A step is the forward and the backward of one MoE layer with
 grouped GEMMs. Ranks that share cores disturb each other, so the table also has the processor time of the busiest rank.
 """
 
@@ -23,10 +26,11 @@ from torch import Tensor
 
 from moe_dispatch import Dispatched, Dispatcher, DispatcherConfig, Routing, build_dispatcher
 from moe_dispatch.balance import ExactPlacement, ExpertPlacement
+from moe_dispatch.balance.planners import eplb
 from moe_dispatch.dispatchers import SlotWeights
 from moe_dispatch_testing import run_processes
 
-SIDES = ("without", "with")
+SIDES = ("without", "with", "even")
 
 
 def main() -> None:
@@ -58,30 +62,34 @@ def main() -> None:
         "zipf, tokens per expert | balance | step ms (quartiles) | busiest rank: cpu ms, rows, saved MB | max/mean | "
         "moved MB"
     )
-    ratios: dict[tuple[float, str], list[float]] = {}
+    ratios: dict[tuple[float, str, str], list[float]] = {}
     for zipf, tokens in itertools.product(given.zipf, given.tokens):
         of_ranks = run_processes(compare, given.ranks, zipf, tokens, given)
         case = f"{zipf:.1f}, {tokens * given.top_k * given.ranks / given.experts:7.0f}"
         for side in SIDES:
             print(line([of_rank[side] for of_rank in of_ranks], side, case))
         for clock in ("wall", "cpu"):
-            least = [min(slowest([of_rank[side] for of_rank in of_ranks], clock)) for side in SIDES]
-            ratios.setdefault((zipf, clock), []).append(least[0] / least[1])
+            without, *others = ([of_rank[side] for of_rank in of_ranks] for side in SIDES)
+            for side, other in zip(SIDES[1:], others, strict=True):
+                found = ratio(slowest(without, clock), slowest(other, clock))
+                ratios.setdefault((zipf, side, clock), []).append(found)
+                print(f"{case} | {clock} time without / {side}: {found:.2f}")
     if given.picture:
         save_picture(given.picture, given.tokens, ratios)
 
 
-def save_picture(path: str, tokens: list[int], ratios: dict[tuple[float, str], list[float]]) -> None:
-    """Draw how many times as fast a balanced step is, by tokens of a rank: ratios of the least times."""
+def save_picture(path: str, tokens: list[int], ratios: dict[tuple[float, str, str], list[float]]) -> None:
+    """Draw how many times as fast a balanced step is, by tokens of a rank, and how fast one with even loads is."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (only the picture needs matplotlib)
 
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
-    for (zipf, clock), values in ratios.items():
-        label = f"Zipf({zipf:g}), {'wall time' if clock == 'wall' else 'processor time'}"
-        axes.plot(tokens, values, "o-" if clock == "wall" else "s--", label=label)
+    for (zipf, side, clock), values in ratios.items():
+        if clock == "wall":
+            label = "exact" if side == "with" else "even ranks, no copies"
+            axes.plot(tokens, values, "o-" if side == "with" else "s--", label=f"Zipf({zipf:g}), {label}")
     axes.axhline(1, color="gray", linewidth=0.8)
-    axes.set(xscale="log", xlabel="tokens of a rank", ylabel="least time without / with balance")
+    axes.set(xscale="log", xlabel="tokens of a rank", ylabel="time without balance / time")
     axes.set_xticks(tokens, [str(number) for number in tokens])
     axes.minorticks_off()
     axes.legend(fontsize=8)
@@ -100,18 +108,19 @@ def compare(rank: int, zipf: float, tokens: int, given: argparse.Namespace) -> d
     assert world is not None
     layers = {side: Layer(given, world, **(balanced if side == "with" else {})) for side in SIDES}
     x, routing = draw(rank, zipf, tokens, given)
+    routings = dict.fromkeys(SIDES, routing) | {"even": evened(routing, world, given.experts)}
     found: dict[str, dict[str, Any]] = {side: {"wall": [], "cpu": []} for side in SIDES}
     for step in range(given.steps + 1):
-        for side in list(SIDES)[:: 1 if step % 2 else -1]:
+        for side in (*SIDES, *SIDES)[step % 3 : step % 3 + 3]:
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
-            layers[side](x, routing).square().sum().backward()
+            layers[side](x, routings[side]).square().sum().backward()
             if step:  # the first step warms up
                 found[side]["wall"].append(time.perf_counter() - wall)
                 found[side]["cpu"].append(time.process_time() - cpu)
     for side, layer in layers.items():
         before = layer.dispatcher.metrics().bytes_sent.get("weights", 0)
-        result, saved = with_saved_bytes(partial(layer, x, routing))
+        result, saved = with_saved_bytes(partial(layer, x, routings[side]))
         result.sum().backward()
         moved = layer.dispatcher.metrics().bytes_sent.get("weights", 0) - before
         found[side].update(moved=moved, rows=layer.rows, saved=saved)
@@ -162,6 +171,15 @@ def draw(rank: int, zipf: float, tokens: int, given: argparse.Namespace) -> tupl
     return x, Routing(ids, torch.rand(tokens, given.top_k, generator=generator))
 
 
+def evened(routing: Routing, group: dist.ProcessGroup, experts: int) -> Routing:
+    """Return the routing with numbers of experts for which the ranks have nearly equal loads."""
+    counts_E = torch.bincount(routing.topk_ids.flatten(), minlength=experts)
+    dist.all_reduce(counts_E, group=group)
+    packed = eplb(counts_E, ExpertPlacement.contiguous(experts, group.size()), ranks_per_node=group.size())
+    numbers_E = torch.tensor([slots[0] for slots in packed.slots_of_expert])
+    return Routing(numbers_E[routing.topk_ids], routing.topk_weights)
+
+
 def with_saved_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
     """Return the result of a forward, and the bytes that it keeps for the backward.
 
@@ -182,6 +200,13 @@ def with_saved_bytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
 def slowest(of_ranks: list[dict[str, Any]], clock: str) -> list[float]:
     """Return the milliseconds of each step. A step takes as long as its slowest rank."""
     return [1e3 * max(times) for times in zip(*(of_rank[clock] for of_rank in of_ranks), strict=True)]
+
+
+def ratio(without: list[float], other: list[float]) -> float:
+    """Return the ratio of the times of two sides: medians of the fastest quarter, for which other work waited least."""
+    fastest = (sorted(times)[: max(len(times) // 4, 1)] for times in (without, other))
+    above, below = map(statistics.median, fastest)
+    return above / below
 
 
 def line(of_ranks: list[dict[str, Any]], side: str, case: str) -> str:

@@ -1,4 +1,4 @@
-"""The comparison with and without balancing: two lines for each number of tokens, and a less busy busiest rank."""
+"""The comparison with and without balancing: three lines for each number of tokens, and a less busy busiest rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(sys, "argv", ["balance_layer.py", *sizes.split(), "--picture", str(picture)])
     balance_layer.main()
     _, *lines = capsys.readouterr().out.splitlines()
-    tokens, sides, _, busiest, ratio, moved = zip(*(map(str.strip, line.split("|")) for line in lines), strict=True)
-    assert tokens == ("2.0,      32",) * 2
-    assert sides == ("without", "with")
+    table = (map(str.strip, line.split("|")) for line in lines[:3])
+    tokens, sides, _, busiest, ratio, moved = zip(*table, strict=True)
+    assert tokens == ("2.0,      32",) * 3
+    assert sides == ("without", "with", "even")
     rows = [int(numbers.split(",")[1]) for numbers in busiest]
-    assert rows[0] > 1.1 * rows[1]
-    assert float(ratio[0]) > 1.1 > float(ratio[1])
-    assert moved[0] == "0.0"
+    assert rows[0] > 1.1 * max(rows[1:])
+    assert float(ratio[0]) > 1.1 > max(map(float, ratio[1:]))
+    assert (moved[0], moved[2]) == ("0.0", "0.0")
+    clocks = [line.split("|")[1].split(":")[0].strip() for line in lines[3:]]
+    assert clocks == [f"{clock} time without / {side}" for clock in ("wall", "cpu") for side in ("with", "even")]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ratio_is_that_of_the_fastest_quarters() -> None:
+    assert balance_layer.ratio([9, 6, 8, 7, 100, 100, 100, 100], [3, 5, 50, 50, 50, 50, 50, 50]) == 6.5 / 4
 
 
 def test_saved_bytes_are_those_that_are_still_there_after_the_forward() -> None:
