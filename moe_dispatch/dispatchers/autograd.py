@@ -93,7 +93,7 @@ class Departed:
         started: What ``Backend.start`` returned.
         padded: Tp, the number of rows that this rank sends, with padding.
         real_rows: int64, the indices of the rows that are sent; None if all are.
-        given_TK: The ids of the router, of the rows that are sent; -1 in rows that are no tokens.
+        given_TK: The ids of the router, of the rows that are sent.
         outcome: int64 (), what ``valid_ids`` found about them.
         unread: Copy of ``outcome`` that the host reads when the rows have arrived; None if the call raises earlier, or
             reports invalid ids in ``check``.
@@ -158,18 +158,16 @@ def start(
     asks, num_experts = not config.graph_safe, config.num_experts
     summed = channel.num_summed > 0 and not plan.settled
     try:
-        if valid_T is not None:
-            ids_TK = torch.where(valid_T.unsqueeze(1), ids_TK, -1)
         if real_rows is not None:
             ids_TK = ids_TK.index_select(0, real_rows)
         given_TK, permutation = ids_TK, channel.context.permutations[type(ids_TK), ids_TK.device.type]
-        ids_TK, outcome = permutation.valid_ids(ids_TK, num_experts, mark if asks else None, asks=asks)
+        ids_TK, outcome = permutation.valid_ids(ids_TK, num_experts, mark if asks else None, valid_T=valid_T, asks=asks)
         if table is not None and config.balance is None:
             ids_TK = slots_of(ids_TK, table.copies_EC.to(ids_TK.device))
     except Exception as error:
         tell_peers(channel, error, in_dispatch=True, x=x_TD, has_sizes=plan.settled)
         raise
-    count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, num_experts)
+    count, problem = ids_TK.shape[0], partial(problem_of_ids, given_TK, num_experts, valid_T)
     if config.debug or not plan.settled:
         # With a mark, the outcome is the mark, and the exchange of counts tells the peers.
         invalid = outcome if mark is None else None
@@ -222,7 +220,7 @@ def finish(departed: Departed) -> Arrived:
     channel = departed.channel
     arrived = channel.backend.finish(departed.started)
     if departed.unread is not None and departed.unread.read():
-        problem = problem_of_ids(departed.given_TK, channel.config.num_experts)
+        problem = problem_of_ids(departed.given_TK, channel.config.num_experts, departed.valid_T)
         assert problem is not None
         if channel.communicator.size > 1:
             problem.add_note(UNTOLD)

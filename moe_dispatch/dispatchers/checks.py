@@ -267,18 +267,18 @@ def check_values(routing: Routing, valid_T: Tensor | None, num_experts: int) -> 
         InputError: An id is outside -1..num_experts-1, or a weight is not finite.
     """
     ids, weights = routing.topk_ids, routing.topk_weights
-    if valid_T is not None:
-        ids, weights = ids[valid_T], weights[valid_T]
-    if (problem := problem_of_ids(ids, num_experts)) is not None:
+    if (problem := problem_of_ids(ids, num_experts, valid_T)) is not None:
         raise problem
-    if wrong := int((~torch.isfinite(weights) & (ids >= 0)).sum()):
+    wrong_TK = ~torch.isfinite(weights) & (ids >= 0)
+    if wrong := int((wrong_TK if valid_T is None else wrong_TK[valid_T]).sum()):
         raise InputError(
             f"Dispatcher.dispatch: topk_weights must be finite, got {wrong} that are not. Check the router."
         )
 
 
-def problem_of_ids(ids: Tensor, num_experts: int) -> InputError | None:
-    """Return an error with the lowest and the highest id if some id is invalid, otherwise None. A host sync."""
+def problem_of_ids(ids: Tensor, num_experts: int, valid_T: Tensor | None = None) -> InputError | None:
+    """Return an error with the lowest and highest id of the tokens if one is invalid, otherwise None. A host sync."""
+    ids = ids if valid_T is None else ids[valid_T]
     low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
     if -1 <= low <= high < num_experts:
         return None

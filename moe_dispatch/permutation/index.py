@@ -248,19 +248,23 @@ def merge_slots(ids_TK: Tensor, weights_TK: Tensor, *, asks: bool) -> tuple[Tens
     return torch.where(is_first, ids_TK, ids_TK.clamp(max=-1)), torch.where(is_first, merged, 0)
 
 
-def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, asks: bool) -> tuple[Tensor, Tensor]:
+def valid_ids(
+    ids_TK: Tensor, num_experts: int, mark: int | None = None, *, valid_T: Tensor | None = None, asks: bool
+) -> tuple[Tensor, Tensor]:
     """Replace invalid ids, those outside -1..num_experts-1, so that the ids can serve as indices. No host sync.
 
     Args:
-        ids: int64 ids of the router.
+        ids_TK: int64 ids of the router.
         num_experts: E.
         mark: Mark that this rank sends if all its ids are valid; None if it sends none.
+        valid_T: bool, whether each row is a token; None if all are. Ids of other rows become -1 and count as valid.
         asks: Whether to return early if all ids are valid; this works on the CPU only.
 
     Returns:
         The ids in new memory, with -1 for each invalid id; and an int64 (). Without ``mark`` it is the number of
         invalid ids, else it is ``mark``, or -1 if there are invalid ids.
     """
+    ids = ids_TK if valid_T is None else torch.where(valid_T.unsqueeze(1), ids_TK, -1)
     nearest = ids.clamp(-1, num_experts - 1)
     if asks and ids.is_cpu and nearest.equal(ids):
         return nearest, torch.scalar_tensor(mark or 0, dtype=torch.int64, device=ids.device)

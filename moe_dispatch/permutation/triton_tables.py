@@ -166,11 +166,17 @@ def merge_kernel(
 
 
 @triton.jit
-def valid_kernel(ids, valid, outcome, num_ids, num_experts, marks: tl.constexpr, block: tl.constexpr):
-    """Replace invalid ids by -1. Count them in ``outcome``, or with ``marks`` lower it to -1 if there are any."""
+def valid_kernel(ids, tokens, valid, outcome, num_ids, num_experts, top_k, marks: tl.constexpr, block: tl.constexpr):
+    """Replace invalid ids by -1. Count them in ``outcome``, or with ``marks`` lower it to -1 if there are any.
+
+    ``tokens`` says which rows are tokens; the ids of the others become -1 too. None if all are.
+    """
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < num_ids
-    given = tl.load(ids + at, mask=inside, other=-1)
+    exists = inside
+    if tokens is not None:
+        exists = inside & (tl.load(tokens + at // top_k, mask=inside, other=0) != 0)
+    given = tl.load(ids + at, mask=exists, other=-1)
     invalid = (given < -1) | (given >= num_experts)
     tl.store(valid + at, tl.where(invalid, -1, given), mask=inside)
     count = tl.sum(invalid.to(tl.int64))
@@ -392,17 +398,21 @@ class _Merge(torch.autograd.Function):
         return None, grads[1].gather(1, firsts.clamp(min=0)).masked_fill(firsts < 0, 0)
 
 
-def valid_ids(ids: Tensor, num_experts: int, mark: int | None = None, *, asks: bool) -> tuple[Tensor, Tensor]:
+def valid_ids(
+    ids_TK: Tensor, num_experts: int, mark: int | None = None, *, valid_T: Tensor | None = None, asks: bool
+) -> tuple[Tensor, Tensor]:
     """Do what ``index.valid_ids`` does. Cost: two launches."""
-    outcome = torch.full((), mark or 0, dtype=torch.int64, device=ids.device)
-    ids = ids.contiguous()
-    valid = torch.empty_like(ids)
-    if ids.numel():
-        with torch.cuda.device_of(ids):
-            valid_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
-                *(ids, valid, outcome, ids.numel(), num_experts), marks=mark is not None, **_OPTIONS
+    outcome = torch.full((), mark or 0, dtype=torch.int64, device=ids_TK.device)
+    ids_TK = ids_TK.contiguous()
+    found_TK, num_ids = torch.empty_like(ids_TK), ids_TK.numel()
+    if num_ids:
+        with torch.cuda.device_of(ids_TK):
+            valid_kernel[(triton.cdiv(num_ids, _BLOCK),)](
+                *(ids_TK, valid_T, found_TK, outcome, num_ids, num_experts, ids_TK.shape[1]),
+                marks=mark is not None,
+                **_OPTIONS,
             )
-    return valid, outcome
+    return found_TK, outcome
 
 
 def count_owners(

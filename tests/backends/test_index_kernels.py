@@ -120,12 +120,16 @@ def test_merges_slots_as_torch_does(shape: tuple[int, int, int], dtype: torch.dt
 def test_finds_invalid_ids_as_torch_does(num_experts: int, mark: int | None, asks: bool, kernels: Any) -> None:
     ids_TK = keys_of(700, 2, 5)  # from -2 to 6
     valid_TK, too_low_TK = ids_TK.clamp(-1, num_experts - 1), ids_TK.clamp(max=num_experts - 1)
+    is_token_T = torch.arange(len(ids_TK)) % 3 > 0
     for ids in (ids_TK, valid_TK, too_low_TK, ids_TK.clamp(min=-1), ids_TK[:0]):
-        expected, found = (each.valid_ids(ids, num_experts, mark, asks=asks) for each in (tables, kernels))
-        assert torch.equal(found[0], expected[0])
-        assert found[1].item() == expected[1].item()
-        for copied in (found[0], expected[0]):  # a backend may keep them, and the router may reuse its memory
-            assert copied.data_ptr() != ids.data_ptr() or not ids.numel()
+        for valid_T in (None, is_token_T[: len(ids)], torch.zeros(len(ids), dtype=torch.bool)):
+            fields = {"valid_T": valid_T, "asks": asks}
+            expected, found = (each.valid_ids(ids, num_experts, mark, **fields) for each in (tables, kernels))
+            assert torch.equal(found[0], expected[0])
+            assert found[1].item() == expected[1].item()
+            assert valid_T is None or (found[0][~valid_T] == -1).all()
+            for copied in (found[0], expected[0]):  # a backend may keep them, and the router may reuse its memory
+                assert copied.data_ptr() != ids.data_ptr() or not ids.numel()
 
 
 @pytest.mark.parametrize("width", [3, 5])

@@ -121,6 +121,12 @@ VALUES: list[tuple[Call, *tuple[str, ...]]] = [
         "..8. Check the router",
     ),
     (lambda d: d.dispatch(X, Routing(IDS.clamp(max=-2), WEIGHTS)), "topk_ids must lie in -1..7, got -2.."),
+    (  # the padding has another invalid id, which is no error
+        lambda d: d.dispatch(
+            X, Routing(torch.full_like(IDS, 8).index_fill(0, torch.tensor([1]), 99), WEIGHTS), Rows(1)
+        ),
+        "must lie in -1..7, got 8..8. ",
+    ),
     (
         lambda d: d.dispatch(X, Routing(IDS, WEIGHTS.index_fill(0, torch.tensor([1]), NAN))),
         "topk_weights must be finite, got 2 that are not",
