@@ -244,11 +244,11 @@ def _movement(
 
 def side_by_side(tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
     """Return the entries of all tensors side by side, (N, W)."""
-    parts = [tensor.flatten(1) for tensor in tensors]
+    parts = [tensor.unsqueeze(-1).flatten(1) for tensor in tensors]  # a tensor (N,) has one column
     return parts[0] if len(parts) == 1 and out is None else torch.cat(parts, 1, out=out)
 
 
 def apart(both_NW: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Undo ``side_by_side`` without a copy: return the part of each tensor."""
     parts = both_NW.split([tensor.shape[1:].numel() for tensor in like], 1)
-    return tuple(part.view(-1, *tensor.shape[1:]) for part, tensor in zip(parts, like, strict=True))
+    return tuple(part.view(len(part), *tensor.shape[1:]) for part, tensor in zip(parts, like, strict=True))

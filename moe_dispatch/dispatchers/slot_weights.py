@@ -87,7 +87,7 @@ class SlotWeights:
         ``balance="exact"``, each all-to-all has the weights of ``P * S`` experts for S spare slots, and own
         parameters are copied to their slots. ``Backend.bring_copies``, where there is one, replaces those that fetch.
         """
-        lease, channel = self._enter(stacked)
+        lease, channel = self._enter(sent, stacked)
         if sent.placement is None:
             landed = sent.wait()
             return landed, experts(landed, *stacked)
@@ -122,7 +122,7 @@ class SlotWeights:
         Cost: one all-to-all, and one in the backward; none if no weight has to travel. This rank's own weights are
         copied to their slots.
         """
-        lease, channel = self._enter(stacked)
+        lease, channel = self._enter(sent, stacked)
         if sent.placement is None:
             return sent.wait(), stacked
         moves = _moves_of(channel, sent, stacked[0].device, whole=True)
@@ -133,12 +133,14 @@ class SlotWeights:
             landed = dataclasses.replace(landed, weights=tie(landed.weights, slots[0]))
         return landed, slots
 
-    def _enter(self, stacked: Sequence[Tensor]) -> tuple[Lease, Channel]:
+    def _enter(self, sent: Dispatched | InFlight, stacked: Sequence[Tensor]) -> tuple[Lease, Channel]:
         if torch.compiler.is_compiling():
             refuse_compiled(
                 "SlotWeights: weights must be fetched outside of compiled regions, got a call that is being traced. "
                 "Compile the experts alone."
             )
+        if not isinstance(sent, Dispatched | InFlight):
+            raise InputError(f"SlotWeights: sent must be the result of a dispatch, got {type(sent).__name__}.")
         lease = self._dispatcher._lease
         channel = lease.enter()
         _check_stacked(channel.config.num_experts // channel.communicator.size, stacked)
@@ -224,6 +226,9 @@ def _part(landed: Dispatched, some: slice, edge: Tensor, weights: Tensor, begin:
 
 def _check_stacked(local: int, stacked: Sequence[Tensor]) -> None:
     """Refuse tensors that are not the parameters of this rank's ``local`` experts."""
+    if others := [type(weight).__name__ for weight in stacked if not isinstance(weight, Tensor)]:
+        told = f"stacked must be tensors, got {', '.join(others)}. Pass each tensor as an argument of its own."
+        raise InputError(f"SlotWeights: {told}")
     shapes = [tuple(weight.shape) for weight in stacked]
     if not shapes or any(shape[:1] != (local,) for shape in shapes):
         raise InputError(

@@ -374,6 +374,34 @@ def test_gradients_are_summed_by_rank_and_rounded_once() -> None:
     assert [total.tolist() for total in exact.collect(own, torch.ones(3, 1).bfloat16())] == [[[258.0]]]
 
 
+@pytest.mark.parametrize("how", ["run", "fetch"])
+@BOTH
+def test_one_number_for_each_expert(how: str, fields: dict[str, Any]) -> None:
+    """Tensors (M,) and (M, 0) beside others give the outputs and gradients of a layer without copies."""
+
+    def scaled(part: Dispatched, up: Tensor, scale_L: Tensor, none_L0: Tensor) -> Tensor:
+        assert none_L0.shape == (len(scale_L), 0)
+        return part.grouped_mm(part.rows, scale_L[:, None, None] * torch.eye(HIDDEN) + up.sum(2, keepdim=True))
+
+    def body(group: Group, given: dict[str, Any]) -> list[Tensor]:
+        assert group is not None
+        dispatcher = build_dispatcher(small_config(**given), group)
+        x, routing, upstream = inputs(group.rank(), 0, torch.float32)
+        own = [own_part(group, torch.float32)[0], torch.tensor([2.0, 3.0]).add(group.rank()).requires_grad_()]
+        sent, more = dispatcher.dispatch(x, routing), torch.ones(2, 0)
+        if how == "run":
+            sent, outputs = SlotWeights(dispatcher).run(sent, scaled, *own, more)
+        else:
+            sent, slots = SlotWeights(dispatcher).fetch(sent, *own, more)
+            outputs = scaled(sent, *slots)
+        y = dispatcher.combine(outputs, sent)
+        y.backward(upstream)
+        return [y.detach(), *gradients(own)]
+
+    for got, wanted in zip(on_ranks(partial(body, given=fields), 4), on_ranks(partial(body, given={}), 4), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_without_gradients() -> None:
     def body(group: Group) -> None:
         stacked, dispatcher = own_part(group, torch.float32), placed(group)
@@ -394,6 +422,7 @@ def test_without_gradients() -> None:
         (lambda up, down: [up, torch.ones(3, 2)], r"must be tensors \(2, \.\.\.\), .*, got \(2, 16, 8\), \(3, 2\)"),
         (lambda up, down: [up, down.double()], r"one dtype and device, got torch\.float32 on cpu, torch\.float64 on"),
         (lambda up, down: [torch.ones(2, 3, dtype=torch.int64)], r"must be floating, .*, got torch\.int64 on cpu"),
+        (lambda up, down: [[up, down]], r"must be tensors, got list\. Pass each tensor as an argument of its own"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(arguments: Callable[..., list[Tensor]], told: str) -> None:
@@ -404,6 +433,12 @@ def test_tensors_that_do_not_fit_are_refused(arguments: Callable[..., list[Tenso
             SlotWeights(dispatcher).fetch(sent, *arguments(*own_part(group, torch.float32)))
 
     on_ranks(body, RANKS)
+
+
+def test_rows_without_their_dispatch_are_refused() -> None:
+    dispatcher = build_dispatcher(small_config(backend="local"))
+    with pytest.raises(InputError, match=r"sent must be the result of a dispatch, got Tensor"):
+        SlotWeights(dispatcher).run(random_rows(2), experts, torch.ones(NUM_EXPERTS, 1))  # type: ignore[arg-type]
 
 
 def test_the_dispatch_of_another_dispatcher_is_refused() -> None:
